@@ -1,0 +1,245 @@
+"""Simulated hosts on one machine: `python -m bench hosts --hosts 4 --rate 1gbit --ranks 8 -- allreduce -b 4M`.
+
+Every host is a network, UTS and mount namespace of its own (own address, own hostname, own /dev/shm), so what runs in it
+can tell hosts apart as on real ones. A veth pair joins each host to one bridge, which stands in a namespace too, and
+`tc tbf` limits both ends of the pair: one end is the host's uplink, the other its downlink. Links are full duplex.
+
+The namespaces have no names: they live as long as the processes in them, and those die with this one, even by SIGKILL.
+Two runs can therefore not collide, and nothing is left behind.
+
+What it does not simulate: latency of the wires (a veth hop takes microseconds), loss, and cores: all hosts share this
+machine's. Times at small sizes are times of the processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import FrameType
+
+TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
+RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+BURST_BYTES = 128 * 1024
+"""What a link may send at once after a pause. Small, so that a short message does not pass for free."""
+QUEUE_S = 0.05
+"""How long a link's queue is, at its rate: what an ordinary switch port buffers at 1 Gbit/s, a few megabytes."""
+MASTER_PORT = 29500
+"""Fixed: the first host is always a fresh namespace, in which every port is free."""
+GRACE_S = 10.0
+"""After the first rank has failed, what the others get to say why they fail too."""
+DEADLINE_EXIT = 124
+
+
+class HostsError(Exception):
+    """The hosts cannot be set up; the text says what is missing."""
+
+
+def rate_bits_per_s(rate: str) -> float:
+    """`tc`'s notation: "1gbit" -> 1e9.
+
+    Raises:
+        ValueError: not a number followed by kbit, mbit or gbit.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
+    if match is None:
+        raise ValueError(f"rate {rate!r} is not a number followed by one of {', '.join(RATE_UNITS)}")
+    return float(match[1]) * RATE_UNITS[match[2]]
+
+
+def ranks_per_host(ranks: int, hosts: int) -> list[int]:
+    """Ranks spread evenly in contiguous order, the first hosts taking what is left over: (5, 4) -> [2, 1, 1, 1].
+
+    Raises:
+        ValueError: fewer ranks than hosts, or no host.
+    """
+    if not 1 <= hosts <= min(ranks, 200):
+        raise ValueError(
+            f"{ranks} ranks cannot be spread over {hosts} hosts: each needs one, and 200 hosts are the most"
+        )
+    share, extra = divmod(ranks, hosts)
+    return [share + (host < extra) for host in range(hosts)]
+
+
+def address(host: int) -> str:
+    return f"10.77.0.{host + 1}"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process to start: where, and the environment that torchrun would give it."""
+
+    rank: int
+    host: int
+    environment: dict[str, str]
+
+
+def plan_ranks(ranks: int, hosts: int, rate: str) -> list[Rank]:
+    planned: list[Rank] = []
+    for host, local_size in enumerate(ranks_per_host(ranks, hosts)):
+        for local_rank in range(local_size):
+            environment = {
+                "RANK": str(len(planned)),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(local_size),
+                "GROUP_RANK": str(host),
+                "MASTER_ADDR": address(0),
+                "MASTER_PORT": str(MASTER_PORT),
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "OMP_NUM_THREADS": "1",
+                "BENCH_NETWORK": f"{hosts} simulated hosts, {rate} links (tc tbf)",
+            }
+            planned.append(Rank(len(planned), host, environment))
+    return planned
+
+
+class Namespace:
+    """A process that does nothing but hold one host's namespaces open. Dies with its parent."""
+
+    def __init__(self, hostname: str) -> None:
+        hold = f"hostname {hostname} && mount -t tmpfs tmpfs /dev/shm && ip link set lo up && echo ready && exec sleep infinity"
+        unshare = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--mount", "sh", "-c", hold]
+        self.process = subprocess.Popen(unshare, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        self.pid = self.process.pid
+        assert self.process.stdout is not None and self.process.stderr is not None
+        if self.process.stdout.readline() != b"ready\n":
+            why = self.process.stderr.read().decode().strip()
+            self.close()
+            raise HostsError(f"namespaces cannot be made: {why}")
+
+    def enter(self, command: Sequence[str]) -> list[str]:
+        """`command` as it must be started to run inside, in the present directory."""
+        inside = ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", f"--wd={os.getcwd()}", "--"]
+        return ["setpriv", "--pdeathsig", "KILL", *inside, *command]
+
+    def run(self, command: str) -> str:
+        done = subprocess.run(self.enter(command.split()), capture_output=True, text=True, timeout=30)
+        if done.returncode != 0:
+            raise HostsError(f"`{command}` failed: {done.stderr.strip()}")
+        return done.stdout
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class Cluster:
+    """`hosts` namespaces around one switch, every link limited to `rate` each way. A context manager."""
+
+    def __init__(self, hosts: int, rate: str) -> None:
+        self._stack = ExitStack()
+        try:
+            self.switch = self._namespace("switch")
+            self.hosts = [self._namespace(f"host{host}") for host in range(hosts)]
+            self.switch.run("ip link add bridge0 type bridge")
+            self.switch.run("ip link set bridge0 up")
+            for host, namespace in enumerate(self.hosts):
+                self._connect(host, namespace, rate)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _namespace(self, hostname: str) -> Namespace:
+        namespace = Namespace(hostname)
+        self._stack.callback(namespace.close)
+        return namespace
+
+    def _connect(self, host: int, namespace: Namespace, rate: str) -> None:
+        limit_bytes = BURST_BYTES + int(rate_bits_per_s(rate) / 8 * QUEUE_S)
+        shape = f"root tbf rate {rate} burst {BURST_BYTES} limit {limit_bytes}"
+        port = f"port{host}"
+        self.switch.run(f"ip link add {port} type veth peer name eth0 netns {namespace.pid}")
+        self.switch.run(f"ip link set {port} master bridge0 up")
+        self.switch.run(f"tc qdisc add dev {port} {shape}")
+        namespace.run(f"ip address add {address(host)}/24 dev eth0")
+        namespace.run("ip link set eth0 up")
+        namespace.run(f"tc qdisc add dev eth0 {shape}")
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def run_ranks(cluster: Cluster, ranks: Sequence[Rank], command: Sequence[str], deadline_s: float) -> int:
+    """Run `command` once per rank; the exit code of the first that failed, 124 past the deadline, else 0."""
+    processes: list[subprocess.Popen[bytes]] = []
+    exit_code = 0
+    give_up = time.monotonic() + deadline_s
+    try:
+        for rank in ranks:
+            inside = cluster.hosts[rank.host].enter(command)
+            processes.append(subprocess.Popen(inside, env={**os.environ, **rank.environment}, start_new_session=True))
+        while any(process.poll() is None for process in processes):
+            if exit_code == 0:
+                exit_code = next((process.returncode for process in processes if process.returncode), 0)
+                if exit_code != 0:
+                    give_up = min(give_up, time.monotonic() + GRACE_S)
+            if time.monotonic() > give_up:
+                return exit_code or DEADLINE_EXIT
+            time.sleep(0.05)
+        return exit_code or next((process.returncode for process in processes if process.returncode), 0)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def check_machine() -> None:
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        raise HostsError(f"not found: {', '.join(missing)} (packages iproute2 and util-linux)")
+    if os.geteuid() != 0:
+        raise HostsError("network namespaces need root")
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench hosts",
+        description="Run a benchmark, or any command, on hosts simulated by network namespaces. Needs root.",
+    )
+    parser.add_argument("--hosts", type=int, default=4, help="hosts to simulate (default 4)")
+    parser.add_argument("--ranks", type=int, default=8, help="ranks, spread in contiguous order (default 8)")
+    parser.add_argument("--rate", default="1gbit", help="of every link, each way, as tc writes it (default 1gbit)")
+    parser.add_argument(
+        "--deadline-s", type=float, default=600.0, help="after this all is stopped, exit code 124 (default 600)"
+    )
+    parser.add_argument("command", nargs="+", help="after `--`: a benchmark with its flags, or any other command")
+    chosen = parser.parse_args(arguments)
+    try:
+        ranks_per_host(chosen.ranks, chosen.hosts)
+        rate_bits_per_s(chosen.rate)
+    except ValueError as error:
+        parser.error(str(error))
+    return chosen
+
+
+def _stop(signal_number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + signal_number)
+
+
+def main(arguments: Sequence[str], benchmarks: Sequence[str]) -> int:
+    """`benchmarks`: the names after `--` that mean `python -m bench NAME` and not a command."""
+    chosen = parse_arguments(arguments)
+    bench = [sys.executable, "-m", "bench"] if chosen.command[0] in benchmarks else []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
+    try:
+        check_machine()
+        with Cluster(chosen.hosts, chosen.rate) as cluster:
+            ranks = plan_ranks(chosen.ranks, chosen.hosts, chosen.rate)
+            return run_ranks(cluster, ranks, [*bench, *chosen.command], chosen.deadline_s)
+    except HostsError as error:
+        print(f"bench hosts: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,292 @@
+"""`torchrun --nproc-per-node 4 -m bench allreduce`: one collective, all its algorithms, nccl-tests' way."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bench.cases import CASES, Buffers, Case, Job, torch_takes
+from bench.meta import device_name, software_and_machine
+from bench.sizes import parse_size, size_range
+from bench.table import Row, format_comparison, format_heading, format_row, format_trailer
+from bench.timing import Protocol, Times, distributed_machine, median_and_p99, over_ranks, slowest_rank, take_turns
+from bench.verification import count_wrong
+from collectives import Communicator
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "bool": torch.bool,
+}
+OPS = ("sum", "average", "min", "max", "product")
+TORCH = "torch"
+"""The competitor that is not ours: torch.distributed, called without a Communicator."""
+PEERS = ("native", TORCH)
+NCCL_TESTS_NAMES = {"half": "float16", "float": "float32", "double": "float64", "avg": "average", "prod": "product"}
+
+
+Measured = tuple[Job, Row]
+
+
+def _names(known: Sequence[str], text: str) -> list[str]:
+    name = NCCL_TESTS_NAMES.get(text, text)
+    if name != "all" and name not in known:
+        also = [alias for alias, meant in NCCL_TESTS_NAMES.items() if meant in known]
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join([*known, *also])}, all")
+    return list(known) if name == "all" else [name]
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(least: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
+    return int(text)
+
+
+def parse_arguments(name: str, arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m bench {name}",
+        description=f"Time and check {name} with every algorithm, nccl-tests' way. Run under torchrun.",
+    )
+    add = parser.add_argument
+    add("-b", "--minbytes", type=_size, default="32M", help="smallest size, e.g. 8, 4K, 32M (default 32M)")
+    add("-e", "--maxbytes", type=_size, default="32M", help="largest size (default 32M)")
+    add("-i", "--stepbytes", type=_size, default="1M", help="from one size to the next (default 1M)")
+    add("-f", "--stepfactor", type=partial(_count, 2), help="from one size to the next, instead of -i")
+    add(
+        "-n", "--iters", type=partial(_count, 1), default=20, help="timed turns of each algorithm and size (default 20)"
+    )
+    add("-w", "--warmup_iters", type=partial(_count, 0), default=1, help="untimed turns before (default 1)")
+    add("-c", "--check", type=partial(_count, 0), default=1, help="checked turns; 0 checks nothing (default 1)")
+    add(
+        "-d",
+        "--datatype",
+        type=partial(_names, tuple(DTYPES)),
+        default="float",
+        help="torch's or nccl-tests' name, or all",
+    )
+    add(
+        "-o",
+        "--op",
+        type=partial(_names, OPS),
+        default="sum",
+        help="sum, avg, min, max, prod or all, where one reduces",
+    )
+    add("-r", "--root", type=partial(_count, 0), default=0, help="where there is one (default 0)")
+    add("--algorithm", type=lambda text: text.split(","), help="comma-separated; default auto and all that are legal")
+    add("--backend", choices=("gloo", "nccl"), help="of torch.distributed; default nccl where there are GPUs")
+    add("-T", "--timeout", type=float, default=300.0, help="of one collective, in seconds (default 300)")
+    add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
+    add("--plot", type=Path, metavar="FILE.png", help="draw time and bus bandwidth over size")
+    chosen = parser.parse_args(arguments)
+    try:
+        chosen.sizes = size_range(chosen.minbytes, chosen.maxbytes, chosen.stepbytes, chosen.stepfactor)
+    except ValueError as error:
+        parser.error(str(error))
+    return chosen
+
+
+def join_world(backend: str | None, timeout_s: float) -> torch.device:
+    """Initialise torch.distributed from torchrun's environment, alone without it; this rank's device."""
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
+def choose_algorithms(asked: Sequence[str] | None, legal: Sequence[str]) -> list[str]:
+    """As asked; else all, what one compares first: auto, the backend's own, and torch.distributed without us.
+
+    Raises:
+        ValueError: a name that is not legal.
+    """
+    known = [
+        "auto",
+        *(name for name in legal if name == "native"),
+        TORCH,
+        *(name for name in legal if name != "native"),
+    ]
+    unknown = [name for name in asked or () if name not in known]
+    if unknown:
+        raise ValueError(f"algorithm {unknown[0]!r} is not one of {', '.join(known)}")
+    return list(asked or known)
+
+
+def plan_jobs(case: Case, chosen: argparse.Namespace, rank: int, size: int, device: torch.device) -> list[Job]:
+    """All that is to be measured, once each: small sizes that round to the same count are one."""
+    jobs: dict[Job, None] = {}
+    for dtype_name in chosen.datatype:
+        dtype = DTYPES[dtype_name]
+        for op in chosen.op if case.reduces else ["none"]:
+            if op == "average" and dtype == torch.bool:
+                continue
+            root = chosen.root if case.rooted else -1
+            jobs.update(
+                {Job(rank, size, case.count(n, size, dtype), dtype, op, root, device): None for n in chosen.sizes}
+            )
+    return list(jobs)
+
+
+def competitor(case: Case, comm: Communicator, buffers: Buffers, job: Job, algorithm: str) -> Callable[[], None]:
+    if algorithm == TORCH:
+        return partial(case.run_torch, buffers, job)
+    return partial(case.run, comm, buffers, job, algorithm)
+
+
+def measure(
+    case: Case,
+    jobs: Sequence[Job],
+    comm: Communicator,
+    algorithms: Sequence[str],
+    protocol: Protocol,
+    device: torch.device,
+) -> list[Measured]:
+    """All that was measured, job by job, the same on every rank."""
+    machine = distributed_machine(device)
+    turns: list[tuple[Job, str]] = []
+    seconds: list[Times] = []
+    wrong: list[int] = []
+    for job in jobs:
+        buffers = case.prepare(job)
+        present = [algorithm for algorithm in algorithms if algorithm != TORCH or torch_takes(job)]
+        competitors = [competitor(case, comm, buffers, job, algorithm) for algorithm in present]
+        check = partial(count_wrong, buffers.output, buffers.expected)
+        job_seconds, job_wrong = take_turns(competitors, buffers.reset, check, machine, protocol)
+        turns += [(job, algorithm) for algorithm in present]
+        seconds += list(job_seconds)
+        wrong += job_wrong
+    slowest, wrong_anywhere = slowest_rank(np.stack(seconds), device), over_ranks(np.array(wrong), device)
+
+    measured: list[Measured] = []
+    for (job, algorithm), times, wrong_elements in zip(turns, slowest, wrong_anywhere, strict=True):
+        nbytes = case.nbytes(job)
+        median_s, p99_s = median_and_p99(times)
+        algbw = nbytes / median_s / 1e9
+        row = Row(
+            collective=case.name,
+            algorithm=algorithm,
+            codec="none",
+            dtype=str(job.dtype).removeprefix("torch."),
+            op=job.op,
+            world_size=job.size,
+            bytes=nbytes,
+            time_us=median_s * 1e6,
+            p99_us=p99_s * 1e6,
+            algbw_GBps=algbw,
+            busbw_GBps=algbw * case.busbw_factor(job.size),
+            wire_bytes=None if algorithm == TORCH else comm.wire_bytes(case.name, nbytes, algorithm),
+            wrong=int(wrong_elements) if protocol.check_iters > 0 else None,
+        )
+        measured.append((job, row))
+    return measured
+
+
+def describe_run(name: str, chosen: argparse.Namespace, comm: Communicator, device: torch.device) -> dict[str, Any]:
+    return {
+        **software_and_machine(device),
+        "arguments": [name, *chosen.arguments],
+        "backend": dist.get_backend(),
+        "world_size": comm.size,
+        "hosts": [list(ranks) for ranks in comm.topology.hosts],
+        "iters": chosen.iters,
+        "warmup_iters": chosen.warmup_iters,
+        "check_iters": chosen.check,
+        "time": "median over interleaved turns, each as long as on its slowest rank",
+    }
+
+
+def format_header(name: str, chosen: argparse.Namespace, meta: dict[str, Any], ranks: Sequence[str]) -> list[str]:
+    step = f"{chosen.stepfactor}(factor)" if chosen.stepfactor else f"{chosen.stepbytes}(bytes)"
+    return [
+        f"# {name} world size {meta['world_size']} hosts {len(meta['hosts'])} backend {meta['backend']}"
+        f" minBytes {chosen.minbytes} maxBytes {chosen.maxbytes} step: {step}"
+        f" warmup iters: {chosen.warmup_iters} iters: {chosen.iters} validation: {chosen.check}",
+        *([f"# Network: {meta['network']}"] if meta["network"] else []),
+        "#",
+        "# Using devices",
+        *(f"#  {rank}" for rank in ranks),
+        "#",
+    ]
+
+
+def format_block(case: Case, algorithm: str, measured: Sequence[Measured]) -> list[str]:
+    return [
+        f"# Algorithm {algorithm}",
+        *format_heading(case.in_place),
+        *(format_row(row, job.count, job.root) for job, row in measured),
+        *format_trailer([row for _, row in measured]),
+    ]
+
+
+def main(name: str, arguments: Sequence[str]) -> int:
+    """Exit code 1 if any element was wrong anywhere, on every rank."""
+    chosen = parse_arguments(name, arguments)
+    chosen.arguments = list(arguments)
+    case = CASES[name]
+    device = join_world(chosen.backend, chosen.timeout)
+    try:
+        with Communicator(timeout_s=chosen.timeout) as comm:
+            try:
+                algorithms = choose_algorithms(chosen.algorithm, comm.algorithms(name))
+                if chosen.root >= comm.size:
+                    raise ValueError(f"root {chosen.root} is not one of {comm.size} ranks")
+            except ValueError as error:
+                print(f"bench {name}: {error}", file=sys.stderr)
+                return 2
+            jobs = plan_jobs(case, chosen, comm.rank, comm.size, device)
+            host = comm.topology.host_of(comm.rank)
+            mine = f"Rank {comm.rank:2} Host {host:2} Pid {os.getpid():6} on {socket.gethostname()} device {device} [{device_name(device)}]"
+            ranks = comm.allgather_object(mine)
+            meta = describe_run(name, chosen, comm, device)
+            if comm.rank == 0:
+                print("\n".join(format_header(name, chosen, meta, ranks)), flush=True)
+            protocol = Protocol(chosen.iters, chosen.warmup_iters, chosen.check)
+            measured = measure(case, jobs, comm, algorithms, protocol, device)
+            by_algorithm = {name: [(job, row) for job, row in measured if row.algorithm == name] for name in algorithms}
+            rows = [row for block in by_algorithm.values() for _, row in block]
+            if comm.rank == 0:
+                for algorithm, block in by_algorithm.items():
+                    print("\n".join(format_block(case, algorithm, block)))
+                for peer in PEERS:
+                    print("\n".join(format_comparison(rows, "auto", peer)))
+                if chosen.json:
+                    chosen.json.write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=1))
+                if chosen.plot:
+                    from bench.plot import draw
+
+                    draw(rows, meta, chosen.plot)
+            return 1 if any(row.wrong for row in rows) else 0
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,120 @@
+"""Rows of results, and their text: nccl-tests' columns, then p99 and wire bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from bench.sizes import format_size
+
+
+@dataclass(frozen=True)
+class Row:
+    """One algorithm at one size. Field names are the keys of the JSON.
+
+    bytes: of the whole array. time_us, p99_us: median and 99th percentile of turns, each as long as on its slowest rank.
+    algbw_GBps, busbw_GBps: 1e9 bytes a second. wire_bytes: what the rank that sends most sends; None where the backend
+    decides. wrong: elements, over all ranks and checked turns; None where nothing was checked.
+    """
+
+    collective: str
+    algorithm: str
+    codec: str
+    dtype: str
+    op: str
+    world_size: int
+    bytes: int
+    time_us: float
+    p99_us: float
+    algbw_GBps: float  # noqa: N815
+    busbw_GBps: float  # noqa: N815
+    wire_bytes: int | None
+    wrong: int | None
+
+
+COLUMNS = (
+    # name, unit, width
+    ("size", "(B)", 12),
+    ("count", "(elements)", 12),
+    ("type", "", 8),
+    ("redop", "", 8),
+    ("root", "", 6),
+    ("time", "(us)", 9),
+    ("algbw", "(GB/s)", 8),
+    ("busbw", "(GB/s)", 8),
+    ("#wrong", "", 7),
+    ("p99", "(us)", 9),
+    ("wire", "(B)", 12),
+)
+
+
+def _line(cells: Iterable[str], mark: str) -> str:
+    return mark + "".join(f" {cell:>{width}}" for cell, (_, _, width) in zip(cells, COLUMNS, strict=True))
+
+
+def format_heading(in_place: bool) -> list[str]:
+    place = "in-place" if in_place else "out-of-place"
+    left = sum(width + 1 for _, _, width in COLUMNS[:5])
+    measured = sum(width + 1 for _, _, width in COLUMNS[5:9])
+    names, units = [name for name, _, _ in COLUMNS], [unit for _, unit, _ in COLUMNS]
+    return ["#", f"#{'':{left}}{place:^{measured}}".rstrip(), _line(names, "#"), _line(units, "#").rstrip()]
+
+
+def format_us(time_us: float) -> str:
+    """Microseconds in at most 9 characters, three or more digits of them significant."""
+    decimals = 2 if time_us < 1e3 else 1 if time_us < 1e5 else 0
+    return f"{time_us:.{decimals}f}"
+
+
+def format_row(row: Row, count: int, root: int) -> str:
+    """`count`: elements as nccl-tests counts them; `root`: -1 where there is none."""
+    cells = (
+        str(row.bytes),
+        str(count),
+        row.dtype,
+        row.op,
+        str(root),
+        format_us(row.time_us),
+        f"{row.algbw_GBps:.3f}",
+        f"{row.busbw_GBps:.3f}",
+        "N/A" if row.wrong is None else str(row.wrong),
+        format_us(row.p99_us),
+        "N/A" if row.wire_bytes is None else str(row.wire_bytes),
+    )
+    return _line(cells, " ")
+
+
+def format_trailer(rows: Sequence[Row]) -> list[str]:
+    wrong = [row.wrong for row in rows if row.wrong is not None]
+    verdict = f"{sum(wrong)} {'FAILED' if sum(wrong) else 'OK'}" if wrong else "N/A"
+    average = sum(row.busbw_GBps for row in rows) / len(rows)
+    return [f"# Out of bounds values : {verdict}", f"# Avg bus bandwidth    : {average:.4f}", "#"]
+
+
+def time_ratios(rows: Sequence[Row], algorithm: str, peer: str) -> list[tuple[Row, Row]]:
+    """The rows of `algorithm`, each beside its `peer`'s of the same run, dtype, op and size."""
+
+    def key(row: Row) -> tuple[str, str, int]:
+        return row.dtype, row.op, row.bytes
+
+    peers: Mapping[tuple[str, str, int], Row] = {key(row): row for row in rows if row.algorithm == peer}
+    return [(row, peers[key(row)]) for row in rows if row.algorithm == algorithm and key(row) in peers]
+
+
+def format_comparison(rows: Sequence[Row], algorithm: str, peer: str) -> list[str]:
+    """Time of `algorithm` over that of `peer`: below 1, `algorithm` is faster. Nothing where one of them did not run."""
+    pairs = time_ratios(rows, algorithm, peer)
+    if not pairs:
+        return []
+    lines = [
+        f"# {algorithm} beside {peer} in this run, time ratio (below 1: {algorithm} is faster)",
+        f"#{'size':>12} {'type':>8} {'redop':>8} {algorithm + ' us':>12} {peer + ' us':>12} {'ratio':>7}",
+    ]
+    ratios = [row.time_us / other.time_us for row, other in pairs]
+    for (row, other), ratio in zip(pairs, ratios, strict=True):
+        times = f"{format_us(row.time_us):>12} {format_us(other.time_us):>12}"
+        lines.append(f"#{format_size(row.bytes):>12} {row.dtype:>8} {row.op:>8} {times} {ratio:7.3f}")
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    lines.append(f"# Ratio, geometric mean : {mean:.3f}  (best {min(ratios):.3f}, worst {max(ratios):.3f})")
+    return lines

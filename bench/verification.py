@@ -1,0 +1,90 @@
+"""Data whose exact result is known: whole numbers, unlike on every rank, that no dtype rounds on the way.
+
+A rank's data is a tile of PERIOD numbers repeated. PERIOD is prime, so no chunk or segment boundary coincides with it: a
+piece that lands in the wrong place differs from what belongs there. No number is 0 (bool apart), so memory that was
+zeroed and never written is wrong everywhere.
+"""
+
+from __future__ import annotations
+
+import torch
+
+PERIOD = 4093
+LARGEST = 1 << 20
+FACTORS = (2, 3, 5)
+
+
+def _random(high: int, seed: int) -> torch.Tensor:
+    """PERIOD whole numbers in [0, high), the same on every rank."""
+    return torch.randint(0, high, (PERIOD,), generator=torch.Generator().manual_seed(seed))
+
+
+def exact_limit(dtype: torch.dtype) -> int:
+    """All whole numbers up to this one are exact in `dtype`: 256 for bfloat16, 127 for int8."""
+    if dtype == torch.bool:
+        return 1
+    return round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def own_tile(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `rank` sends when nothing is reduced; unlike every other rank's as far as `dtype` can count.
+
+    Returns:
+        int64 of shape (PERIOD,).
+    """
+    limit = min(exact_limit(dtype), LARGEST)
+    if dtype == torch.bool:
+        return (_random(2, seed=0) + rank) % 2
+    return 1 + (_random(limit, seed=0) + rank) % limit
+
+
+def contribution_tile(rank: int, size: int, op: str, dtype: torch.dtype) -> torch.Tensor:
+    """What `rank` brings to a reduction over `size` ranks.
+
+    sum, average, min, max: a number all ranks share, plus the ranks' turns 0, 1, ..., which fall differently at each
+    place, so that the extreme is another rank's each time. product: 1, but for the one rank that brings 2, 3 or 5.
+    bool: one rank differs from all others.
+
+    Returns:
+        int64 of shape (PERIOD,).
+
+    Raises:
+        ValueError: the result would not be exact in `dtype` whatever the data.
+    """
+    owner = _random(size, seed=1)
+    if dtype == torch.bool:
+        owned = owner == rank
+        return (owned if op in ("sum", "max") else ~owned).long()
+    if op == "product":
+        return torch.where(owner == rank, torch.tensor(FACTORS)[_random(len(FACTORS), seed=2)], 1)
+    share = min(exact_limit(dtype) // size, LARGEST)
+    if share < 1:
+        raise ValueError(f"{dtype} cannot hold a sum over {size} ranks exactly")
+    turns = min(size, (share + 1) // 2)
+    return 1 + _random(share - turns + 1, seed=0) + (owner + rank) % turns
+
+
+def reduced_tile(size: int, op: str, dtype: torch.dtype) -> torch.Tensor:
+    """The exact reduction of all ranks' contributions, computed one after the other here.
+
+    Returns:
+        float64 for the average of floats, else int64, of shape (PERIOD,).
+    """
+    every = torch.stack([contribution_tile(rank, size, op, dtype) for rank in range(size)])
+    if op == "average":
+        total = every.sum(0)
+        return total.double() / size if dtype.is_floating_point else total.div(size, rounding_mode="trunc")
+    if op == "sum":
+        return every.amax(0) if dtype == torch.bool else every.sum(0)
+    return {"min": every.amin, "max": every.amax, "product": every.prod}[op](0)
+
+
+def expand(tile: torch.Tensor, start: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Elements [start, start + count) of the tile's endless repetition."""
+    turned = tile.roll(-(start % PERIOD)).to(device, dtype)
+    return turned.repeat(-(-count // PERIOD))[:count]
+
+
+def count_wrong(output: torch.Tensor, expected: torch.Tensor) -> int:
+    """Elements that are not exactly what they should be; NaN never is."""
+    return int((output != expected).sum())

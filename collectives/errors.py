@@ -1,0 +1,74 @@
+"""Errors of the world: what a collective raises when it cannot finish through no fault of its caller.
+
+A caller's mistake (a wrong argument) is a ValueError or TypeError, raised before anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """'rank 3' or 'ranks 1, 4'."""
+    listed = sorted(ranks)
+    return f"rank{'s' if len(listed) != 1 else ''} {', '.join(map(str, listed))}"
+
+
+class CollectiveError(RuntimeError):
+    """A collective operation failed; its Communicator is broken from then on.
+
+    Attributes: rank (this process, in the Communicator), operation (what was running).
+    """
+
+    def __init__(self, message: str, *, rank: int, operation: str) -> None:
+        super().__init__(f"rank {rank}: {operation}: {message}")
+        self.rank = rank
+        self.operation = operation
+
+
+class PeerLost(CollectiveError):
+    """A peer's process ended or its connection broke. Attribute ranks: those that are lost."""
+
+    def __init__(self, ranks: Iterable[int], *, rank: int, operation: str, detail: str = "") -> None:
+        self.ranks = tuple(sorted(ranks))
+        super().__init__(
+            f"lost {ranks_text(self.ranks)}" + (f" ({detail})" if detail else ""), rank=rank, operation=operation
+        )
+
+
+class CollectiveTimeout(CollectiveError, TimeoutError):
+    """A deadline passed. Attributes: seconds (the deadline), waiting_for (the ranks that did not answer)."""
+
+    def __init__(self, seconds: float, waiting_for: Iterable[int], *, rank: int, operation: str) -> None:
+        self.seconds = seconds
+        self.waiting_for = tuple(sorted(waiting_for))
+        waited = f" waiting for {ranks_text(self.waiting_for)}" if self.waiting_for else ""
+        super().__init__(f"not done after {seconds:g} s{waited}", rank=rank, operation=operation)
+
+
+class Mismatch(CollectiveError):
+    """Ranks called different operations, or the same one with different arguments.
+
+    Attribute calls: rank -> what it called.
+    """
+
+    def __init__(self, calls: dict[int, str], *, rank: int, operation: str) -> None:
+        self.calls = dict(sorted(calls.items()))
+        by_call: dict[str, list[int]] = {}
+        for caller, call in self.calls.items():
+            by_call.setdefault(call, []).append(caller)
+        said = "; ".join(f"{ranks_text(callers)} called {call}" for call, callers in by_call.items())
+        super().__init__(f"the ranks do not agree: {said}", rank=rank, operation=operation)
+
+
+class LinkError(Exception):
+    """A transport's own report, turned into one of the errors above by diagnostics.postmortem.
+
+    peer: the rank at the other end, None where the transport cannot tell. timed_out: a deadline passed
+    (False: the connection is gone).
+    """
+
+    def __init__(self, peer: int | None, *, timed_out: bool, detail: str) -> None:
+        super().__init__(detail)
+        self.peer = peer
+        self.timed_out = timed_out

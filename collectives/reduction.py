@@ -1,0 +1,83 @@
+"""Reduction operations and the dtypes they work on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+#: destination = destination (op) source, elementwise and in place.
+Combine = Callable[[torch.Tensor, torch.Tensor], object]
+
+COMBINE: dict[str, Combine] = {
+    "sum": torch.Tensor.add_,
+    "average": torch.Tensor.add_,
+    "min": lambda destination, source: torch.minimum(destination, source, out=destination),
+    "max": lambda destination, source: torch.maximum(destination, source, out=destination),
+    "product": torch.Tensor.mul_,
+}
+
+DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
+
+_TORCH_OPS = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "average",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.PRODUCT: "product",
+}
+
+#: A bool is carried as a uint8 of 0 or 1, on which logical or is max and logical and is min.
+_BOOL_OPS = {"sum": "max", "max": "max", "product": "min", "min": "min"}
+
+
+def op_name(op: str | dist.ReduceOp | dist.ReduceOp.RedOpType) -> str:
+    """One of 'sum', 'average', 'min', 'max', 'product'. Raises ValueError for anything else."""
+    name = op if isinstance(op, str) else _TORCH_OPS.get(op)
+    if name not in COMBINE:
+        raise ValueError(
+            f"op is {op!r}; allowed are {', '.join(map(repr, COMBINE))} and torch's ReduceOp of these names"
+        )
+    return name
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raises TypeError for a dtype that no collective carries."""
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype is {dtype}; allowed are {', '.join(map(str, DTYPES))}")
+
+
+def check_arithmetic(dtype: torch.dtype, op: str, prescale: float = 1.0, postscale: float = 1.0) -> None:
+    """Raises TypeError where op or a scale factor means nothing for the dtype."""
+    check_dtype(dtype)
+    if dtype is torch.bool and op == "average":
+        raise TypeError("the average of bool tensors is not defined; allowed are 'sum', 'min', 'max', 'product'")
+    if not dtype.is_floating_point and (prescale, postscale) != (1.0, 1.0):
+        raise TypeError(f"prescale={prescale} and postscale={postscale} need a floating-point tensor, not {dtype}")
+
+
+def carried(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
+    """The tensor and op that travel in place of these: the same, but uint8 with max or min for bool."""
+    if tensor.dtype is torch.bool:
+        return tensor.view(torch.uint8), _BOOL_OPS[op]
+    return tensor, op
+
+
+def finish(tensor: torch.Tensor, op: str, size: int, postscale: float) -> None:
+    """Turn a sum over `size` ranks into an average where op asks for it, and scale. Integer averages truncate toward zero."""
+    if op == "average":
+        tensor.div_(size, rounding_mode=None if tensor.dtype.is_floating_point else "trunc")
+    if postscale != 1.0:
+        tensor.mul_(postscale)

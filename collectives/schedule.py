@@ -1,0 +1,89 @@
+"""A collective algorithm as data: who sends which blocks to whom, round by round. No tensors, no I/O.
+
+A planner (`collectives.algorithms`) returns one Schedule per rank; `collectives.execute` runs it. Because a Schedule is
+plain data it can also be checked symbolically, priced and drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from collectives.spans import Span
+
+
+class Action(Enum):
+    SEND = "send"
+    RECEIVE = "receive"
+    REDUCE = "receive-and-reduce"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One message. `span` counts blocks of the schedule; both ends name the same span."""
+
+    action: Action
+    peer: int
+    span: Span
+
+
+Round = tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What one rank does in a collective over `blocks` blocks.
+
+    Within a round every send carries what the blocks held when the round began; receipts take effect at its end, in the
+    order in which they are listed (so a reduction has one order). All ranks' schedules of one collective have equally
+    many rounds, some of them empty; messages from one rank to another arrive in the order sent.
+    """
+
+    rank: int
+    size: int
+    blocks: int
+    rounds: tuple[Round, ...]
+
+    def sent_blocks(self) -> int:
+        """How many blocks this rank sends, counted with repetition."""
+        return sum(s.span.length for r in self.rounds for s in r if s.action is Action.SEND)
+
+    def then(self, other: Schedule) -> Schedule:
+        """This schedule followed by another over the same blocks."""
+        assert (self.rank, self.size, self.blocks) == (other.rank, other.size, other.blocks)
+        return replace(self, rounds=self.rounds + other.rounds)
+
+    def embedded(self, ranks: tuple[int, ...], rank: int, size: int, first_block: int, blocks: int) -> Schedule:
+        """The schedule of a sub-group as part of a larger one: rank i is ranks[i], block 0 is `first_block`."""
+
+        def moved(step: Step) -> Step:
+            span = Span(first_block + step.span.start, first_block + step.span.stop)
+            return Step(step.action, ranks[step.peer], span)
+
+        return Schedule(rank, size, blocks, tuple(tuple(moved(s) for s in r) for r in self.rounds))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a planner knows: this rank, the world, the root of rooted collectives, which ranks share a host."""
+
+    rank: int
+    size: int
+    root: int = 0
+    hosts: tuple[tuple[int, ...], ...] = ()
+
+
+Planner = Callable[[Place], Schedule]
+
+
+def send(peer: int, spans: Iterable[Span]) -> Round:
+    return tuple(Step(Action.SEND, peer, span) for span in spans)
+
+
+def receive(peer: int, spans: Iterable[Span]) -> Round:
+    return tuple(Step(Action.RECEIVE, peer, span) for span in spans)
+
+
+def reduce(peer: int, spans: Iterable[Span]) -> Round:
+    return tuple(Step(Action.REDUCE, peer, span) for span in spans)

@@ -1,0 +1,98 @@
+"""Which algorithm runs for a given size: tables by message size, built in or from the environment."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from collectives.environment import TABLE_PREFIX
+from collectives.topology import Topology
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Use `algorithm` for messages of `start` bytes up to, not including, `stop`; stop None has no limit."""
+
+    algorithm: str
+    start: int
+    stop: int | None
+
+
+Table = tuple[Rule, ...]
+
+
+def parse_size(text: str) -> int:
+    """Bytes from '512', '16K', '4M' or '1G' (1024-based). Raises ValueError."""
+    match = re.fullmatch(r"(\d+)([KMG]?)B?", text.strip().upper())
+    if match is None:
+        raise ValueError(f"size is {text!r}; allowed is a whole number, with K, M or G (1024-based) behind it or not")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def parse_table(text: str, allowed: Sequence[str], variable: str) -> Table:
+    """A table such as 'recursive_doubling:0-16K;rsag:16K-max'. A name without a range is for every size.
+
+    Raises ValueError for an unknown name (listing `allowed`), a malformed range, gaps or overlaps.
+    """
+    rules = []
+    for entry in filter(None, (part.strip() for part in text.split(";"))):
+        name, _, sizes = entry.partition(":")
+        name = name.strip()
+        if name not in allowed:
+            raise ValueError(f"{variable}={text!r}: no algorithm is called {name!r}; known are {', '.join(allowed)}")
+        low, dash, high = (sizes or "0-max").partition("-")
+        if not dash:
+            raise ValueError(f"{variable}={text!r}: {entry!r} needs a range such as {name}:0-16K or {name}:16K-max")
+        rules.append(Rule(name, parse_size(low), None if high.strip() == "max" else parse_size(high)))
+    rules.sort(key=lambda rule: rule.start)
+    stops = [rule.stop for rule in rules]
+    if not rules or rules[0].start != 0 or stops[-1] is not None or stops[:-1] != [rule.start for rule in rules[1:]]:
+        raise ValueError(f"{variable}={text!r}: the ranges must cover 0-max without gap or overlap")
+    return tuple(rules)
+
+
+def default_table(collective: str, topology: Topology) -> Table:
+    """The built-in choice, from measurements kept in docs/measurements.md; it depends on size and topology only.
+
+    Few rounds for small messages, optimal bytes for large ones; between hosts that hold several ranks each, hierarchical.
+    """
+    several_hosts = len(topology.hosts) > 1
+    shared_hosts = several_hosts and topology.size > len(topology.hosts)
+    large = "hierarchical" if shared_hosts else "rsag"
+    tables: dict[str, list[tuple[str, int]]] = {
+        "allreduce": [("recursive_doubling", 0), (large, 32 << 10)],
+        "reduce_scatter": [("rsag", 0)],
+        "allgather": [("rsag", 0)],
+        "broadcast": [("tree", 0)] if topology.size <= 2 else [("tree", 0), ("rsag", 256 << 10)],
+        "reduce": [("tree", 0)],
+        "gather": [("direct", 0)],
+        "scatter": [("direct", 0)],
+        "alltoall": [("direct", 0)],
+        "barrier": [("recursive_doubling", 0)],
+    }
+    entries = tables[collective]
+    stops = [start for _, start in entries[1:]] + [None]
+    return tuple(Rule(name, start, stop) for (name, start), stop in zip(entries, stops, strict=True))
+
+
+def tables_in_force(
+    collectives: Mapping[str, Sequence[str]], topology: Topology, environment: Mapping[str, str]
+) -> dict[str, Table]:
+    """For every collective (with its legal algorithm names) the environment's table, or else the default one.
+
+    Raises ValueError for a malformed override, such as COLLECTIVES_ALLREDUCE naming an unknown algorithm.
+    """
+    tables = {}
+    for collective, allowed in collectives.items():
+        variable = TABLE_PREFIX + collective.upper()
+        text = environment.get(variable)
+        tables[collective] = parse_table(text, allowed, variable) if text else default_table(collective, topology)
+    return tables
+
+
+def choose(table: Table, nbytes: int) -> str:
+    """The algorithm of the rule that covers nbytes."""
+    return next(rule.algorithm for rule in table if rule.stop is None or nbytes < rule.stop)

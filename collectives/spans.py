@@ -1,0 +1,77 @@
+"""Integer maths on half-open ranges: how a buffer is cut into blocks, and blocks into segments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """The half-open range [start, stop)."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+#: Where each block of a schedule lies in a buffer, in elements; one Span per block.
+Layout = tuple[Span, ...]
+
+
+def split(span: Span, parts: int) -> Layout:
+    """Cut a span into `parts` consecutive spans whose lengths differ by at most one, the longer ones first."""
+    base, extra = divmod(span.length, parts)
+    cuts = [span.start + i * base + min(i, extra) for i in range(parts + 1)]
+    return tuple(Span(a, b) for a, b in zip(cuts, cuts[1:], strict=False))
+
+
+def consecutive(lengths: Sequence[int]) -> Layout:
+    """Spans of the given lengths, one after the other from 0."""
+    spans, start = [], 0
+    for length in lengths:
+        spans.append(Span(start, start + length))
+        start += length
+    return tuple(spans)
+
+
+def circular(start: int, count: int, size: int) -> tuple[Span, ...]:
+    """The `count` positions from `start` on, modulo `size`, as one span or as two where they wrap around."""
+    start %= size
+    if count == 0:
+        return ()
+    if start + count <= size:
+        return (Span(start, start + count),)
+    return (Span(start, size), Span(0, start + count - size))
+
+
+def segments_of_buffer(numel: int, blocks: int, segment: int) -> tuple[Layout, ...]:
+    """Cut a buffer into consecutive segments, each cut into `blocks`: for operations free to choose who owns what.
+
+    `segment` is the wanted number of elements of one block of one segment. At least one segment, also when numel is 0.
+    """
+    count = max(1, -(-numel // (segment * blocks)))
+    return tuple(split(part, blocks) for part in split(Span(0, numel), count))
+
+
+def segments_of_blocks(layout: Layout, segment: int) -> tuple[Layout, ...]:
+    """Cut every block of a given layout into the same number of slices: for operations whose blocks have owners."""
+    longest = max((span.length for span in layout), default=0)
+    count = max(1, -(-longest // segment))
+    sliced = [split(span, count) for span in layout]
+    return tuple(tuple(slices[i] for slices in sliced) for i in range(count))
+
+
+def joined(spans: Sequence[Span]) -> list[Span]:
+    """The same positions with adjacent spans merged and empty ones dropped, in order."""
+    merged: list[Span] = []
+    for span in spans:
+        if span.length == 0:
+            continue
+        if merged and merged[-1].stop == span.start:
+            merged[-1] = Span(merged[-1].start, span.stop)
+        else:
+            merged.append(span)
+    return merged

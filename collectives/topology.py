@@ -1,0 +1,69 @@
+"""Who is where: which ranks share a host."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from collectives.environment import HOST_ID
+
+
+def host_id() -> str:
+    """A name that two processes share when they run on one host and in one network namespace.
+
+    Made of the kernel's boot id and the network namespace (containers of one machine with separate networks are separate
+    hosts); the host name where the kernel offers neither. The environment variable COLLECTIVES_HOST_ID overrides it.
+    """
+    override = os.environ.get(HOST_ID)
+    if override:
+        return override
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks of a group by host: hosts in the order of their lowest rank, ranks of a host ascending."""
+
+    rank: int
+    hosts: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def from_host_ids(cls, rank: int, host_ids: Sequence[str]) -> Topology:
+        """host_ids[r] is what rank r reports of its host."""
+        by_host: dict[str, list[int]] = {}
+        for member, name in enumerate(host_ids):
+            by_host.setdefault(name, []).append(member)
+        return cls(rank, tuple(tuple(members) for members in by_host.values()))
+
+    @property
+    def size(self) -> int:
+        return sum(len(host) for host in self.hosts)
+
+    def host_of(self, rank: int) -> int:
+        """Index into `hosts` of the host on which a rank runs."""
+        return next(i for i, host in enumerate(self.hosts) if rank in host)
+
+    @property
+    def local_rank(self) -> int:
+        return self.hosts[self.host_of(self.rank)].index(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        return len(self.hosts[self.host_of(self.rank)])
+
+    @property
+    def cross_rank(self) -> int:
+        """Position of this rank's host among the hosts that have a rank of this local rank (Horovod's meaning)."""
+        return [host for host in self.hosts if len(host) > self.local_rank].index(self.hosts[self.host_of(self.rank)])
+
+    @property
+    def cross_size(self) -> int:
+        """How many hosts have a rank of this local rank."""
+        return sum(len(host) > self.local_rank for host in self.hosts)

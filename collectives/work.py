@@ -1,0 +1,125 @@
+"""The handle of an operation in progress, and the queue that runs operations in the order they were issued."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+
+from collectives.errors import CollectiveTimeout
+
+
+class Work:
+    """Handle of one asynchronous operation, as `async_op=True` returns it."""
+
+    def __init__(self, rank: int, operation: str, run: Callable[[], None]) -> None:
+        self._rank = rank
+        self._operation = operation
+        self._run = run
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._finished: torch.cuda.Event | None = None
+
+    def wait(self, timeout: float | timedelta | None = None) -> None:
+        """Block until the operation is done; other Python threads run meanwhile.
+
+        timeout: seconds, or a timedelta; None waits as long as the operation's own deadline lets it run.
+        Raises the operation's error; CollectiveTimeout when `timeout` passes first (the operation goes on).
+        """
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if not self._done.wait(seconds):
+            assert seconds is not None
+            raise CollectiveTimeout(seconds, (), rank=self._rank, operation=self._operation)
+        if self._error is not None:
+            raise self._error
+        if self._finished is not None:
+            torch.cuda.current_stream().wait_event(self._finished)
+
+    def is_completed(self) -> bool:
+        """True once wait() would return, or raise, at once."""
+        return self._done.is_set()
+
+    def run(self) -> None:
+        """Run the operation in the calling thread and complete the handle."""
+        try:
+            self._run()
+            if torch.cuda.is_initialized():
+                self._finished = torch.cuda.Event()
+                self._finished.record()
+        except BaseException as error:  # delivered by wait(), in the thread that asked
+            self._error = error
+        finally:
+            self._done.set()
+
+
+class WorkQueue:
+    """Runs works one at a time in the order submitted: on its own thread, or in the caller's when nothing is queued."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: deque[Work] = deque()
+        self._changed = threading.Condition()
+        self._running = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Work) -> None:
+        """Run `work` on the queue's thread, after everything submitted before it."""
+        with self._changed:
+            self._queue.append(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def run(self, work: Work) -> None:
+        """Run `work` after everything submitted before it and return when it is done, raising its error.
+
+        An idle queue runs it in the calling thread: a thread switch costs more than a small message.
+        """
+        with self._changed:
+            idle = not self._running and not self._queue
+            self._running = self._running or idle
+        if idle:
+            try:
+                work.run()
+            finally:
+                with self._changed:
+                    self._running = False
+                    self._changed.notify_all()
+        else:
+            self.submit(work)
+        work.wait()
+
+    def busy(self) -> bool:
+        """True while anything runs or waits to run."""
+        return self._running or bool(self._queue)
+
+    def close(self, timeout_s: float) -> bool:
+        """Take no more works and wait for the thread to run out of them; False when it has not after timeout_s."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+            return not self._thread.is_alive()
+        return True
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                while self._running or not self._queue:
+                    if self._closed and not self._queue and not self._running:
+                        return
+                    self._changed.wait()
+                work = self._queue.popleft()
+                self._running = True
+            work.run()
+            with self._changed:
+                self._running = False
+                self._changed.notify_all()

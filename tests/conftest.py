@@ -1,0 +1,29 @@
+"""Fixtures that hand out worlds of ranks."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.harness import World, Worlds
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
+    """ranks(size).run(function, *args, **kwargs): the list of results by rank, on processes that all tests share."""
+    worlds = Worlds(tmp_path_factory.mktemp("worlds"))
+    yield worlds
+    worlds.close()
+
+
+@pytest.fixture
+def failing_world(ranks: Worlds) -> Iterator[Callable[[int], World]]:
+    """failing_world(size): fresh processes that the test may kill or stop; what is left of them dies with the test."""
+    started: list[World] = []
+
+    def start(size: int) -> World:
+        started.append(ranks.fresh(size))
+        return started[-1]
+
+    yield start
+    for world in started:
+        world.kill()

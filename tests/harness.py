@@ -1,0 +1,219 @@
+"""Worlds of spawned ranks for tests: started once, reused, and a hang is an error with a traceback.
+
+Three deadlines are nested, each long enough for the one inside it to speak first: an exchange (EXCHANGE_TIMEOUT_S, of
+the torch.distributed group), a run of one function on all ranks (RUN_TIMEOUT_S), and pytest-timeout around the test.
+Ranks meet through a FileStore, so that no test chooses a port. They are forked from a server process that has imported
+torch and run nothing, which makes a fresh world cost tens of milliseconds. After torch's MultiProcContinuousTest
+(torch/testing/_internal/common_distributed.py).
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed
+
+EXCHANGE_TIMEOUT_S = 20.0
+RUN_TIMEOUT_S = 60.0
+GRACE_S = 5.0  # what a rank has for reporting or leaving, once another has failed or all is over
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch.distributed", "pytest"])
+
+
+class RanksFailedError(AssertionError):
+    """Some ranks raised, died or hung; the message holds what every rank reported."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one rank: its result, or the traceback or exit code that explains why there is none."""
+
+    rank: int
+    status: Literal["returned", "raised", "died", "hung"]
+    value: Any = None
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.status}\n{self.detail}".rstrip()
+
+
+class World:
+    """`size` fresh processes with torch.distributed (gloo) initialised, waiting for functions to run."""
+
+    def __init__(self, size: int, directory: Path) -> None:
+        self.size = size
+        self._directory = directory
+        self._connections: list[Connection] = []
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        os.environ["OMP_NUM_THREADS"] = "1"
+        for rank in range(size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_serve, args=(rank, size, directory, theirs), name=f"rank {rank} of {size}", daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call function(*args, **kwargs) on every rank; results by rank, or RanksFailedError with all tracebacks.
+
+        The function is pickled by name, so it must stand at the top of an importable module. A failure ends the world.
+        """
+        try:
+            self.start(function, *args, **kwargs)
+            outcomes = self.collect(RUN_TIMEOUT_S, grace_s=GRACE_S)
+            if any(outcome.status != "returned" for outcome in outcomes):
+                raise RanksFailedError("\n".join(map(str, outcomes)))
+        except BaseException:
+            self.kill()
+            raise
+        return [outcome.value for outcome in outcomes]
+
+    def start(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Begin function(*args, **kwargs) on every rank, without waiting."""
+        task = pickle.dumps((function, args, kwargs))
+        for connection in self._connections:
+            connection.send_bytes(task)
+
+    def collect(
+        self, deadline_s: float, *, ranks: Iterable[int] | None = None, grace_s: float | None = None
+    ) -> list[Outcome]:
+        """What became of the given ranks (all of them unless told), in their order, within deadline_s seconds.
+
+        With grace_s, a rank that raised or died shortens the deadline of the others to that many seconds from then.
+        A rank past its deadline is aborted and leaves the stacks of its threads.
+        """
+        deadline = time.monotonic() + deadline_s
+        outcomes: dict[int, Outcome] = {}
+        ranks = list(range(self.size) if ranks is None else ranks)
+        pending = {rank: self._connections[rank] for rank in ranks}
+        while pending and (ready := wait(pending.values(), max(0.0, deadline - time.monotonic()))):
+            for rank in [rank for rank, connection in pending.items() if connection in ready]:
+                del pending[rank]
+                outcomes[rank] = self._receive(rank)
+                if grace_s is not None and outcomes[rank].status != "returned":
+                    deadline = min(deadline, time.monotonic() + grace_s)
+        for rank in pending:
+            outcomes[rank] = self._abort(rank)
+        return [outcomes[rank] for rank in ranks]
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        pid = self._processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def is_alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def close(self) -> None:
+        """Let every rank leave by itself; one that does not is killed, and RanksFailedError says so."""
+        for connection in self._connections:
+            connection.close()
+        deadline = time.monotonic() + GRACE_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        exit_codes = {process.name: process.exitcode for process in self._processes}
+        self.kill()
+        if any(exit_code != 0 for exit_code in exit_codes.values()):
+            raise RanksFailedError(f"exit codes within {GRACE_S} s of being told to leave: {exit_codes}")
+
+    def kill(self) -> None:
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            process.kill()
+            connection.close()
+        for process in self._processes:
+            process.join()
+
+    def _receive(self, rank: int) -> Outcome:
+        try:
+            status, value = pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            process = self._processes[rank]
+            process.join(GRACE_S)
+            return Outcome(rank, "died", detail=f"exit code {process.exitcode}\n{self._stacks(rank)}")
+        return Outcome(rank, status, value) if status == "returned" else Outcome(rank, status, detail=value)
+
+    def _abort(self, rank: int) -> Outcome:
+        self.signal(rank, signal.SIGABRT)
+        self.signal(rank, signal.SIGCONT)
+        self._processes[rank].join(GRACE_S)
+        return Outcome(rank, "hung", detail=self._stacks(rank))
+
+    def _stacks(self, rank: int) -> str:
+        return _stacks_file(self._directory, rank).read_text(errors="replace")
+
+
+class Worlds:
+    """worlds(size): a world shared by all who ask, started when first asked for and again after it has failed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._shared: dict[int, World] = {}
+        self._started = 0
+
+    def __call__(self, size: int) -> World:
+        if size not in self._shared or not self._shared[size].is_alive():
+            self._shared[size] = self.fresh(size)
+        return self._shared[size]
+
+    def fresh(self, size: int) -> World:
+        """A world of its own, which the caller must kill or close."""
+        self._started += 1
+        directory = self._directory / f"world-{self._started}"
+        directory.mkdir()
+        return World(size, directory)
+
+    def close(self) -> None:
+        """Close all shared worlds and raise RanksFailedError if a process outlives that."""
+        for world in self._shared.values():
+            if world.is_alive():
+                world.close()
+        if left_over := multiprocessing.active_children():
+            raise RanksFailedError(f"processes left over: {left_over}")
+
+
+def _serve(rank: int, size: int, directory: Path, connection: Connection) -> None:
+    """The life of a rank: run what comes down the connection until it is closed."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with _stacks_file(directory, rank).open("w") as stacks:
+        faulthandler.enable(stacks)
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group(
+            "gloo",
+            store=torch.distributed.FileStore(str(directory / "store"), size),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=EXCHANGE_TIMEOUT_S),
+        )
+        try:
+            while True:
+                connection.send_bytes(_run(connection.recv_bytes()))
+        except EOFError:
+            torch.distributed.destroy_process_group()
+
+
+def _run(task: bytes) -> bytes:
+    try:
+        function, args, kwargs = pickle.loads(task)
+        return pickle.dumps(("returned", function(*args, **kwargs)))
+    except Exception:
+        return pickle.dumps(("raised", traceback.format_exc()))
+
+
+def _stacks_file(directory: Path, rank: int) -> Path:
+    return directory / f"stacks-{rank}"

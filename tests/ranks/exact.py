@@ -1,0 +1,93 @@
+"""Exact inputs: unique per rank, and every result a small number that its dtype represents, so equality is the test."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from collectives import Communicator
+from tests.harness import EXCHANGE_TIMEOUT_S
+
+WORLDS = (1, 2, 3, 4, 5, 7, 8)
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (*FLOATING, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
+OPS = ("sum", "average", "min", "max", "product")
+SEGMENT_BYTES = 256
+SEVERAL_SEGMENTS = 1999
+
+
+def communicator() -> Communicator:
+    """One whose segments are so small that SEVERAL_SEGMENTS elements of any dtype make several, in every world."""
+    return Communicator(timeout_s=EXCHANGE_TIMEOUT_S, segment_bytes=SEGMENT_BYTES)
+
+
+def sizes(world_size: int) -> list[int]:
+    return sorted({0, 1, world_size - 1, world_size, world_size + 1, 37, SEVERAL_SEGMENTS})
+
+
+def ops(dtype: torch.dtype) -> tuple[str, ...]:
+    return tuple(op for op in OPS if dtype is not torch.bool or op != "average")
+
+
+def reductions(world_size: int) -> list[tuple[torch.dtype, str, int]]:
+    """Every dtype with every size, and with every op at the sizes that are hardest to cut."""
+    by_size = [(dtype, "sum", numel) for dtype in DTYPES for numel in sizes(world_size)]
+    by_op = [
+        (dtype, op, numel) for dtype in DTYPES for op in ops(dtype) for numel in (world_size + 1, SEVERAL_SEGMENTS)
+    ]
+    return list(dict.fromkeys(by_size + by_op))
+
+
+def contribution(rank: int, world_size: int, numel: int, dtype: torch.dtype, op: str = "sum") -> torch.Tensor:
+    """What a rank brings: at each index the ranks' values are the same set, dealt out in turn."""
+    index = torch.arange(numel)
+    turn = (index + rank) % world_size
+    if dtype is torch.bool:
+        return (((index + 1) >> rank) & 1).bool()
+    if op == "product":
+        values = torch.tensor([3, 2, -1, 2] + [1] * world_size)[turn]
+    else:
+        values = (turn + 1 + index % 5) * (1 - 2 * (index % 2))
+    return (values.abs() if dtype is torch.uint8 else values).to(dtype)
+
+
+def reduced(world_size: int, numel: int, dtype: torch.dtype, op: str = "sum") -> torch.Tensor:
+    """The contributions of all ranks, combined in a type that holds them exactly."""
+    every = torch.stack([contribution(rank, world_size, numel, dtype, op) for rank in range(world_size)])
+    if dtype is torch.bool:
+        return every.all(0) if op in ("min", "product") else every.any(0)
+    wide = every.to(torch.float64 if dtype.is_floating_point else torch.int64)
+    if op == "average":
+        rounding = None if dtype.is_floating_point else "trunc"
+        return torch.div(wide.sum(0), world_size, rounding_mode=rounding).to(dtype)
+    combine = {"sum": torch.sum, "min": torch.amin, "max": torch.amax, "product": torch.prod}[op]
+    return combine(wide, 0).to(dtype)
+
+
+class Checks:
+    """Collects the cases that failed on a rank, each with its parameters, for the test to find none."""
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+        self._case = ""
+
+    @contextmanager
+    def case(self, **parameters: object) -> Iterator[None]:
+        """Name what is being done, for equal() and for an error, which ends the run: other ranks may be lost by it."""
+        self._case = ", ".join(f"{name}={value}" for name, value in parameters.items())
+        try:
+            yield
+        except Exception as error:
+            raise AssertionError(f"in the case {self._case}") from error
+
+    def equal(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        if actual.dtype is not expected.dtype or actual.shape != expected.shape:
+            got, wanted = (f"{t.dtype} {tuple(t.shape)}" for t in (actual, expected))
+            self.failures.append(f"{self._case}: {got} instead of {wanted}")
+        elif not torch.equal(actual, expected):
+            wrong = (actual != expected).nonzero().flatten(1)
+            at = tuple(wrong[0].tolist())
+            self.failures.append(
+                f"{self._case}: {len(wrong)} of {actual.numel()} wrong, "
+                f"the first at {at}: {actual[at].item()} instead of {expected[at].item()}"
+            )

@@ -1,0 +1,219 @@
+"""Asynchronous operations: their order, their handles, and what other threads may do meanwhile."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from collectives import CollectiveError, CollectiveTimeout, Communicator, Work
+from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
+from tests.ranks.exact import SEVERAL_SEGMENTS, communicator, contribution, reduced
+
+
+def let_go(rank: int) -> None:
+    """Tell a rank, past the Communicator, to go on."""
+    dist.send(torch.ones(1), rank)
+
+
+def held_back(rank: int) -> None:
+    dist.recv(torch.ones(1), rank)
+
+
+def begin(comm: Communicator, tensor: torch.Tensor, op: str = "sum") -> Work:
+    work = comm.allreduce(tensor, op, async_op=True)
+    assert work is not None
+    return work
+
+
+def many_in_flight() -> None:
+    with communicator() as comm:
+        ops = ("sum", "max", "min", "average", "product")
+        numels = (1, 0, SEVERAL_SEGMENTS, comm.size, 100)
+        cases = [(op, numel) for op in ops for numel in numels] * 4
+        tensors = [contribution(comm.rank, comm.size, numel, torch.float32, op) for op, numel in cases]
+        works = [begin(comm, tensor, op) for tensor, (op, _) in zip(tensors, cases, strict=True)]
+        for work in reversed(works):
+            work.wait()
+        for work, tensor, (op, numel) in zip(works, tensors, cases, strict=True):
+            assert work.is_completed()
+            work.wait()
+            assert torch.equal(tensor, reduced(comm.size, numel, torch.float32, op)), (op, numel)
+
+
+def runs_in_the_order_issued() -> None:
+    """Each operation takes the result of the one before; only the last is waited for."""
+    with communicator() as comm:
+        tensor = torch.full((SEVERAL_SEGMENTS,), float(comm.rank + 1))
+        begin(comm, tensor)
+        begin(comm, tensor, "max")
+        comm.broadcast(tensor, comm.size - 1, async_op=True)
+        begin(comm, tensor).wait()
+        total = comm.size * (comm.size + 1) / 2
+        assert torch.equal(tensor, torch.full_like(tensor, total * comm.size))
+
+
+def mixed_with_synchronous() -> None:
+    """A synchronous call comes after the asynchronous ones issued before it."""
+    with communicator() as comm:
+        tensor = torch.ones(SEVERAL_SEGMENTS)
+        for _ in range(3):
+            work = begin(comm, tensor)
+            comm.allreduce(tensor)
+            assert work.is_completed()
+        assert torch.equal(tensor, torch.full_like(tensor, float(comm.size**6)))
+        later = begin(comm, tensor)
+        comm.barrier()
+        assert later.is_completed()
+
+
+def every_verb() -> None:
+    with communicator() as comm:
+        rank, size = comm.rank, comm.size
+        mine = torch.full((3,), rank + 1)
+        everyone = torch.arange(1, size + 1).repeat_interleave(3)
+        total = torch.full((3,), size * (size + 1) // 2)
+        reduced_here, grouped, scattered, broadcast, rooted = (mine.clone() for _ in range(5))
+        gathered, exchanged, collected = (torch.zeros(3 * size, dtype=torch.int64) for _ in range(3))
+        works = [
+            comm.allreduce(reduced_here, async_op=True),
+            comm.grouped_allreduce([grouped], async_op=True),
+            comm.reduce_scatter(scattered, mine.repeat(size), async_op=True),
+            comm.allgather(gathered, mine, async_op=True),
+            comm.broadcast(broadcast, size - 1, async_op=True),
+            comm.reduce(rooted, 0, async_op=True),
+            comm.gather(mine, list(collected.split(3)) if rank == 0 else None, 0, async_op=True),
+            comm.scatter(mine, list(everyone.split(3)) if rank == 0 else None, 0, async_op=True),
+            comm.alltoall(exchanged, mine.repeat(size), async_op=True),
+            comm.barrier(async_op=True),
+        ]
+        for work in works:
+            assert work is not None
+            work.wait()
+        for result in (reduced_here, grouped, scattered):
+            assert torch.equal(result, total)
+        assert torch.equal(gathered, everyone)
+        assert torch.equal(exchanged, everyone)
+        assert torch.equal(broadcast, torch.full((3,), size))
+        assert torch.equal(rooted, total if rank == 0 else mine)
+        assert torch.equal(collected, everyone if rank == 0 else torch.zeros_like(everyone))
+
+
+def handle_of_an_operation_that_waits() -> None:
+    """Rank 0 comes late: until then a wait with a timeout gives up, but not the operation."""
+    with communicator() as comm:
+        tensor = contribution(comm.rank, comm.size, SEVERAL_SEGMENTS, torch.float32)
+        if comm.rank == 0:
+            for other in range(1, comm.size):
+                held_back(other)
+            comm.allreduce(tensor)
+        else:
+            work = begin(comm, tensor)
+            for timeout in (0.05, timedelta(seconds=0.05)):
+                started = time.monotonic()
+                with pytest.raises(CollectiveTimeout, match=r"allreduce.*0\.05"):
+                    work.wait(timeout)
+                assert time.monotonic() - started < 2
+                assert not work.is_completed()
+            let_go(0)
+            work.wait(EXCHANGE_TIMEOUT_S)
+            assert work.is_completed()
+        assert torch.equal(tensor, reduced(comm.size, SEVERAL_SEGMENTS, torch.float32))
+        comm.barrier()
+
+
+def another_thread_runs_during_wait(asynchronous: bool) -> None:
+    """Rank 0 joins only when a Python thread of every other rank says so, while that rank's main thread waits."""
+    with communicator() as comm:
+        tensor = torch.ones(1)
+        if comm.rank == 0:
+            for other in range(1, comm.size):
+                held_back(other)
+            comm.allreduce(tensor)
+        else:
+            counted = []
+
+            def count() -> None:
+                for number in range(200_000):
+                    counted.append(number)
+                let_go(0)
+
+            thread = threading.Thread(target=count)
+            thread.start()
+            if asynchronous:
+                begin(comm, tensor).wait()
+            else:
+                comm.allreduce(tensor)
+            assert len(counted) == 200_000
+            thread.join()
+
+
+def close_with_operations_in_flight() -> None:
+    """Rank 0 never joins the operations of the others, which close, and then find their works failed."""
+    comm = communicator()
+    if comm.rank > 0:
+        works = [begin(comm, torch.ones(SEVERAL_SEGMENTS)) for _ in range(3)]
+        started = time.monotonic()
+        comm.close()
+        assert time.monotonic() - started < 5
+        for work in works:
+            with pytest.raises(CollectiveError):
+                work.wait(5)
+    dist.barrier()
+    comm.close()
+
+
+def close_twice_then_call() -> None:
+    comm = communicator()
+    comm.allreduce(torch.ones(1))
+    comm.close()
+    comm.close()
+    with pytest.raises(CollectiveError, match="closed"):
+        comm.allreduce(torch.ones(1))
+
+
+def threads_may_share_it() -> None:
+    """Two threads of a rank wait for one handle, and both return."""
+    with communicator() as comm:
+        tensor = torch.ones(SEVERAL_SEGMENTS)
+        work = begin(comm, tensor)
+        threads = [threading.Thread(target=work.wait) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert torch.equal(tensor, torch.full_like(tensor, float(comm.size)))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    "function",
+    [
+        many_in_flight,
+        runs_in_the_order_issued,
+        mixed_with_synchronous,
+        every_verb,
+        close_twice_then_call,
+        threads_may_share_it,
+    ],
+)
+def test_async(ranks: Worlds, world: int, function) -> None:
+    ranks(world).run(function)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_handle_of_an_operation_that_waits(ranks: Worlds, world: int) -> None:
+    ranks(world).run(handle_of_an_operation_that_waits)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_another_thread_runs_during_wait(ranks: Worlds, world: int, asynchronous: bool) -> None:
+    ranks(world).run(another_thread_runs_during_wait, asynchronous)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_close_with_operations_in_flight(ranks: Worlds, world: int) -> None:
+    ranks(world).run(close_with_operations_in_flight)

@@ -1,0 +1,160 @@
+"""The verbs that move without reducing: allgather, gather, broadcast, scatter, alltoall."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from collectives.algorithms import PLANNERS
+from tests.harness import Worlds
+from tests.ranks.exact import DTYPES, WORLDS, Checks, communicator, contribution, sizes
+
+
+def allgather_tensors(algorithm: str) -> list[str]:
+    checks = Checks()
+    with communicator() as comm:
+        for dtype in DTYPES:
+            for numel in sizes(comm.size):
+                with checks.case(dtype=dtype, numel=numel):
+                    source = contribution(comm.rank, comm.size, numel, dtype)
+                    output = torch.zeros(comm.size * numel, dtype=dtype)
+                    comm.allgather(output, source, algorithm=algorithm)
+                    checks.equal(
+                        output, torch.cat([contribution(r, comm.size, numel, dtype) for r in range(comm.size)])
+                    )
+        with checks.case(view="transposed"):
+            source = contribution(comm.rank, comm.size, 40, torch.int32).view(5, 8).t()
+            output = torch.zeros(5, comm.size * 8, dtype=torch.int32).t()
+            comm.allgather(output, source, algorithm=algorithm)
+            pieces = [contribution(r, comm.size, 40, torch.int32).view(5, 8).t() for r in range(comm.size)]
+            checks.equal(output, torch.cat(pieces))
+    return checks.failures
+
+
+def allgather_lists(algorithm: str) -> list[str]:
+    """One tensor from each rank, of equal or different sizes, some without elements."""
+    checks = Checks()
+    with communicator() as comm:
+        rank, size = comm.rank, comm.size
+        for numels in ([37] * size, [100 * peer for peer in range(size)], [1000] + [0] * (size - 1), [0] * size):
+            for dtype in DTYPES:
+                with checks.case(numels=numels, dtype=dtype):
+                    outputs = [torch.zeros(numel, dtype=dtype) for numel in numels]
+                    comm.allgather(outputs, contribution(rank, size, numels[rank], dtype), algorithm=algorithm)
+                    for peer, output in enumerate(outputs):
+                        checks.equal(output, contribution(peer, size, numels[peer], dtype))
+    return checks.failures
+
+
+def gather(algorithm: str) -> list[str]:
+    checks = Checks()
+    with communicator() as comm:
+        for index, dtype in enumerate(DTYPES):
+            for shift, numel in enumerate(sizes(comm.size)):
+                dst = (index + shift) % comm.size
+                with checks.case(dtype=dtype, numel=numel, dst=dst):
+                    outputs = None
+                    if comm.rank == dst:
+                        outputs = [torch.zeros(numel, dtype=dtype) for _ in range(comm.size)]
+                    comm.gather(contribution(comm.rank, comm.size, numel, dtype), outputs, dst, algorithm=algorithm)
+                    for peer, output in enumerate(outputs or []):
+                        checks.equal(output, contribution(peer, comm.size, numel, dtype))
+    return checks.failures
+
+
+def scatter(algorithm: str) -> list[str]:
+    checks = Checks()
+    with communicator() as comm:
+        for index, dtype in enumerate(DTYPES):
+            for shift, numel in enumerate(sizes(comm.size)):
+                src = (index + shift) % comm.size
+                with checks.case(dtype=dtype, numel=numel, src=src):
+                    sources = None
+                    if comm.rank == src:
+                        sources = [contribution(peer, comm.size, numel, dtype) for peer in range(comm.size)]
+                    output = torch.zeros(numel, dtype=dtype)
+                    comm.scatter(output, sources, src, algorithm=algorithm)
+                    checks.equal(output, contribution(comm.rank, comm.size, numel, dtype))
+    return checks.failures
+
+
+def broadcast(algorithm: str) -> list[str]:
+    checks = Checks()
+    with communicator() as comm:
+        for index, dtype in enumerate(DTYPES):
+            for shift, numel in enumerate(sizes(comm.size)):
+                src = (index + shift) % comm.size
+                with checks.case(dtype=dtype, numel=numel, src=src):
+                    tensor = contribution(comm.rank, comm.size, numel, dtype)
+                    comm.broadcast(tensor, src, algorithm=algorithm)
+                    checks.equal(tensor, contribution(src, comm.size, numel, dtype))
+        for src in range(comm.size):
+            with checks.case(src=src, view="transposed"):
+                tensor = contribution(comm.rank, comm.size, 40, torch.float32).view(8, 5).t()
+                comm.broadcast(tensor, src=src, algorithm=algorithm)
+                checks.equal(tensor, contribution(src, comm.size, 40, torch.float32).view(8, 5).t())
+    return checks.failures
+
+
+def alltoall_equal(algorithm: str) -> list[str]:
+    checks = Checks()
+    with communicator() as comm:
+        rank, size = comm.rank, comm.size
+        for dtype in DTYPES:
+            for rows in (0, 1, 37, 500):
+                with checks.case(dtype=dtype, rows=rows):
+                    output = torch.zeros(size * rows, dtype=dtype)
+                    comm.alltoall(output, contribution(rank, size, size * rows, dtype), algorithm=algorithm)
+                    parts = [
+                        contribution(r, size, size * rows, dtype)[rank * rows : (rank + 1) * rows] for r in range(size)
+                    ]
+                    checks.equal(output, torch.cat(parts))
+    return checks.failures
+
+
+def alltoall_splits(algorithm: str) -> list[str]:
+    """Rows of three columns, counts[i][j] of them from rank i to rank j."""
+    checks = Checks()
+    with communicator() as comm:
+        rank, size = comm.rank, comm.size
+        uneven = [[(i + 2 * j) % 4 * 50 for j in range(size)] for i in range(size)]
+        to_next_only = [[10 * (j == (i + 1) % size) for j in range(size)] for i in range(size)]
+        for counts in (uneven, to_next_only):
+            sources = [contribution(r, size, 3 * sum(counts[r]), torch.int64).view(-1, 3) for r in range(size)]
+            expected = torch.cat([sources[r].split(counts[r])[rank] for r in range(size)])
+            received = [counts[r][rank] for r in range(size)]
+            for dtype in DTYPES:
+                with checks.case(counts=counts, dtype=dtype):
+                    output = torch.zeros(len(expected), 3, dtype=dtype)
+                    comm.alltoall(output, sources[rank].to(dtype), received, counts[rank], algorithm=algorithm)
+                    checks.equal(output, expected.to(dtype))
+            with checks.case(counts=counts, view="transposed"):
+                output = torch.zeros(3, len(expected), dtype=torch.int64).t()
+                source = sources[rank].t().contiguous().t()
+                comm.alltoall(output, source, received, counts[rank], algorithm=algorithm)
+                checks.equal(output, expected)
+    return checks.failures
+
+
+CASES = [
+    (verb, function, algorithm)
+    for verb, function in (
+        ("allgather", allgather_tensors),
+        ("allgather", allgather_lists),
+        ("gather", gather),
+        ("scatter", scatter),
+        ("broadcast", broadcast),
+        ("alltoall", alltoall_equal),
+        ("alltoall", alltoall_splits),
+    )
+    for algorithm in (*PLANNERS[verb], "native", "auto")
+]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("function", "algorithm"),
+    [pytest.param(function, algorithm, id=f"{function.__name__}-{algorithm}") for _, function, algorithm in CASES],
+)
+def test_exact(ranks: Worlds, world: int, function: Callable[[str], list[str]], algorithm: str) -> None:
+    assert ranks(world).run(function, algorithm) == [[]] * world

@@ -1,0 +1,336 @@
+"""A rank dies, stops, leaves, or calls something else: every survivor gets an error that says so, in time.
+
+The worlds of one test run at the same time, because most of their life is waiting for a deadline.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
+from collectives.algorithms import PLANNERS
+from tests.harness import Outcome, World
+
+ALGORITHMS = tuple(name for name in (*PLANNERS["allreduce"], "native") if name != "hierarchical")
+TIMEOUT_S = 3.0  # of an operation
+GRACE_S = 3.0  # for finding out and telling who is to blame
+AT_ONCE_S = 1.0
+DEADLINE_S = 30.0  # for a whole world, on a machine where many of them run
+VICTIMS = {2: 1, 3: 0, 4: 2}  # by world size
+PHASES = ("before the first", "between two", "in the middle", "while idle in async")
+SMALL, LARGE = 100, 1 << 20
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leave_with_an_error() -> None:
+    raise SystemExit("the script raised")
+
+
+FAULTS = {"killed": die, "raising": leave_with_an_error, "stopped": stop}
+
+
+@dataclass(frozen=True)
+class Witness:
+    """What a survivor saw: the error, how long it took to come, and how the Communicator behaved after it."""
+
+    kind: type[CollectiveError]
+    attributes: dict[str, Any]
+    text: str
+    seconds: float
+    later_texts: tuple[str, str]
+    later_seconds: float
+
+    def complaints(self) -> list[str]:
+        found = []
+        if self.seconds > TIMEOUT_S + GRACE_S:
+            found.append(f"came after {self.seconds:.1f} s")
+        if self.later_seconds > AT_ONCE_S:
+            found.append(f"calls after the error, and close, took {self.later_seconds:.1f} s")
+        if not all("broken" in text for text in self.later_texts):
+            found.append(f"calls after the error do not say that the Communicator is broken: {self.later_texts}")
+        return found
+
+
+def witness(comm: Communicator, call: Callable[[], object]) -> Witness:
+    started = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        call()
+    failed = time.monotonic()
+    with pytest.raises(CollectiveError) as synchronous:
+        comm.allreduce(torch.ones(1))
+    with pytest.raises(CollectiveError) as asynchronous:
+        wait(comm.broadcast(torch.ones(1), async_op=True))
+    comm.close()
+    closed = time.monotonic()
+    return Witness(
+        kind=caught.type,
+        attributes=vars(caught.value),
+        text=str(caught.value),
+        seconds=failed - started,
+        later_texts=(str(synchronous.value), str(asynchronous.value)),
+        later_seconds=closed - failed,
+    )
+
+
+def wait(*works: Any) -> None:
+    for work in works:
+        work.wait()
+
+
+def suffer(algorithm: str, phase: str, fault: str, victim: int) -> Witness:
+    """Exchange until the phase in which the victim fails; the others say what they saw."""
+    comm = Communicator(timeout_s=TIMEOUT_S, segment_bytes=1 << 16)
+    is_victim = comm.rank == victim
+
+    def exchange(numel: int = SMALL, async_op: bool = False) -> Any:
+        return comm.allreduce(torch.ones(numel), algorithm=algorithm, async_op=async_op)
+
+    if phase == "between two":
+        exchange()
+    if phase == "while idle in async":
+        wait(exchange(async_op=True))
+    works = [exchange(LARGE, async_op=True) for _ in range(8)] if phase == "in the middle" else []
+    wait(*works[:1])
+    if is_victim:
+        FAULTS[fault]()
+    if phase == "in the middle":
+        return witness(comm, lambda: wait(*works))
+    if phase == "while idle in async":
+        return witness(comm, lambda: wait(exchange(async_op=True)))
+    return witness(comm, exchange)
+
+
+def complaints(outcome: Outcome, fault: str, victim: int) -> list[str]:
+    if outcome.status != "returned":
+        return [str(outcome)]
+    seen: Witness = outcome.value
+    found = seen.complaints()
+    if "allreduce" not in seen.attributes["operation"]:
+        found.append("does not name the operation")
+    if fault == "stopped":
+        if seen.kind is not CollectiveTimeout or victim not in seen.attributes["waiting_for"]:
+            found.append("is not a timeout of waiting for the stopped rank")
+        elif seen.attributes["seconds"] != TIMEOUT_S:
+            found.append(f"does not say {TIMEOUT_S} s")
+    elif seen.kind is not PeerLost or seen.attributes["ranks"] != (victim,):
+        found.append("is not the loss of just the dead rank")
+    elif seen.seconds > GRACE_S:
+        found.append(f"came after {seen.seconds:.1f} s, although a closed connection is seen at once")
+    return [f"{complaint} [{seen.kind.__name__}: {seen.text}]" for complaint in found]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_rank_fails(failing_world: Callable[[int], World], fault: str, algorithm: str) -> None:
+    cases = [(size, victim, phase, failing_world(size)) for size, victim in VICTIMS.items() for phase in PHASES]
+    for _, victim, phase, world in cases:
+        world.start(suffer, algorithm, phase, fault, victim)
+    found = []
+    for size, victim, phase, world in cases:
+        for outcome in world.collect(DEADLINE_S, ranks=[rank for rank in range(size) if rank != victim]):
+            for complaint in complaints(outcome, fault, victim):
+                found.append(f"world of {size}, {phase}, rank {outcome.rank}: {complaint}")
+    assert not found, "\n".join(found)
+
+
+DISAGREEMENTS: dict[str, tuple[str, str]] = {
+    "shape": ("1000", "1001"),
+    "dtype": ("float32", "int32"),
+    "op": ("sum", "max"),
+    "collective": ("allreduce", "broadcast"),
+}
+
+
+def disagree(subject: str, algorithm: str, odd: int) -> Witness:
+    """After one exchange in harmony, the odd rank differs in one respect; all ranks say what they saw."""
+    comm = Communicator(timeout_s=TIMEOUT_S)
+    comm.allreduce(torch.ones(1000), algorithm=algorithm)
+    is_odd = comm.rank == odd
+    tensor = torch.ones(
+        1001 if is_odd and subject == "shape" else 1000,
+        dtype=torch.int32 if is_odd and subject == "dtype" else torch.float32,
+    )
+    if is_odd and subject == "collective":
+        return witness(comm, lambda: comm.broadcast(tensor))
+    return witness(
+        comm, lambda: comm.allreduce(tensor, "max" if is_odd and subject == "op" else "sum", algorithm=algorithm)
+    )
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_rank_calls_something_else(failing_world: Callable[[int], World], algorithm: str) -> None:
+    cases = [(size, odd, subject, failing_world(size)) for size, odd in VICTIMS.items() for subject in DISAGREEMENTS]
+    for _, odd, subject, world in cases:
+        world.start(disagree, subject, algorithm, odd)
+    found = []
+    for size, odd, subject, world in cases:
+        usual, other = DISAGREEMENTS[subject]
+        for outcome in world.collect(DEADLINE_S):
+            case = f"world of {size}, {subject}, rank {outcome.rank}"
+            if outcome.status != "returned":
+                found.append(f"{case}: {outcome}")
+                continue
+            seen: Witness = outcome.value
+            error = f"[{seen.kind.__name__}: {seen.text}]"
+            found += [f"{case}: {complaint} {error}" for complaint in seen.complaints()]
+            if seen.kind is not Mismatch or set(seen.attributes["calls"]) != set(range(size)):
+                found.append(f"{case}: is not a mismatch that tells the calls of all ranks {error}")
+            elif not all((other if r == odd else usual) in call for r, call in seen.attributes["calls"].items()):
+                found.append(f"{case}: does not tell {usual} from {other} {error}")
+    assert not found, "\n".join(found)
+
+
+def swap_the_order() -> Witness:
+    """Rank 0 issues two operations in one order, the others in the other."""
+    comm = Communicator(timeout_s=TIMEOUT_S)
+    numels = (10, 20) if comm.rank == 0 else (20, 10)
+    works = [comm.allreduce(torch.ones(numel), async_op=True) for numel in numels]
+    return witness(comm, lambda: wait(*works))
+
+
+def lose_the_host_of_the_store(path: Path) -> Witness | None:
+    """Rank 0 takes with it the TCPStore through which survivors would tell each other what they saw."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    port = dist.FileStore(str(path), size)
+    store = dist.TCPStore("localhost", 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
+    if store is not None:
+        port.set("port", str(store.port))
+    store = store or dist.TCPStore("localhost", int(port.get("port")), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    comm = Communicator(timeout_s=TIMEOUT_S)
+    comm.allreduce(torch.ones(SMALL))
+    if rank == 0:
+        die()
+    return witness(comm, lambda: comm.allreduce(torch.ones(SMALL)))
+
+
+def close_while_others_call() -> Witness | None:
+    comm = Communicator(timeout_s=TIMEOUT_S)
+    comm.allreduce(torch.ones(SMALL))
+    if comm.rank == 0:
+        comm.close()
+        return None
+    return witness(comm, lambda: comm.allreduce(torch.ones(SMALL)))
+
+
+def fail_one_of_two() -> Witness | None:
+    """What breaks one Communicator leaves another of the same ranks alone."""
+    broken, sound = Communicator(timeout_s=0.5), Communicator(timeout_s=TIMEOUT_S)
+    seen = None
+    if broken.rank > 0:
+        seen = witness(broken, lambda: broken.allreduce(torch.ones(SMALL)))
+    tensor = torch.ones(SMALL)
+    sound.allreduce(tensor)
+    assert torch.equal(tensor, torch.full_like(tensor, float(sound.size)))
+    broken.close()
+    sound.close()
+    return seen
+
+
+@pytest.mark.parametrize("size", VICTIMS)
+def test_ranks_issue_in_different_orders(failing_world: Callable[[int], World], size: int) -> None:
+    world = failing_world(size)
+    world.start(swap_the_order)
+    for outcome in world.collect(DEADLINE_S):
+        assert outcome.status == "returned", outcome
+        assert outcome.value.kind is Mismatch
+        assert outcome.value.complaints() == []
+
+
+@pytest.mark.parametrize("size", VICTIMS)
+def test_the_rank_with_the_store_dies(failing_world: Callable[[int], World], size: int, tmp_path: Path) -> None:
+    world = failing_world(size)
+    world.start(lose_the_host_of_the_store, tmp_path / "port")
+    for outcome in world.collect(DEADLINE_S, ranks=range(1, size)):
+        assert outcome.status == "returned", outcome
+        assert outcome.value.kind is PeerLost
+        assert 0 in outcome.value.attributes["ranks"]
+        assert outcome.value.complaints() == []
+
+
+@pytest.mark.parametrize("size", VICTIMS)
+def test_a_rank_closes_while_others_call(failing_world: Callable[[int], World], size: int) -> None:
+    world = failing_world(size)
+    world.start(close_while_others_call)
+    for outcome in world.collect(DEADLINE_S, ranks=range(1, size)):
+        assert outcome.status == "returned", outcome
+        assert outcome.value.kind is PeerLost
+        assert outcome.value.attributes["ranks"] == (0,)
+        assert outcome.value.complaints() == []
+
+
+@pytest.mark.parametrize("size", VICTIMS)
+def test_another_communicator_survives(failing_world: Callable[[int], World], size: int) -> None:
+    world = failing_world(size)
+    world.start(fail_one_of_two)
+    for outcome in world.collect(DEADLINE_S):
+        assert outcome.status == "returned", outcome
+
+
+SCRIPT = """
+    import sys
+    import torch
+    import torch.distributed as dist
+    from collectives import Communicator
+
+    rank, path, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    comm = Communicator(timeout_s=3)
+    works = [comm.allreduce(torch.ones(1 << 20), async_op=True) for _ in range(8)]
+    works[0].wait()
+    if ending == "raise" and rank == 1:
+        raise ValueError("the script's own")
+    for work in works:
+        work.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "codes", "texts"),
+    [
+        ("raise", (1, 1), ("PeerLost: rank 0: .*lost rank 1", "ValueError: the script's own")),
+        ("return", (0, 0), ("", "")),
+    ],
+)
+def test_a_script_ends(tmp_path: Path, ending: str, codes: tuple[int, int], texts: tuple[str, str]) -> None:
+    """The interpreter's own way out, without close(): no hang, no crash, no noise."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    root = str(Path(__file__).parents[2])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(tmp_path / "store"), ending],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=DEADLINE_S)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert tuple(process.returncode for process in processes) == codes, errors
+    for text, error in zip(texts, errors, strict=True):
+        assert re.search(text, error) if text else error == ""

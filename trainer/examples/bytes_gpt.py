@@ -1,0 +1,137 @@
+"""A byte-level GPT, trained on the text of the running Python's standard library, or on a text of yours.
+
+    python -m trainer.examples.bytes_gpt                                         alone
+    torchrun --standalone --nproc-per-node 2 -m trainer.examples.bytes_gpt       on two processes
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+import trainer as hvd
+from trainer.examples.config import LoopConfig, option, parse
+from trainer.examples.loop import Run, Task
+
+VOCABULARY = 256
+TEXT_BYTES = 8 * 1024**2
+HELD_OUT = 0.05
+VALIDATION_BATCHES = 8
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+PRESETS = {"13m": {"layers": 4, "width": 512, "heads": 8, "context": 256, "batch": 8, "lr": 1e-3}}
+
+
+@dataclass(frozen=True)
+class Config(LoopConfig):
+    text: Path | None = option(None, "a text, or a folder of *.py, *.txt and *.md to read", type=Path, nargs="?")
+    layers: int = option(4, "blocks of the model")
+    width: int = option(128, "of the residual stream")
+    heads: int = option(4, "attention heads of a block")
+    context: int = option(128, "bytes that the model sees")
+
+
+def source_files(folder: Path) -> Iterator[Path]:
+    """The files of a folder worth reading, in the same order everywhere."""
+    for path, folders, files in os.walk(folder):
+        folders[:] = sorted(set(folders) - SKIPPED)
+        yield from (Path(path, name) for name in sorted(files) if name.endswith((".py", ".txt", ".md")))
+
+
+def read_text(path: Path | None) -> Tensor:
+    """The first TEXT_BYTES of a file or folder (None: the standard library) as uint8."""
+    path = path or Path(sysconfig.get_path("stdlib"))
+    text = bytearray()
+    for file in source_files(path) if path.is_dir() else [path]:
+        text += file.read_bytes()
+        if len(text) >= TEXT_BYTES:
+            break
+    return torch.frombuffer(text[:TEXT_BYTES], dtype=torch.uint8)
+
+
+class Block(nn.Module):
+    """Pre-norm attention, then a pre-norm perceptron."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width, bias=False)
+        self.mlp_out = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        per_head = self.query_key_value(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = per_head.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attention_out(attended.transpose(1, 2).flatten(-2))
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+
+
+class GPT(nn.Module):
+    """Maps bytes (batch, time) to logits of the next byte (batch, time, 256); input and output embeddings are tied."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, config.width)
+        self.position = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                into_residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
+                nn.init.normal_(parameter, std=0.02 / ((2 * config.layers) ** 0.5 if into_residual else 1.0))
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.embedding(text) + self.position.weight[: text.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+
+def task(config: Config) -> Task:
+    text = read_text(config.text)
+    split = int(len(text) * (1 - HELD_OUT))
+    training, held_out = text[:split], text[split:]
+    if len(held_out) <= config.context:
+        raise ValueError(f"a text of {len(text)} bytes is too short for a context of {config.context}")
+
+    def at(source: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        spans = source[starts[:, None] + torch.arange(config.context + 1)].long()
+        return spans[:, :-1], spans[:, 1:]
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        random = np.random.default_rng((config.seed, step))
+        return at(training, torch.from_numpy(random.integers(len(training) - config.context, size=config.batch)))
+
+    starts = torch.linspace(0, len(held_out) - config.context - 1, VALIDATION_BATCHES * config.batch).long()
+    return Task(
+        title="bytes_gpt",
+        item="token",
+        items_per_step=config.batch * config.context,
+        build=lambda: GPT(config),
+        batch=batch,
+        validation=[at(held_out, some) for some in starts.split(config.batch)],
+    )
+
+
+def main() -> None:
+    default = Config(out=Path("runs/bytes_gpt"))
+    config = parse(default, __doc__.partition("\n")[0], PRESETS).until(seconds=60.0)
+    hvd.init()
+    status = Run(task(config), config)()
+    hvd.shutdown()
+    raise SystemExit(status)
+
+
+if __name__ == "__main__":
+    main()

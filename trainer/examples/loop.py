@@ -1,0 +1,330 @@
+"""The training loop that the examples share: ranks, validation, checkpoint and resume, comparison with torch's DDP.
+
+Step s trains on task.batch(s), of which every rank takes an equal share, and what is random inside the model is seeded anew
+each step from (seed, step, rank). So there is no hidden state: a resumed run continues bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import trainer as hvd
+from trainer.examples.config import LoopConfig
+from trainer.examples.report import BASELINE, OURS, Record, Report, progress
+
+BLOCK_S = 0.5
+"""Models take turns, and ranks agree on losses, time and interruption, about this often."""
+CLIP_NORM = 1.0
+WEIGHT_DECAY = 0.1
+FINAL_LR = 0.1
+"""Where the cosine schedule ends, relative to the peak."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to train, and on what: a classifier of items (images, or the next byte at every position of a text)."""
+
+    title: str
+    item: str
+    items_per_step: int
+    build: Callable[[], nn.Module]
+    """A new model that maps inputs to logits (..., classes)."""
+    batch: Callable[[int], tuple[Tensor, Tensor]]
+    """The global batch of a step as (inputs, targets), on the CPU; the same on every rank."""
+    validation: Sequence[tuple[Tensor, Tensor]]
+    """Batches of data not trained on."""
+    report_accuracy: bool = False
+
+
+@dataclass
+class Trainee:
+    """One model in training: ours, or the one under DDP."""
+
+    module: nn.Module
+    forward: nn.Module
+    """What to call: `module` itself, or its wrapper."""
+    optimizer: torch.optim.Optimizer
+    wait_s: Callable[[], float]
+    """Seconds spent waiting for communication so far."""
+    record: Record
+
+    def step(self, inputs: Tensor, targets: Tensor, lr: float) -> float:
+        """Train on this rank's share of a batch; return its loss."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.zero_grad()
+        loss = cross_entropy(self.forward(inputs), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.module.parameters(), CLIP_NORM)
+        self.optimizer.step()
+        return loss.item()
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def adamw(module: nn.Module) -> torch.optim.AdamW:
+    """AdamW that decays matrices only."""
+    matrices = [p for p in module.parameters() if p.dim() >= 2]
+    vectors = [p for p in module.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], betas=(0.9, 0.95))
+
+
+def our_trainee(module: nn.Module, compression: str) -> Trainee:
+    """A model whose gradients gradwire averages."""
+    optimizer = hvd.DistributedOptimizer(
+        adamw(module),
+        named_parameters=module.named_parameters(),
+        compression=getattr(hvd.Compression, compression),
+    )
+    return Trainee(module, module, optimizer, lambda: optimizer.communication_wait_s, Record())
+
+
+def ddp_trainee(module: nn.Module) -> Trainee:
+    """A model whose gradients torch's DDP averages, uncompressed."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return Trainee(module, DistributedDataParallel(module), adamw(module), lambda: 0.0, Record())
+
+
+def choose_device(name: str) -> torch.device:
+    """This rank's device; "auto" takes a GPU where there is one. Ranks share GPUs where there are too few."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def share_cores() -> None:
+    """Divide the cores among the ranks of this host, where OMP_NUM_THREADS does not say how many threads to use."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // hvd.local_size()))
+
+
+@contextmanager
+def interruption() -> Iterator[Callable[[], bool]]:
+    """Take SIGINT as a wish to stop in good order; yield a function that says whether it was voiced."""
+    voiced = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal voiced
+        voiced = True
+
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield lambda: voiced
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+class Run:
+    """One training run, of our model or of ours and DDP's in turns. `hvd` must be initialized."""
+
+    def __init__(self, task: Task, config: LoopConfig) -> None:
+        if config.steps is None and config.seconds is None:
+            raise ValueError("a run needs an end: steps or seconds")
+        if config.batch % hvd.size():
+            raise ValueError(f"a batch of {config.batch} cannot be split evenly over {hvd.size()} ranks")
+        share_cores()
+        self.task = task
+        self.config = config
+        self.device = choose_device(config.device)
+        self.trainees = {OURS: our_trainee(self._module(), config.compression)}
+        if config.compare:
+            self.trainees[BASELINE] = ddp_trainee(self._module())
+        self.checkpoint = config.out / "checkpoint.pt"
+        self.blocks = 0
+        self.steps = 0
+        self.elapsed_s = 0.0
+        """Like every other figure kept here, averaged over the ranks, so that all take the same decisions."""
+
+    def __call__(self) -> int:
+        """Train to the end; return the exit status: 0, or 130 where SIGINT ended the run early."""
+        self.config.out.mkdir(parents=True, exist_ok=True)
+        self._restore()
+        self._introduce()
+        started = time.monotonic() - self.elapsed_s
+        stop = False
+        with interruption() as voiced, progress(hvd.rank(), self.task.item, self.task.items_per_step) as show:
+            while not stop and self._fraction(self.steps) < 1:
+                stop = self._block(started, voiced)
+                if self.steps % self.config.validate_every == 0:
+                    self._validate()
+                if self.steps % self.config.checkpoint_every == 0:
+                    self._save()
+                show(self._fraction(self.steps), self.trainees[OURS].record)
+            self._validate()
+            self._save()
+        self._report()
+        return 130 if stop else 0
+
+    def _module(self) -> nn.Module:
+        torch.manual_seed(self.config.seed)
+        return self.task.build().to(self.device)
+
+    def _fraction(self, step: int) -> float:
+        """How far the run is, 1 being its end."""
+        by_steps = step / self.config.steps if self.config.steps else 0.0
+        by_time = self.elapsed_s / self.config.seconds if self.config.seconds else 0.0
+        return max(by_steps, by_time)
+
+    def _lr(self, step: int) -> float:
+        """Linear warm-up, times a cosine over the run."""
+        through = step / self.config.decay_steps if self.config.decay_steps else self._fraction(step)
+        cosine = (1 + math.cos(math.pi * min(1.0, through))) / 2
+        warm = min(1.0, (step + 1) / max(1, self.config.warm_up))
+        return self.config.lr * warm * (FINAL_LR + (1 - FINAL_LR) * cosine)
+
+    def _block(self, started: float, voiced: Callable[[], bool]) -> bool:
+        """Train every model for some steps, then agree on what was seen; return whether to stop."""
+        length = self._block_length()
+        turns = {name: self._turn(trainee, length) for name, trainee in self._order()}
+        self.steps += length
+        seen = [time.monotonic() - started, float(voiced())]
+        for name in self.trainees:
+            seen += turns[name]
+        agreed = hvd.allreduce(torch.tensor(seen, dtype=torch.float64, device=self.device), op=hvd.Average).tolist()
+        for trainee, at in zip(self.trainees.values(), range(2, len(agreed), 2 * length + 1), strict=True):
+            trainee.record.losses += agreed[at : at + length]
+            trainee.record.step_s += agreed[at + length : at + 2 * length]
+            trainee.record.wait_s += agreed[at + 2 * length]
+        self.elapsed_s = agreed[0]
+        return bool(agreed[1] > 0)
+
+    def _block_length(self) -> int:
+        """Steps that take about BLOCK_S, but not past the next validation, checkpoint or end."""
+        recent = [statistics.mean(t.record.step_s[-20:]) for t in self.trainees.values() if t.record.step_s]
+        wished = max(1, int(BLOCK_S / max(recent))) if recent else 1
+        periods = [self.config.validate_every, self.config.checkpoint_every]
+        bounds = [period - self.steps % period for period in periods]
+        if self.config.steps:
+            bounds.append(self.config.steps - self.steps)
+        return min(wished, *bounds)
+
+    def _order(self) -> list[tuple[str, Trainee]]:
+        """Whose turn it is first: ABBA, so that neither model profits from going first."""
+        self.blocks += 1
+        order = list(self.trainees.items())
+        return order if self.blocks % 2 else order[::-1]
+
+    def _turn(self, trainee: Trainee, length: int) -> list[float]:
+        """Train one model; return this rank's losses, then the seconds of each step, then those spent waiting."""
+        share = self.config.batch // hvd.size()
+        mine = slice(hvd.rank() * share, (hvd.rank() + 1) * share)
+        losses, seconds, waited = [], [], trainee.wait_s()
+        for step in range(self.steps, self.steps + length):
+            begun = time.perf_counter()
+            torch.manual_seed(mixed(self.config.seed, step, hvd.rank()))
+            inputs, targets = self.task.batch(step)
+            loss = trainee.step(inputs[mine].to(self.device), targets[mine].to(self.device), self._lr(step))
+            losses.append(loss)
+            seconds.append(time.perf_counter() - begun)
+        return [*losses, *seconds, trainee.wait_s() - waited]
+
+    @torch.no_grad()
+    def _validate(self) -> None:
+        for trainee in self.trainees.values():
+            record = trainee.record
+            if record.validation and record.validation[-1][0] == self.steps:
+                continue
+            trainee.module.eval()
+            totals = torch.zeros(3, dtype=torch.float64, device=self.device)
+            for inputs, targets in self.task.validation[hvd.rank() :: hvd.size()]:
+                logits, right = trainee.module(inputs.to(self.device)), targets.to(self.device)
+                loss, hits = cross_entropy(logits, right), (logits.argmax(-1) == right).sum()
+                totals += torch.stack([loss * right.numel(), hits, torch.full_like(hits, right.numel())])
+            trainee.module.train()
+            loss_sum, hits_sum, count = hvd.allreduce(totals, op=hvd.Sum).tolist()
+            record.validation.append((self.steps, loss_sum / count, hits_sum / count))
+
+    def _save(self) -> None:
+        """Write the checkpoint; a crash at any time leaves the last one whole."""
+        if hvd.rank() != 0:
+            return
+        state = {
+            "elapsed_s": self.elapsed_s,
+            "modules": {name: trainee.module.state_dict() for name, trainee in self.trainees.items()},
+            "optimizers": {name: trainee.optimizer.state_dict() for name, trainee in self.trainees.items()},
+            "records": {name: dataclasses.asdict(trainee.record) for name, trainee in self.trainees.items()},
+        }
+        temporary = self.checkpoint.with_suffix(".partial")
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.checkpoint)
+
+    def _restore(self) -> None:
+        """Start all ranks from rank 0's state: that of its checkpoint, or its fresh one."""
+        state, history = None, None
+        if self.config.resume and hvd.rank() == 0 and self.checkpoint.exists():
+            state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+            history = {"elapsed_s": state["elapsed_s"], "records": state["records"]}
+        history = hvd.broadcast_object(history, root_rank=0)
+        if history and history["records"].keys() != self.trainees.keys():
+            raise ValueError(f"{self.checkpoint} holds {list(history['records'])}, not {list(self.trainees)}")
+        for name, trainee in self.trainees.items():
+            if state:
+                trainee.module.load_state_dict(state["modules"][name])
+                trainee.optimizer.load_state_dict(state["optimizers"][name])
+            hvd.broadcast_parameters(trainee.module.state_dict(), root_rank=0)
+            hvd.broadcast_optimizer_state(trainee.optimizer, root_rank=0)
+            if history:
+                trainee.record = Record(**history["records"][name])
+        if history:
+            self.elapsed_s = history["elapsed_s"]
+            self.steps = len(self.trainees[OURS].record.losses)
+
+    def _introduce(self) -> None:
+        if hvd.rank() == 0:
+            module = self.trainees[OURS].module
+            millions = sum(parameter.numel() for parameter in module.parameters()) / 1e6
+            start = f"resumed at step {self.steps}" if self.steps else "from scratch"
+            print(f"{self.task.title}: {millions:.2f} M parameters, {hvd.size()} ranks, {self.device}, {start}", flush=True)
+
+    def _report(self) -> None:
+        for trainee in self.trainees.values():
+            digests = hvd.allgather_object(digest(trainee.module))
+            trainee.record.replicas_identical = len(set(digests)) == 1
+        if hvd.rank() == 0:
+            Report(
+                title=self.task.title,
+                item=self.task.item,
+                items_per_step=self.task.items_per_step,
+                world_size=hvd.size(),
+                accuracy=self.task.report_accuracy,
+                records={name: trainee.record for name, trainee in self.trainees.items()},
+            ).publish(self.config.out)
+
+
+def mixed(*numbers: int) -> int:
+    """One seed out of several numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+def digest(module: nn.Module) -> str:
+    """A hash of every bit of the parameters."""
+    result = hashlib.sha256()
+    for parameter in module.parameters():
+        result.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return result.hexdigest()

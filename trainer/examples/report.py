@@ -1,0 +1,188 @@
+"""What a training run shows and leaves behind: progress while it runs, then a table, a loss curve and summary.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+OURS = "gradwire"
+BASELINE = "DDP"
+LINE_EVERY_S = 5.0
+
+
+@dataclass
+class Record:
+    """The history of one model in training, averaged over the ranks: entry i of a list belongs to step i."""
+
+    losses: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    wait_s: float = 0.0
+    """Seconds out of sum(step_s) that were spent waiting for communication."""
+    validation: list[tuple[int, float, float]] = field(default_factory=list)
+    """(steps done, loss, accuracy)."""
+    replicas_identical: bool = True
+    """Whether every rank ended with the same bits in all parameters."""
+
+    def median_step_s(self) -> float:
+        return statistics.median(self.step_s)
+
+    def steps_per_s(self) -> float:
+        return len(self.step_s) / sum(self.step_s)
+
+    def wait_share(self) -> float:
+        return self.wait_s / sum(self.step_s)
+
+
+@contextmanager
+def progress(rank: int, item: str, items_per_step: int) -> Iterator[Callable[[float, Record], None]]:
+    """Yield a function that shows how far a run is, given the fraction done and the record so far.
+
+    Rank 0 shows a bar where stdout is a terminal, else a plain line every few seconds; other ranks show nothing.
+    """
+
+    def describe(record: Record) -> str:
+        text = (
+            f"step {len(record.losses)}  loss {record.losses[-1]:.3f}"
+            f"  {record.steps_per_s() * items_per_step:,.0f} {item}s/s  communication {record.wait_share():.1%}"
+        )
+        return text + (f"  validation {record.validation[-1][1]:.3f}" if record.validation else "")
+
+    if rank != 0:
+        yield lambda fraction, record: None
+    elif sys.stdout.isatty():
+        columns = BarColumn(bar_width=20), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+        with Progress(*columns) as bar:
+            task = bar.add_task("", total=1.0)
+            yield lambda fraction, record: bar.update(task, completed=fraction, description=describe(record))
+    else:
+        printed = -LINE_EVERY_S
+
+        def line(fraction: float, record: Record) -> None:
+            nonlocal printed
+            if time.monotonic() - printed >= LINE_EVERY_S or fraction >= 1:
+                printed = time.monotonic()
+                print(f"{fraction:4.0%}  {describe(record)}", flush=True)
+
+        yield line
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of a run of one model, or of two side by side."""
+
+    title: str
+    item: str
+    items_per_step: int
+    world_size: int
+    accuracy: bool
+    """Whether accuracy means something for this task."""
+    records: dict[str, Record]
+
+    def summary(self) -> dict[str, Any]:
+        ours = self.records[OURS]
+        result: dict[str, Any] = {
+            "steps": len(ours.losses),
+            "loss_first": ours.losses[0],
+            "loss_last": ours.losses[-1],
+            "val_loss": ours.validation[-1][1],
+            "items_per_s": ours.steps_per_s() * self.items_per_step,
+            "comm_share": ours.wait_share(),
+            "replicas_identical": ours.replicas_identical,
+            "world_size": self.world_size,
+        }
+        if self.accuracy:
+            result["accuracy"] = ours.validation[-1][2]
+        if ddp := self.records.get(BASELINE):
+            result["ddp"] = {
+                "loss_first": ddp.losses[0],
+                "loss_last": ddp.losses[-1],
+                "val_loss": ddp.validation[-1][1],
+                "items_per_s": ddp.steps_per_s() * self.items_per_step,
+                "replicas_identical": ddp.replicas_identical,
+                "step_s": ddp.median_step_s(),
+                "gradwire_step_s": ours.median_step_s(),
+            }
+            result["step_ratio"] = ours.median_step_s() / ddp.median_step_s()
+        return result
+
+    def table(self) -> Table:
+        result = Table(title=f"{self.title}, {self._ranks()}", title_justify="left")
+        result.add_column("")
+        for name in self.records:
+            result.add_column(name, justify="right")
+        columns = self.records.values()
+        result.add_row("steps", *(str(len(r.losses)) for r in columns))
+        result.add_row("loss, first step", *(f"{r.losses[0]:.4f}" for r in columns))
+        result.add_row("loss, last step", *(f"{r.losses[-1]:.4f}" for r in columns))
+        result.add_row("validation loss", *(f"{r.validation[-1][1]:.4f}" for r in columns))
+        if self.accuracy:
+            result.add_row("validation accuracy", *(f"{r.validation[-1][2]:.2%}" for r in columns))
+        result.add_row(f"{self.item}s per second", *(f"{r.steps_per_s() * self.items_per_step:,.0f}" for r in columns))
+        result.add_row("step, median", *(f"{r.median_step_s() * 1e3:.2f} ms" for r in columns))
+        if BASELINE in self.records:
+            ratio = self.records[OURS].median_step_s() / self.records[BASELINE].median_step_s()
+            result.add_row(f"step, relative to {BASELINE}", f"{ratio:.3f}", "1.000")
+        result.add_row("waiting for communication", f"{self.records[OURS].wait_share():.1%}")
+        result.add_row("replicas bit-identical", *("yes" if r.replicas_identical else "NO" for r in columns))
+        return result
+
+    def draw(self, path: Path) -> None:
+        """Plot the loss over the steps: each step faint, its running mean, and the validation points."""
+        figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+        axes = figure.add_subplot()
+        for (name, record), color in zip(self.records.items(), ("tab:blue", "tab:orange"), strict=False):
+            _draw_record(axes, name, record, color, "-" if name == OURS else (0, (5, 3)))
+        ours = self.records[OURS]
+        rate = f"{ours.steps_per_s() * self.items_per_step:,.0f} {self.item}s/s"
+        axes.set_title(self.title, loc="left", fontweight="bold")
+        axes.set_title(f"{self._ranks()}, {rate}", loc="right", fontsize=9, color="0.35")
+        axes.set_xlabel("step")
+        axes.set_ylabel(f"cross-entropy (nats per {self.item})")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlim(0, len(ours.losses) * 1.02)
+        axes.grid(color="0.9")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+        temporary = path.with_name(path.name + ".partial")
+        figure.savefig(temporary, format="png")
+        os.replace(temporary, path)
+
+    def publish(self, out: Path) -> None:
+        """Print the table; write loss.png and summary.json into `out`."""
+        Console().print(self.table())
+        self.draw(out / "loss.png")
+        temporary = out / "summary.json.partial"
+        temporary.write_text(json.dumps(self.summary(), indent=2) + "\n")
+        os.replace(temporary, out / "summary.json")
+        print(f"wrote {out / 'loss.png'} and {out / 'summary.json'}", flush=True)
+
+    def _ranks(self) -> str:
+        return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+
+
+def _draw_record(axes: Axes, name: str, record: Record, color: str, style: Any) -> None:
+    steps = range(1, len(record.losses) + 1)
+    keep = 1 - 1 / min(20.0, max(1.0, len(record.losses) / 20))
+    means = list(accumulate(record.losses, lambda mean, loss: keep * mean + (1 - keep) * loss))
+    axes.plot(steps, record.losses, color=color, alpha=0.25, linewidth=0.8)
+    axes.plot(steps, means, color=color, linewidth=1.6, linestyle=style, label=f"{name}, training")
+    done, losses, _ = zip(*record.validation, strict=True)
+    label = f"{name}, validation: {losses[-1]:.3f}"
+    axes.plot(done, losses, "o", color=color, markersize=5, markeredgecolor="white", label=label)

@@ -1,0 +1,122 @@
+"""Where this process stands in its world, as the environment of whatever launched it tells."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MASTER_ADDR = "MASTER_ADDR"
+MASTER_PORT = "MASTER_PORT"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One process among `size`. local_rank and local_size are None where the launcher does not tell them.
+
+    address and port: where rank 0 listens for the others; None in a world of one.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int | None
+    local_size: int | None
+    address: str | None
+    port: int | None
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Names of the variables that one launcher sets."""
+
+    launcher: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+TORCHRUN = "torchrun"
+SLURM = "Slurm"
+ALONE = Launch("none", rank=0, size=1, local_rank=0, local_size=1, address=None, port=None)
+
+# In the order of trust. Slurm comes last: its variables are also there around an mpirun or torchrun inside of a job.
+_FAMILIES = (
+    _Family(TORCHRUN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _Family(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Family("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Family(SLURM, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+
+
+def read_launch(environment: Mapping[str, str]) -> Launch:
+    """The launch that the environment describes: torchrun's variables, else Open MPI's, MPICH's (PMI) or Slurm's, else ALONE.
+
+    Under Slurm a missing MASTER_ADDR is the first host of SLURM_STEP_NODELIST or SLURM_JOB_NODELIST, and a missing
+    MASTER_PORT follows from SLURM_JOB_ID, so that a plain `srun python train.py` works.
+    Raises ValueError where the variables contradict each other, or where nothing says how to reach rank 0.
+    """
+    family = next((family for family in _FAMILIES if family.rank in environment), None)
+    if family is None:
+        return ALONE
+    rank = _whole_number(environment, family.rank)
+    size = _whole_number(environment, family.size)
+    if not 0 <= rank < size:
+        raise ValueError(f"{family.rank}={rank} is no rank of {family.size}={size} processes")
+    local_rank, local_size = (
+        _whole_number(environment, name) if name in environment else None
+        for name in (family.local_rank, family.local_size)
+    )
+    address, port = _meeting_point(environment, family, local_size == size) if size > 1 else (None, None)
+    return Launch(family.launcher, rank, size, local_rank, local_size, address, port)
+
+
+def _whole_number(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment[name])
+    except KeyError:
+        raise ValueError(f"the launcher's environment lacks {name}") from None
+    except ValueError:
+        raise ValueError(f"{name} must be a whole number, not {environment[name]!r}") from None
+
+
+def _meeting_point(environment: Mapping[str, str], family: _Family, on_one_host: bool) -> tuple[str, int]:
+    address = environment.get(MASTER_ADDR)
+    if address is None and family.launcher == SLURM:
+        address = _first_host(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", ""))
+    if address is None and on_one_host:
+        address = "127.0.0.1"
+    if MASTER_PORT in environment:
+        port = _whole_number(environment, MASTER_PORT)
+    else:
+        port = _slurm_port(environment) if family.launcher == SLURM else None
+    missing = [name for name, value in ((MASTER_ADDR, address), (MASTER_PORT, port)) if value is None]
+    if missing:
+        raise ValueError(
+            f"{family.launcher} does not say where rank 0 listens: set {' and '.join(missing)} to the same value for all "
+            f"ranks (the host of rank 0; a free port on it), for example MASTER_ADDR=node01 MASTER_PORT=29500"
+        )
+    assert address is not None
+    assert port is not None
+    return address, port
+
+
+def _first_host(node_list: str) -> str | None:
+    """First host of a Slurm node list: 'node[01-04,07]-ib,gpu1' -> 'node01-ib'."""
+    match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\])?([^\[,]*)", node_list)
+    return "".join(part or "" for part in match.groups()) if match else None
+
+
+def _slurm_port(environment: Mapping[str, str]) -> int | None:
+    """A port that the tasks of one job step agree on, outside of the range that Linux gives to clients."""
+    if "SLURM_JOB_ID" not in environment:
+        return None
+    step = int(environment["SLURM_STEP_ID"]) if environment.get("SLURM_STEP_ID", "").isdecimal() else 0
+    return 15000 + (_whole_number(environment, "SLURM_JOB_ID") * 16 + step) % 16384

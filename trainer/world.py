@@ -1,0 +1,153 @@
+"""The world of ranks this process belongs to: init(), shutdown(), and who it is among the others."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from collectives import Communicator
+from trainer.launch import ALONE, TORCHRUN, Launch, read_launch
+
+ProcessSet: TypeAlias = "dist.ProcessGroup | Communicator | None"
+"""Which ranks take part: None for all, a torch.distributed group, or a Communicator."""
+
+
+class World:
+    """All ranks, with the Communicators that the verbs and the optimizers use.
+
+    A world that finds torch.distributed initialized uses it and leaves it alone when closed.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._owns_process_group = not dist.is_initialized()
+        if self._owns_process_group:
+            _start_torch_distributed(launch)
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self._opened: weakref.WeakSet[Communicator] = weakref.WeakSet()
+        self._communicators: dict[dist.ProcessGroup | None, Communicator] = {}
+        topology = self.communicator(None).topology
+        told = (launch.rank, launch.size) == (self.rank, self.size)
+        local_rank, local_size = (launch.local_rank, launch.local_size) if told else (None, None)
+        self.local_rank = topology.local_rank if local_rank is None else local_rank
+        self.local_size = topology.local_size if local_size is None else local_size
+        local_ranks = self.communicator(None).allgather_object(self.local_rank)
+        self.cross_rank, self.cross_size = cross_position(self.rank, local_ranks)
+
+    def communicator(self, process_set: ProcessSet) -> Communicator:
+        """The Communicator that the verbs share for a process set; made when first asked for, by all its ranks at once."""
+        if isinstance(process_set, Communicator):
+            return process_set
+        if process_set not in self._communicators:
+            self._communicators[process_set] = self.open_communicator(process_set)
+        return self._communicators[process_set]
+
+    def open_communicator(self, group: dist.ProcessGroup | None) -> Communicator:
+        """A new Communicator, for one user alone, closed with the world at the latest. Collective over the group."""
+        communicator = Communicator(group)
+        self._opened.add(communicator)
+        return communicator
+
+    def close(self) -> None:
+        for communicator in list(self._opened):
+            communicator.close()
+        if self._owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def cross_position(rank: int, local_ranks: list[int]) -> tuple[int, int]:
+    """cross_rank and cross_size of a rank, as Horovod defines them: its place among the ranks of its local rank, and their number.
+
+    local_ranks[r] is the local rank of rank r.
+    """
+    peers = [peer for peer, local_rank in enumerate(local_ranks) if local_rank == local_ranks[rank]]
+    return peers.index(rank), len(peers)
+
+
+def _start_torch_distributed(launch: Launch) -> None:
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    if launch.size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    elif launch.launcher == TORCHRUN:  # its agent may already keep the store, which only env:// knows
+        dist.init_process_group(backend, init_method="env://", rank=launch.rank, world_size=launch.size)
+    else:
+        address = f"[{launch.address}]" if ":" in str(launch.address) else launch.address
+        dist.init_process_group(
+            backend, init_method=f"tcp://{address}:{launch.port}", rank=launch.rank, world_size=launch.size
+        )
+
+
+class _Holder:
+    """Horovod's functions take no handle of the world, so one place has to know it."""
+
+    world: World | None = None
+
+
+_holder = _Holder()
+
+
+def init() -> None:
+    """Join the world that the launcher's environment describes (trainer.launch); without a launcher, a world of one.
+
+    Where torch.distributed is already initialized, its default group is the world, with whatever backend it has.
+    Otherwise it is initialized here: gloo, with NCCL for CUDA tensors where torch has both. Collective; again is harmless.
+    Raises ValueError where the environment does not say how to find rank 0.
+    """
+    if _holder.world is None:
+        _holder.world = World(ALONE if dist.is_initialized() and not _launched() else read_launch(os.environ))
+        atexit.register(shutdown)
+
+
+def shutdown() -> None:
+    """Leave the world: close every Communicator opened here, and torch.distributed if init() initialized it. Never hangs."""
+    world, _holder.world = _holder.world, None
+    atexit.unregister(shutdown)
+    if world is not None:
+        world.close()
+
+
+def is_initialized() -> bool:
+    """True between init() and shutdown()."""
+    return _holder.world is not None
+
+
+def current_world() -> World:
+    """The world that init() joined. Raises RuntimeError before that."""
+    if _holder.world is None:
+        raise RuntimeError("call trainer.init() first")
+    return _holder.world
+
+
+def rank() -> int:
+    """This process among all, 0 <= rank() < size()."""
+    return current_world().rank
+
+
+def size() -> int:
+    """Number of processes."""
+    return current_world().size
+
+
+def local_rank() -> int:
+    """This process among those of its host: the launcher's word where it gives one."""
+    return current_world().local_rank
+
+
+def local_size() -> int:
+    """Number of processes on this host."""
+    return current_world().local_size
+
+
+def cross_rank() -> int:
+    """This host among those that have a process of this local_rank()."""
+    return current_world().cross_rank
+
+
+def cross_size() -> int:
+    """Number of hosts that have a process of this local_rank()."""
+    return current_world().cross_size
