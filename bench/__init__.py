@@ -1,1 +1,1 @@
-"""Measurements: collectives (`allreduce`, ...), training steps (`step`), and simulated hosts to run them on (`hosts`)."""
+"""Measurements of collectives (`allreduce`, ...) and training steps (`step`), and simulated `hosts` to run them on."""

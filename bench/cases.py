@@ -1,4 +1,4 @@
-"""What the driver needs to know of each collective: its size, its data, its bandwidth factor and its call (nccl-tests' idea).
+"""All that the driver knows of each collective: size, data, bandwidth factor, call (nccl-tests' idea).
 
 `bytes` is the whole array, as nccl-tests counts it: what one rank holds after an allgather, before a reduce_scatter.
 """
@@ -21,7 +21,11 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement of one collective, as one rank sees it. `count`: elements, one rank's share where data is shared out."""
+    """One measurement of one collective, as one rank sees it.
+
+    `count`: elements, one rank's share of them where they are shared out. `op` is "none" where nothing is reduced,
+    `root` -1 where there is none.
+    """
 
     rank: int
     size: int
@@ -96,7 +100,7 @@ TORCH_OPS = {
 
 
 def torch_takes(job: Job) -> bool:
-    """Whether every backend of torch.distributed has the job's dtype: gloo lacks int16, and they differ in what bools add to."""
+    """Whether torch.distributed has the job's dtype: gloo lacks int16, and backends differ in what bools add up to."""
     return job.dtype not in (torch.int16, torch.bool)
 
 

@@ -1,8 +1,8 @@
 """Simulated hosts on one machine: `python -m bench hosts --hosts 4 --rate 1gbit --ranks 8 -- allreduce -b 4M`.
 
-Every host is a network, UTS and mount namespace of its own (own address, own hostname, own /dev/shm), so what runs in it
-can tell hosts apart as on real ones. A veth pair joins each host to one bridge, which stands in a namespace too, and
-`tc tbf` limits both ends of the pair: one end is the host's uplink, the other its downlink. Links are full duplex.
+Every host is a network, UTS and mount namespace of its own (own address, hostname, /etc/hosts and /dev/shm), so what
+runs in it can tell hosts apart as on real ones. A veth pair joins each host to one bridge, which stands in a namespace
+too, and `tc tbf` limits both ends of the pair: one end is the host's uplink, the other its downlink. Full duplex.
 
 The namespaces have no names: they live as long as the processes in them, and those die with this one, even by SIGKILL.
 Two runs can therefore not collide, and nothing is left behind.
@@ -24,12 +24,15 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+MAX_HOSTS = 200
 BURST_BYTES = 128 * 1024
-"""What a link may send at once after a pause. Small, so that a short message does not pass for free."""
+"""What a link may send at once after a pause. As small as keeps the rate: below the kernel's 64 KiB offload packets,
+tbf cuts them up in software, and allreduce gets half of a 1 Gbit/s link."""
 QUEUE_S = 0.05
 """How long a link's queue is, at its rate: what an ordinary switch port buffers at 1 Gbit/s, a few megabytes."""
 MASTER_PORT = 29500
@@ -37,6 +40,18 @@ MASTER_PORT = 29500
 GRACE_S = 10.0
 """After the first rank has failed, what the others get to say why they fail too."""
 DEADLINE_EXIT = 124
+
+
+HOLD = """
+hostname "$HOST_NAME"
+ip link set lo up
+mount -t tmpfs tmpfs /dev/shm
+echo "$HOST_TABLE" > /dev/shm/hosts
+mount --bind /dev/shm/hosts /etc/hosts
+rm /dev/shm/hosts
+echo ready
+exec sleep infinity
+"""
 
 
 class HostsError(Exception):
@@ -61,9 +76,9 @@ def ranks_per_host(ranks: int, hosts: int) -> list[int]:
     Raises:
         ValueError: fewer ranks than hosts, or no host.
     """
-    if not 1 <= hosts <= min(ranks, 200):
+    if not 1 <= hosts <= min(ranks, MAX_HOSTS):
         raise ValueError(
-            f"{ranks} ranks cannot be spread over {hosts} hosts: each needs one, and 200 hosts are the most"
+            f"{ranks} ranks cannot be spread over {hosts} hosts: each needs one, and {MAX_HOSTS} are the most"
         )
     share, extra = divmod(ranks, hosts)
     return [share + (host < extra) for host in range(hosts)]
@@ -71,6 +86,18 @@ def ranks_per_host(ranks: int, hosts: int) -> list[int]:
 
 def address(host: int) -> str:
     return f"10.77.0.{host + 1}"
+
+
+def host_table() -> str:
+    """/etc/hosts of every host: its addresses as IPv4 sees them, and as a socket that listens to both kinds does."""
+    names = [f"{prefix}{address(host)} host{host}" for prefix in ("", "::ffff:") for host in range(MAX_HOSTS)]
+    return "\n".join(["127.0.0.1 localhost", *names])
+
+
+def network_description(hosts: int, rate: str) -> str:
+    """What a result measured here must say of its network."""
+    congestion_control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    return f"{hosts} simulated hosts, {rate} links (tc tbf, TCP {congestion_control})"
 
 
 @dataclass(frozen=True)
@@ -82,7 +109,7 @@ class Rank:
     environment: dict[str, str]
 
 
-def plan_ranks(ranks: int, hosts: int, rate: str) -> list[Rank]:
+def plan_ranks(ranks: int, hosts: int, network: str) -> list[Rank]:
     planned: list[Rank] = []
     for host, local_size in enumerate(ranks_per_host(ranks, hosts)):
         for local_rank in range(local_size):
@@ -96,7 +123,7 @@ def plan_ranks(ranks: int, hosts: int, rate: str) -> list[Rank]:
                 "MASTER_PORT": str(MASTER_PORT),
                 "GLOO_SOCKET_IFNAME": "eth0",
                 "OMP_NUM_THREADS": "1",
-                "BENCH_NETWORK": f"{hosts} simulated hosts, {rate} links (tc tbf)",
+                "BENCH_NETWORK": network,
             }
             planned.append(Rank(len(planned), host, environment))
     return planned
@@ -106,11 +133,14 @@ class Namespace:
     """A process that does nothing but hold one host's namespaces open. Dies with its parent."""
 
     def __init__(self, hostname: str) -> None:
-        hold = f"hostname {hostname} && mount -t tmpfs tmpfs /dev/shm && ip link set lo up && echo ready && exec sleep infinity"
-        unshare = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--mount", "sh", "-c", hold]
-        self.process = subprocess.Popen(unshare, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        unshare = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--mount", "sh", "-ec", HOLD]
+        environment = {**os.environ, "HOST_NAME": hostname, "HOST_TABLE": host_table()}
+        self.process = subprocess.Popen(
+            unshare, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True
+        )
         self.pid = self.process.pid
-        assert self.process.stdout is not None and self.process.stderr is not None
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
         if self.process.stdout.readline() != b"ready\n":
             why = self.process.stderr.read().decode().strip()
             self.close()
@@ -213,7 +243,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=8, help="ranks, spread in contiguous order (default 8)")
     parser.add_argument("--rate", default="1gbit", help="of every link, each way, as tc writes it (default 1gbit)")
     parser.add_argument(
-        "--deadline-s", type=float, default=600.0, help="after this all is stopped, exit code 124 (default 600)"
+        "--deadline-s", type=float, default=600.0, help="then all is stopped, exit code 124 (default 600)"
     )
     parser.add_argument("command", nargs="+", help="after `--`: a benchmark with its flags, or any other command")
     chosen = parser.parse_args(arguments)
@@ -238,7 +268,8 @@ def main(arguments: Sequence[str], benchmarks: Sequence[str]) -> int:
     try:
         check_machine()
         with Cluster(chosen.hosts, chosen.rate) as cluster:
-            ranks = plan_ranks(chosen.ranks, chosen.hosts, chosen.rate)
+            network = network_description(chosen.hosts, chosen.rate)
+            ranks = plan_ranks(chosen.ranks, chosen.hosts, network)
             return run_ranks(cluster, ranks, [*bench, *chosen.command], chosen.deadline_s)
     except HostsError as error:
         print(f"bench hosts: {error}", file=sys.stderr)

@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from bench.cases import CASES, Buffers, Case, Job, torch_takes
+from bench.compare import format_comparison
 from bench.meta import device_name, software_and_machine
 from bench.sizes import parse_size, size_range
-from bench.table import Row, format_comparison, format_heading, format_row, format_trailer
+from bench.table import Row, format_heading, format_row, format_trailer
 from bench.timing import Protocol, Times, distributed_machine, median_and_p99, over_ranks, slowest_rank, take_turns
 from bench.verification import count_wrong
 from collectives import Communicator
@@ -45,7 +47,7 @@ PEERS = ("native", TORCH)
 NCCL_TESTS_NAMES = {"half": "float16", "float": "float32", "double": "float64", "avg": "average", "prod": "product"}
 
 
-Measured = tuple[Job, Row]
+Measured = tuple[Job, Row, Times]
 
 
 def _names(known: Sequence[str], text: str) -> list[str]:
@@ -79,9 +81,7 @@ def parse_arguments(name: str, arguments: Sequence[str]) -> argparse.Namespace:
     add("-e", "--maxbytes", type=_size, default="32M", help="largest size (default 32M)")
     add("-i", "--stepbytes", type=_size, default="1M", help="from one size to the next (default 1M)")
     add("-f", "--stepfactor", type=partial(_count, 2), help="from one size to the next, instead of -i")
-    add(
-        "-n", "--iters", type=partial(_count, 1), default=20, help="timed turns of each algorithm and size (default 20)"
-    )
+    add("-n", "--iters", type=partial(_count, 1), default=20, help="timed turns of each competitor (default 20)")
     add("-w", "--warmup_iters", type=partial(_count, 0), default=1, help="untimed turns before (default 1)")
     add("-c", "--check", type=partial(_count, 0), default=1, help="checked turns; 0 checks nothing (default 1)")
     add(
@@ -122,7 +122,7 @@ def join_world(backend: str | None, timeout_s: float) -> torch.device:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     return device
 
 
@@ -209,14 +209,13 @@ def measure(
             wire_bytes=None if algorithm == TORCH else comm.wire_bytes(case.name, nbytes, algorithm),
             wrong=int(wrong_elements) if protocol.check_iters > 0 else None,
         )
-        measured.append((job, row))
+        measured.append((job, row, times))
     return measured
 
 
-def describe_run(name: str, chosen: argparse.Namespace, comm: Communicator, device: torch.device) -> dict[str, Any]:
+def describe_run(chosen: argparse.Namespace, comm: Communicator, device: torch.device) -> dict[str, Any]:
     return {
         **software_and_machine(device),
-        "arguments": [name, *chosen.arguments],
         "backend": dist.get_backend(),
         "world_size": comm.size,
         "hosts": [list(ranks) for ranks in comm.topology.hosts],
@@ -225,6 +224,13 @@ def describe_run(name: str, chosen: argparse.Namespace, comm: Communicator, devi
         "check_iters": chosen.check,
         "time": "median over interleaved turns, each as long as on its slowest rank",
     }
+
+
+def describe_rank(comm: Communicator, device: torch.device) -> str:
+    where = (
+        f"Rank {comm.rank:2} Host {comm.topology.host_of(comm.rank):2} Pid {os.getpid():6} on {socket.gethostname()}"
+    )
+    return f"{where} device {device} [{device_name(device)}]"
 
 
 def format_header(name: str, chosen: argparse.Namespace, meta: dict[str, Any], ranks: Sequence[str]) -> list[str]:
@@ -245,15 +251,14 @@ def format_block(case: Case, algorithm: str, measured: Sequence[Measured]) -> li
     return [
         f"# Algorithm {algorithm}",
         *format_heading(case.in_place),
-        *(format_row(row, job.count, job.root) for job, row in measured),
-        *format_trailer([row for _, row in measured]),
+        *(format_row(row, job.count, job.root) for job, row, _ in measured),
+        *format_trailer([row for _, row, _ in measured]),
     ]
 
 
 def main(name: str, arguments: Sequence[str]) -> int:
     """Exit code 1 if any element was wrong anywhere, on every rank."""
     chosen = parse_arguments(name, arguments)
-    chosen.arguments = list(arguments)
     case = CASES[name]
     device = join_world(chosen.backend, chosen.timeout)
     try:
@@ -263,24 +268,23 @@ def main(name: str, arguments: Sequence[str]) -> int:
                 if chosen.root >= comm.size:
                     raise ValueError(f"root {chosen.root} is not one of {comm.size} ranks")
             except ValueError as error:
-                print(f"bench {name}: {error}", file=sys.stderr)
+                if comm.rank == 0:
+                    print(f"bench {name}: {error}", file=sys.stderr)
                 return 2
             jobs = plan_jobs(case, chosen, comm.rank, comm.size, device)
-            host = comm.topology.host_of(comm.rank)
-            mine = f"Rank {comm.rank:2} Host {host:2} Pid {os.getpid():6} on {socket.gethostname()} device {device} [{device_name(device)}]"
-            ranks = comm.allgather_object(mine)
-            meta = describe_run(name, chosen, comm, device)
+            ranks = comm.allgather_object(describe_rank(comm, device))
+            meta = describe_run(chosen, comm, device)
             if comm.rank == 0:
                 print("\n".join(format_header(name, chosen, meta, ranks)), flush=True)
             protocol = Protocol(chosen.iters, chosen.warmup_iters, chosen.check)
             measured = measure(case, jobs, comm, algorithms, protocol, device)
-            by_algorithm = {name: [(job, row) for job, row in measured if row.algorithm == name] for name in algorithms}
-            rows = [row for block in by_algorithm.values() for _, row in block]
+            blocks = {name: [one for one in measured if one[1].algorithm == name] for name in algorithms}
+            rows = [row for block in blocks.values() for _, row, _ in block]
             if comm.rank == 0:
-                for algorithm, block in by_algorithm.items():
+                for algorithm, block in blocks.items():
                     print("\n".join(format_block(case, algorithm, block)))
                 for peer in PEERS:
-                    print("\n".join(format_comparison(rows, "auto", peer)))
+                    print("\n".join(format_comparison(measured, "auto", peer, partial(comm.chosen, name))))
                 if chosen.json:
                     chosen.json.write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=1))
                 if chosen.plot:

@@ -9,100 +9,97 @@ from typing import Any
 from bench.sizes import format_size
 from bench.table import Row
 
-AUTO, NATIVE = "#d1495b", "#222222"
-OTHERS = ("#2e86ab", "#e09f3e", "#5b8e7d", "#8e6c8a", "#7a9cc6", "#a26769", "#9aa15c")
-GRID = "#e4e4e4"
-QUIET = "#666666"
+STYLES: dict[str, dict[str, Any]] = {
+    "auto": {"color": "#d1495b", "linewidth": 2.6, "marker": "o", "markersize": 5, "zorder": 5},
+    "native": {
+        "color": "#222222",
+        "linewidth": 1.8,
+        "linestyle": (0, (4, 2)),
+        "marker": "s",
+        "markersize": 3.5,
+        "zorder": 6,
+    },
+    "torch": {"color": "#777777", "linewidth": 1.8, "linestyle": (0, (1, 1.2)), "zorder": 6},
+}
+OTHERS = ("#2e86ab", "#e09f3e", "#5b8e7d", "#8e6c8a", "#79b4d8", "#a26769", "#b5b95b")
+INK, QUIET, FRAME, GRID = "#333333", "#666666", "#bbbbbb", "#e6e6e6"
+TIME_UNITS = (("us", 1.0), ("ms", 1e3), ("s", 1e6))
+BANDWIDTH_UNITS = (("kB/s", 1e-6), ("MB/s", 1e-3), ("GB/s", 1.0))
 
 
-def label(row: Row, rows: Sequence[Row]) -> str:
+def with_unit(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """`value` in the largest unit in which it is at least 1."""
+    name, scale = next(((name, scale) for name, scale in reversed(units) if value >= scale * 0.999), units[0])
+    return f"{value / scale:g} {name}"
+
+
+def line_name(row: Row, rows: Sequence[Row], backend: str) -> str:
     """The algorithm, with what else tells it from the other lines."""
-    several_dtypes = len({other.dtype for other in rows}) > 1
-    several_ops = len({other.op for other in rows}) > 1
-    return " ".join([row.algorithm, *([row.dtype] if several_dtypes else []), *([row.op] if several_ops else [])])
+    told = {"native": f"native ({backend})", "torch": "torch.distributed"}.get(row.algorithm, row.algorithm)
+    dtype = [row.dtype] if len({other.dtype for other in rows}) > 1 else []
+    op = [row.op] if len({other.op for other in rows}) > 1 else []
+    return " ".join([told, *dtype, *op])
 
 
-def _style(algorithm: str, index: int) -> dict[str, Any]:
-    if algorithm == "auto":
-        return {"color": AUTO, "linewidth": 2.6, "marker": "o", "markersize": 4.5, "zorder": 4}
-    if algorithm == "native":
-        return {
-            "color": NATIVE,
-            "linewidth": 1.8,
-            "marker": "s",
-            "markersize": 3.5,
-            "linestyle": (0, (4, 2)),
-            "zorder": 5,
-        }
-    return {"color": OTHERS[index % len(OTHERS)], "linewidth": 1.2, "marker": ".", "markersize": 4, "zorder": 3}
+def title(rows: Sequence[Row], meta: Mapping[str, Any]) -> str:
+    hosts = len(meta["hosts"])
+    return f"{rows[0].collective}, {rows[0].world_size} ranks on {f'{hosts} hosts' if hosts > 1 else 'one host'}"
+
+
+def subtitle(rows: Sequence[Row], meta: Mapping[str, Any]) -> str:
+    dtypes, ops = {row.dtype for row in rows}, {row.op for row in rows}
+    single = [name for group in (dtypes, ops - {"none"}) if len(group) == 1 for name in group]
+    network = [meta["network"]] if meta["network"] else []
+    return " · ".join([*single, *network, meta["device"], f"median of {meta['iters']} interleaved turns"])
 
 
 def draw(rows: Sequence[Row], meta: Mapping[str, Any], path: Path) -> None:
-    """Write a PNG. Rows of one collective.
+    """Write a PNG of the rows of one collective.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed; the message says what to install.
     """
     try:
         from matplotlib.figure import Figure
-        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+        from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("--plot needs matplotlib: pip install 'gradwire[bench]'") from error
 
-    figure = Figure(figsize=(10.5, 4.6), dpi=160)
-    panels = figure.subplots(1, 2)
     lines: dict[str, list[Row]] = {}
     for row in rows:
-        lines.setdefault(label(row, rows), []).append(row)
-    for index, (name, line) in enumerate(lines.items()):
+        lines.setdefault(line_name(row, rows, meta["backend"]), []).append(row)
+    figure = Figure(figsize=(10.5, 5), dpi=160)
+    time_panel, bandwidth_panel = figure.subplots(1, 2)
+    colors = iter(OTHERS * len(lines))
+    for name, line in lines.items():
+        style = STYLES.get(line[0].algorithm) or {"color": next(colors), "linewidth": 1.3, "marker": ".", "zorder": 4}
         sizes = [row.bytes for row in line]
-        style = _style(line[0].algorithm, index)
-        native = f"{name} ({meta['backend']})" if line[0].algorithm == "native" else name
-        panels[0].plot(sizes, [row.time_us for row in line], label=native, **style)
-        panels[1].plot(sizes, [row.busbw_GBps for row in line], **style)
+        time_panel.plot(sizes, [row.time_us for row in line], label=name, **style)
+        bandwidth_panel.plot(sizes, [row.busbw_GBps for row in line], **style)
 
-    panels[0].set_title("time, lower is better", loc="left", fontsize=10, color=QUIET)
-    panels[1].set_title("bus bandwidth, higher is better", loc="left", fontsize=10, color=QUIET)
-    panels[0].yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: _with_unit(value, (("us", 1), ("ms", 1e3), ("s", 1e6))))
+    sizes = sorted({row.bytes for row in rows})
+    every = -(-len(sizes) // 9)
+    panels = (
+        (time_panel, "time, lower is better", TIME_UNITS),
+        (bandwidth_panel, "bus bandwidth, higher is better", BANDWIDTH_UNITS),
     )
-    panels[1].yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: _with_unit(value * 1e9, (("kB/s", 1e3), ("MB/s", 1e6), ("GB/s", 1e9))))
-    )
-    for panel in panels:
+    for panel, says, units in panels:
+        panel.set_title(says, loc="left", fontsize=10, color=QUIET)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log", nonpositive="mask")
-        panel.xaxis.set_major_locator(LogLocator(base=2, numticks=9))
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_size(round(size)) if size >= 1 else ""))
-        panel.xaxis.set_minor_formatter(NullFormatter())
+        panel.xaxis.set_major_locator(FixedLocator(sizes[::every]))
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_size(round(size))))
+        low, high = panel.get_ylim()
+        panel.yaxis.set_major_locator(LogLocator(subs=(1,) if high / low > 300 else (1, 2, 5), numticks=20))
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _, units=units: with_unit(value, units)))
         panel.yaxis.set_minor_formatter(NullFormatter())
-        panel.set_xlabel("size (bytes, 1K = 1024)", fontsize=9, color=QUIET)
+        panel.set_xlabel("bytes (1K = 1024)", fontsize=9, color=QUIET)
         panel.grid(True, which="major", color=GRID, linewidth=0.8)
-        panel.tick_params(which="both", labelsize=9, color=GRID, labelcolor="#333333")
-        for side in ("top", "right"):
-            panel.spines[side].set_visible(False)
-        for side in ("left", "bottom"):
-            panel.spines[side].set_color("#bbbbbb")
-    figure.suptitle(title(rows, meta), x=0.012, ha="left", fontsize=12.5, fontweight="bold")
+        panel.tick_params(which="both", labelsize=9, color=FRAME, labelcolor=INK)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.spines[["left", "bottom"]].set_color(FRAME)
+    figure.text(0.012, 0.945, title(rows, meta), fontsize=13, fontweight="bold")
     figure.text(0.012, 0.905, subtitle(rows, meta), fontsize=9, color=QUIET)
-    figure.legend(loc="lower center", ncols=min(len(lines), 8), frameon=False, fontsize=9)
-    figure.tight_layout(rect=(0, 0.06, 1, 0.91))
+    figure.legend(loc="lower left", bbox_to_anchor=(0.005, 0.0), ncols=5, frameon=False, fontsize=9, labelcolor=INK)
+    figure.tight_layout(rect=(0, 0.035 + 0.045 * -(-len(lines) // 5), 1, 0.90))
     figure.savefig(path)
-
-
-def _with_unit(value: float, units: Sequence[tuple[str, float]]) -> str:
-    name, scale = next(((name, scale) for name, scale in reversed(units) if value >= scale), units[0])
-    return f"{value / scale:g} {name}"
-
-
-def title(rows: Sequence[Row], meta: Mapping[str, Any]) -> str:
-    hosts = len(meta["hosts"])
-    where = f"{hosts} hosts" if hosts > 1 else "one host"
-    return f"{rows[0].collective}, {rows[0].world_size} ranks on {where}"
-
-
-def subtitle(rows: Sequence[Row], meta: Mapping[str, Any]) -> str:
-    dtypes, ops = {row.dtype for row in rows}, {row.op for row in rows}
-    what = [" ".join(group) for group in (dtypes, ops - {"none"}) if len(group) == 1 and group != {"none"}]
-    network = [meta["network"]] if meta["network"] else []
-    return " · ".join([*what, *network, meta["device"], f"median of {meta['iters']} interleaved turns, slowest rank"])

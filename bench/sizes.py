@@ -24,9 +24,7 @@ def parse_size(text: str) -> int:
 
 def format_size(nbytes: int) -> str:
     """The shortest exact notation that `parse_size` reads back: 4096 -> "4K", 1000 -> "1000"."""
-    unit = max(
-        (unit for unit in UNITS if nbytes % UNITS[unit] == 0 and nbytes >= UNITS[unit]), key=UNITS.get, default=""
-    )
+    unit = next(unit for unit in reversed(UNITS) if not unit or (nbytes >= UNITS[unit] and nbytes % UNITS[unit] == 0))
     return f"{nbytes // UNITS[unit]}{unit}"
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-from bench.sizes import format_size
 
 
 @dataclass(frozen=True)
 class Row:
     """One algorithm at one size. Field names are the keys of the JSON.
 
-    bytes: of the whole array. time_us, p99_us: median and 99th percentile of turns, each as long as on its slowest rank.
-    algbw_GBps, busbw_GBps: 1e9 bytes a second. wire_bytes: what the rank that sends most sends; None where the backend
-    decides. wrong: elements, over all ranks and checked turns; None where nothing was checked.
+    bytes: of the whole array. time_us, p99_us: median and 99th percentile of turns, each as long as on its slowest
+    rank. algbw_GBps, busbw_GBps: 1e9 bytes a second. wire_bytes: what the rank that sends most sends; None where the
+    backend decides. wrong: elements, over all ranks and checked turns; None where nothing was checked.
     """
 
     collective: str
@@ -90,31 +87,3 @@ def format_trailer(rows: Sequence[Row]) -> list[str]:
     verdict = f"{sum(wrong)} {'FAILED' if sum(wrong) else 'OK'}" if wrong else "N/A"
     average = sum(row.busbw_GBps for row in rows) / len(rows)
     return [f"# Out of bounds values : {verdict}", f"# Avg bus bandwidth    : {average:.4f}", "#"]
-
-
-def time_ratios(rows: Sequence[Row], algorithm: str, peer: str) -> list[tuple[Row, Row]]:
-    """The rows of `algorithm`, each beside its `peer`'s of the same run, dtype, op and size."""
-
-    def key(row: Row) -> tuple[str, str, int]:
-        return row.dtype, row.op, row.bytes
-
-    peers: Mapping[tuple[str, str, int], Row] = {key(row): row for row in rows if row.algorithm == peer}
-    return [(row, peers[key(row)]) for row in rows if row.algorithm == algorithm and key(row) in peers]
-
-
-def format_comparison(rows: Sequence[Row], algorithm: str, peer: str) -> list[str]:
-    """Time of `algorithm` over that of `peer`: below 1, `algorithm` is faster. Nothing where one of them did not run."""
-    pairs = time_ratios(rows, algorithm, peer)
-    if not pairs:
-        return []
-    lines = [
-        f"# {algorithm} beside {peer} in this run, time ratio (below 1: {algorithm} is faster)",
-        f"#{'size':>12} {'type':>8} {'redop':>8} {algorithm + ' us':>12} {peer + ' us':>12} {'ratio':>7}",
-    ]
-    ratios = [row.time_us / other.time_us for row, other in pairs]
-    for (row, other), ratio in zip(pairs, ratios, strict=True):
-        times = f"{format_us(row.time_us):>12} {format_us(other.time_us):>12}"
-        lines.append(f"#{format_size(row.bytes):>12} {row.dtype:>8} {row.op:>8} {times} {ratio:7.3f}")
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    lines.append(f"# Ratio, geometric mean : {mean:.3f}  (best {min(ratios):.3f}, worst {max(ratios):.3f})")
-    return lines

@@ -1,12 +1,13 @@
 """The timing protocol, the same for all competitors of a comparison.
 
-Competitors take turns, A B C A B C: whatever the machine does meanwhile hits them alike. Before each turn the buffers are
-filled anew and all ranks meet in a barrier of torch's, outside the clock. A turn takes as long as it does on its slowest
-rank; of a competitor's turns the median counts, and the 99th percentile is shown beside it.
+Competitors take turns: in each round every one has one, in an order drawn anew, so whatever the machine does meanwhile
+hits them alike. Before each turn the buffers are filled anew and all ranks meet in a barrier of torch's, outside the
+clock. A turn takes as long as it does on its slowest rank; of a competitor's turns the median counts, and the 99th
+percentile is shown beside it.
 
-What gave wrong conclusions before: one competitor after the other (the machine changes in between), the mean (one
-interrupted turn outweighs ten), rank 0's clock (a broadcast's root is done first), summing into the last turn's result
-(it overflows, and infinities are not checked), 20 turns' "p99" below their maximum (it is the maximum).
+Traps that give wrong conclusions: one competitor after the other (the machine changes in between); always the same
+neighbour before one (it leaves caches and sockets as it likes); the mean (one interrupted turn outweighs ten); rank 0's
+clock (a broadcast's root is done first); reducing into the last turn's result (it overflows, and is no longer checked).
 """
 
 from __future__ import annotations
@@ -83,9 +84,10 @@ def take_turns(
         for index, competitor in enumerate(competitors):
             turn(competitor)
             wrong_elements[index] += wrong()
+    same_on_all_ranks = np.random.default_rng(0)
     for iteration in range(protocol.iters):
-        for index, competitor in enumerate(competitors):
-            seconds[index, iteration] = turn(competitor)
+        for index in same_on_all_ranks.permutation(len(competitors)):
+            seconds[index, iteration] = turn(competitors[index])
             if iteration == protocol.iters - 1 and protocol.check_iters > 0:
                 wrong_elements[index] += wrong()
     return seconds, wrong_elements

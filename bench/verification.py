@@ -1,17 +1,25 @@
 """Data whose exact result is known: whole numbers, unlike on every rank, that no dtype rounds on the way.
 
-A rank's data is a tile of PERIOD numbers repeated. PERIOD is prime, so no chunk or segment boundary coincides with it: a
-piece that lands in the wrong place differs from what belongs there. No number is 0 (bool apart), so memory that was
+A rank's data is a tile of PERIOD numbers repeated. PERIOD is prime, so no chunk or segment boundary coincides with it:
+a piece that lands in the wrong place differs from what belongs there. No number is 0 (bool apart), so memory that was
 zeroed and never written is wrong everywhere.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
 PERIOD = 4093
 LARGEST = 1 << 20
 FACTORS = (2, 3, 5)
+REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda every: every.sum(0),
+    "min": lambda every: every.amin(0),
+    "max": lambda every: every.amax(0),
+    "product": lambda every: every.prod(0),
+}
 
 
 def _random(high: int, seed: int) -> torch.Tensor:
@@ -74,9 +82,9 @@ def reduced_tile(size: int, op: str, dtype: torch.dtype) -> torch.Tensor:
     if op == "average":
         total = every.sum(0)
         return total.double() / size if dtype.is_floating_point else total.div(size, rounding_mode="trunc")
-    if op == "sum":
-        return every.amax(0) if dtype == torch.bool else every.sum(0)
-    return {"min": every.amin, "max": every.amax, "product": every.prod}[op](0)
+    if op == "sum" and dtype == torch.bool:
+        return every.amax(0)
+    return REDUCTIONS[op](every)
 
 
 def expand(tile: torch.Tensor, start: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

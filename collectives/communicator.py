@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from collectives import native
 from collectives.algorithms import PLANNERS
 from collectives.engine import NATIVE, Engine, Turn
 from collectives.errors import Mismatch
-from collectives.reduction import carried, check_arithmetic, check_dtype, finish, op_name
+from collectives.reduction import Op, carried, check_arithmetic, check_dtype, finish, op_name
 from collectives.schedule import Place
+from collectives.selection import Table
 from collectives.spans import Layout, Span, consecutive
 from collectives.staging import Buffer
 from collectives.topology import Topology, host_id
 from collectives.work import Work
-
-Op = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:
@@ -77,7 +77,7 @@ class Communicator:
         self._host_tensors = "cpu" in devices
         host_ids: list[Any] = [None] * own.size()
         dist.all_gather_object(host_ids, host_id(), group=own)
-        store = dist.PrefixStore(f"gradwire/{own.group_name}", dist.distributed_c10d._get_default_store())
+        store = PrefixStore(f"gradwire/{own.group_name}", dist.distributed_c10d._get_default_store())
         self.topology = Topology.from_host_ids(own.rank(), host_ids)
         self._group = own
         self._engine = Engine(own, store, self.topology, timeout_s=timeout_s, segment_bytes=segment_bytes)
@@ -97,6 +97,11 @@ class Communicator:
         if collective not in PLANNERS:
             raise ValueError(f"no collective is called {collective!r}; known are {', '.join(PLANNERS)}")
         return self._engine.algorithms(collective)
+
+    @property
+    def tables(self) -> dict[str, Table]:
+        """What 'auto' runs by message size, for every verb: built in, or from COLLECTIVES_<VERB>."""
+        return self._engine.tables
 
     def chosen(self, collective: str, nbytes: int) -> str:
         """What 'auto' runs for a message of nbytes (allgather, reduce_scatter: of all ranks together)."""
@@ -184,7 +189,7 @@ class Communicator:
     def reduce_scatter(
         self,
         output: torch.Tensor,
-        input: torch.Tensor | Sequence[torch.Tensor],  # noqa: A002 - torch.distributed's name
+        input: torch.Tensor | Sequence[torch.Tensor],
         op: Op = "sum",
         *,
         algorithm: str = "auto",
@@ -196,7 +201,7 @@ class Communicator:
         """
         name = op_name(op)
         parts = list(input) if not isinstance(input, torch.Tensor) else None
-        self._check(output, *(parts if parts is not None else [input]))  # type: ignore[list-item]
+        self._check(output, *(parts if parts is not None else [input]))
         check_arithmetic(output.dtype, name)
         lengths = self._lengths("input", input, output, "output")
         layout = consecutive(lengths)
@@ -263,7 +268,7 @@ class Communicator:
     def allgather(
         self,
         output: torch.Tensor | Sequence[torch.Tensor],
-        input: torch.Tensor,  # noqa: A002
+        input: torch.Tensor,
         *,
         algorithm: str = "auto",
         async_op: bool = False,
@@ -273,7 +278,7 @@ class Communicator:
         output: a tensor of size * input.numel() elements, or one tensor per rank, of that rank's size, which may differ.
         """
         parts = list(output) if not isinstance(output, torch.Tensor) else None
-        self._check(input, *(parts if parts is not None else [output]))  # type: ignore[list-item]
+        self._check(input, *(parts if parts is not None else [output]))
         lengths = self._lengths("output", output, input, "input")
         layout = consecutive(lengths)
         total = layout[-1].stop
@@ -326,7 +331,7 @@ class Communicator:
 
     def gather(
         self,
-        input: torch.Tensor,  # noqa: A002
+        input: torch.Tensor,
         output: Sequence[torch.Tensor] | None = None,
         dst: int = 0,
         *,
@@ -361,7 +366,7 @@ class Communicator:
     def scatter(
         self,
         output: torch.Tensor,
-        input: Sequence[torch.Tensor] | None = None,  # noqa: A002
+        input: Sequence[torch.Tensor] | None = None,
         src: int = 0,
         *,
         algorithm: str = "auto",
@@ -394,7 +399,7 @@ class Communicator:
     def alltoall(
         self,
         output: torch.Tensor,
-        input: torch.Tensor,  # noqa: A002
+        input: torch.Tensor,
         output_splits: Sequence[int] | None = None,
         input_splits: Sequence[int] | None = None,
         *,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from collectives.algorithms import PLANNERS
 from collectives.diagnostics.postmortem import Board, Report, verdict
@@ -48,7 +49,7 @@ class Engine:
     """Runs the operations of one Communicator. Arguments as there; group is the Communicator's own duplicate."""
 
     def __init__(
-        self, group: dist.ProcessGroup, store: dist.Store, topology: Topology, *, timeout_s: float, segment_bytes: int
+        self, group: dist.ProcessGroup, store: Store, topology: Topology, *, timeout_s: float, segment_bytes: int
     ) -> None:
         self.rank = group.rank()
         self.size = group.size()

@@ -7,6 +7,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+#: How a caller names a reduction: one of COMBINE's names, or torch's ReduceOp.SUM, AVG, MIN, MAX, PRODUCT.
+Op = str | dist.ReduceOp.RedOpType
+
 #: destination = destination (op) source, elementwise and in place.
 Combine = Callable[[torch.Tensor, torch.Tensor], object]
 
@@ -43,7 +46,7 @@ _TORCH_OPS = {
 _BOOL_OPS = {"sum": "max", "max": "max", "product": "min", "min": "min"}
 
 
-def op_name(op: str | dist.ReduceOp | dist.ReduceOp.RedOpType) -> str:
+def op_name(op: Op) -> str:
     """One of 'sum', 'average', 'min', 'max', 'product'. Raises ValueError for anything else."""
     name = op if isinstance(op, str) else _TORCH_OPS.get(op)
     if name not in COMBINE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -25,7 +26,7 @@ def split(span: Span, parts: int) -> Layout:
     """Cut a span into `parts` consecutive spans whose lengths differ by at most one, the longer ones first."""
     base, extra = divmod(span.length, parts)
     cuts = [span.start + i * base + min(i, extra) for i in range(parts + 1)]
-    return tuple(Span(a, b) for a, b in zip(cuts, cuts[1:], strict=False))
+    return tuple(Span(a, b) for a, b in pairwise(cuts))
 
 
 def consecutive(lengths: Sequence[int]) -> Layout:

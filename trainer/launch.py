@@ -12,18 +12,13 @@ MASTER_PORT = "MASTER_PORT"
 
 @dataclass(frozen=True)
 class Launch:
-    """One process among `size`. local_rank and local_size are None where the launcher does not tell them.
-
-    address and port: where rank 0 listens for the others; None in a world of one.
-    """
+    """One process among `size`. local_rank and local_size are None where the launcher does not tell them."""
 
     launcher: str
     rank: int
     size: int
     local_rank: int | None
     local_size: int | None
-    address: str | None
-    port: int | None
 
 
 @dataclass(frozen=True)
@@ -39,7 +34,7 @@ class _Family:
 
 TORCHRUN = "torchrun"
 SLURM = "Slurm"
-ALONE = Launch("none", rank=0, size=1, local_rank=0, local_size=1, address=None, port=None)
+ALONE = Launch("none", rank=0, size=1, local_rank=0, local_size=1)
 
 # In the order of trust. Slurm comes last: its variables are also there around an mpirun or torchrun inside of a job.
 _FAMILIES = (
@@ -59,9 +54,7 @@ _FAMILIES = (
 def read_launch(environment: Mapping[str, str]) -> Launch:
     """The launch that the environment describes: torchrun's variables, else Open MPI's, MPICH's (PMI) or Slurm's, else ALONE.
 
-    Under Slurm a missing MASTER_ADDR is the first host of SLURM_STEP_NODELIST or SLURM_JOB_NODELIST, and a missing
-    MASTER_PORT follows from SLURM_JOB_ID, so that a plain `srun python train.py` works.
-    Raises ValueError where the variables contradict each other, or where nothing says how to reach rank 0.
+    Raises ValueError where the variables are incomplete or contradict each other.
     """
     family = next((family for family in _FAMILIES if family.rank in environment), None)
     if family is None:
@@ -74,8 +67,32 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         _whole_number(environment, name) if name in environment else None
         for name in (family.local_rank, family.local_size)
     )
-    address, port = _meeting_point(environment, family, local_size == size) if size > 1 else (None, None)
-    return Launch(family.launcher, rank, size, local_rank, local_size, address, port)
+    return Launch(family.launcher, rank, size, local_rank, local_size)
+
+
+def meeting_point(environment: Mapping[str, str], launch: Launch) -> tuple[str, int]:
+    """Address and port at which rank 0 listens for the others: MASTER_ADDR and MASTER_PORT.
+
+    When all run on one host, a missing address is the loopback. Under Slurm it is the first host of SLURM_STEP_NODELIST or
+    SLURM_JOB_NODELIST, and a missing port follows from SLURM_JOB_ID, so that a plain `srun python train.py` works.
+    Raises ValueError, saying what to set, where that leaves one unknown.
+    """
+    slurm = launch.launcher == SLURM
+    address = environment.get(MASTER_ADDR)
+    if address is None and launch.local_size == launch.size:
+        address = "127.0.0.1"
+    if address is None and slurm:
+        address = _first_host(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", ""))
+    port = _whole_number(environment, MASTER_PORT) if MASTER_PORT in environment else None
+    if port is None and slurm:
+        port = _slurm_port(environment)
+    if address is None or port is None:
+        missing = [name for name, value in ((MASTER_ADDR, address), (MASTER_PORT, port)) if value is None]
+        raise ValueError(
+            f"{launch.launcher} does not say where rank 0 listens: set {' and '.join(missing)} to the same for all ranks "
+            f"(the host of rank 0, and a free port there), for example {MASTER_ADDR}=node01 {MASTER_PORT}=29500"
+        )
+    return address, port
 
 
 def _whole_number(environment: Mapping[str, str], name: str) -> int:
@@ -85,27 +102,6 @@ def _whole_number(environment: Mapping[str, str], name: str) -> int:
         raise ValueError(f"the launcher's environment lacks {name}") from None
     except ValueError:
         raise ValueError(f"{name} must be a whole number, not {environment[name]!r}") from None
-
-
-def _meeting_point(environment: Mapping[str, str], family: _Family, on_one_host: bool) -> tuple[str, int]:
-    address = environment.get(MASTER_ADDR)
-    if address is None and family.launcher == SLURM:
-        address = _first_host(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", ""))
-    if address is None and on_one_host:
-        address = "127.0.0.1"
-    if MASTER_PORT in environment:
-        port = _whole_number(environment, MASTER_PORT)
-    else:
-        port = _slurm_port(environment) if family.launcher == SLURM else None
-    missing = [name for name, value in ((MASTER_ADDR, address), (MASTER_PORT, port)) if value is None]
-    if missing:
-        raise ValueError(
-            f"{family.launcher} does not say where rank 0 listens: set {' and '.join(missing)} to the same value for all "
-            f"ranks (the host of rank 0; a free port on it), for example MASTER_ADDR=node01 MASTER_PORT=29500"
-        )
-    assert address is not None
-    assert port is not None
-    return address, port
 
 
 def _first_host(node_list: str) -> str | None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import Communicator
-from trainer.launch import ALONE, TORCHRUN, Launch, read_launch
+from trainer.launch import TORCHRUN, Launch, meeting_point, read_launch
 
 ProcessSet: TypeAlias = "dist.ProcessGroup | Communicator | None"
 """Which ranks take part: None for all, a torch.distributed group, or a Communicator."""
@@ -31,21 +31,19 @@ class World:
         self.size = dist.get_world_size()
         self._opened: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._communicators: dict[dist.ProcessGroup | None, Communicator] = {}
-        topology = self.communicator(None).topology
+        topology = self.communicator().topology
         told = (launch.rank, launch.size) == (self.rank, self.size)
         local_rank, local_size = (launch.local_rank, launch.local_size) if told else (None, None)
         self.local_rank = topology.local_rank if local_rank is None else local_rank
         self.local_size = topology.local_size if local_size is None else local_size
-        local_ranks = self.communicator(None).allgather_object(self.local_rank)
+        local_ranks = self.communicator().allgather_object(self.local_rank)
         self.cross_rank, self.cross_size = cross_position(self.rank, local_ranks)
 
-    def communicator(self, process_set: ProcessSet) -> Communicator:
-        """The Communicator that the verbs share for a process set; made when first asked for, by all its ranks at once."""
-        if isinstance(process_set, Communicator):
-            return process_set
-        if process_set not in self._communicators:
-            self._communicators[process_set] = self.open_communicator(process_set)
-        return self._communicators[process_set]
+    def communicator(self, group: dist.ProcessGroup | None = None) -> Communicator:
+        """The Communicator that the verbs share for a group; made when first asked for, by all its ranks at once."""
+        if group not in self._communicators:
+            self._communicators[group] = self.open_communicator(group)
+        return self._communicators[group]
 
     def open_communicator(self, group: dist.ProcessGroup | None) -> Communicator:
         """A new Communicator, for one user alone, closed with the world at the latest. Collective over the group."""
@@ -73,13 +71,13 @@ def _start_torch_distributed(launch: Launch) -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if launch.size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    elif launch.launcher == TORCHRUN:  # its agent may already keep the store, which only env:// knows
-        dist.init_process_group(backend, init_method="env://", rank=launch.rank, world_size=launch.size)
+        return
+    address, port = meeting_point(os.environ, launch)
+    if launch.launcher == TORCHRUN:  # whose agent may already keep the store: only env:// knows how to join it
+        init_method = "env://"
     else:
-        address = f"[{launch.address}]" if ":" in str(launch.address) else launch.address
-        dist.init_process_group(
-            backend, init_method=f"tcp://{address}:{launch.port}", rank=launch.rank, world_size=launch.size
-        )
+        init_method = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+    dist.init_process_group(backend, init_method=init_method, rank=launch.rank, world_size=launch.size)
 
 
 class _Holder:
@@ -99,7 +97,7 @@ def init() -> None:
     Raises ValueError where the environment does not say how to find rank 0.
     """
     if _holder.world is None:
-        _holder.world = World(ALONE if dist.is_initialized() and not _launched() else read_launch(os.environ))
+        _holder.world = World(read_launch(os.environ))
         atexit.register(shutdown)
 
 
@@ -121,6 +119,11 @@ def current_world() -> World:
     if _holder.world is None:
         raise RuntimeError("call trainer.init() first")
     return _holder.world
+
+
+def communicator_of(process_set: ProcessSet) -> Communicator:
+    """The Communicator of a process set."""
+    return process_set if isinstance(process_set, Communicator) else current_world().communicator(process_set)
 
 
 def rank() -> int:

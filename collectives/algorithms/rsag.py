@@ -8,6 +8,8 @@ twice that; broadcast 1 + ceil(log2 p) rounds, up to 2(p - 1)/p n bytes sent.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from collectives.algorithms import direct
 from collectives.schedule import Place, Schedule, receive, reduce, send
 from collectives.spans import circular
@@ -18,7 +20,7 @@ def _skips(size: int) -> list[tuple[int, int]]:
     skips = [size]
     while skips[-1] > 1:
         skips.append(-(-skips[-1] // 2))
-    return list(zip(skips, skips[1:], strict=False))
+    return list(pairwise(skips))
 
 
 def reduce_scatter(place: Place) -> Schedule:

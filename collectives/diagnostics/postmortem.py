@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from collectives.errors import CollectiveError, CollectiveTimeout, LinkError, Mismatch, PeerLost
 
@@ -43,7 +43,7 @@ class Report:
 class Board:
     """Where the ranks of one Communicator leave their reports: the store of torch.distributed, under a prefix."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
         self._size = size

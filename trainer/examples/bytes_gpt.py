@@ -1,7 +1,7 @@
 """A byte-level GPT, trained on the text of the running Python's standard library, or on a text of yours.
 
-    python -m trainer.examples.bytes_gpt                                         alone
-    torchrun --standalone --nproc-per-node 2 -m trainer.examples.bytes_gpt       on two processes
+python -m trainer.examples.bytes_gpt                                         alone
+torchrun --standalone --nproc-per-node 2 -m trainer.examples.bytes_gpt       on two processes
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -18,12 +19,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import trainer as hvd
-from trainer.examples.config import LoopConfig, option, parse
+from trainer.examples.config import LoopConfig, parse
 from trainer.examples.loop import Run, Task
 
 VOCABULARY = 256
 TEXT_BYTES = 8 * 1024**2
-HELD_OUT = 0.05
+PIECES = 100
+HELD_OUT_EVERY = 20
 VALIDATION_BATCHES = 8
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 PRESETS = {"13m": {"layers": 4, "width": 512, "heads": 8, "context": 256, "batch": 8, "lr": 1e-3}}
@@ -31,11 +33,11 @@ PRESETS = {"13m": {"layers": 4, "width": 512, "heads": 8, "context": 256, "batch
 
 @dataclass(frozen=True)
 class Config(LoopConfig):
-    text: Path | None = option(None, "a text, or a folder of *.py, *.txt and *.md to read", type=Path, nargs="?")
-    layers: int = option(4, "blocks of the model")
-    width: int = option(128, "of the residual stream")
-    heads: int = option(4, "attention heads of a block")
-    context: int = option(128, "bytes that the model sees")
+    text: Annotated[Path | None, "a text, or a folder of *.py, *.txt and *.md to read"] = None
+    layers: Annotated[int, "blocks of the model"] = 4
+    width: Annotated[int, "of the residual stream"] = 128
+    heads: Annotated[int, "attention heads of a block"] = 4
+    context: Annotated[int, "bytes that the model sees"] = 128
 
 
 def source_files(folder: Path) -> Iterator[Path]:
@@ -74,7 +76,8 @@ class Block(nn.Module):
         query, key, value = per_head.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).flatten(-2))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        perceived: Tensor = self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        return x + perceived
 
 
 class GPT(nn.Module):
@@ -84,7 +87,7 @@ class GPT(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, config.width)
         self.position = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
+        self.blocks = nn.Sequential(*(Block(config.width, config.heads) for _ in range(config.layers)))
         self.norm = nn.LayerNorm(config.width)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -93,15 +96,14 @@ class GPT(nn.Module):
 
     def forward(self, text: Tensor) -> Tensor:
         x = self.embedding(text) + self.position.weight[: text.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(self.norm(x), self.embedding.weight)
+        return F.linear(self.norm(self.blocks(x)), self.embedding.weight)
 
 
 def task(config: Config) -> Task:
     text = read_text(config.text)
-    split = int(len(text) * (1 - HELD_OUT))
-    training, held_out = text[:split], text[split:]
+    pieces = text.tensor_split(PIECES)
+    held_out = torch.cat(pieces[::HELD_OUT_EVERY])
+    training = torch.cat([piece for i, piece in enumerate(pieces) if i % HELD_OUT_EVERY])
     if len(held_out) <= config.context:
         raise ValueError(f"a text of {len(text)} bytes is too short for a context of {config.context}")
 
@@ -120,13 +122,13 @@ def task(config: Config) -> Task:
         items_per_step=config.batch * config.context,
         build=lambda: GPT(config),
         batch=batch,
-        validation=[at(held_out, some) for some in starts.split(config.batch)],
+        validation=[at(held_out, some) for some in torch.split(starts, config.batch)],
     )
 
 
 def main() -> None:
     default = Config(out=Path("runs/bytes_gpt"))
-    config = parse(default, __doc__.partition("\n")[0], PRESETS).until(seconds=60.0)
+    config = parse(default, __doc__.partition("\n")[0], positional="text", presets=PRESETS).until(seconds=60.0)
     hvd.init()
     status = Run(task(config), config)()
     hvd.shutdown()

@@ -6,34 +6,30 @@ import argparse
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 C = TypeVar("C", bound="LoopConfig")
-
-
-def option(default: Any, help: str, **argument: Any) -> Any:
-    """A field of a configuration and its help text; `argument` goes to argparse as it is."""
-    return dataclasses.field(default=default, metadata={"help": help, **argument})
 
 
 @dataclass(frozen=True)
 class LoopConfig:
     """What the training loop needs to know; an example's own configuration adds its model."""
 
-    steps: int | None = option(None, "train for this many steps in all", type=int)
-    seconds: float | None = option(None, "train for about this long in all", type=float)
-    out: Path = option(Path("runs/example"), "folder for checkpoint.pt, loss.png and summary.json", metavar="DIR")
-    resume: bool = option(False, "continue from the checkpoint in --out, if there is one")
-    compare: str | None = option(None, "train a second model, in turns with ours, under torch's DDP", choices=["ddp"])
-    compression: str = option("none", "what gradients travel as", choices=["none", "fp16", "bf16"])
-    device: str = option("auto", "where to train", choices=["auto", "cpu", "cuda"])
-    seed: int = option(0, "of the initial weights, the order of the data and dropout")
-    batch: int = option(16, "size of the global batch, split evenly over the ranks")
-    lr: float = option(2e-3, "peak learning rate of AdamW")
-    warm_up: int = option(20, "steps until the learning rate reaches its peak")
-    decay_steps: int | None = option(None, "length of the cosine schedule, where it is not the run's", type=int)
-    validate_every: int = option(100, "steps between validations")
-    checkpoint_every: int = option(200, "steps between checkpoints")
+    steps: Annotated[int | None, "train for this many steps in all"] = None
+    seconds: Annotated[float | None, "train for about this long in all"] = None
+    out: Annotated[Path, "folder for checkpoint.pt, loss.png and summary.json"] = Path("runs/example")
+    resume: Annotated[bool, "continue from the checkpoint in --out, if there is one"] = False
+    compare: Annotated[Literal["ddp"] | None, "train a second model under torch's DDP, in turns with ours"] = None
+    compression: Annotated[Literal["none", "fp16", "bf16"], "what gradients travel as"] = "none"
+    device: Annotated[Literal["auto", "cpu", "cuda"], "where to train"] = "auto"
+    seed: Annotated[int, "of the initial weights, the order of the data and dropout"] = 0
+    batch: Annotated[int, "size of the global batch, split evenly over the ranks"] = 16
+    lr: Annotated[float, "peak learning rate of AdamW"] = 2e-3
+    warm_up: Annotated[int, "steps until the learning rate reaches its peak"] = 20
+    decay_steps: Annotated[int | None, "length of the cosine schedule, where it is not the run's"] = None
+    validate_every: Annotated[int, "steps between validations"] = 100
+    checkpoint_every: Annotated[int, "steps between checkpoints"] = 200
 
     def __post_init__(self) -> None:
         for name in ("steps", "seconds", "batch", "decay_steps", "validate_every", "checkpoint_every"):
@@ -50,17 +46,19 @@ class LoopConfig:
         return self
 
 
-def parse(default: C, description: str, presets: dict[str, dict[str, Any]] | None = None) -> C:
-    """Read the command line. What is not given there comes from the chosen preset, else from `default`."""
+def parse(
+    default: C, description: str, positional: str | None = None, presets: dict[str, dict[str, Any]] | None = None
+) -> C:
+    """Read the command line. What is not given there comes from the chosen preset, else from `default`.
+
+    Every field is an option, but the one named `positional`, which is an argument that may be left out.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for field in dataclasses.fields(default):
-        value, argument = getattr(default, field.name), dict(field.metadata)
-        if isinstance(value, bool):
-            argument["action"] = "store_true"
-        elif value is not None:
-            argument.setdefault("type", type(value))
-        name = field.name if "nargs" in argument else "--" + field.name.replace("_", "-")
-        parser.add_argument(name, default=value, **argument)
+    for name, hint in get_type_hints(type(default), include_extras=True).items():
+        if name == positional:
+            parser.add_argument(name, nargs="?", default=getattr(default, name), **argument(hint))
+        else:
+            parser.add_argument("--" + name.replace("_", "-"), default=getattr(default, name), **argument(hint))
     if presets:
         parser.add_argument("--preset", choices=sorted(presets), help=f"other defaults: {presets}")
         parser.set_defaults(**presets.get(parser.parse_known_args()[0].preset, {}))
@@ -70,3 +68,15 @@ def parse(default: C, description: str, presets: dict[str, dict[str, Any]] | Non
         return dataclasses.replace(default, **values)
     except ValueError as error:
         parser.error(str(error))
+
+
+def argument(hint: Any) -> dict[str, Any]:
+    """What argparse should know of a field annotated Annotated[type, help]."""
+    kind, text = get_args(hint)
+    if NoneType in get_args(kind):
+        kind = next(option for option in get_args(kind) if option is not NoneType)
+    if kind is bool:
+        return {"action": "store_true", "help": text}
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind), "help": text}
+    return {"type": kind, "help": text}

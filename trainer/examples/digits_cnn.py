@@ -1,13 +1,14 @@
 """A small convolutional network, trained on scikit-learn's 1,797 handwritten digits.
 
-    python -m trainer.examples.digits_cnn                                        alone
-    torchrun --standalone --nproc-per-node 2 -m trainer.examples.digits_cnn      on two processes
+python -m trainer.examples.digits_cnn                                        alone
+torchrun --standalone --nproc-per-node 2 -m trainer.examples.digits_cnn      on two processes
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import trainer as hvd
-from trainer.examples.config import LoopConfig, option, parse
+from trainer.examples.config import LoopConfig, parse
 from trainer.examples.loop import Run, Task
 
 HELD_OUT = 360
@@ -24,9 +25,9 @@ SPLIT_SEED = 0
 
 @dataclass(frozen=True)
 class Config(LoopConfig):
-    layers: int = option(2, "convolutions of each of the two stages")
-    width: int = option(32, "channels of the first stage; the second has twice as many")
-    dropout: float = option(0.1, "before the last layer")
+    layers: Annotated[int, "convolutions of each of the two stages"] = 2
+    width: Annotated[int, "channels of the first stage; the second has twice as many"] = 32
+    dropout: Annotated[float, "before the last layer"] = 0.1
 
 
 def network(config: Config) -> nn.Sequential:
@@ -58,7 +59,7 @@ def task(config: Config) -> Task:
         items_per_step=config.batch,
         build=lambda: network(config),
         batch=batch,
-        validation=list(zip(images[training:].split(45), labels[training:].split(45), strict=True)),
+        validation=list(zip(torch.split(images[training:], 45), torch.split(labels[training:], 45), strict=True)),
         report_accuracy=True,
     )
 

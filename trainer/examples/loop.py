@@ -1,7 +1,7 @@
 """The training loop that the examples share: ranks, validation, checkpoint and resume, comparison with torch's DDP.
 
-Step s trains on task.batch(s), of which every rank takes an equal share, and what is random inside the model is seeded anew
-each step from (seed, step, rank). So there is no hidden state: a resumed run continues bit for bit.
+Step s trains on task.batch(s), of which every rank takes an equal share, and what is random inside the model is seeded
+anew each step from (seed, step, rank). So there is no hidden state: a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from types import FrameType
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer as hvd
 from trainer.examples.config import LoopConfig
-from trainer.examples.report import BASELINE, OURS, Record, Report, progress
+from trainer.examples.report import BASELINE, OURS, Record, Report, count, progress
 
 BLOCK_S = 0.5
 """Models take turns, and ranks agree on losses, time and interruption, about this often."""
@@ -71,7 +70,7 @@ class Trainee:
             group["lr"] = lr
         self.optimizer.zero_grad()
         loss = cross_entropy(self.forward(inputs), targets)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.module.parameters(), CLIP_NORM)
         self.optimizer.step()
         return loss.item()
@@ -101,8 +100,6 @@ def our_trainee(module: nn.Module, compression: str) -> Trainee:
 
 def ddp_trainee(module: nn.Module) -> Trainee:
     """A model whose gradients torch's DDP averages, uncompressed."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return Trainee(module, DistributedDataParallel(module), adamw(module), lambda: 0.0, Record())
 
 
@@ -153,29 +150,30 @@ class Run:
         if config.compare:
             self.trainees[BASELINE] = ddp_trainee(self._module())
         self.checkpoint = config.out / "checkpoint.pt"
-        self.blocks = 0
+        self.order = list(self.trainees)
+        """Whose turn it is first: reversed every time (ABBA), so that neither model profits from going first."""
         self.steps = 0
         self.elapsed_s = 0.0
         """Like every other figure kept here, averaged over the ranks, so that all take the same decisions."""
 
     def __call__(self) -> int:
         """Train to the end; return the exit status: 0, or 130 where SIGINT ended the run early."""
-        self.config.out.mkdir(parents=True, exist_ok=True)
         self._restore()
         self._introduce()
         started = time.monotonic() - self.elapsed_s
         stop = False
-        with interruption() as voiced, progress(hvd.rank(), self.task.item, self.task.items_per_step) as show:
-            while not stop and self._fraction(self.steps) < 1:
-                stop = self._block(started, voiced)
-                if self.steps % self.config.validate_every == 0:
-                    self._validate()
-                if self.steps % self.config.checkpoint_every == 0:
-                    self._save()
-                show(self._fraction(self.steps), self.trainees[OURS].record)
+        with interruption() as voiced:
+            with progress(hvd.rank(), self.task.item, self.task.items_per_step) as show:
+                while not stop and self._fraction(self.steps) < 1:
+                    stop = self._block(started, voiced)
+                    if self.steps % self.config.validate_every == 0:
+                        self._validate()
+                    if self.steps % self.config.checkpoint_every == 0:
+                        self._save()
+                    show(self._fraction(self.steps), self.trainees[OURS].record)
             self._validate()
             self._save()
-        self._report()
+            self._report()
         return 130 if stop else 0
 
     def _module(self) -> nn.Module:
@@ -198,7 +196,8 @@ class Run:
     def _block(self, started: float, voiced: Callable[[], bool]) -> bool:
         """Train every model for some steps, then agree on what was seen; return whether to stop."""
         length = self._block_length()
-        turns = {name: self._turn(trainee, length) for name, trainee in self._order()}
+        self.order.reverse()
+        turns = {name: self._turn(self.trainees[name], length) for name in self.order}
         self.steps += length
         seen = [time.monotonic() - started, float(voiced())]
         for name in self.trainees:
@@ -220,12 +219,6 @@ class Run:
         if self.config.steps:
             bounds.append(self.config.steps - self.steps)
         return min(wished, *bounds)
-
-    def _order(self) -> list[tuple[str, Trainee]]:
-        """Whose turn it is first: ABBA, so that neither model profits from going first."""
-        self.blocks += 1
-        order = list(self.trainees.items())
-        return order if self.blocks % 2 else order[::-1]
 
     def _turn(self, trainee: Trainee, length: int) -> list[float]:
         """Train one model; return this rank's losses, then the seconds of each step, then those spent waiting."""
@@ -251,11 +244,12 @@ class Run:
             totals = torch.zeros(3, dtype=torch.float64, device=self.device)
             for inputs, targets in self.task.validation[hvd.rank() :: hvd.size()]:
                 logits, right = trainee.module(inputs.to(self.device)), targets.to(self.device)
-                loss, hits = cross_entropy(logits, right), (logits.argmax(-1) == right).sum()
-                totals += torch.stack([loss * right.numel(), hits, torch.full_like(hits, right.numel())])
+                totals[0] += cross_entropy(logits, right) * right.numel()
+                totals[1] += (logits.argmax(-1) == right).sum()
+                totals[2] += right.numel()
             trainee.module.train()
-            loss_sum, hits_sum, count = hvd.allreduce(totals, op=hvd.Sum).tolist()
-            record.validation.append((self.steps, loss_sum / count, hits_sum / count))
+            losses, hits, items = hvd.allreduce(totals, op=hvd.Sum).tolist()
+            record.validation.append((self.steps, losses / items, hits / items))
 
     def _save(self) -> None:
         """Write the checkpoint; a crash at any time leaves the last one whole."""
@@ -267,6 +261,7 @@ class Run:
             "optimizers": {name: trainee.optimizer.state_dict() for name, trainee in self.trainees.items()},
             "records": {name: dataclasses.asdict(trainee.record) for name, trainee in self.trainees.items()},
         }
+        self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.checkpoint.with_suffix(".partial")
         with temporary.open("wb") as file:
             torch.save(state, file)
@@ -300,7 +295,8 @@ class Run:
             module = self.trainees[OURS].module
             millions = sum(parameter.numel() for parameter in module.parameters()) / 1e6
             start = f"resumed at step {self.steps}" if self.steps else "from scratch"
-            print(f"{self.task.title}: {millions:.2f} M parameters, {hvd.size()} ranks, {self.device}, {start}", flush=True)
+            ranks = count(hvd.size(), "rank")
+            print(f"{self.task.title}: {millions:.2f} M parameters, {ranks}, {self.device}, {start}", flush=True)
 
     def _report(self) -> None:
         for trainee in self.trainees.values():

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +154,8 @@ class Report:
         axes.set_xlabel("step")
         axes.set_ylabel(f"cross-entropy (nats per {self.item})")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if min(ours.losses) < ours.losses[0] / 20:
+            axes.set_yscale("log")
         axes.set_xlim(0, len(ours.losses) * 1.02)
         axes.grid(color="0.9")
         axes.set_axisbelow(True)
@@ -174,15 +175,30 @@ class Report:
         print(f"wrote {out / 'loss.png'} and {out / 'summary.json'}", flush=True)
 
     def _ranks(self) -> str:
-        return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        return count(self.world_size, "rank")
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def centred_means(values: list[float], reach: int) -> list[float]:
+    """The mean of each value and its neighbours: `reach` on either side, near the ends fewer, but as many on both."""
+    reaches = (min(reach, i, len(values) - 1 - i) for i in range(len(values)))
+    return [statistics.fmean(values[i - k : i + k + 1]) for i, k in enumerate(reaches)]
 
 
 def _draw_record(axes: Axes, name: str, record: Record, color: str, style: Any) -> None:
     steps = range(1, len(record.losses) + 1)
-    keep = 1 - 1 / min(20.0, max(1.0, len(record.losses) / 20))
-    means = list(accumulate(record.losses, lambda mean, loss: keep * mean + (1 - keep) * loss))
     axes.plot(steps, record.losses, color=color, alpha=0.25, linewidth=0.8)
-    axes.plot(steps, means, color=color, linewidth=1.6, linestyle=style, label=f"{name}, training")
+    axes.plot(
+        steps,
+        centred_means(record.losses, reach=min(20, len(record.losses) // 20)),
+        color=color,
+        linewidth=1.6,
+        linestyle=style,
+        label=f"{name}, training",
+    )
     done, losses, _ = zip(*record.validation, strict=True)
     label = f"{name}, validation: {losses[-1]:.3f}"
     axes.plot(done, losses, "o", color=color, markersize=5, markeredgecolor="white", label=label)

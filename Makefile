@@ -1,0 +1,37 @@
+PYTHON ?= python3
+PROCESSES ?= 2
+ARGS ?=
+
+BIN := .venv/bin
+PACKAGES := collectives trainer
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help train test lint clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):[^#]*## /  make \1	/p' $(MAKEFILE_LIST)
+
+train: .venv/.train  ## train a small GPT on 2 processes (PROCESSES=N) for a minute; options pass through: ARGS="--compare ddp"
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(PROCESSES) \
+		-m trainer.examples.bytes_gpt --seconds 60 --out runs/quickstart $(ARGS)
+
+test: .venv/.test  ## run the tests; options pass through: ARGS="-k NAME"
+	$(BIN)/python -m pytest tests $(ARGS)
+
+lint: .venv/.lint  ## check style, types and the import contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict $(PACKAGES)
+	$(BIN)/lint-imports
+
+clean:  ## remove what the other targets made: .venv, caches, runs/quickstart
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info runs/quickstart
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One virtual environment; a stamp says which extra of pyproject.toml has been installed into it.
+.venv/.%: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv

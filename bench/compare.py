@@ -1,0 +1,54 @@
+"""Two competitors of one run beside each other: the only figure that outlives the machine it was measured on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from bench.cases import Job
+from bench.sizes import format_size
+from bench.table import Row, format_us
+from bench.timing import Times
+
+RESAMPLES = 2000
+FEWEST_TURNS = 8
+"""With fewer there is no telling how they scatter, and no interval is given."""
+
+
+def ratio_interval(seconds: Times, peer_seconds: Times) -> tuple[float, float]:
+    """95 % bootstrap interval of the ratio of the medians: where it would fall if the same turns were drawn again."""
+    draw = np.random.default_rng(0)
+    ours = np.median(draw.choice(seconds, (RESAMPLES, len(seconds))), axis=1)
+    peers = np.median(draw.choice(peer_seconds, (RESAMPLES, len(peer_seconds))), axis=1)
+    low, high = np.quantile(ours / peers, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def format_comparison(
+    measured: Sequence[tuple[Job, Row, Times]], algorithm: str, peer: str, chosen: Callable[[int], str]
+) -> list[str]:
+    """Time of `algorithm` over that of `peer`, job by job. Nothing where one of them did not run.
+
+    `chosen`: bytes -> what `algorithm` ran as there.
+    """
+    peers = {job: (row, seconds) for job, row, seconds in measured if row.algorithm == peer}
+    ours = [
+        (row, seconds, *peers[job]) for job, row, seconds in measured if row.algorithm == algorithm and job in peers
+    ]
+    if not ours:
+        return []
+    lines = [
+        f"# Time of {algorithm} / {peer} in this run, with its 95 % interval; below 1: {algorithm} is faster",
+        f"#{'size':>12} {'type':>8} {'redop':>8} {algorithm + ' us':>10} {peer + ' us':>10} {'ratio':>6}",
+    ]
+    enough = len(ours[0][1]) >= FEWEST_TURNS
+    ratios = [row.time_us / peer_row.time_us for row, _, peer_row, _ in ours]
+    for (row, seconds, peer_row, peer_seconds), ratio in zip(ours, ratios, strict=True):
+        what = f"#{format_size(row.bytes):>12} {row.dtype:>8} {row.op:>8}"
+        times = f"{format_us(row.time_us):>10} {format_us(peer_row.time_us):>10}"
+        interval = "[{:.3f}, {:.3f}]".format(*ratio_interval(seconds, peer_seconds)) if enough else ""
+        lines.append(f"{what} {times} {ratio:6.3f}  {interval:16}  {chosen(row.bytes)}")
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return [*lines, f"# Geometric mean       : {mean:.3f}  (best {min(ratios):.3f}, worst {max(ratios):.3f})", "#"]

@@ -1,0 +1,71 @@
+"""`python -m collectives info`: what is found here, and which algorithm runs for which size. Also under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import HashStore
+
+from collectives.algorithms import PLANNERS
+from collectives.communicator import Communicator
+from collectives.environment import TABLE_PREFIX
+from collectives.selection import Table
+
+
+def _version(package: str) -> str:
+    """Installed version of a package, or that it is not there. CuPy's wheels are named after the CUDA version."""
+    if importlib.util.find_spec(package) is None:
+        return "not installed"
+    names = importlib.metadata.packages_distributions().get(package, [package])
+    return importlib.metadata.version(names[0])
+
+
+def _range(table: Table) -> str:
+    return "; ".join(f"{rule.algorithm}:{rule.start}-{'max' if rule.stop is None else rule.stop}" for rule in table)
+
+
+def _report(communicator: Communicator) -> str:
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
+    backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]
+    lines = [
+        f"gradwire   {importlib.metadata.version('gradwire')}",
+        f"torch      {torch.__version__}, backends {', '.join(backends)}",
+        f"numba      {_version('numba')}",
+        f"cupy       {_version('cupy')}",
+        f"GPUs       {', '.join(gpus) or 'none'}",
+        f"ranks      {communicator.size}",
+        *(f"host {i}     ranks {', '.join(map(str, host))}" for i, host in enumerate(communicator.topology.hosts)),
+        "",
+        "algorithm by message size in bytes ('auto'):",
+    ]
+    for collective, table in communicator.tables.items():
+        variable = TABLE_PREFIX + collective.upper()
+        source = variable if os.environ.get(variable) else "built in"
+        lines.append(f"  {collective:<15}{_range(table)}   ({source}; {variable} overrides)")
+    known = sorted({name for planners in PLANNERS.values() for name in planners})
+    return "\n".join([*lines, "", f"algorithms known: {', '.join(known)}, native"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m collectives", description=__doc__)
+    parser.add_argument("command", choices=["info"])
+    parser.parse_args()
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    with Communicator() as communicator:
+        if communicator.rank == 0:
+            print(_report(communicator))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

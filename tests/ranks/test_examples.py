@@ -1,0 +1,149 @@
+"""The examples as a user runs them: through torchrun, alone, interrupted and resumed."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.examples.bytes_gpt import read_text
+from trainer.examples.config import LoopConfig, parse
+from trainer.examples.report import centred_means
+
+KEYS = {
+    "steps",
+    "loss_first",
+    "loss_last",
+    "val_loss",
+    "items_per_s",
+    "comm_share",
+    "replicas_identical",
+    "world_size",
+}
+SMALL_GPT = "--layers 1 --width 32 --heads 2 --context 32 --batch 4 --lr 1e-2 --warm-up 1 --decay-steps 6".split()
+SMALL_CNN = "--layers 1 --width 8 --batch 32".split()
+DEADLINE_S = 40
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A text to train on."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(500)))
+    return str(path)
+
+
+def start(example: str, out: Path, *arguments: str, processes: int | None) -> subprocess.Popen[str]:
+    """Run an example under torchrun, or (processes None) alone, in a process group of its own."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"] if processes else []
+    command = [sys.executable, "-m", *torchrun, f"trainer.examples.{example}", "--device", "cpu", "--out", str(out)]
+    return subprocess.Popen(
+        [*command, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], status: int = 0) -> str:
+    """Wait for a process, check its exit status and return its output; leave nothing of it running."""
+    try:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == status, output
+    return output
+
+
+def run(example: str, out: Path, *arguments: str, processes: int | None = 2) -> dict[str, Any]:
+    """Run an example to its end, check what it left behind, and return its summary."""
+    output = finish(start(example, out, *arguments, processes=processes))
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    assert summary["replicas_identical"] is True
+    assert summary["world_size"] == (processes or 1)
+    assert math.isfinite(summary["val_loss"])
+    assert summary["loss_last"] < summary["loss_first"]
+    assert summary["items_per_s"] > 0
+    assert 0 <= summary["comm_share"] < 1
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "checkpoint.pt").exists()
+    assert not list(out.glob("*.partial"))
+    assert "replicas bit-identical" in output
+    return summary
+
+
+def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path, text: str) -> None:
+    straight = run("bytes_gpt", tmp_path / "straight", text, *SMALL_GPT, "--steps", "6")
+    run("bytes_gpt", tmp_path / "resumed", text, *SMALL_GPT, "--steps", "3")
+    resumed = run("bytes_gpt", tmp_path / "resumed", text, *SMALL_GPT, "--steps", "6", "--resume")
+    assert straight.keys() == KEYS
+    assert straight["steps"] == resumed["steps"] == 6
+    for key in ("loss_first", "loss_last", "val_loss"):
+        assert straight[key] == resumed[key]
+
+
+def test_digits_beside_ddp(tmp_path: Path) -> None:
+    summary = run("digits_cnn", tmp_path, *SMALL_CNN, "--steps", "30", "--compare", "ddp")
+    assert summary.keys() == KEYS | {"accuracy", "ddp", "step_ratio"}
+    assert summary["accuracy"] > 0.5
+    assert summary["loss_first"] == summary["ddp"]["loss_first"]
+    assert summary["val_loss"] == pytest.approx(summary["ddp"]["val_loss"], rel=0.02)
+    assert summary["step_ratio"] == pytest.approx(summary["ddp"]["gradwire_step_s"] / summary["ddp"]["step_s"])
+
+
+def test_alone_until_the_time_is_up(tmp_path: Path) -> None:
+    summary = run("digits_cnn", tmp_path, *SMALL_CNN, "--seconds", "1", processes=None)
+    assert summary["steps"] > 1
+
+
+def test_interrupted_and_resumed(tmp_path: Path, text: str) -> None:
+    process = start("bytes_gpt", tmp_path, text, *SMALL_GPT, "--steps", "1000000", processes=None)
+    assert process.stdout is not None
+    while "step" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    finish(process, status=130)
+    done = json.loads((tmp_path / "summary.json").read_text())["steps"]
+    resumed = run("bytes_gpt", tmp_path, text, *SMALL_GPT, "--steps", str(done + 1), "--resume", processes=None)
+    assert resumed["steps"] == done + 1
+
+
+def test_the_text_is_the_same_every_time_and_python(tmp_path: Path) -> None:
+    text = read_text(None)
+    assert text.equal(read_text(None))
+    assert b"import " in bytes(text.tolist())
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.py").write_text("first")
+    (tmp_path / "c.png").write_text("no text")
+    assert bytes(read_text(tmp_path).tolist()) == b"firstsecond"
+
+
+def test_the_command_line_overrides_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["example", "--preset", "large", "--lr", "0.5", "--resume"])
+    config = parse(LoopConfig(), "An example", presets={"large": {"batch": 64, "lr": 0.1}})
+    assert (config.batch, config.lr, config.resume) == (64, 0.5, True)
+    assert config.until(steps=7).steps == 7
+
+
+def test_a_wrong_value_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["example", "--batch", "0"])
+    with pytest.raises(SystemExit):
+        parse(LoopConfig(), "An example")
+    assert "batch must be positive, not 0" in capsys.readouterr().err
+
+
+def test_the_mean_drawn_is_centred() -> None:
+    assert centred_means([1.0, 2.0, 6.0, 4.0, 0.0], reach=1) == [1.0, 3.0, 4.0, 10 / 3, 0.0]
+    assert centred_means([3.0], reach=5) == [3.0]

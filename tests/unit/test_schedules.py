@@ -1,0 +1,170 @@
+"""Every algorithm, for every world size 1..64: complete, matched, free of deadlock, and as cheap as its docstring says."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import ceil, log2
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectives.algorithms import PLANNERS
+from collectives.schedule import Action, Place, Schedule
+from tests.unit.symbolic import contributions, run
+
+SIZES = range(1, 65)
+
+
+def plan(collective: str, algorithm: str, size: int, root: int = 0) -> list[Schedule]:
+    hosts = tuple(tuple(range(start, min(start + 4, size))) for start in range(0, size, 4))
+    return [PLANNERS[collective][algorithm](Place(rank, size, root, hosts)) for rank in range(size)]
+
+
+def of(collective: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("algorithm", list(PLANNERS[collective]))
+
+
+def everyone(size: int) -> int:
+    return (1 << size) - 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+@of("allreduce")
+def test_allreduce_gives_every_rank_every_contribution_once(algorithm: str, size: int) -> None:
+    schedules = plan("allreduce", algorithm, size)
+    state = run(schedules, contributions(size, schedules[0].blocks))
+    assert all(mask == everyone(size) for masks in state for mask in masks)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@of("reduce_scatter")
+def test_reduce_scatter_completes_the_own_block(algorithm: str, size: int) -> None:
+    state = run(plan("reduce_scatter", algorithm, size), contributions(size, size))
+    assert [state[rank][rank] for rank in range(size)] == [everyone(size)] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+@of("allgather")
+def test_allgather_brings_every_block(algorithm: str, size: int) -> None:
+    start = [[1 << rank if block == rank else 0 for block in range(size)] for rank in range(size)]
+    state = run(plan("allgather", algorithm, size), start)
+    assert all(masks == [1 << block for block in range(size)] for masks in state)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@of("broadcast")
+def test_broadcast_copies_the_root(algorithm: str, size: int) -> None:
+    for root in {0, size // 2, size - 1}:
+        schedules = plan("broadcast", algorithm, size, root)
+        state = run(schedules, contributions(size, schedules[0].blocks))
+        assert all(mask == 1 << root for masks in state for mask in masks)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@of("reduce")
+def test_reduce_completes_the_root(algorithm: str, size: int) -> None:
+    for root in {0, size // 2, size - 1}:
+        schedules = plan("reduce", algorithm, size, root)
+        state = run(schedules, contributions(size, schedules[0].blocks))
+        assert all(mask == everyone(size) for mask in state[root])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gather_scatter_and_alltoall_move_the_right_blocks(size: int) -> None:
+    root = size // 2
+    own = [[1 << rank if block == rank else 0 for block in range(size)] for rank in range(size)]
+    assert run(plan("gather", "direct", size, root), own)[root] == [1 << block for block in range(size)]
+    state = run(plan("scatter", "direct", size, root), contributions(size, size))
+    assert [state[rank][rank] for rank in range(size)] == [1 << root] * size
+    landed = [[1 << rank if block == rank else 0 for block in range(size)] for rank in range(size)]
+    state = run(plan("alltoall", "direct", size), contributions(size, size), landed)
+    assert all(masks == [1 << block for block in range(size)] for masks in state)
+
+
+def levels(size: int) -> int:
+    return ceil(log2(size))
+
+
+def shares(collective: str, algorithm: str, size: int) -> tuple[int, float]:
+    """(rounds, most that a rank sends as a share of the buffer): the closed forms of the docstrings."""
+    part = (size - 1) / size
+    power = size.bit_length() - 1
+    folded = size != 1 << power
+    forms: dict[tuple[str, str], tuple[int, float]] = {
+        ("allreduce", "ring"): (2 * (size - 1), 2 * part),
+        ("allreduce", "rsag"): (2 * levels(size), 2 * part),
+        ("allreduce", "recursive_doubling"): (power + 2 * folded, power + folded),
+        ("allreduce", "tree"): (2 * levels(size), max(levels(size), 1)),
+        ("allreduce", "direct"): (2, 2 * part),
+        ("reduce_scatter", "ring"): (size - 1, part),
+        ("reduce_scatter", "rsag"): (levels(size), part),
+        ("reduce_scatter", "direct"): (1, part),
+        ("allgather", "ring"): (size - 1, part),
+        ("allgather", "rsag"): (levels(size), part),
+        ("allgather", "direct"): (1, part),
+        ("broadcast", "tree"): (levels(size), levels(size)),
+        ("broadcast", "direct"): (1, size - 1),
+        ("broadcast", "rsag"): (1 + levels(size), 2 * part),
+        ("reduce", "tree"): (levels(size), 1),
+        ("reduce", "direct"): (1, 1),
+        ("gather", "direct"): (1, 1 / size),
+        ("scatter", "direct"): (1, part),
+        ("alltoall", "direct"): (1, part),
+        ("barrier", "recursive_doubling"): (power + 2 * folded, power + folded),
+        ("barrier", "tree"): (2 * levels(size), max(levels(size), 1)),
+    }
+    return forms[collective, algorithm]
+
+
+COSTED = [(c, a) for c, planners in PLANNERS.items() for a in planners if a != "hierarchical"]
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), COSTED)
+@pytest.mark.parametrize("size", [size for size in SIZES if size > 1])
+def test_rounds_and_bytes_are_those_of_the_docstring(collective: str, algorithm: str, size: int) -> None:
+    schedules = plan(collective, algorithm, size)
+    rounds, share = shares(collective, algorithm, size)
+    assert len(schedules[0].rounds) == rounds
+    assert max(s.sent_blocks() / s.blocks for s in schedules) == pytest.approx(share)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
+    """Ranks in any numbering, over hosts of any sizes."""
+    size = draw(st.integers(1, 24))
+    order = draw(st.permutations(range(size)))
+    cuts = sorted(draw(st.sets(st.integers(1, max(1, size - 1)), max_size=5)) | {0, size})
+    return tuple(tuple(sorted(order[a:b])) for a, b in pairwise(cuts) if b > a)
+
+
+@given(worlds())
+def test_hierarchical_works_on_any_hosts_and_crosses_links_once(hosts: tuple[tuple[int, ...], ...]) -> None:
+    size = sum(map(len, hosts))
+    across = len(hosts)
+    schedules = [PLANNERS["allreduce"]["hierarchical"](Place(r, size, 0, hosts)) for r in range(size)]
+    state = run(schedules, contributions(size, schedules[0].blocks))
+    assert all(mask == everyone(size) for masks in state for mask in masks)
+    for host in hosts:
+        leaving = sum(
+            step.span.length
+            for rank in host
+            for steps in schedules[rank].rounds
+            for step in steps
+            if step.action is Action.SEND and step.peer not in host
+        )
+        assert leaving / schedules[0].blocks == pytest.approx(2 * (across - 1) / across)
+    inside = 2 * any(len(host) > 1 for host in hosts)
+    assert len(schedules[0].rounds) == inside + 2 * levels(across)
+
+
+def test_a_broken_schedule_is_caught() -> None:
+    """The checker itself: dropping a message, or adding it twice, must not pass."""
+    schedules = plan("allreduce", "ring", 4)
+    first = schedules[1].rounds[0]
+    dropped = Schedule(1, 4, 4, ((first[0],), *schedules[1].rounds[1:]))
+    with pytest.raises(AssertionError, match="do not match"):
+        run([schedules[0], dropped, *schedules[2:]], contributions(4, 4))
+    doubled = [Schedule(s.rank, 4, 4, s.rounds[:1] + s.rounds) for s in schedules]
+    with pytest.raises(AssertionError, match="added twice"):
+        run(doubled, contributions(4, 4))

@@ -1,0 +1,184 @@
+"""Buckets: gradients of one dtype and device side by side in one buffer, to be reduced by one operation."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from collectives import Communicator, Work
+from trainer.compression import Cast
+
+MiB = 1024 * 1024
+DEFAULT_BUCKET_BYTES = 25 * MiB
+FIRST_BUCKET_BYTES = 1 * MiB
+"""The first bucket is smaller, so that communication starts soon after backward has."""
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Item:
+    """What planning has to know of a gradient. Only gradients of one kind (dtype and device) share a bucket."""
+
+    numel: int
+    itemsize: int
+    kind: Hashable
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Where gradients lie in one buffer, in elements.
+
+    Gradient items[i] starts at offsets[i], a multiple of ALIGNMENT_BYTES. From presence_offset on there is one element per
+    gradient, in the same order: how many ranks have it. numel: length of the buffer.
+    """
+
+    items: tuple[int, ...]
+    offsets: tuple[int, ...]
+    presence_offset: int
+    numel: int
+
+
+def plan_buckets(
+    items: Sequence[Item], order: Sequence[int], *, bucket_bytes: int, first_bucket_bytes: int = FIRST_BUCKET_BYTES
+) -> tuple[BucketPlan, ...]:
+    """Distribute items over buckets, following the order in which gradients are expected; order holds indices of items.
+
+    A bucket holds at most bucket_bytes of gradients, the very first to fill first_bucket_bytes, unless a single gradient is
+    larger: it has a bucket for itself. Buckets come in the order in which they fill up. Pure: equal arguments, equal plans.
+    """
+    filling: dict[Hashable, list[int]] = {}
+    filled_bytes: dict[Hashable, int] = {}
+    full: list[list[int]] = []
+    limit = min(first_bucket_bytes, bucket_bytes)
+    for index in order:
+        kind, wanted = items[index].kind, _padded_bytes(items[index])
+        if kind in filling and filled_bytes[kind] + wanted > limit:
+            full.append(filling.pop(kind))
+            limit = bucket_bytes
+        if kind not in filling:
+            filling[kind], filled_bytes[kind] = [], 0
+        filling[kind].append(index)
+        filled_bytes[kind] += wanted
+    position = {index: place for place, index in enumerate(order)}
+    buckets = sorted([*full, *filling.values()], key=lambda members: position[members[-1]])
+    return tuple(_lay_out(items, members) for members in buckets)
+
+
+def _lay_out(items: Sequence[Item], members: Sequence[int]) -> BucketPlan:
+    offsets = []
+    end = 0
+    for index in members:
+        offsets.append(end)
+        end += _padded_bytes(items[index]) // items[index].itemsize
+    return BucketPlan(tuple(members), tuple(offsets), presence_offset=end, numel=end + len(members))
+
+
+def _padded_bytes(item: Item) -> int:
+    return -(-item.numel * item.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How buckets are reduced: among whom, and "sum" or "average", dividing by `predivide` before and multiplying after."""
+
+    communicator: Communicator
+    op: str
+    predivide: float
+
+    def start(self, tensor: Tensor) -> Work:
+        work = self.communicator.allreduce(
+            tensor, self.op, prescale=1 / self.predivide, postscale=self.predivide, async_op=True
+        )
+        assert work is not None
+        return work
+
+
+class Bucket:
+    """The buffer of a plan, with a view of it for the gradient of every parameter in it."""
+
+    def __init__(self, plan: BucketPlan, names: Sequence[str], parameters: Sequence[Tensor], compression: Cast) -> None:
+        """names and parameters: all that were planned, of which plan.items picks."""
+        self.items = plan.items
+        self._names = [names[item] for item in plan.items]
+        self._parameters = [parameters[item] for item in plan.items]
+        kind = self._parameters[0]
+        self._buffer = torch.zeros(plan.numel, dtype=kind.dtype, device=kind.device)
+        self._views = [
+            self._buffer.as_strided(parameter.shape, _dense_strides(parameter), offset)
+            for parameter, offset in zip(self._parameters, plan.offsets, strict=True)
+        ]
+        self._presence = self._buffer[plan.presence_offset :]
+        wire_dtype = compression.dtype_on_wire(kind.dtype)
+        self._wire = self._buffer if wire_dtype == kind.dtype else torch.empty_like(self._buffer, dtype=wire_dtype)
+        self._absent: list[int] = []
+        self._work: Work | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """True from start() to finish()."""
+        return self._work is not None
+
+    def collect(self, slot: int) -> bool:
+        """Bring the gradient of the slot's parameter into the buffer and make parameter.grad the view of it.
+
+        False, with zeros in the buffer, where the parameter has no gradient.
+        """
+        parameter, view = self._parameters[slot], self._views[slot]
+        gradient = parameter.grad
+        if gradient is None:
+            view.zero_()
+            return False
+        if gradient is not view:
+            if gradient.layout is not torch.strided:
+                raise TypeError(
+                    f"the gradient of {self._names[slot]!r} is sparse ({gradient.layout}), which cannot be exchanged: "
+                    "make it dense, for example nn.Embedding(..., sparse=False)"
+                )
+            view.copy_(gradient)
+            parameter.grad = view
+        return True
+
+    def holds_gradient(self, slot: int) -> bool:
+        """Whether parameter.grad is the view of this bucket."""
+        return self._parameters[slot].grad is self._views[slot]
+
+    def scale(self, slot: int, factor: float) -> None:
+        self._views[slot].mul_(factor)
+
+    def start(self, reduction: Reduction) -> None:
+        """Collect what there is and begin its reduction. Until finish(), nobody may touch the gradients."""
+        self._absent = [slot for slot in range(len(self.items)) if not self.collect(slot)]
+        self._presence.fill_(1)
+        if self._absent:
+            self._presence[self._absent] = 0
+        if self._wire is not self._buffer:
+            self._wire.copy_(self._buffer)
+        self._work = reduction.start(self._wire)
+
+    def wait(self) -> None:
+        """Until the reduction is done. Raises its error."""
+        if self._work is not None:
+            self._work.wait()
+
+    def finish(self) -> None:
+        """Hand out the result: a parameter without gradient on this rank gets one if any rank has it."""
+        self._work = None
+        if self._wire is not self._buffer:
+            self._buffer.copy_(self._wire)
+        if self._absent:
+            present = self._presence.tolist()
+            for slot in self._absent:
+                if present[slot]:
+                    self._parameters[slot].grad = self._views[slot]
+
+    def abandon(self) -> None:
+        """Forget a reduction that failed."""
+        self._work = None
+
+
+def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
+    """The parameter's strides where it is dense, so that optimizers see gradients laid out like parameters."""
+    return torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()

@@ -1,0 +1,164 @@
+"""Keeping the gradients of a set of parameters equal on all ranks, while backward runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from trainer.buckets import Reduction
+from trainer.layout import Layout
+from trainer.ops import Sum
+
+
+class GradientExchange:
+    """Hooks on parameters that fill buckets and have them reduced, in the same order on all ranks.
+
+    A *pass* is one backward() that reaches at least one of the parameters. A *window* ends in an exchange of every bucket: in
+    the pass that completes `passes_per_window`, or in flush(). Ranks may differ in the parameters they reach, even in whether
+    they reach any, but must go through the same windows.
+
+    The exchange is done when backward() returns: buckets start as soon as they are full, and callbacks at the end of backward
+    start the others and wait.
+    """
+
+    def __init__(self, layout: Layout, reduction: Reduction, passes_per_window: int) -> None:
+        self.passes_per_window = passes_per_window
+        self.paused = False
+        """While True, passes only accumulate, and are not counted."""
+        self.wait_s = 0.0
+        """Seconds for which callers were held up by unfinished reductions so far."""
+        self._layout = layout
+        self._reduction = reduction
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._lock = threading.Lock()  # autograd calls hooks from one thread per device
+
+        self._graph_task = -1
+        self._pass_is_open = False
+        self._arrived: dict[int, None] = {}
+        self._missing: list[int] = []
+        self._started = 0
+
+        self._passes = 0
+        self._has_unreduced = False
+        self._exchanged = False
+        self._reduced: set[int] = set()
+
+    def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+        """Take part in the exchange from the next pass on."""
+        self._layout.add(names, parameters)
+        self._watch()
+
+    def flush(self) -> None:
+        """Exchange now, unless this window's exchange is done and nothing was accumulated since."""
+        with self._lock:
+            if self._has_unreduced or not self._exchanged:
+                if self._started == 0:
+                    self._layout.update()
+                self._pass_is_open = False
+                self._start(len(self._layout.buckets))
+                self._finish()
+
+    def renew(self, *, forget: bool = False) -> None:
+        """Open a new window. forget: the gradients have been reset, and what was accumulated does not count."""
+        self._exchanged = False
+        self._passes = 0
+        if forget:
+            self._has_unreduced = False
+            self._reduced.clear()
+        self._watch()
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        for hook in self._hooks.values():
+            hook.remove()
+
+    def _watch(self) -> None:
+        """See to it that every parameter that requires a gradient has a hook. (Torch refuses hooks on the others.)"""
+        for index, parameter in enumerate(self._layout.parameters):
+            if parameter.requires_grad and index not in self._hooks:
+                hook = _Hook(weakref.WeakMethod(self._on_gradient), index)
+                self._hooks[index] = parameter.register_post_accumulate_grad_hook(hook)
+
+    def _on_gradient(self, index: int, parameter: Tensor) -> None:
+        with self._lock:
+            self._enter_pass()
+            if index not in self._layout.places:
+                return
+            number, slot = self._layout.places[index]
+            bucket = self._layout.buckets[number]
+            name = bucket.names[slot]
+            if bucket.in_flight:
+                raise RuntimeError(
+                    f"a gradient of {name!r} arrived while its last one was being exchanged: either an earlier backward() "
+                    "failed midway, or one backward() reached the parameter twice, as a checkpoint with use_reentrant=True can"
+                )
+            if parameter.grad is not None and parameter.grad.requires_grad:
+                raise RuntimeError(
+                    f"the gradient of {name!r} requires a gradient itself: backward(create_graph=True) cannot be exchanged; "
+                    "use torch.autograd.grad(..., create_graph=True) for the inner derivative"
+                )
+            if self._reduction.op == Sum and index in self._reduced and bucket.holds_gradient(slot):
+                raise RuntimeError(
+                    f"a gradient of {name!r} was accumulated onto one already summed over ranks: call zero_grad() of the "
+                    "distributed optimizer before, or accumulate by backward_passes_per_step or no_sync()"
+                )
+            bucket.collect(slot)
+            self._reduced.discard(index)
+            self._has_unreduced = True
+            if index not in self._arrived:
+                self._arrived[index] = None
+                self._missing[number] -= 1
+            if not self.paused and self._passes + 1 >= self.passes_per_window:
+                self._start(self._full_in_order())
+
+    def _enter_pass(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task == self._graph_task:
+            return
+        self._graph_task = task
+        _when_backward_ends(self._on_backward_end)
+        if self._started == 0:
+            self._watch()
+            self._layout.update()
+            self._pass_is_open = True
+            self._arrived.clear()
+            self._missing = [len(bucket.items) for bucket in self._layout.buckets]
+
+    def _on_backward_end(self) -> None:
+        with self._lock:
+            if not self._pass_is_open:
+                return
+            self._pass_is_open = False
+            if self.paused:
+                return
+            self._passes += 1
+            if self._passes >= self.passes_per_window:
+                self._start(len(self._layout.buckets))
+                # Not here: another optimizer's callback may follow, and all must have started before one waits.
+                _when_backward_ends(self._on_all_started)
+
+    def _on_all_started(self) -> None:
+        with self._lock:
+            self._finish()
+
+    def _full_in_order(self) -> int:
+        """How many of the first buckets can be started."""
+        count = self._started
+        while count < len(self._missing) and self._missing[count] == 0:
+            count += 1
+        return count
+
+    def _start(self, count: int) -> None:
+        """Start the first `count` buckets, but for those that are started."""
+        buckets = self._layout.buckets
+        for bucket in buckets[self._started : count]:
+            if self._reduction.op == Sum:
+                self._share_out(bucket)
+            bucket.start(self._reduction)
+            self._started += 1

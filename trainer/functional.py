@@ -1,0 +1,114 @@
+"""Collectives that autograd can differentiate. Gradients are the adjoints: those of the sum of all ranks' losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collectives import Communicator
+from trainer.ops import Average, Sum
+
+
+class Allreduce(torch.autograd.Function):
+    """(communicator, op, prescale, postscale, *tensors) -> the reduced tensors. Differentiable for Sum and Average."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, communicator: Communicator, op: str, prescale: float, postscale: float, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.call = communicator, op, prescale, postscale
+        outputs = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        communicator.grouped_allreduce(outputs, op, prescale=prescale, postscale=postscale)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        op = ctx.call[1]
+        if op not in (Sum, Average):
+            raise RuntimeError(f"allreduce with op={op!r} has no gradient; only {Sum!r} and {Average!r} have")
+        return (None, None, None, None, *Allreduce.forward(ctx, *ctx.call, *gradients))
+
+
+class Allgather(torch.autograd.Function):
+    """(communicator, rows of every rank, tensor) -> all ranks' tensors, one after the other along dimension 0."""
+
+    @staticmethod
+    def forward(ctx: Any, communicator: Communicator, rows: list[int], tensor: Tensor) -> Tensor:
+        ctx.call = communicator, rows
+        return gather_rows(communicator, rows, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        communicator, rows = ctx.call
+        output = gradient.new_empty((rows[communicator.rank], *gradient.shape[1:]))
+        communicator.reduce_scatter(output, list(gradient.contiguous().split(rows)), Sum)
+        return None, None, output
+
+
+class ReduceScatter(torch.autograd.Function):
+    """(communicator, rows of every rank, op, prescale, postscale, tensor) -> this rank's rows of the reduction."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, communicator: Communicator, rows: list[int], op: str, prescale: float, postscale: float, tensor: Tensor
+    ) -> Tensor:
+        ctx.call = communicator, rows, op, prescale * postscale
+        output = tensor.new_empty((rows[communicator.rank], *tensor.shape[1:]))
+        chunks = list(tensor.detach().contiguous().split(rows))
+        communicator.reduce_scatter(output, chunks, op, prescale=prescale, postscale=postscale)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        communicator, rows, op, scale = ctx.call
+        if op not in (Sum, Average):
+            raise RuntimeError(f"reducescatter with op={op!r} has no gradient; only {Sum!r} and {Average!r} have")
+        gathered = gather_rows(communicator, rows, gradient)
+        return None, None, None, None, None, gathered.mul_(scale / communicator.size if op == Average else scale)
+
+
+class Broadcast(torch.autograd.Function):
+    """(communicator, root rank, tensor) -> the root's tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, communicator: Communicator, root_rank: int, tensor: Tensor) -> Tensor:
+        ctx.call = communicator, root_rank
+        output = tensor.detach().clone(memory_format=torch.contiguous_format)
+        communicator.broadcast(output, root_rank)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        communicator, root_rank = ctx.call
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        communicator.reduce(total, root_rank, Sum)
+        return None, None, total if communicator.rank == root_rank else total.zero_()
+
+
+class Alltoall(torch.autograd.Function):
+    """(communicator, rows to every rank, rows from every rank, tensor) -> the rows received, in rank order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, communicator: Communicator, sent: list[int], received: list[int], tensor: Tensor
+    ) -> Tensor:
+        ctx.call = communicator, sent, received
+        output = tensor.new_empty((sum(received), *tensor.shape[1:]))
+        communicator.alltoall(output, tensor.detach().contiguous(), received, sent)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, Tensor]:
+        communicator, sent, received = ctx.call
+        output = gradient.new_empty((sum(sent), *gradient.shape[1:]))
+        communicator.alltoall(output, gradient.contiguous(), sent, received)
+        return None, None, None, output
+
+
+def gather_rows(communicator: Communicator, rows: list[int], tensor: Tensor) -> Tensor:
+    """All ranks' tensors along dimension 0; rows[r] is what rank r has of it."""
+    output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
+    communicator.allgather(list(output.split(rows)), tensor.detach().contiguous())
+    return output

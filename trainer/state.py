@@ -1,0 +1,98 @@
+"""Starting equal: parameters, optimizer state and objects of one rank for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from trainer.world import ProcessSet, communicator_of
+
+T = TypeVar("T")
+
+
+def broadcast_parameters(
+    params: Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
+    root_rank: int,
+    process_set: ProcessSet = None,
+) -> None:
+    """Overwrite tensors, in place, with those of root_rank: model.state_dict(), named_parameters() or parameters().
+
+    All ranks must give the same tensors in shape and dtype, in the same order (a mapping is taken in the order of its keys).
+    Raises TypeError for anything that is not a tensor.
+    """
+    entries = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"can broadcast tensors, or pairs of a name and a tensor, not {type(tensor).__name__}")
+    communicator = communicator_of(process_set)
+    works = [communicator.broadcast(tensor.detach(), root_rank, async_op=True) for tensor in tensors]
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: object = None, process_set: ProcessSet = None
+) -> None:
+    """Give every rank's optimizer the state and the param group options of root_rank's.
+
+    Works for any optimizer whose state_dict() is made of dicts, lists, tuples, tensors and picklable values; no step is
+    taken, so parameters stay as they are, and root_rank's optimizer is not touched. `model` is Horovod's, and unused.
+    """
+    communicator = communicator_of(process_set)
+    tensors: list[Tensor] = []
+
+    def take_out(tensor: Tensor) -> _Outline:
+        tensors.append(tensor)
+        return _Outline(tuple(tensor.shape), tensor.dtype, tensor.device.type)
+
+    def make_room(outline: _Outline) -> Tensor:
+        tensors.append(torch.empty(outline.shape, dtype=outline.dtype, device=outline.device_type))
+        return tensors[-1]
+
+    is_root = communicator.rank == root_rank
+    outlines = _map(optimizer.state_dict(), Tensor, take_out) if is_root else None
+    outlines = communicator.broadcast_object(outlines, root_rank)
+    state = None if is_root else _map(outlines, _Outline, make_room)
+    for tensor in tensors:
+        communicator.broadcast(tensor.detach(), root_rank)
+    if not is_root:
+        optimizer.load_state_dict(state)
+
+
+def broadcast_object(
+    obj: T | None = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = None
+) -> T:
+    """root_rank's object, pickled and sent to all; what the other ranks give is ignored. `name` is Horovod's, and unused."""
+    received: T = communicator_of(process_set).broadcast_object(obj, root_rank)
+    return received
+
+
+def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = None) -> list[T]:
+    """All ranks' objects by rank, pickled. `name` is Horovod's, and unused."""
+    return communicator_of(process_set).allgather_object(obj)
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """Stands for a tensor in a structure that is sent without its tensors."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+
+def _map(structure: Any, kind: type[T], change: Callable[[T], Any]) -> Any:
+    """A copy of nested dicts, lists and tuples with everything of one kind changed."""
+    if isinstance(structure, kind):
+        return change(structure)
+    if isinstance(structure, dict):
+        return {key: _map(value, kind, change) for key, value in structure.items()}
+    if isinstance(structure, (list, tuple)):
+        return type(structure)(_map(value, kind, change) for value in structure)
+    return structure
