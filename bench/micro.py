@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,94 +21,16 @@ from torch._C._distributed_c10d import HashStore
 from bench.cases import CASES, Buffers, Case, Job, torch_takes
 from bench.compare import format_comparison
 from bench.meta import device_name, software_and_machine
-from bench.sizes import parse_size, size_range
+from bench.options import DTYPES, parse_arguments
 from bench.table import Row, format_heading, format_row, format_trailer
 from bench.timing import Protocol, Times, distributed_machine, median_and_p99, over_ranks, slowest_rank, take_turns
 from bench.verification import count_wrong
 from collectives import Communicator
 
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "bool": torch.bool,
-}
-OPS = ("sum", "average", "min", "max", "product")
 TORCH = "torch"
 """The competitor that is not ours: torch.distributed, called without a Communicator."""
 PEERS = ("native", TORCH)
-NCCL_TESTS_NAMES = {"half": "float16", "float": "float32", "double": "float64", "avg": "average", "prod": "product"}
-
-
 Measured = tuple[Job, Row, Times]
-
-
-def _names(known: Sequence[str], text: str) -> list[str]:
-    name = NCCL_TESTS_NAMES.get(text, text)
-    if name != "all" and name not in known:
-        also = [alias for alias, meant in NCCL_TESTS_NAMES.items() if meant in known]
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join([*known, *also])}, all")
-    return list(known) if name == "all" else [name]
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _count(least: int, text: str) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
-    return int(text)
-
-
-def parse_arguments(name: str, arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m bench {name}",
-        description=f"Time and check {name} with every algorithm, nccl-tests' way. Run under torchrun.",
-    )
-    add = parser.add_argument
-    add("-b", "--minbytes", type=_size, default="32M", help="smallest size, e.g. 8, 4K, 32M (default 32M)")
-    add("-e", "--maxbytes", type=_size, default="32M", help="largest size (default 32M)")
-    add("-i", "--stepbytes", type=_size, default="1M", help="from one size to the next (default 1M)")
-    add("-f", "--stepfactor", type=partial(_count, 2), help="from one size to the next, instead of -i")
-    add("-n", "--iters", type=partial(_count, 1), default=20, help="timed turns of each competitor (default 20)")
-    add("-w", "--warmup_iters", type=partial(_count, 0), default=1, help="untimed turns before (default 1)")
-    add("-c", "--check", type=partial(_count, 0), default=1, help="checked turns; 0 checks nothing (default 1)")
-    add(
-        "-d",
-        "--datatype",
-        type=partial(_names, tuple(DTYPES)),
-        default="float",
-        help="torch's or nccl-tests' name, or all",
-    )
-    add(
-        "-o",
-        "--op",
-        type=partial(_names, OPS),
-        default="sum",
-        help="sum, avg, min, max, prod or all, where one reduces",
-    )
-    add("-r", "--root", type=partial(_count, 0), default=0, help="where there is one (default 0)")
-    add("--algorithm", type=lambda text: text.split(","), help="comma-separated; default auto and all that are legal")
-    add("--backend", choices=("gloo", "nccl"), help="of torch.distributed; default nccl where there are GPUs")
-    add("-T", "--timeout", type=float, default=300.0, help="of one collective, in seconds (default 300)")
-    add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
-    add("--plot", type=Path, metavar="FILE.png", help="draw time and bus bandwidth over size")
-    chosen = parser.parse_args(arguments)
-    try:
-        chosen.sizes = size_range(chosen.minbytes, chosen.maxbytes, chosen.stepbytes, chosen.stepfactor)
-    except ValueError as error:
-        parser.error(str(error))
-    return chosen
 
 
 def join_world(backend: str | None, timeout_s: float) -> torch.device:
@@ -132,12 +53,8 @@ def choose_algorithms(asked: Sequence[str] | None, legal: Sequence[str]) -> list
     Raises:
         ValueError: a name that is not legal.
     """
-    known = [
-        "auto",
-        *(name for name in legal if name == "native"),
-        TORCH,
-        *(name for name in legal if name != "native"),
-    ]
+    native = [name for name in legal if name == "native"]
+    known = ["auto", *native, TORCH, *(name for name in legal if name not in native)]
     unknown = [name for name in asked or () if name not in known]
     if unknown:
         raise ValueError(f"algorithm {unknown[0]!r} is not one of {', '.join(known)}")
@@ -153,9 +70,8 @@ def plan_jobs(case: Case, chosen: argparse.Namespace, rank: int, size: int, devi
             if op == "average" and dtype == torch.bool:
                 continue
             root = chosen.root if case.rooted else -1
-            jobs.update(
-                {Job(rank, size, case.count(n, size, dtype), dtype, op, root, device): None for n in chosen.sizes}
-            )
+            for nbytes in chosen.sizes:
+                jobs[Job(rank, size, case.count(nbytes, size, dtype), dtype, op, root, device)] = None
     return list(jobs)
 
 
@@ -227,10 +143,8 @@ def describe_run(chosen: argparse.Namespace, comm: Communicator, device: torch.d
 
 
 def describe_rank(comm: Communicator, device: torch.device) -> str:
-    where = (
-        f"Rank {comm.rank:2} Host {comm.topology.host_of(comm.rank):2} Pid {os.getpid():6} on {socket.gethostname()}"
-    )
-    return f"{where} device {device} [{device_name(device)}]"
+    who = f"Rank {comm.rank:2} Host {comm.topology.host_of(comm.rank):2} Pid {os.getpid():6}"
+    return f"{who} on {socket.gethostname()} device {device} [{device_name(device)}]"
 
 
 def format_header(name: str, chosen: argparse.Namespace, meta: dict[str, Any], ranks: Sequence[str]) -> list[str]:
@@ -256,41 +170,71 @@ def format_block(case: Case, algorithm: str, measured: Sequence[Measured]) -> li
     ]
 
 
+def plan(
+    case: Case, chosen: argparse.Namespace, comm: Communicator, device: torch.device
+) -> tuple[list[Job], list[str]]:
+    """What to measure, and with which algorithms.
+
+    Raises:
+        ValueError: an algorithm that is not legal, a root that is no rank, or flags that leave nothing.
+    """
+    if chosen.root >= comm.size:
+        raise ValueError(f"root {chosen.root} is not one of {comm.size} ranks")
+    algorithms = choose_algorithms(chosen.algorithm, comm.algorithms(case.name))
+    jobs = plan_jobs(case, chosen, comm.rank, comm.size, device)
+    if algorithms == [TORCH]:
+        jobs = [job for job in jobs if torch_takes(job)]
+    if not jobs:
+        raise ValueError("these dtypes and ops leave nothing to measure")
+    return jobs, algorithms
+
+
+def report(case: Case, comm: Communicator, measured: Sequence[Measured], algorithms: Sequence[str]) -> list[Row]:
+    """Print a block for each algorithm, then the comparisons; the rows in the order printed."""
+    rows: list[Row] = []
+    for algorithm in algorithms:
+        block = [one for one in measured if one[1].algorithm == algorithm]
+        if block:
+            print("\n".join(format_block(case, algorithm, block)))
+            rows += [row for _, row, _ in block]
+    for peer in PEERS:
+        for line in format_comparison(measured, "auto", peer, partial(comm.chosen, case.name)):
+            print(line)
+    return rows
+
+
+def save(chosen: argparse.Namespace, rows: Sequence[Row], meta: dict[str, Any]) -> None:
+    if chosen.json:
+        chosen.json.parent.mkdir(parents=True, exist_ok=True)
+        chosen.json.write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    if chosen.plot:
+        from bench.plot import draw
+
+        chosen.plot.parent.mkdir(parents=True, exist_ok=True)
+        draw(rows, meta, chosen.plot)
+
+
 def main(name: str, arguments: Sequence[str]) -> int:
-    """Exit code 1 if any element was wrong anywhere, on every rank."""
+    """Exit code 1 if any element was wrong anywhere, on every rank; 2 for wrong arguments."""
     chosen = parse_arguments(name, arguments)
     case = CASES[name]
     device = join_world(chosen.backend, chosen.timeout)
     try:
         with Communicator(timeout_s=chosen.timeout) as comm:
             try:
-                algorithms = choose_algorithms(chosen.algorithm, comm.algorithms(name))
-                if chosen.root >= comm.size:
-                    raise ValueError(f"root {chosen.root} is not one of {comm.size} ranks")
+                jobs, algorithms = plan(case, chosen, comm, device)
             except ValueError as error:
                 if comm.rank == 0:
                     print(f"bench {name}: {error}", file=sys.stderr)
                 return 2
-            jobs = plan_jobs(case, chosen, comm.rank, comm.size, device)
             ranks = comm.allgather_object(describe_rank(comm, device))
             meta = describe_run(chosen, comm, device)
             if comm.rank == 0:
                 print("\n".join(format_header(name, chosen, meta, ranks)), flush=True)
             protocol = Protocol(chosen.iters, chosen.warmup_iters, chosen.check)
             measured = measure(case, jobs, comm, algorithms, protocol, device)
-            blocks = {name: [one for one in measured if one[1].algorithm == name] for name in algorithms}
-            rows = [row for block in blocks.values() for _, row, _ in block]
             if comm.rank == 0:
-                for algorithm, block in blocks.items():
-                    print("\n".join(format_block(case, algorithm, block)))
-                for peer in PEERS:
-                    print("\n".join(format_comparison(measured, "auto", peer, partial(comm.chosen, name))))
-                if chosen.json:
-                    chosen.json.write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=1))
-                if chosen.plot:
-                    from bench.plot import draw
-
-                    draw(rows, meta, chosen.plot)
-            return 1 if any(row.wrong for row in rows) else 0
+                save(chosen, report(case, comm, measured, algorithms), meta)
+            return 1 if any(row.wrong for _, row, _ in measured) else 0
     finally:
         dist.destroy_process_group()

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
+
 from bench.sizes import format_size
 from bench.table import Row
 
@@ -54,17 +57,7 @@ def subtitle(rows: Sequence[Row], meta: Mapping[str, Any]) -> str:
 
 
 def draw(rows: Sequence[Row], meta: Mapping[str, Any], path: Path) -> None:
-    """Write a PNG of the rows of one collective.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed; the message says what to install.
-    """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("--plot needs matplotlib: pip install 'gradwire[bench]'") from error
-
+    """Write a PNG of the rows of one collective."""
     lines: dict[str, list[Row]] = {}
     for row in rows:
         lines.setdefault(line_name(row, rows, meta["backend"]), []).append(row)
@@ -100,6 +93,7 @@ def draw(rows: Sequence[Row], meta: Mapping[str, Any], path: Path) -> None:
         panel.spines[["left", "bottom"]].set_color(FRAME)
     figure.text(0.012, 0.945, title(rows, meta), fontsize=13, fontweight="bold")
     figure.text(0.012, 0.905, subtitle(rows, meta), fontsize=9, color=QUIET)
+    legend_rows = -(-len(lines) // 5)
     figure.legend(loc="lower left", bbox_to_anchor=(0.005, 0.0), ncols=5, frameon=False, fontsize=9, labelcolor=INK)
-    figure.tight_layout(rect=(0, 0.035 + 0.045 * -(-len(lines) // 5), 1, 0.90))
+    figure.tight_layout(rect=(0, 0.02 + 0.042 * legend_rows, 1, 0.90))
     figure.savefig(path)

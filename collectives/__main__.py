@@ -9,7 +9,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from collectives.algorithms import PLANNERS
 from collectives.communicator import Communicator

@@ -16,10 +16,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from collectives import native
 from collectives.algorithms import PLANNERS
 from collectives.engine import NATIVE, Engine, Turn
-from collectives.errors import Mismatch
+from collectives.errors import CollectiveError, Mismatch
 from collectives.reduction import Op, carried, check_arithmetic, check_dtype, finish, op_name
 from collectives.schedule import Place
-from collectives.selection import Table
+from collectives.selection import Table, default_segment_bytes
 from collectives.spans import Layout, Span, consecutive
 from collectives.staging import Buffer
 from collectives.topology import Topology, host_id
@@ -39,7 +39,8 @@ class Communicator:
 
     group: a ProcessGroup over gloo (CPU tensors; CUDA tensors travel through pinned memory) or NCCL (CUDA tensors); None is
     the world. timeout_s: seconds that each operation may take from its start. segment_bytes: how large a piece of one rank's
-    share is sent at once when a buffer is long; larger pieces cost less overhead, smaller ones overlap better.
+    share is sent at once when a buffer is long; larger pieces cost less overhead, smaller ones overlap better; None chooses
+    by topology.
 
     Making one is a collective call, and so is every verb: all ranks of the group call the same verbs in the same order. Ranks
     in arguments (src, dst) count within the group. The verbs follow torch.distributed: results in place, None returned, or
@@ -55,7 +56,7 @@ class Communicator:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0, segment_bytes: int = 256 << 10
+        self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0, segment_bytes: int | None = None
     ) -> None:
         if not dist.is_initialized():
             raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
@@ -63,23 +64,17 @@ class Communicator:
             group = dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
             raise ValueError(f"group is {group!r}: a ProcessGroup that this process belongs to is needed")
-        if timeout_s <= 0 or segment_bytes <= 0:
+        if timeout_s <= 0 or (segment_bytes is not None and segment_bytes <= 0):
             raise ValueError(f"timeout_s={timeout_s} and segment_bytes={segment_bytes} must be positive")
-        own = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timedelta(seconds=timeout_s),
-            backend=dist.get_backend_config(group),
-            use_local_synchronization=True,
-        )
-        assert isinstance(own, dist.ProcessGroup)
+        own, host_ids = _duplicate(group, timeout_s)
         devices = {device.type for device in own._device_types}
         self._via_host = "cuda" not in devices
         self._host_tensors = "cpu" in devices
-        host_ids: list[Any] = [None] * own.size()
-        dist.all_gather_object(host_ids, host_id(), group=own)
         store = PrefixStore(f"gradwire/{own.group_name}", dist.distributed_c10d._get_default_store())
         self.topology = Topology.from_host_ids(own.rank(), host_ids)
         self._group = own
+        if segment_bytes is None:
+            segment_bytes = default_segment_bytes(self.topology)
         self._engine = Engine(own, store, self.topology, timeout_s=timeout_s, segment_bytes=segment_bytes)
 
     @property
@@ -618,6 +613,27 @@ class Communicator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _duplicate(group: dist.ProcessGroup, timeout_s: float) -> tuple[dist.ProcessGroup, list[str]]:
+    """A new group of the same ranks, and the host of each. Raises CollectiveError when the ranks do not come together."""
+    try:
+        own = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timedelta(seconds=timeout_s),
+            backend=dist.get_backend_config(group),
+            use_local_synchronization=True,
+        )
+        assert isinstance(own, dist.ProcessGroup)
+        host_ids: list[Any] = [None] * own.size()
+        dist.all_gather_object(host_ids, host_id(), group=own)
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"the ranks did not come together within {timeout_s:g} s: {error}",
+            rank=dist.get_rank(group),
+            operation="making a Communicator",
+        ) from error
+    return own, host_ids
 
 
 def _bytes(flat: torch.Tensor) -> torch.Tensor:

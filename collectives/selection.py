@@ -55,18 +55,25 @@ def parse_table(text: str, allowed: Sequence[str], variable: str) -> Table:
 
 
 def default_table(collective: str, topology: Topology) -> Table:
-    """The built-in choice, from measurements kept in docs/measurements.md; it depends on size and topology only.
+    """The built-in choice, made by size and topology from the measurements in docs/measurements.md.
 
-    Few rounds for small messages, optimal bytes for large ones; between hosts that hold several ranks each, hierarchical.
+    Small messages want few rounds between hosts, and inside a host, where ranks share cores, few messages; large ones want
+    the fewest bytes, and neighbours that stay the same, between hosts that hold several ranks each also a single crossing.
     """
     several_hosts = len(topology.hosts) > 1
-    shared_hosts = several_hosts and topology.size > len(topology.hosts)
-    large = "hierarchical" if shared_hosts else "rsag"
+    if not several_hosts:
+        allreduce = [("recursive_doubling", 0), ("rsag", 64 << 10)]
+        if topology.size > 2:
+            allreduce = [("tree", 0), ("rsag", 2 << 20)]
+    elif topology.size == len(topology.hosts):
+        allreduce = [("recursive_doubling", 0), ("rsag", 32 << 10), ("ring", topology.size * (256 << 10))]
+    else:
+        allreduce = [("recursive_doubling", 0), ("hierarchical", 32 << 10)]
     tables: dict[str, list[tuple[str, int]]] = {
-        "allreduce": [("recursive_doubling", 0), (large, 32 << 10)],
+        "allreduce": allreduce,
         "reduce_scatter": [("rsag", 0)],
         "allgather": [("rsag", 0)],
-        "broadcast": [("tree", 0)] if topology.size <= 2 else [("tree", 0), ("rsag", 256 << 10)],
+        "broadcast": [("tree", 0), ("rsag", 256 << 10)] if several_hosts and topology.size > 2 else [("tree", 0)],
         "reduce": [("tree", 0)],
         "gather": [("direct", 0)],
         "scatter": [("direct", 0)],
@@ -76,6 +83,11 @@ def default_table(collective: str, topology: Topology) -> Table:
     entries = tables[collective]
     stops = [start for _, start in entries[1:]] + [None]
     return tuple(Rule(name, start, stop) for (name, start), stop in zip(entries, stops, strict=True))
+
+
+def default_segment_bytes(topology: Topology) -> int:
+    """Inside one host every message costs wake-ups, and nothing is gained from overlap; between hosts the wire waits."""
+    return (4 << 20) if len(topology.hosts) == 1 else (256 << 10)
 
 
 def tables_in_force(

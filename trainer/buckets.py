@@ -102,7 +102,7 @@ class Bucket:
     def __init__(self, plan: BucketPlan, names: Sequence[str], parameters: Sequence[Tensor], compression: Cast) -> None:
         """names and parameters: all that were planned, of which plan.items picks."""
         self.items = plan.items
-        self._names = [names[item] for item in plan.items]
+        self.names = [names[item] for item in plan.items]
         self._parameters = [parameters[item] for item in plan.items]
         kind = self._parameters[0]
         self._buffer = torch.zeros(plan.numel, dtype=kind.dtype, device=kind.device)
@@ -118,7 +118,7 @@ class Bucket:
 
     @property
     def in_flight(self) -> bool:
-        """True from start() to finish()."""
+        """True from start() to forget()."""
         return self._work is not None
 
     def collect(self, slot: int) -> bool:
@@ -134,7 +134,7 @@ class Bucket:
         if gradient is not view:
             if gradient.layout is not torch.strided:
                 raise TypeError(
-                    f"the gradient of {self._names[slot]!r} is sparse ({gradient.layout}), which cannot be exchanged: "
+                    f"the gradient of {self.names[slot]!r} is sparse ({gradient.layout}), which cannot be exchanged: "
                     "make it dense, for example nn.Embedding(..., sparse=False)"
                 )
             view.copy_(gradient)
@@ -149,7 +149,7 @@ class Bucket:
         self._views[slot].mul_(factor)
 
     def start(self, reduction: Reduction) -> None:
-        """Collect what there is and begin its reduction. Until finish(), nobody may touch the gradients."""
+        """Collect what there is and begin its reduction. Until wait(), nobody may touch the gradients."""
         self._absent = [slot for slot in range(len(self.items)) if not self.collect(slot)]
         self._presence.fill_(1)
         if self._absent:
@@ -160,12 +160,11 @@ class Bucket:
 
     def wait(self) -> None:
         """Until the reduction is done. Raises its error."""
-        if self._work is not None:
-            self._work.wait()
+        assert self._work is not None
+        self._work.wait()
 
     def finish(self) -> None:
         """Hand out the result: a parameter without gradient on this rank gets one if any rank has it."""
-        self._work = None
         if self._wire is not self._buffer:
             self._buffer.copy_(self._wire)
         if self._absent:
@@ -174,8 +173,8 @@ class Bucket:
                 if present[slot]:
                     self._parameters[slot].grad = self._views[slot]
 
-    def abandon(self) -> None:
-        """Forget a reduction that failed."""
+    def forget(self) -> None:
+        """Be ready for the next start()."""
         self._work = None
 
 

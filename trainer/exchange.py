@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from trainer.buckets import Reduction
+from trainer.buckets import Bucket, Reduction
 from trainer.layout import Layout
 from trainer.ops import Sum
 
@@ -156,9 +156,55 @@ class GradientExchange:
 
     def _start(self, count: int) -> None:
         """Start the first `count` buckets, but for those that are started."""
-        buckets = self._layout.buckets
-        for bucket in buckets[self._started : count]:
+        for bucket in self._layout.buckets[self._started : count]:
             if self._reduction.op == Sum:
-                self._share_out(bucket)
+                self._divide_old_sums(bucket)
             bucket.start(self._reduction)
             self._started += 1
+
+    def _divide_old_sums(self, bucket: Bucket) -> None:
+        """Divide gradients of an earlier exchange, to which nothing was added, so that summing again gives the same sums."""
+        for slot, index in enumerate(bucket.items):
+            if index in self._reduced and bucket.holds_gradient(slot):
+                bucket.scale(slot, 1 / self._reduction.communicator.size)
+
+    def _finish(self) -> None:
+        """Wait for all buckets, hand out the gradients, and close the window."""
+        buckets = self._layout.buckets
+        begin = time.perf_counter()
+        try:
+            for bucket in buckets:
+                bucket.wait()
+            for bucket in buckets:
+                bucket.finish()
+        finally:
+            self.wait_s += time.perf_counter() - begin
+            for bucket in buckets:
+                bucket.forget()
+            self._started = 0
+            self._passes = 0
+        self._has_unreduced = False
+        self._exchanged = True
+        self._reduced = set(self._layout.places)
+        self._layout.learn(self._arrived)
+
+
+class _Hook:
+    """What a parameter keeps of a method: no longer alive than the exchange, and left behind when the parameter is pickled."""
+
+    def __init__(self, method: weakref.WeakMethod[Callable[[int, Tensor], None]] | None, index: int) -> None:
+        self._method = method
+        self._index = index
+
+    def __call__(self, parameter: Tensor) -> None:
+        method = self._method() if self._method is not None else None
+        if method is not None:
+            method(self._index, parameter)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[None, int]]:
+        return _Hook, (None, self._index)
+
+
+def _when_backward_ends(callback: Callable[[], None]) -> None:
+    """Have the autograd engine call back at the end of the backward() that is running; its errors are backward()'s."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -43,7 +43,7 @@ class Allgather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
         communicator, rows = ctx.call
         output = gradient.new_empty((rows[communicator.rank], *gradient.shape[1:]))
-        communicator.reduce_scatter(output, list(gradient.contiguous().split(rows)), Sum)
+        communicator.reduce_scatter(output, list(gradient.split(rows)), Sum)
         return None, None, output
 
 
@@ -52,13 +52,18 @@ class ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, communicator: Communicator, rows: list[int], op: str, prescale: float, postscale: float, tensor: Tensor
+        ctx: Any,
+        communicator: Communicator,
+        rows: list[int],
+        op: str,
+        prescale: float,
+        postscale: float,
+        tensor: Tensor,
     ) -> Tensor:
         ctx.call = communicator, rows, op, prescale * postscale
-        output = tensor.new_empty((rows[communicator.rank], *tensor.shape[1:]))
-        chunks = list(tensor.detach().contiguous().split(rows))
-        communicator.reduce_scatter(output, chunks, op, prescale=prescale, postscale=postscale)
-        return output
+        output, chunks = scattered(communicator, rows, tensor, prescale)
+        communicator.reduce_scatter(output, chunks, op)
+        return output if postscale == 1 else output.mul_(postscale)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -91,24 +96,30 @@ class Alltoall(torch.autograd.Function):
     """(communicator, rows to every rank, rows from every rank, tensor) -> the rows received, in rank order."""
 
     @staticmethod
-    def forward(
-        ctx: Any, communicator: Communicator, sent: list[int], received: list[int], tensor: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, communicator: Communicator, sent: list[int], received: list[int], tensor: Tensor) -> Tensor:
         ctx.call = communicator, sent, received
         output = tensor.new_empty((sum(received), *tensor.shape[1:]))
-        communicator.alltoall(output, tensor.detach().contiguous(), received, sent)
+        communicator.alltoall(output, tensor.detach(), received, sent)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, Tensor]:
         communicator, sent, received = ctx.call
         output = gradient.new_empty((sum(sent), *gradient.shape[1:]))
-        communicator.alltoall(output, gradient.contiguous(), sent, received)
+        communicator.alltoall(output, gradient, sent, received)
         return None, None, None, output
+
+
+def scattered(
+    communicator: Communicator, rows: list[int], tensor: Tensor, prescale: float
+) -> tuple[Tensor, list[Tensor]]:
+    """Output and input of a reduce_scatter: room for this rank's rows, and the rows of every rank, multiplied by prescale."""
+    scaled = tensor.detach() if prescale == 1 else tensor.detach() * prescale
+    return tensor.new_empty((rows[communicator.rank], *tensor.shape[1:])), list(scaled.split(rows))
 
 
 def gather_rows(communicator: Communicator, rows: list[int], tensor: Tensor) -> Tensor:
     """All ranks' tensors along dimension 0; rows[r] is what rank r has of it."""
     output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
-    communicator.allgather(list(output.split(rows)), tensor.detach().contiguous())
+    communicator.allgather(list(output.split(rows)), tensor.detach())
     return output

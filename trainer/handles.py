@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from collectives import Work
@@ -12,17 +13,27 @@ T = TypeVar("T")
 class Handle(Generic[T]):
     """An operation under way: what the *_async verbs return, for poll() and synchronize()."""
 
-    def __init__(self, work: Work, result: T) -> None:
-        self.work = work
-        self.result = result
+    def __init__(self, work: Work, result: T, finish: Callable[[T], T] | None = None) -> None:
+        """finish: what is left to do to the result once, when the work is done."""
+        self._work = work
+        self._result = result
+        self._finish = finish
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> T:
+        self._work.wait()
+        if self._finish is not None:
+            self._result, self._finish = self._finish(self._result), None
+        return self._result
 
 
 def poll(handle: Handle[T]) -> bool:
     """True once synchronize(handle) would return, or raise, at once."""
-    return handle.work.is_completed()
+    return handle.is_completed()
 
 
 def synchronize(handle: Handle[T]) -> T:
     """Wait for an asynchronous operation; return its result, or raise its error."""
-    handle.work.wait()
-    return handle.result
+    return handle.wait()

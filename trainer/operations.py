@@ -21,7 +21,7 @@ from torch import Tensor
 
 from collectives import Communicator, Work
 from trainer.compression import Cast, Compression
-from trainer.functional import Allgather, Allreduce, Alltoall, Broadcast, ReduceScatter
+from trainer.functional import Allgather, Allreduce, Alltoall, Broadcast, ReduceScatter, scattered
 from trainer.handles import Handle
 from trainer.ops import Average, resolve_op
 from trainer.world import ProcessSet, communicator_of
@@ -73,8 +73,7 @@ def allreduce_(
 ) -> Tensor:
     """allreduce() in place; returns `tensor`."""
     handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    handle.work.wait()
-    return tensor
+    return handle.wait()
 
 
 def allreduce_async_(
@@ -109,7 +108,7 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """allreduce() of several tensors as one operation: new tensors in the same order."""
     packed = [compression.compress(tensor) for tensor in tensors]
-    reduced = Allreduce.apply(  # type: ignore[no-untyped-call]
+    reduced = Allreduce.apply(
         communicator_of(process_set),
         resolve_op(op, average),
         prescale_factor,
@@ -144,8 +143,7 @@ def grouped_allreduce_(
 ) -> list[Tensor]:
     """grouped_allreduce() in place; returns the tensors given."""
     handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
-    handle.work.wait()
-    return handle.result
+    return handle.wait()
 
 
 def grouped_allreduce_async_(
@@ -171,7 +169,7 @@ def grouped_allreduce_async_(
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = None) -> Tensor:
     """All ranks' tensors, one after the other along dimension 0, where they may differ in size; the other dimensions agree."""
     communicator = communicator_of(process_set)
-    output: Tensor = Allgather.apply(communicator, _rows_by_rank(communicator, tensor), tensor)  # type: ignore[no-untyped-call]
+    output: Tensor = Allgather.apply(communicator, _rows_by_rank(communicator, tensor), tensor)
     return output
 
 
@@ -180,13 +178,13 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
     communicator = communicator_of(process_set)
     rows = _rows_by_rank(communicator, tensor)
     output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
-    work = communicator.allgather(list(output.split(rows)), tensor.detach().contiguous(), async_op=True)
+    work = communicator.allgather(list(output.split(rows)), tensor.detach(), async_op=True)
     return Handle(_work(work), output)
 
 
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = None) -> Tensor:
     """A new tensor like `tensor` with the values that it has on root_rank."""
-    output: Tensor = Broadcast.apply(communicator_of(process_set), root_rank, tensor)  # type: ignore[no-untyped-call]
+    output: Tensor = Broadcast.apply(communicator_of(process_set), root_rank, tensor)
     return output
 
 
@@ -199,8 +197,7 @@ def broadcast_async(
 
 def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = None) -> Tensor:
     """broadcast() in place; returns `tensor`."""
-    broadcast_async_(tensor, root_rank, name, process_set).work.wait()
-    return tensor
+    return broadcast_async_(tensor, root_rank, name, process_set).wait()
 
 
 def broadcast_async_(
@@ -226,7 +223,7 @@ def reducescatter(
     """
     communicator = communicator_of(process_set)
     sent, dtype = compression.compress(tensor)
-    output = ReduceScatter.apply(  # type: ignore[no-untyped-call]
+    output = ReduceScatter.apply(
         communicator, _even_rows(tensor, communicator), resolve_op(op, None), prescale_factor, postscale_factor, sent
     )
     return compression.decompress(output, dtype)
@@ -243,20 +240,16 @@ def reducescatter_async(
     """reducescatter() in the background; synchronize() returns the new tensor."""
     communicator = communicator_of(process_set)
     rows = _even_rows(tensor, communicator)
-    output = tensor.new_empty((rows[communicator.rank], *tensor.shape[1:]))
-    work = communicator.reduce_scatter(
-        output,
-        list(tensor.detach().contiguous().split(rows)),
-        resolve_op(op, None),
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        async_op=True,
-    )
-    return Handle(_work(work), output)
+    output, chunks = scattered(communicator, rows, tensor, prescale_factor)
+    work = communicator.reduce_scatter(output, chunks, resolve_op(op, None), async_op=True)
+    return Handle(_work(work), output, None if postscale_factor == 1 else lambda result: result.mul_(postscale_factor))
 
 
 def alltoall(
-    tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None, process_set: ProcessSet = None
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Send a slice of rows to every rank; the rows received, in rank order.
 
@@ -265,18 +258,21 @@ def alltoall(
     """
     communicator = communicator_of(process_set)
     sent, received = _exchange_splits(communicator, tensor, splits)
-    output: Tensor = Alltoall.apply(communicator, sent, received, tensor)  # type: ignore[no-untyped-call]
+    output: Tensor = Alltoall.apply(communicator, sent, received, tensor)
     return output if splits is None else (output, torch.tensor(received, dtype=torch.int32))
 
 
 def alltoall_async(
-    tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None, process_set: ProcessSet = None
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = None,
 ) -> Handle[Tensor] | Handle[tuple[Tensor, Tensor]]:
     """alltoall() in the background, except for the splits, which are exchanged before this returns."""
     communicator = communicator_of(process_set)
     sent, received = _exchange_splits(communicator, tensor, splits)
     output = tensor.new_empty((sum(received), *tensor.shape[1:]))
-    work = _work(communicator.alltoall(output, tensor.detach().contiguous(), received, sent, async_op=True))
+    work = _work(communicator.alltoall(output, tensor.detach(), received, sent, async_op=True))
     return Handle(work, output) if splits is None else Handle(work, (output, torch.tensor(received, dtype=torch.int32)))
 
 
@@ -296,7 +292,9 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _rows_by_rank(communicator: Communicator, tensor: Tensor) -> list[int]:
     """The size of dimension 0 on every rank. Raises ValueError on all ranks alike where the tensors do not fit together."""
-    kinds: list[tuple[tuple[int, ...], torch.dtype]] = communicator.allgather_object((tuple(tensor.shape), tensor.dtype))
+    kinds: list[tuple[tuple[int, ...], torch.dtype]] = communicator.allgather_object(
+        (tuple(tensor.shape), tensor.dtype)
+    )
     first_shape, first_dtype = kinds[0]
     for rank, (shape, dtype) in enumerate(kinds):
         if not shape:

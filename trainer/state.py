@@ -24,8 +24,8 @@ def broadcast_parameters(
     All ranks must give the same tensors in shape and dtype, in the same order (a mapping is taken in the order of its keys).
     Raises TypeError for anything that is not a tensor.
     """
-    entries = sorted(params.items()) if isinstance(params, Mapping) else list(params)
-    tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+    entries: list[Any] = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    tensors: list[Tensor] = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"can broadcast tensors, or pairs of a name and a tensor, not {type(tensor).__name__}")
@@ -58,7 +58,7 @@ def broadcast_optimizer_state(
     is_root = communicator.rank == root_rank
     outlines = _map(optimizer.state_dict(), Tensor, take_out) if is_root else None
     outlines = communicator.broadcast_object(outlines, root_rank)
-    state = None if is_root else _map(outlines, _Outline, make_room)
+    state: dict[str, Any] = {} if is_root else _map(outlines, _Outline, make_room)
     for tensor in tensors:
         communicator.broadcast(tensor.detach(), root_rank)
     if not is_root:

@@ -29,7 +29,7 @@ class World:
             _start_torch_distributed(launch)
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self._opened: weakref.WeakSet[Communicator] = weakref.WeakSet()
+        self._opened: list[weakref.ref[Communicator]] = []
         self._communicators: dict[dist.ProcessGroup | None, Communicator] = {}
         topology = self.communicator().topology
         told = (launch.rank, launch.size) == (self.rank, self.size)
@@ -48,18 +48,20 @@ class World:
     def open_communicator(self, group: dist.ProcessGroup | None) -> Communicator:
         """A new Communicator, for one user alone, closed with the world at the latest. Collective over the group."""
         communicator = Communicator(group)
-        self._opened.add(communicator)
+        self._opened.append(weakref.ref(communicator))
         return communicator
 
     def close(self) -> None:
-        for communicator in list(self._opened):
-            communicator.close()
+        """Close what was opened here, in that order, since closing a Communicator waits a little for its other ranks."""
+        for reference in self._opened:
+            if (communicator := reference()) is not None:
+                communicator.close()
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
 
 
 def cross_position(rank: int, local_ranks: list[int]) -> tuple[int, int]:
-    """cross_rank and cross_size of a rank, as Horovod defines them: its place among the ranks of its local rank, and their number.
+    """Horovod's cross_rank and cross_size of a rank: its place among the ranks that have its local rank, and their number.
 
     local_ranks[r] is the local rank of rank r.
     """
@@ -70,7 +72,7 @@ def cross_position(rank: int, local_ranks: list[int]) -> tuple[int, int]:
 def _start_torch_distributed(launch: Launch) -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if launch.size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         return
     address, port = meeting_point(os.environ, launch)
     if launch.launcher == TORCHRUN:  # whose agent may already keep the store: only env:// knows how to join it

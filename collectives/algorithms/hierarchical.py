@@ -1,15 +1,15 @@
 """Hierarchical allreduce: inside hosts, across hosts, inside hosts; only one copy of the data crosses each host's link.
 
 With h hosts, the smallest of g ranks: the buffer has g shards of h blocks. (1) On every host rank i < g gathers and reduces
-shard i from its local peers; (2) the ranks i of all hosts allreduce shard i among themselves with the circulant algorithm;
+shard i from its local peers; (2) the ranks i of all hosts allreduce shard i among themselves around a ring;
 (3) each hands shard i to its local peers. All g local ranks drive the wire at once; hosts may differ in size, and ranks may
 be numbered in any way. Per host and direction 2(h - 1)/h n bytes cross the link; a flat ring sends 2(p - 1)/p n there when
-neighbours share hosts, and up to g times as much when they do not. 2 + 2 ceil(log2 h) rounds.
+neighbours share hosts, and up to g times as much when they do not. 2 + 2(h - 1) rounds.
 """
 
 from __future__ import annotations
 
-from collectives.algorithms import rsag
+from collectives.algorithms import ring
 from collectives.schedule import Place, Round, Schedule, receive, reduce, send
 from collectives.spans import Span
 
@@ -30,12 +30,12 @@ def allreduce(place: Place) -> Schedule:
 
     gather: Round = tuple(step for i, driver in driven for step in send(driver, shard(i)))
     spread: Round = tuple(step for i, driver in driven for step in receive(driver, shard(i)))
-    between: tuple[Round, ...] = ((),) * len(rsag.allreduce(Place(0, across)).rounds)
+    between: tuple[Round, ...] = ((),) * len(ring.allreduce(Place(0, across)).rounds)
     if mine < shards:
         gather += tuple(step for peer in peers for step in reduce(peer, shard(mine)))
         spread = tuple(step for peer in peers for step in send(peer, shard(mine))) + spread
         drivers = tuple(host[mine] for host in hosts)
-        inner = rsag.allreduce(Place(hosts.index(local), across))
+        inner = ring.allreduce(Place(hosts.index(local), across))
         between = inner.embedded(drivers, rank, place.size, mine * across, blocks).rounds
     inside = any(len(host) > 1 for host in hosts)
     rounds = (gather, *between, spread) if inside else between

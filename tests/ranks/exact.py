@@ -12,8 +12,8 @@ WORLDS = (1, 2, 3, 4, 5, 7, 8)
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = (*FLOATING, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
 OPS = ("sum", "average", "min", "max", "product")
-SEGMENT_BYTES = 256
-SEVERAL_SEGMENTS = 1999
+SEGMENT_BYTES = 200
+SEVERAL_SEGMENTS = 999
 
 
 def communicator() -> Communicator:
@@ -30,12 +30,11 @@ def ops(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def reductions(world_size: int) -> list[tuple[torch.dtype, str, int]]:
-    """Every dtype with every size, and with every op at the sizes that are hardest to cut."""
-    by_size = [(dtype, "sum", numel) for dtype in DTYPES for numel in sizes(world_size)]
-    by_op = [
-        (dtype, op, numel) for dtype in DTYPES for op in ops(dtype) for numel in (world_size + 1, SEVERAL_SEGMENTS)
-    ]
-    return list(dict.fromkeys(by_size + by_op))
+    """(dtype, op, numel): every size, every dtype in several segments, and every dtype with every op."""
+    every_size = [(dtype, "sum", numel) for dtype in (torch.bfloat16, torch.float32) for numel in sizes(world_size)]
+    several_segments = [(dtype, "sum", SEVERAL_SEGMENTS) for dtype in DTYPES]
+    every_op = [(dtype, op, world_size + 1) for dtype in DTYPES for op in ops(dtype)]
+    return list(dict.fromkeys(every_size + several_segments + every_op))
 
 
 def contribution(rank: int, world_size: int, numel: int, dtype: torch.dtype, op: str = "sum") -> torch.Tensor:

@@ -157,10 +157,10 @@ def close_with_operations_in_flight() -> None:
         works = [begin(comm, torch.ones(SEVERAL_SEGMENTS)) for _ in range(3)]
         started = time.monotonic()
         comm.close()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 10
         for work in works:
             with pytest.raises(CollectiveError):
-                work.wait(5)
+                work.wait(10)
     dist.barrier()
     comm.close()
 

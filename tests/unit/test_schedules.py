@@ -155,7 +155,7 @@ def test_hierarchical_works_on_any_hosts_and_crosses_links_once(hosts: tuple[tup
         )
         assert leaving / schedules[0].blocks == pytest.approx(2 * (across - 1) / across)
     inside = 2 * any(len(host) > 1 for host in hosts)
-    assert len(schedules[0].rounds) == inside + 2 * levels(across)
+    assert len(schedules[0].rounds) == inside + 2 * (across - 1)
 
 
 def test_a_broken_schedule_is_caught() -> None:

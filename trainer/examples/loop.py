@@ -70,7 +70,7 @@ class Trainee:
             group["lr"] = lr
         self.optimizer.zero_grad()
         loss = cross_entropy(self.forward(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(self.module.parameters(), CLIP_NORM)
         self.optimizer.step()
         return loss.item()

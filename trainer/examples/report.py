@@ -145,8 +145,10 @@ class Report:
         """Plot the loss over the steps: each step faint, its running mean, and the validation points."""
         figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
         axes = figure.add_subplot()
-        for (name, record), color in zip(self.records.items(), ("tab:blue", "tab:orange"), strict=False):
-            _draw_record(axes, name, record, color, "-" if name == OURS else (0, (5, 3)))
+        _draw_record(axes, OURS, self.records[OURS], {"color": "tab:blue"}, marker="o", size=8)
+        if BASELINE in self.records:
+            style = {"color": "tab:orange", "linestyle": (0, (5, 3))}
+            _draw_record(axes, BASELINE, self.records[BASELINE], style, marker="D", size=4)
         ours = self.records[OURS]
         rate = f"{ours.steps_per_s() * self.items_per_step:,.0f} {self.item}s/s"
         axes.set_title(self.title, loc="left", fontweight="bold")
@@ -188,17 +190,11 @@ def centred_means(values: list[float], reach: int) -> list[float]:
     return [statistics.fmean(values[i - k : i + k + 1]) for i, k in enumerate(reaches)]
 
 
-def _draw_record(axes: Axes, name: str, record: Record, color: str, style: Any) -> None:
-    steps = range(1, len(record.losses) + 1)
+def _draw_record(axes: Axes, name: str, record: Record, style: dict[str, Any], marker: str, size: float) -> None:
+    steps, color = range(1, len(record.losses) + 1), style["color"]
+    means = centred_means(record.losses, reach=min(20, len(record.losses) // 20))
     axes.plot(steps, record.losses, color=color, alpha=0.25, linewidth=0.8)
-    axes.plot(
-        steps,
-        centred_means(record.losses, reach=min(20, len(record.losses) // 20)),
-        color=color,
-        linewidth=1.6,
-        linestyle=style,
-        label=f"{name}, training",
-    )
+    axes.plot(steps, means, linewidth=1.6, label=f"{name}, training", **style)
     done, losses, _ = zip(*record.validation, strict=True)
     label = f"{name}, validation: {losses[-1]:.3f}"
-    axes.plot(done, losses, "o", color=color, markersize=5, markeredgecolor="white", label=label)
+    axes.plot(done, losses, marker, color=color, markersize=size, markeredgecolor="white", label=label)

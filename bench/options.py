@@ -1,0 +1,85 @@
+"""The flags of a collective's benchmark: nccl-tests' where the meaning is the same."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from bench.sizes import parse_size, size_range
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "bool": torch.bool,
+}
+OPS = ("sum", "average", "min", "max", "product")
+NCCL_TESTS_NAMES = {"half": "float16", "float": "float32", "double": "float64", "avg": "average", "prod": "product"}
+
+
+def _names(known: Sequence[str], text: str) -> list[str]:
+    name = NCCL_TESTS_NAMES.get(text, text)
+    if name != "all" and name not in known:
+        also = [alias for alias, meant in NCCL_TESTS_NAMES.items() if meant in known]
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join([*known, *also])}, all")
+    return list(known) if name == "all" else [name]
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def count_from(least: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
+    return int(text)
+
+
+def _picture(text: str) -> Path:
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("matplotlib is not installed: pip install 'gradwire[bench]'")
+    return Path(text)
+
+
+def parse_arguments(name: str, arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m bench {name}",
+        description=f"Time and check {name} with every algorithm, nccl-tests' way. Run under torchrun.",
+    )
+    add = parser.add_argument
+    add("-b", "--minbytes", type=_size, default="32M", help="smallest size, e.g. 8, 4K, 32M (default 32M)")
+    add("-e", "--maxbytes", type=_size, default="32M", help="largest size (default 32M)")
+    add("-i", "--stepbytes", type=_size, default="1M", help="from one size to the next (default 1M)")
+    add("-f", "--stepfactor", type=partial(count_from, 2), help="from one size to the next, instead of -i")
+    add("-n", "--iters", type=partial(count_from, 1), default=20, help="timed turns of each competitor (default 20)")
+    add("-w", "--warmup_iters", type=partial(count_from, 0), default=1, help="untimed turns before (default 1)")
+    add("-c", "--check", type=partial(count_from, 0), default=1, help="checked turns; 0 checks nothing (default 1)")
+    dtypes, ops = partial(_names, tuple(DTYPES)), partial(_names, OPS)
+    add("-d", "--datatype", type=dtypes, default="float", help="torch's or nccl-tests' name, or all (default float)")
+    add("-o", "--op", type=ops, default="sum", help="sum, avg, min, max, prod or all, where one reduces (default sum)")
+    add("-r", "--root", type=partial(count_from, 0), default=0, help="where there is one (default 0)")
+    add("--algorithm", type=lambda text: text.split(","), help="comma-separated; default auto and all that are legal")
+    add("--backend", choices=("gloo", "nccl"), help="of torch.distributed; default nccl where there are GPUs")
+    add("-T", "--timeout", type=float, default=300.0, help="of one collective, in seconds (default 300)")
+    add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
+    add("--plot", type=_picture, metavar="FILE.png", help="draw time and bus bandwidth over size")
+    chosen = parser.parse_args(arguments)
+    try:
+        chosen.sizes = size_range(chosen.minbytes, chosen.maxbytes, chosen.stepbytes, chosen.stepfactor)
+    except ValueError as error:
+        parser.error(str(error))
+    return chosen

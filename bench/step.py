@@ -1,0 +1,174 @@
+"""`torchrun --nproc-per-node 2 -m bench step`: a training step of bytes_gpt with our optimizer, beside DDP's and none.
+
+All three train the same model from the same weights on the same data, in turns of a few steps each (see `bench.timing`).
+`compute` exchanges nothing: what a step costs at least, and what the others' replicas drift apart without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import trainer as hvd
+from bench.compare import ratio_interval
+from bench.meta import software_and_machine
+from bench.options import count_from
+from bench.timing import Protocol, distributed_machine, median_and_p99, slowest_rank, take_turns
+from trainer.examples import bytes_gpt
+from trainer.examples.loop import Task, Trainee, adamw, choose_device, ddp_trainee, digest, our_trainee, share_cores
+from trainer.examples.report import Record
+
+PRESETS: dict[str, dict[str, Any]] = {"small": {}, **bytes_gpt.PRESETS}
+LR = 1e-3
+OURS, DDP, COMPUTE = "gradwire", "ddp", "compute"
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One competitor. step_ms, p99_ms: median and 99th percentile of the turns, per step, on the slowest rank.
+
+    loss: of the last step, averaged over the ranks. replicas_identical: the ranks' weights at the end, to the bit.
+    """
+
+    competitor: str
+    world_size: int
+    step_ms: float
+    p99_ms: float
+    tokens_per_s: float
+    time_over_ddp: float
+    time_over_compute: float
+    loss: float
+    replicas_identical: bool
+
+
+def compute_trainee(module: nn.Module) -> Trainee:
+    """A model whose gradients stay where they are."""
+    return Trainee(module, module, adamw(module), lambda: 0.0, Record())
+
+
+class Competitor:
+    """A model in training; calling it trains for one turn."""
+
+    def __init__(self, trainee: Trainee, task: Task, config: bytes_gpt.Config, steps: int) -> None:
+        self.trainee = trainee
+        self.loss = 0.0
+        self._task = task
+        self._share = config.batch // hvd.size()
+        self._steps = steps
+        self._done = 0
+
+    def __call__(self) -> None:
+        mine = slice(hvd.rank() * self._share, (hvd.rank() + 1) * self._share)
+        device = next(self.trainee.module.parameters()).device
+        for step in range(self._done, self._done + self._steps):
+            inputs, targets = self._task.batch(step)
+            self.loss = self.trainee.step(inputs[mine].to(device), targets[mine].to(device), LR)
+        self._done += self._steps
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench step",
+        description="Time a training step of bytes_gpt: our optimizer, torch's DDP, and no exchange. Run under torchrun.",
+    )
+    add = parser.add_argument
+    add("--preset", choices=tuple(PRESETS), default="small", help="the model (default small)")
+    add("--batch", type=partial(count_from, 1), default=4, help="sequences a rank and step (default 4)")
+    add("--steps", type=partial(count_from, 1), default=5, help="steps in one turn (default 5)")
+    add("--rounds", type=partial(count_from, 1), default=20, help="timed turns of each competitor (default 20)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (default auto)")
+    add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
+    return parser.parse_args(arguments)
+
+
+def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[StepRow], tuple[float, float], int]:
+    """The rows, the 95 % interval of ours over DDP, and the parameters of the model; the same on every rank."""
+    config = bytes_gpt.Config(**{**PRESETS[chosen.preset], "batch": chosen.batch * hvd.size()})
+    task = bytes_gpt.task(config)
+    builders: dict[str, Callable[[nn.Module], Trainee]] = {
+        OURS: partial(our_trainee, compression="none"),
+        DDP: ddp_trainee,
+        COMPUTE: compute_trainee,
+    }
+    competitors: dict[str, Competitor] = {}
+    for name, build in builders.items():
+        torch.manual_seed(config.seed)
+        competitors[name] = Competitor(build(task.build().to(device)), task, config, chosen.steps)
+    protocol = Protocol(chosen.rounds, warmup_iters=2, check_iters=0)
+    turns, _ = take_turns(list(competitors.values()), lambda: None, lambda: 0, distributed_machine(device), protocol)
+    seconds = dict(zip(competitors, slowest_rank(turns / chosen.steps, device), strict=True))
+    median = {name: median_and_p99(times)[0] for name, times in seconds.items()}
+    rows: list[StepRow] = []
+    for name, competitor in competitors.items():
+        loss = hvd.allreduce(torch.tensor(competitor.loss, dtype=torch.float64, device=device), op=hvd.Average)
+        digests = hvd.allgather_object(digest(competitor.trainee.module))
+        rows.append(
+            StepRow(
+                competitor=name,
+                world_size=hvd.size(),
+                step_ms=median[name] * 1e3,
+                p99_ms=median_and_p99(seconds[name])[1] * 1e3,
+                tokens_per_s=task.items_per_step / median[name],
+                time_over_ddp=median[name] / median[DDP],
+                time_over_compute=median[name] / median[COMPUTE],
+                loss=float(loss),
+                replicas_identical=len(set(digests)) == 1,
+            )
+        )
+    parameters = sum(parameter.numel() for parameter in competitors[OURS].trainee.module.parameters())
+    return rows, ratio_interval(seconds[OURS], seconds[DDP]), parameters
+
+
+def format_table(rows: Sequence[StepRow], interval: tuple[float, float], meta: dict[str, Any]) -> list[str]:
+    ours = next(row for row in rows if row.competitor == OURS)
+    return [
+        f"# step of bytes_gpt {meta['preset']}: {meta['parameters'] / 1e6:.2f} M parameters, {meta['batch']} sequences a rank,"
+        f" world size {ours.world_size} backend {meta['backend']}, {meta['rounds']} turns of {meta['steps']} steps",
+        *([f"# Network: {meta['network']}"] if meta["network"] else []),
+        "#",
+        "#             step      p99             time over  time over",
+        "#             (ms)     (ms)  tokens/s         ddp    compute     loss  replicas",
+        *(
+            f"  {row.competitor:8} {row.step_ms:8.2f} {row.p99_ms:8.2f} {row.tokens_per_s:9.0f}"
+            f" {row.time_over_ddp:11.3f} {row.time_over_compute:10.3f} {row.loss:8.4f}"
+            f"  {'identical' if row.replicas_identical else 'differ'}"
+            for row in rows
+        ),
+        f"# Time of {OURS} / {DDP} : {ours.time_over_ddp:.3f}  [{interval[0]:.3f}, {interval[1]:.3f}]",
+    ]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code 1 if replicas that exchange gradients are not identical, on every rank."""
+    chosen = parse_arguments(arguments)
+    hvd.init()
+    share_cores()
+    device = choose_device(chosen.device)
+    rows, interval, parameters = measure(chosen, device)
+    if hvd.rank() == 0:
+        meta = {
+            **software_and_machine(device),
+            "backend": dist.get_backend(),
+            "preset": chosen.preset,
+            "parameters": parameters,
+            "batch": chosen.batch,
+            "steps": chosen.steps,
+            "rounds": chosen.rounds,
+            "interval": interval,
+            "time": "median over interleaved turns, per step, each as long as on its slowest rank",
+        }
+        print("\n".join(format_table(rows, interval, meta)), flush=True)
+        if chosen.json:
+            chosen.json.parent.mkdir(parents=True, exist_ok=True)
+            chosen.json.write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    hvd.shutdown()
+    return 0 if all(row.replicas_identical for row in rows if row.competitor != COMPUTE) else 1

@@ -1,0 +1,148 @@
+"""The benchmark as a user runs it: torchrun, the command line, the exit code, the files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.__main__ import COLLECTIVES
+from bench.table import Row
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 90.0
+
+
+def bench(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`torchrun -m bench ...`, from the repository's root."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return run([*torchrun, "-m", "bench", *arguments])
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+needs_namespaces = pytest.mark.skipif(
+    run(["sh", "-c", "ip -V && tc -V && unshare --net --uts --mount true"]).returncode != 0,
+    reason="needs root, iproute2 and util-linux",
+)
+
+
+def rows_of(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    result = json.loads(path.read_text())
+    assert set(result) == {"meta", "rows"}
+    return result["meta"], result["rows"]
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_every_algorithm_is_measured_and_right(collective: str, tmp_path: Path) -> None:
+    flags = ["-b", "64", "-e", "16K", "-f", "256", "-n", "3", "-w", "1", "-c", "1"]
+    done = bench(3, collective, *flags, "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"))
+    assert done.returncode == 0, done.stderr
+    meta, rows = rows_of(tmp_path / "out.json")
+    assert (meta["world_size"], meta["backend"], meta["hosts"]) == (3, "gloo", [[0, 1, 2]])
+    assert [set(row) for row in rows] == [{field.name for field in fields(Row)}] * len(rows)
+    assert [row["wrong"] for row in rows] == [0] * len(rows)
+    algorithms = {row["algorithm"] for row in rows}
+    assert {"auto", "native", "torch"} < algorithms
+    assert len(rows) == 2 * len(algorithms)
+    for row in rows:
+        assert (row["collective"], row["world_size"], row["codec"], row["dtype"]) == (collective, 3, "none", "float32")
+        assert 0 < row["time_us"] <= row["p99_us"]
+        assert row["algbw_GBps"] == pytest.approx(row["bytes"] / row["time_us"] / 1e3)
+        assert row["algorithm"] in ("auto", "native", "torch") or row["wire_bytes"] > 0
+    assert done.stdout.count("# Out of bounds values : 0 OK") == len(algorithms)
+    assert [line.split()[2] for line in done.stdout.splitlines() if line.startswith("# Algorithm ")] == list(
+        dict.fromkeys(row["algorithm"] for row in rows)
+    )
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_dtypes_and_ops(tmp_path: Path) -> None:
+    flags = ["-b", "1000", "-e", "1000", "-n", "1", "-w", "0", "-d", "all", "-o", "all", "--algorithm", "auto,torch"]
+    done = bench(2, "allreduce", *flags, "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    _, rows = rows_of(tmp_path / "out.json")
+    assert len({(row["dtype"], row["op"]) for row in rows}) == 10 * 5 - 1
+    assert not any(row["wrong"] for row in rows)
+
+
+def test_one_wrong_element_on_one_rank_fails_the_run() -> None:
+    """The real driver, with a Communicator whose rank 1 gets one element wrong in one algorithm."""
+    script = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from bench import micro
+
+class Corrupt(micro.Communicator):
+    def allreduce(self, tensor, op="sum", *, algorithm="auto", **rest):
+        super().allreduce(tensor, op, algorithm=algorithm, **rest)
+        if self.rank == 1 and algorithm == "ring":
+            tensor[5] += 1
+
+micro.Communicator = Corrupt
+sys.exit(micro.main("allreduce", "-b 4K -e 4K -n 2 -w 0 -c 1 --algorithm auto,ring".split()))
+"""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    done = run([*torchrun, sys.executable, "-c", script])
+    assert done.returncode != 0
+    # one checked turn, and the last timed one
+    assert "# Out of bounds values : 2 FAILED" in done.stdout
+    assert "# Out of bounds values : 0 OK" in done.stdout
+
+
+def test_an_unknown_algorithm_is_named_with_the_known_ones() -> None:
+    done = bench(2, "broadcast", "-b", "8", "-e", "8", "--algorithm", "auto,rong")
+    assert done.returncode != 0
+    assert "'rong' is not one of auto, native, torch" in done.stderr
+
+
+def test_alone_it_is_a_world_of_one() -> None:
+    done = run([sys.executable, "-m", "bench", "allreduce", "-b", "8", "-e", "8", "-n", "1"])
+    assert done.returncode == 0, done.stderr
+    assert "world size 1 hosts 1" in done.stdout
+
+
+@needs_namespaces
+def test_simulated_hosts_are_hosts(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    cluster = ["hosts", "--hosts", "2", "--ranks", "3", "--rate", "100mbit", "--deadline-s", "60", "--"]
+    collective = ["allreduce", "-b", "256K", "-e", "256K", "-n", "3", "--algorithm", "auto,native", "--json"]
+    done = run([sys.executable, "-m", "bench", *cluster, *collective, str(out)])
+    assert done.returncode == 0, done.stderr
+    meta, rows = rows_of(out)
+    assert meta["hosts"] == [[0, 1], [2]]
+    assert meta["network"].startswith("2 simulated hosts, 100mbit links")
+    slowest_us = (256 * 1024 - 128 * 1024) / 100e6 * 8 * 1e6
+    assert all(row["time_us"] > slowest_us for row in rows), "the links are faster than their rate"
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("command", "exit_code"), [("if [ $RANK = 1 ]; then exit 7; fi; sleep 1", 7), ("sleep 60", 124), ("true", 0)]
+)
+def test_the_exit_code_of_simulated_hosts(command: str, exit_code: int) -> None:
+    cluster = ["hosts", "--hosts", "2", "--ranks", "2", "--deadline-s", "3", "--"]
+    assert run([sys.executable, "-m", "bench", *cluster, "sh", "-c", command]).returncode == exit_code
+
+
+def test_a_training_step_beside_ddp(tmp_path: Path) -> None:
+    flags = "--batch 1 --steps 2 --rounds 2 --device cpu".split()
+    done = bench(2, "step", *flags, "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    meta, rows = rows_of(tmp_path / "out.json")
+    assert (meta["preset"], meta["backend"]) == ("small", "gloo")
+    ours, ddp, compute = rows
+    assert [row["competitor"] for row in rows] == ["gradwire", "ddp", "compute"]
+    assert ours["replicas_identical"]
+    assert not compute["replicas_identical"]
+    assert ours["loss"] == pytest.approx(ddp["loss"], rel=1e-4)
+    assert ours["time_over_ddp"] == pytest.approx(ours["step_ms"] / ddp["step_ms"])

@@ -1,0 +1,76 @@
+"""What the tests of the trainer share: small models, batches divided among ranks, and the same training in one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+import trainer as hvd
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+BATCH = 24  # divisible by the world sizes in use
+STEPS = 5
+
+
+def in_world(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function of a rank between hvd.init() and hvd.shutdown()."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        hvd.init()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            hvd.shutdown()
+
+    return run
+
+
+def perceptron(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """The global batch of a step: inputs and targets."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randn(BATCH, 6, generator=generator), torch.randn(BATCH, 3, generator=generator)
+
+
+def share(step: int, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
+    """This rank's part of the global batch, or one of `parts` pieces of that."""
+    length = BATCH // hvd.size() // parts
+    start = hvd.rank() * length * parts + part * length
+    inputs, targets = batch(step)
+    return inputs[start : start + length], targets[start : start + length]
+
+
+def loss_of(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
+    inputs, targets = data
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def gradients(parameters: Iterable[Tensor]) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in parameters]
+
+
+def assert_same_on_all_ranks(tensors: Iterable[Tensor]) -> None:
+    """Bit for bit."""
+    mine = [tensor.detach().numpy().tobytes() for tensor in tensors]
+    for rank, theirs in enumerate(hvd.allgather_object(mine)):
+        assert theirs == mine, f"rank {rank} has other values than rank {hvd.rank()}"
+
+
+def assert_close(actual: Iterable[Tensor], expected: Iterable[Tensor], **tolerance: Any) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one.detach(), other.detach(), **tolerance)

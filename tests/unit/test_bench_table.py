@@ -1,0 +1,73 @@
+"""The text of results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from bench.cases import Job
+from bench.compare import format_comparison, ratio_interval
+from bench.table import Row, format_heading, format_row, format_trailer, format_us
+
+ROW = Row("allreduce", "ring", "none", "float32", "sum", 4, 4096, 1234.5, 2000.0, 0.0033, 0.005, 6144, 0)
+JOB = Job(0, 4, 1024, torch.float32, "sum", -1, torch.device("cpu"))
+
+
+def test_columns_begin_with_those_of_nccl_tests() -> None:
+    heading = format_heading(in_place=True)
+    names = "size count type redop root time algbw busbw #wrong p99 wire"
+    assert heading[2].lstrip("#").split() == names.split()
+    assert "in-place" in heading[1]
+    assert "out-of-place" in format_heading(in_place=False)[1]
+
+
+def test_cells_stand_under_their_names() -> None:
+    names = format_heading(in_place=True)[2]
+    row = format_row(ROW, count=1024, root=-1)
+    assert row.split() == ["4096", "1024", "float32", "sum", "-1", "1234.5", "0.003", "0.005", "0", "2000.0", "6144"]
+    assert len(row) == len(names)
+
+
+def test_what_was_not_checked_or_is_not_known_says_so() -> None:
+    unknown = replace(ROW, wrong=None, wire_bytes=None)
+    assert format_row(unknown, 1024, -1).split().count("N/A") == 2
+    assert format_trailer([unknown])[0] == "# Out of bounds values : N/A"
+
+
+def test_trailer_adds_up() -> None:
+    assert format_trailer([ROW, replace(ROW, busbw_GBps=0.015)]) == [
+        "# Out of bounds values : 0 OK",
+        "# Avg bus bandwidth    : 0.0100",
+        "#",
+    ]
+    assert format_trailer([ROW, replace(ROW, wrong=3)])[0] == "# Out of bounds values : 3 FAILED"
+
+
+@pytest.mark.parametrize(("time_us", "text"), [(1.234, "1.23"), (12345.67, "12345.7"), (12345678.9, "12345679")])
+def test_times_keep_their_digits(time_us: float, text: str) -> None:
+    assert format_us(time_us) == text
+
+
+def test_comparison_is_job_by_job() -> None:
+    ours, peers = np.full(10, 1e-3), np.full(10, 2e-3)
+    larger = replace(JOB, count=2048)
+    measured = [
+        (JOB, replace(ROW, algorithm="auto", time_us=1000.0), ours),
+        (JOB, replace(ROW, algorithm="native", time_us=2000.0), peers),
+        (larger, replace(ROW, algorithm="auto", bytes=8192, time_us=1000.0), ours),
+    ]
+    lines = format_comparison(measured, "auto", "native", lambda nbytes: f"chosen for {nbytes}")
+    assert [line for line in lines if "0.500" in line and "4K" in line and "chosen for 4096" in line]
+    assert not [line for line in lines if "8K" in line]
+    assert format_comparison(measured, "auto", "torch", str) == []
+
+
+def test_interval_holds_the_ratio_and_narrows_with_the_scatter() -> None:
+    scatter = np.random.default_rng(1).normal(size=(2, 40))
+    low, high = ratio_interval(1.0 + 0.1 * scatter[0], 2.0 + 0.2 * scatter[1])
+    assert low < 0.5 < high
+    calm_low, calm_high = ratio_interval(1.0 + 0.001 * scatter[0], 2.0 + 0.002 * scatter[1])
+    assert calm_high - calm_low < 0.1 * (high - low)

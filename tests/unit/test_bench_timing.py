@@ -1,0 +1,72 @@
+"""The protocol that turns are taken by."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bench.timing import Machine, Protocol, median_and_p99, take_turns
+
+
+class Recorder:
+    """A world of one that notes what happens; `time.perf_counter` moves only when a competitor runs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        self.now = 0.0
+        monkeypatch.setattr("bench.timing.time.perf_counter", lambda: self.now)
+        self.machine = Machine(lambda: self.events.append("barrier"), lambda: self.events.append("synchronize"))
+
+    def competitor(self, name: str, seconds: float) -> None:
+        self.events.append(name)
+        self.now += seconds
+
+    def take_turns(self, protocol: Protocol) -> tuple[np.ndarray, list[int]]:
+        names = {"a": 1.0, "b": 10.0, "c": 100.0}
+        competitors = [lambda n=name, s=seconds: self.competitor(n, s) for name, seconds in names.items()]
+        return take_turns(competitors, lambda: self.events.append("reset"), lambda: 2, self.machine, protocol)
+
+    @property
+    def order(self) -> str:
+        return "".join(event for event in self.events if len(event) == 1)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+def test_each_round_has_every_competitor_once(recorder: Recorder) -> None:
+    recorder.take_turns(Protocol(iters=6, warmup_iters=2, check_iters=1))
+    rounds = [recorder.order[start : start + 3] for start in range(0, len(recorder.order), 3)]
+    assert len(rounds) == 6 + 2 + 1
+    assert all(sorted(a_round) == ["a", "b", "c"] for a_round in rounds)
+    assert len(set(rounds)) > 1
+
+
+def test_orders_are_the_same_on_every_rank(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Recorder(monkeypatch)
+    recorder.take_turns(Protocol())
+    other.take_turns(Protocol())
+    assert recorder.order == other.order
+
+
+def test_buffers_are_filled_and_ranks_meet_outside_the_clock(recorder: Recorder) -> None:
+    recorder.take_turns(Protocol(iters=1, warmup_iters=0, check_iters=0))
+    assert recorder.events[:5] == ["reset", "synchronize", "barrier", recorder.order[0], "synchronize"]
+
+
+def test_times_belong_to_their_competitor(recorder: Recorder) -> None:
+    seconds, _ = recorder.take_turns(Protocol(iters=4))
+    assert np.array_equal(seconds, np.array([[1.0], [10.0], [100.0]]) * np.ones((1, 4)))
+
+
+@pytest.mark.parametrize(("check_iters", "wrong"), [(0, 0), (1, 4), (3, 8)])
+def test_checked_turns_and_the_last_timed_one_are_counted(recorder: Recorder, check_iters: int, wrong: int) -> None:
+    _, counted = recorder.take_turns(Protocol(iters=5, check_iters=check_iters))
+    assert counted == [wrong] * 3
+
+
+def test_p99_is_a_turn_that_happened() -> None:
+    assert median_and_p99(np.arange(1.0, 21.0)) == (10.5, 20.0)
+    assert median_and_p99(np.arange(1.0, 1002.0)) == (501.0, 991.0)

@@ -1,0 +1,62 @@
+"""Tables of algorithms by size: what is written is what runs, and what makes no sense is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from collectives.algorithms import PLANNERS
+from collectives.selection import Rule, choose, default_table, parse_size, parse_table, tables_in_force
+from collectives.topology import Topology
+
+NAMES = ("ring", "rsag", "native")
+ONE_HOST = Topology(0, ((0, 1, 2, 3),))
+ONE_RANK_A_HOST = Topology(0, ((0,), (1,), (2,)))
+SHARED_HOSTS = Topology(0, ((0, 1), (2,)))
+
+
+def test_a_table_chooses_by_size_and_a_bound_belongs_to_the_upper_range() -> None:
+    table = parse_table("ring:0-16K; rsag:16K-1M;native:1M-max", NAMES, "X")
+    sizes = [0, 1, (16 << 10) - 1, 16 << 10, (1 << 20) - 1, 1 << 20, 1 << 40]
+    assert [choose(table, size) for size in sizes] == ["ring", "ring", "ring", "rsag", "rsag", "native", "native"]
+    assert parse_table("ring", NAMES, "X") == (Rule("ring", 0, None),)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rign:0-max", "'rign'; known are ring, rsag, native"),
+        ("ring:0-16K;rsag:32K-max", "without gap or overlap"),
+        ("ring:0-16K;rsag:8K-max", "without gap or overlap"),
+        ("ring:1-max", "without gap or overlap"),
+        ("ring:0-16K", "without gap or overlap"),
+        (";", "without gap or overlap"),
+        ("ring:16K", "needs a range"),
+        ("ring:0-16X;rsag:16X-max", "'16X'"),
+    ],
+)
+def test_a_table_that_makes_no_sense_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse_table(text, NAMES, "COLLECTIVES_ALLREDUCE")
+
+
+def test_sizes_are_1024_based() -> None:
+    assert [parse_size(text) for text in ("7", "16K", "4m", "1GB")] == [7, 16 << 10, 4 << 20, 1 << 30]
+
+
+@pytest.mark.parametrize("topology", [ONE_HOST, ONE_RANK_A_HOST, SHARED_HOSTS])
+@pytest.mark.parametrize("collective", list(PLANNERS))
+def test_default_tables_name_what_exists_and_cover_every_size(collective: str, topology: Topology) -> None:
+    table = default_table(collective, topology)
+    assert {rule.algorithm for rule in table} <= PLANNERS[collective].keys()
+    assert table[0].start == 0
+    assert table[-1].stop is None
+    assert [rule.stop for rule in table[:-1]] == [rule.start for rule in table[1:]]
+
+
+def test_the_environment_overrides_one_collective_and_leaves_the_others() -> None:
+    allowed = {"allreduce": ("ring", "rsag"), "broadcast": ("tree", "rsag")}
+    tables = tables_in_force(allowed, ONE_HOST, {"COLLECTIVES_ALLREDUCE": "ring:0-1K;rsag:1K-max"})
+    assert tables["allreduce"] == (Rule("ring", 0, 1024), Rule("rsag", 1024, None))
+    assert tables["broadcast"] == default_table("broadcast", ONE_HOST)
+    with pytest.raises(ValueError, match="COLLECTIVES_BROADCAST='ring'.*known are tree, rsag"):
+        tables_in_force(allowed, ONE_HOST, {"COLLECTIVES_BROADCAST": "ring"})

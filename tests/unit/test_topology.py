@@ -1,0 +1,23 @@
+"""Ranks by host, and Horovod's local and cross ranks on hosts of different sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from collectives.topology import Topology, host_id
+
+
+def test_hosts_are_found_from_what_ranks_report() -> None:
+    topology = Topology.from_host_ids(3, ["b", "a", "b", "a", "c"])
+    assert topology.hosts == ((0, 2), (1, 3), (4,))
+    assert (topology.local_rank, topology.local_size) == (1, 2)
+    assert (topology.cross_rank, topology.cross_size) == (1, 2)
+    last = Topology.from_host_ids(4, ["b", "a", "b", "a", "c"])
+    assert (last.local_rank, last.local_size, last.cross_rank, last.cross_size) == (0, 1, 2, 3)
+
+
+def test_the_host_id_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = host_id()
+    assert found
+    monkeypatch.setenv("COLLECTIVES_HOST_ID", "rack7")
+    assert host_id() == "rack7" != found

@@ -1,0 +1,215 @@
+"""DistributedOptimizer: a torch optimizer whose gradients are those of all ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collectives import Communicator
+from trainer.buckets import DEFAULT_BUCKET_BYTES, Reduction
+from trainer.compression import Cast, Compression
+from trainer.exchange import GradientExchange
+from trainer.layout import Layout
+from trainer.ops import Average
+from trainer.validation import check_arguments, check_named_parameters, check_passes
+from trainer.world import ProcessSet, current_world
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Wraps an optimizer so that every rank steps with the gradients of all ranks.
+
+    When backward() returns, the gradients of this optimizer's parameters are averaged (or summed) over the ranks: clipping,
+    GradScaler, LR schedulers, step(closure) and hooks work as with one process, and replicas that start equal
+    (broadcast_parameters) stay equal bit for bit. All of it stays in the wrapped optimizer, found as `.optimizer`, and is
+    shared: param_groups, state, defaults, hooks, and the format of state_dict().
+
+    - `parameter.grad` is a view of a bucket; clone it to keep it beyond the next backward().
+    - A parameter that got no gradient on some ranks counts as zero there; one that got none on any rank keeps grad None.
+    - With backward_passes_per_step = n, the gradients of n calls of backward() are summed, and then averaged over ranks, in
+      the n-th call. A step() or synchronize() that comes earlier exchanges what there is. When the n-th call has not been
+      made, call synchronize() before anything else reads gradients (GradScaler.unscale_, clipping).
+    - More calls of backward() after that, without zero_grad() between, accumulate onto the average; with op=Sum they raise.
+    - Ranks may reach different parameters in backward(), or none, but must call backward(), step(), synchronize() and
+      zero_grad() in the same order; what is frozen, thawed or added must be so on all of them.
+    - step(closure) gives the optimizer the loss averaged (or summed) over the ranks, so that all take the same decisions.
+    - Activation checkpoints with use_reentrant=True are exchanged correctly but once per segment; prefer use_reentrant=False,
+      and do so with op=Sum or backward_passes_per_step > 1.
+
+    optimizer: any torch optimizer; its dense parameters of dtype float16, bfloat16, float32 or float64 are exchanged.
+    named_parameters: pairs (name, parameter) that cover the optimizer's, for error messages; the same on all ranks.
+    compression: Compression.none, .fp16 or .bf16: what gradients travel as.
+    op: Average or Sum. gradient_predivide_factor: f, to sum gradients / f and multiply by f / size after (Average only).
+    process_set: None for all ranks, a torch.distributed group, or a Communicator that nothing else uses.
+    bucket_bytes: size up to which gradients are fused.
+
+    Collective over the process set, as is the first backward() or step() after parameters were frozen, thawed or added.
+    Raises ValueError for arguments that cannot be meant, RuntimeError before init().
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        compression: Cast = Compression.none,
+        backward_passes_per_step: int = 1,
+        op: str = Average,
+        gradient_predivide_factor: float = 1.0,
+        process_set: ProcessSet = None,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        check_arguments(optimizer, compression, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
+        if isinstance(optimizer, DistributedOptimizer):
+            raise TypeError("optimizer is a DistributedOptimizer already")
+        parameters = _tensors(optimizer.param_groups)
+        self._names = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
+
+        self.optimizer = optimizer
+        # What torch's __init__ would make. Shared, for it is the wrapped optimizer that runs the hooks, each once.
+        self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+        self._optimizer_state_dict_pre_hooks = optimizer._optimizer_state_dict_pre_hooks
+        self._optimizer_state_dict_post_hooks = optimizer._optimizer_state_dict_post_hooks
+        self._optimizer_load_state_dict_pre_hooks = optimizer._optimizer_load_state_dict_pre_hooks
+        self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
+
+        self._owns_communicator = not isinstance(process_set, Communicator)
+        self._communicator = (
+            process_set if isinstance(process_set, Communicator) else current_world().open_communicator(process_set)
+        )
+        self._op = op
+        layout = Layout(self._communicator, compression, bucket_bytes)
+        reduction = Reduction(self._communicator, op, gradient_predivide_factor)
+        self._exchange = GradientExchange(layout, reduction, backward_passes_per_step)
+        self._take_in(0, parameters)
+        layout.update()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        self.optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.optimizer.defaults = value
+
+    @property
+    def communication_wait_s(self) -> float:
+        """Seconds for which backward(), step() and synchronize() have waited for gradients of other ranks so far."""
+        return self._exchange.wait_s
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        return self._exchange.passes_per_window
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change backward_passes_per_step, from the next backward() on. Raises ValueError unless passes >= 1."""
+        check_passes(passes)
+        self._exchange.passes_per_window = passes
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the wrapped optimizer, after an exchange where gradients were accumulated since the last one, or none took place.
+
+        closure: clears gradients, calls backward() and returns the loss; what step() returns is the loss over all ranks.
+        """
+        if closure is None:
+            self._exchange.flush()
+            loss = self.optimizer.step()
+        else:
+            loss = self.optimizer.step(self._over_all_ranks(closure))
+        self._exchange.renew()
+        return loss
+
+    def _over_all_ranks(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            self._exchange.renew()
+            loss = closure()
+            self._exchange.flush()
+            if loss is None:
+                return None
+            total = (
+                loss.detach().clone() if isinstance(loss, Tensor) else torch.tensor(float(loss), dtype=torch.float64)
+            )
+            self._communicator.allreduce(total, self._op)
+            return total if isinstance(loss, Tensor) else total.item()
+
+        return evaluate
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as torch does. What was accumulated towards backward_passes_per_step no longer counts."""
+        self.optimizer.zero_grad(set_to_none)
+        self._exchange.renew(forget=True)
+
+    def synchronize(self) -> None:
+        """Exchange gradients that were accumulated since the last exchange. Without any, and with Horovod's code, a no-op."""
+        self._exchange.flush()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Horovod's, around a step() after synchronize(). Nothing is needed there, and nothing is done."""
+        yield
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward() only accumulates on this rank, and does not count towards backward_passes_per_step."""
+        before, self._exchange.paused = self._exchange.paused, True
+        try:
+            yield
+        finally:
+            self._exchange.paused = before
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group to the wrapped optimizer, and its parameters to the exchange from the next backward() on."""
+        known = set(_tensors(self.param_groups))
+        self.optimizer.add_param_group(param_group)
+        self._take_in(len(known), [parameter for parameter in _tensors(self.param_groups) if parameter not in known])
+
+    def _take_in(self, number: int, parameters: Sequence[Tensor]) -> None:
+        """Have parameters exchanged, those without a name being numbered from `number` on."""
+        names = [self._names.get(parameter, f"parameter {i}") for i, parameter in enumerate(parameters, number)]
+        self._exchange.add(names, parameters)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, unchanged: checkpoints do not depend on the wrapper."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the wrapped optimizer, on this rank only."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """Remove the hooks, and close the Communicator unless it was given as process_set. The wrapped optimizer lives on."""
+        self._exchange.close()
+        if self._owns_communicator:
+            self._communicator.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a DistributedOptimizer cannot be copied or pickled: save its state_dict()")
+
+
+def _tensors(param_groups: list[dict[str, Any]]) -> list[Tensor]:
+    """All parameters, each once, in order."""
+    return list(dict.fromkeys(parameter for group in param_groups for parameter in group["params"]))

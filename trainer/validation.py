@@ -1,0 +1,61 @@
+"""Checks of what DistributedOptimizer is given, before any rank hears of it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from trainer.compression import Cast
+from trainer.ops import Average, Sum
+
+
+def check_arguments(
+    optimizer: object, compression: object, passes: object, op: object, predivide: float, bucket_bytes: int
+) -> None:
+    """Raise TypeError or ValueError, with what was given and what is allowed, for arguments that cannot be meant."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if not isinstance(compression, Cast):
+        raise ValueError(f"compression must be Compression.none, .fp16 or .bf16, not {compression!r}")
+    check_passes(passes)
+    if op not in (Average, Sum):
+        raise ValueError(f"op must be {Average!r} or {Sum!r}, not {op!r}")
+    if not (math.isfinite(predivide) and predivide > 0):
+        raise ValueError(f"gradient_predivide_factor must be a finite number > 0, not {predivide!r}")
+    if predivide != 1 and op != Average:
+        raise ValueError(f"gradient_predivide_factor={predivide!r} needs op={Average!r}, not {op!r}")
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes must be > 0, not {bucket_bytes!r}")
+
+
+def check_passes(passes: object) -> None:
+    """Raise ValueError unless passes is a whole number >= 1."""
+    if not isinstance(passes, int) or passes < 1:
+        raise ValueError(f"backward_passes_per_step must be a whole number >= 1, not {passes!r}")
+
+
+def check_named_parameters(
+    named_parameters: Iterable[tuple[str, Tensor]], parameters: Iterable[Tensor]
+) -> dict[Tensor, str]:
+    """The name of every parameter. Raises ValueError unless names are unique and cover all parameters."""
+    pairs = list(named_parameters)
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(
+                f"named_parameters must be pairs (name, parameter), as from model.named_parameters(), not {type(pair).__name__}"
+            )
+    repeated = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
+    if repeated:
+        raise ValueError(f"names in named_parameters must be unique; found more than once: {', '.join(repeated)}")
+    names = {parameter: name for name, parameter in reversed(pairs)}
+    unnamed = [f"{list(parameter.shape)}" for parameter in parameters if parameter not in names]
+    if unnamed:
+        raise ValueError(
+            f"named_parameters must name all parameters of the optimizer; {len(unnamed)} of them are not named "
+            f"(of shape {', '.join(unnamed)})"
+        )
+    return names
