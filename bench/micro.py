@@ -35,7 +35,8 @@ Measured = tuple[Job, Row, Times]
 
 def join_world(backend: str | None, timeout_s: float) -> torch.device:
     """Initialise torch.distributed from torchrun's environment, alone without it; this rank's device."""
-    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    a_gpu_each = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    backend = backend or ("nccl" if a_gpu_each else "gloo")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -58,7 +59,7 @@ def choose_algorithms(asked: Sequence[str] | None, legal: Sequence[str]) -> list
     unknown = [name for name in asked or () if name not in known]
     if unknown:
         raise ValueError(f"algorithm {unknown[0]!r} is not one of {', '.join(known)}")
-    return list(asked or known)
+    return list(dict.fromkeys(asked or known))
 
 
 def plan_jobs(case: Case, chosen: argparse.Namespace, rank: int, size: int, device: torch.device) -> list[Job]:

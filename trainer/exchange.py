@@ -50,8 +50,9 @@ class GradientExchange:
         self._reduced: set[int] = set()
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """Take part in the exchange from the next pass on."""
+        """More parameters to exchange, in this window already."""
         self._layout.add(names, parameters)
+        self._exchanged = False
         self._watch()
 
     def flush(self) -> None:
@@ -59,7 +60,7 @@ class GradientExchange:
         with self._lock:
             if self._has_unreduced or not self._exchanged:
                 if self._started == 0:
-                    self._layout.update()
+                    self._layout.extend()
                 self._pass_is_open = False
                 self._start(len(self._layout.buckets))
                 self._finish()
@@ -125,7 +126,7 @@ class GradientExchange:
         _when_backward_ends(self._on_backward_end)
         if self._started == 0:
             self._watch()
-            self._layout.update()
+            self._layout.extend()
             self._pass_is_open = True
             self._arrived.clear()
             self._missing = [len(bucket.items) for bucket in self._layout.buckets]

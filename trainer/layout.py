@@ -15,10 +15,10 @@ EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float
 
 
 class Layout:
-    """The buckets of the parameters that require gradients.
+    """The buckets of the parameters that require gradients. Parameters go by their index.
 
     Begins with the parameters in reverse, as backward tends to reach them, and is rebuilt once in the order in which they
-    were seen to arrive on rank 0; so again after parameters were frozen, thawed or added. Parameters go by their index.
+    were seen to arrive on rank 0; so again when parameters were frozen, thawed or added.
     """
 
     def __init__(self, communicator: Communicator, compression: Cast, bucket_bytes: int) -> None:
@@ -35,7 +35,7 @@ class Layout:
         """Of each parameter laid out: index of its bucket, and its slot there."""
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """More parameters, to be laid out by the next update(). Raises ValueError for dtypes that cannot be exchanged."""
+        """More parameters, to be laid out by the next extend() or update(). Raises ValueError for dtypes that cannot be exchanged."""
         for name, parameter in zip(names, parameters, strict=True):
             if parameter.dtype not in EXCHANGEABLE_DTYPES:
                 raise ValueError(
@@ -51,21 +51,36 @@ class Layout:
             self._arrivals = list(arrivals)
             self._learning = False
 
+    def extend(self) -> None:
+        """Lay out parameters that require gradients since the last update(), behind the others. Sends nothing."""
+        newcomers = [index for index in reversed(self._trainable()) if index not in self.places]
+        if newcomers:
+            self._order += newcomers
+            self._append(newcomers)
+            self._learning = True
+
     def update(self) -> None:
-        """Rebuild the buckets where that is due. Gradients in them move along. Collective when due, else only a look.
+        """Rebuild the buckets where that is due; gradients in them move along. Collective when due, else only a look.
 
         Raises ValueError on all ranks alike where they do not have the same parameters.
         """
-        trainable = [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
-        changed = self.places.keys() != set(trainable)
-        if not changed and self._arrivals is None:
+        trainable = self._trainable()
+        if self._arrivals is None and self.places.keys() == set(trainable):
             return
         known = dict.fromkeys([*(self._arrivals or ()), *self._order, *reversed(trainable)])
+        self._learning = not self.places.keys() >= set(trainable)
+        self._arrivals = None
         wanted = set(trainable)
         self._order = self._agree([index for index in known if index in wanted])
-        self._learning = changed
-        self._arrivals = None
-        self._build()
+        held = {index for index, (bucket, slot) in self.places.items() if self.buckets[bucket].holds_gradient(slot)}
+        self.buckets, self.places = [], {}
+        self._append(self._order)
+        for index in self.places.keys() & held:
+            bucket, slot = self.places[index]
+            self.buckets[bucket].collect(slot)
+
+    def _trainable(self) -> list[int]:
+        return [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
 
     def _agree(self, order: Sequence[int]) -> list[int]:
         """Rank 0's order."""
@@ -82,17 +97,12 @@ class Layout:
         index = dict(zip((name for name, _, _ in mine), order, strict=True))
         return [index[name] for name, _, _ in everyones[0]]
 
-    def _build(self) -> None:
+    def _append(self, order: Sequence[int]) -> None:
+        """Add buckets for parameters in this order."""
         items = [
             Item(parameter.numel(), parameter.element_size(), (parameter.dtype, parameter.device))
             for parameter in self.parameters
         ]
-        plans = plan_buckets(items, self._order, bucket_bytes=self._bucket_bytes)
-        held = [index for index, (bucket, slot) in self.places.items() if self.buckets[bucket].holds_gradient(slot)]
-        self.buckets = [Bucket(plan, self._names, self.parameters, self._compression) for plan in plans]
-        self.places = {
-            index: (number, slot) for number, plan in enumerate(plans) for slot, index in enumerate(plan.items)
-        }
-        for index in self.places.keys() & held:
-            number, slot = self.places[index]
-            self.buckets[number].collect(slot)
+        for plan in plan_buckets(items, order, bucket_bytes=self._bucket_bytes):
+            self.places |= {index: (len(self.buckets), slot) for slot, index in enumerate(plan.items)}
+            self.buckets.append(Bucket(plan, self._names, self.parameters, self._compression))

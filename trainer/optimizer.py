@@ -47,8 +47,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     process_set: None for all ranks, a torch.distributed group, or a Communicator that nothing else uses.
     bucket_bytes: size up to which gradients are fused.
 
-    Collective over the process set, as is the first backward() or step() after parameters were frozen, thawed or added.
-    Raises ValueError for arguments that cannot be meant, RuntimeError before init().
+    Collective over the process set.     Raises ValueError for arguments that cannot be meant, RuntimeError before init().
     """
 
     def __init__(
@@ -83,11 +82,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             process_set if isinstance(process_set, Communicator) else current_world().open_communicator(process_set)
         )
         self._op = op
-        layout = Layout(self._communicator, compression, bucket_bytes)
         reduction = Reduction(self._communicator, op, gradient_predivide_factor)
-        self._exchange = GradientExchange(layout, reduction, backward_passes_per_step)
+        self._layout = Layout(self._communicator, compression, bucket_bytes)
+        self._exchange = GradientExchange(self._layout, reduction, backward_passes_per_step)
         self._take_in(0, parameters)
-        layout.update()
+        self._layout.update()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -137,6 +136,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             loss = self.optimizer.step()
         else:
             loss = self.optimizer.step(self._over_all_ranks(closure))
+        self._layout.update()
         self._exchange.renew()
         return loss
 
@@ -179,7 +179,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._exchange.paused = before
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group to the wrapped optimizer, and its parameters to the exchange from the next backward() on."""
+        """Add a param group to the wrapped optimizer, and its parameters to the exchange."""
         known = set(_tensors(self.param_groups))
         self.optimizer.add_param_group(param_group)
         self._take_in(len(known), [parameter for parameter in _tensors(self.param_groups) if parameter not in known])

@@ -135,7 +135,7 @@ def test_the_exit_code_of_simulated_hosts(command: str, exit_code: int) -> None:
 
 
 def test_a_training_step_beside_ddp(tmp_path: Path) -> None:
-    flags = "--batch 1 --steps 2 --rounds 2 --device cpu".split()
+    flags = ["--batch", "1", "--steps", "2", "--rounds", "2", "--device", "cpu"]
     done = bench(2, "step", *flags, "--json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr
     meta, rows = rows_of(tmp_path / "out.json")

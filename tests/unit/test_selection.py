@@ -58,5 +58,5 @@ def test_the_environment_overrides_one_collective_and_leaves_the_others() -> Non
     tables = tables_in_force(allowed, ONE_HOST, {"COLLECTIVES_ALLREDUCE": "ring:0-1K;rsag:1K-max"})
     assert tables["allreduce"] == (Rule("ring", 0, 1024), Rule("rsag", 1024, None))
     assert tables["broadcast"] == default_table("broadcast", ONE_HOST)
-    with pytest.raises(ValueError, match="COLLECTIVES_BROADCAST='ring'.*known are tree, rsag"):
+    with pytest.raises(ValueError, match=r"COLLECTIVES_BROADCAST='ring'.*known are tree, rsag"):
         tables_in_force(allowed, ONE_HOST, {"COLLECTIVES_BROADCAST": "ring"})
