@@ -2,8 +2,8 @@
 
 Three deadlines are nested, each long enough for the one inside it to speak first: an exchange (EXCHANGE_TIMEOUT_S, of
 the torch.distributed group), a run of one function on all ranks (RUN_TIMEOUT_S), and pytest-timeout around the test.
-Ranks meet through a FileStore, so that no test chooses a port. They are forked from a server process that has imported
-torch and run nothing, which makes a fresh world cost tens of milliseconds. After torch's MultiProcContinuousTest
+Ranks meet through a FileStore, so that no test chooses a port. They are forked from a server process that has only
+imported torch and collectives, which makes a fresh world cost tens of milliseconds. After torch's MultiProcContinuousTest
 (torch/testing/_internal/common_distributed.py).
 """
 
@@ -30,7 +30,7 @@ RUN_TIMEOUT_S = 60.0
 GRACE_S = 5.0  # what a rank has for reporting or leaving, once another has failed or all is over
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "pytest"])
+_context.set_forkserver_preload(["torch.distributed", "collectives", "pytest"])
 
 
 class RanksFailedError(AssertionError):

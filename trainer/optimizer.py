@@ -47,7 +47,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     process_set: None for all ranks, a torch.distributed group, or a Communicator that nothing else uses.
     bucket_bytes: size up to which gradients are fused.
 
-    Collective over the process set.     Raises ValueError for arguments that cannot be meant, RuntimeError before init().
+    Collective over the process set. Raises ValueError or TypeError for arguments that cannot be meant, RuntimeError before
+    init(), and, on all ranks, ValueError where these do not have the same parameters.
     """
 
     def __init__(

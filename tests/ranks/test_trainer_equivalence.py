@@ -148,9 +148,7 @@ def weights_of_a_group() -> float:
     """Ranks 0 and 2 train together; so do the others."""
     groups = [torch.distributed.new_group([r for r in range(hvd.size()) if r % 2 == parity]) for parity in (0, 1)]
     weight = nn.Parameter(torch.zeros(1))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([weight], lr=1.0), process_set=groups[hvd.rank() % 2]
-    )
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), process_set=groups[hvd.rank() % 2])
     (weight * hvd.rank()).backward()
     optimizer.step()
     optimizer.close()

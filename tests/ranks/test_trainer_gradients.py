@@ -153,7 +153,10 @@ def frozen_parameters_do_not_travel() -> int:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([small, large], lr=1.0))
     sent = []
     allreduce = optimizer._communicator.allreduce
-    optimizer._communicator.allreduce = lambda tensor, *a, **k: (sent.append(tensor.nbytes), allreduce(tensor, *a, **k))[1]  # type: ignore[method-assign]
+    optimizer._communicator.allreduce = lambda tensor, *a, **k: (
+        sent.append(tensor.nbytes),
+        allreduce(tensor, *a, **k),
+    )[1]  # type: ignore[method-assign]
     (small.sum() + large.sum()).backward()
     optimizer.close()
     return sum(sent)

@@ -1,0 +1,91 @@
+"""CUDA tensors: over gloo, staged through pinned memory, by several ranks that share a GPU; over NCCL by one rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from collectives import Communicator
+from collectives.algorithms import PLANNERS
+from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
+from tests.ranks.exact import SEGMENT_BYTES, Checks, contribution, reduced, reductions
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def exact(backend: str, algorithm: str) -> list[str]:
+    checks = Checks()
+    group = dist.new_group(backend=backend)
+    with Communicator(group, timeout_s=EXCHANGE_TIMEOUT_S, segment_bytes=SEGMENT_BYTES) as comm:
+        for dtype, op, numel in reductions(comm.size):
+            with checks.case(dtype=dtype, op=op, numel=numel):
+                tensor = contribution(comm.rank, comm.size, numel, dtype, op).cuda()
+                comm.allreduce(tensor, op, algorithm=algorithm)
+                assert tensor.is_cuda
+                checks.equal(tensor.cpu(), reduced(comm.size, numel, dtype, op))
+    return checks.failures
+
+
+def other_verbs(backend: str) -> None:
+    group = dist.new_group(backend=backend)
+    with Communicator(group, timeout_s=EXCHANGE_TIMEOUT_S) as comm:
+        rank, size = comm.rank, comm.size
+        mine = torch.full((3,), rank + 1, device="cuda")
+        everyone = torch.arange(1, size + 1, device="cuda").repeat_interleave(3)
+        gathered, exchanged = torch.zeros_like(everyone), torch.zeros_like(everyone)
+        scattered, broadcast, rooted = torch.zeros_like(mine), mine.clone(), mine.clone()
+        comm.allgather(gathered, mine)
+        comm.alltoall(exchanged, mine.repeat(size))
+        comm.reduce_scatter(scattered, mine.repeat(size))
+        comm.broadcast(broadcast, size - 1)
+        comm.reduce(rooted, 0)
+        comm.barrier()
+        total = torch.full_like(mine, size * (size + 1) // 2)
+        assert torch.equal(gathered, everyone)
+        assert torch.equal(exchanged, everyone)
+        assert torch.equal(scattered, total)
+        assert torch.equal(broadcast, torch.full_like(mine, size))
+        assert torch.equal(rooted, total if rank == 0 else mine)
+        assert comm.allgather_object(rank) == list(range(size))
+
+
+def follows_the_stream(backend: str) -> None:
+    """The operation sees what was enqueued on the current stream before it, and what comes after wait() sees its result."""
+    group = dist.new_group(backend=backend)
+    with Communicator(group, timeout_s=EXCHANGE_TIMEOUT_S) as comm, torch.cuda.stream(torch.cuda.Stream()):
+        for asynchronous in (False, True):
+            tensor = torch.zeros(1 << 20, device="cuda")
+            product = torch.ones(2048, 2048, device="cuda")
+            for _ in range(20):
+                product = product @ product / 2048
+            tensor += product[0, 0] * (comm.rank + 1)
+            work = comm.allreduce(tensor, async_op=asynchronous)
+            if work is not None:
+                work.wait()
+            tensor *= 2
+            assert torch.equal(tensor, torch.full_like(tensor, float(comm.size * (comm.size + 1))))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+class TestGloo:
+    @pytest.mark.parametrize("algorithm", [*PLANNERS["allreduce"], "native", "auto"])
+    def test_exact(self, ranks: Worlds, world: int, algorithm: str) -> None:
+        assert ranks(world).run(exact, "gloo", algorithm) == [[]] * world
+
+    def test_other_verbs(self, ranks: Worlds, world: int) -> None:
+        ranks(world).run(other_verbs, "gloo")
+
+    def test_follows_the_stream(self, ranks: Worlds, world: int) -> None:
+        ranks(world).run(follows_the_stream, "gloo")
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a torch built with NCCL")
+class TestNccl:
+    @pytest.mark.parametrize("algorithm", [*PLANNERS["allreduce"], "native", "auto"])
+    def test_exact(self, ranks: Worlds, algorithm: str) -> None:
+        assert ranks(1).run(exact, "nccl", algorithm) == [[]]
+
+    def test_other_verbs(self, ranks: Worlds) -> None:
+        ranks(1).run(other_verbs, "nccl")
+
+    def test_follows_the_stream(self, ranks: Worlds) -> None:
+        ranks(1).run(follows_the_stream, "nccl")

@@ -1,0 +1,158 @@
+"""A caller's mistake is a ValueError or TypeError on the caller, before anything is sent; the Communicator goes on."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from collectives import Communicator
+from collectives.algorithms import PLANNERS
+from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
+from tests.ranks.exact import WORLDS, communicator, contribution, reduced
+
+ONE, TWO = torch.ones(1), torch.ones(2)
+Mistake = Callable[[Communicator], object]
+
+MISTAKES: dict[str, tuple[type[Exception], str, Mistake]] = {
+    "no tensor": (TypeError, "Tensor", lambda c: c.allreduce([1.0])),
+    "complex": (TypeError, "complex64.*float32", lambda c: c.allreduce(torch.ones(2, dtype=torch.complex64))),
+    "sparse": (TypeError, "dense", lambda c: c.allreduce(TWO.to_sparse())),
+    "unknown op": (
+        ValueError,
+        "'median'.*'sum', 'average', 'min', 'max', 'product'",
+        lambda c: c.allreduce(TWO, "median"),
+    ),
+    "ReduceOp without a name here": (ValueError, "sum", lambda c: c.allreduce(TWO, dist.ReduceOp.BXOR)),
+    "average of bool": (TypeError, "bool", lambda c: c.allreduce(torch.ones(2, dtype=torch.bool), "average")),
+    "scaled integers": (TypeError, "prescale", lambda c: c.allreduce(torch.ones(2, dtype=torch.int32), prescale=0.5)),
+    "unknown algorithm": (ValueError, "'quick'.*ring.*native", lambda c: c.allreduce(TWO, algorithm="quick")),
+    "algorithm of another verb": (
+        ValueError,
+        "'ring'.*direct",
+        lambda c: c.alltoall(TWO, TWO.clone(), algorithm="ring"),
+    ),
+    "asynchronous too": (ValueError, "'median'", lambda c: c.allreduce(TWO, "median", async_op=True)),
+    "group with a non-tensor": (TypeError, "Tensor", lambda c: c.grouped_allreduce([TWO, 1])),
+    "root too high": (ValueError, "src=2.*0 to 1", lambda c: c.broadcast(TWO, 2)),
+    "root negative": (ValueError, "dst=-1.*0 to 1", lambda c: c.reduce(TWO, -1)),
+    "allgather, short output": (ValueError, "output.*3 elements", lambda c: c.allgather(torch.ones(3), TWO)),
+    "allgather, short list": (ValueError, "output", lambda c: c.allgather([TWO.clone()], TWO)),
+    "allgather, own part too small": (ValueError, "output", lambda c: c.allgather([ONE.clone(), ONE.clone()], TWO)),
+    "allgather, another dtype": (ValueError, "dtype", lambda c: c.allgather(torch.ones(4, dtype=torch.int32), TWO)),
+    "reduce_scatter, short input": (ValueError, "input.*3 elements", lambda c: c.reduce_scatter(TWO, torch.ones(3))),
+    "reduce_scatter, long list": (ValueError, "input", lambda c: c.reduce_scatter(ONE, [ONE, ONE, ONE])),
+    "gather, no output on dst": (ValueError, "output", lambda c: c.gather(TWO, None, c.rank)),
+    "gather, output elsewhere": (ValueError, "output", lambda c: c.gather(TWO, [TWO, TWO], 1 - c.rank)),
+    "scatter, no input on src": (ValueError, "input", lambda c: c.scatter(TWO, None, c.rank)),
+    "scatter, input of another size": (ValueError, "input", lambda c: c.scatter(TWO, [TWO, ONE], c.rank)),
+    "alltoall, odd size": (ValueError, "3", lambda c: c.alltoall(torch.ones(3), torch.ones(3))),
+    "alltoall, one splits": (ValueError, "splits", lambda c: c.alltoall(TWO, TWO.clone(), None, [1, 1])),
+    "alltoall, wrong sum": (ValueError, "splits", lambda c: c.alltoall(TWO, TWO.clone(), [1, 1], [2, 1])),
+    "alltoall, negative": (ValueError, "splits", lambda c: c.alltoall(TWO, TWO.clone(), [1, 1], [3, -1])),
+    "alltoall, too many": (ValueError, "splits", lambda c: c.alltoall(TWO, TWO.clone(), [1, 1], [1, 1, 0])),
+    "scatter_object, short": (ValueError, "objects", lambda c: c.scatter_object([1], c.rank)),
+}
+
+
+def make(name: str) -> None:
+    """Each rank alone makes the mistake, at a time when a message to the other would be taken for the next operation's."""
+    error, message, mistake = MISTAKES[name]
+    with communicator() as comm:
+        for mistaken in range(comm.size):
+            if comm.rank == mistaken:
+                with pytest.raises(error, match=message):
+                    mistake(comm)
+            tensor = contribution(comm.rank, comm.size, 100, torch.float32)
+            comm.allreduce(tensor)
+            assert torch.equal(tensor, reduced(comm.size, 100, torch.float32))
+
+
+def making_one() -> None:
+    for arguments in ({"timeout_s": 0}, {"timeout_s": -1.0}, {"segment_bytes": 0}):
+        with pytest.raises(ValueError, match="positive"):
+            Communicator(**arguments)
+    with pytest.raises(ValueError, match="group"):
+        Communicator(dist.GroupMember.NON_GROUP_MEMBER)
+    with pytest.raises(ValueError, match=r"'reduse'.*allreduce"), communicator() as comm:
+        comm.algorithms("reduse")
+
+
+def names_of_algorithms() -> dict[str, tuple[str, ...]]:
+    with communicator() as comm:
+        return {verb: comm.algorithms(verb) for verb in PLANNERS}
+
+
+def torch_names_of_ops() -> None:
+    with communicator() as comm:
+        for theirs, ours in (
+            (dist.ReduceOp.SUM, "sum"),
+            (dist.ReduceOp.AVG, "average"),
+            (dist.ReduceOp.MIN, "min"),
+            (dist.ReduceOp.MAX, "max"),
+            (dist.ReduceOp.PRODUCT, "product"),
+        ):
+            tensor = contribution(comm.rank, comm.size, 10, torch.float32, ours)
+            comm.allreduce(tensor, theirs)
+            assert torch.equal(tensor, reduced(comm.size, 10, torch.float32, ours))
+
+
+def with_the_table(variable: str, text: str) -> dict[int, str]:
+    """What allreduce's 'auto' is, by message size, in a process that has the variable set."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(variable, text)
+        comm = Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
+    with comm:
+        for numel in (1, 10_000):
+            tensor = contribution(comm.rank, comm.size, numel, torch.float32)
+            comm.allreduce(tensor)
+            assert torch.equal(tensor, reduced(comm.size, numel, torch.float32))
+        return {nbytes: comm.chosen("allreduce", nbytes) for nbytes in (0, 16 * 1024 - 1, 16 * 1024, 1 << 30)}
+
+
+def with_a_wrong_table(text: str, message: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLLECTIVES_ALLREDUCE", text)
+        with pytest.raises(ValueError, match=message):
+            Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
+    with communicator() as comm:
+        comm.barrier()
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake(ranks: Worlds, name: str) -> None:
+    ranks(2).run(make, name)
+
+
+def test_making_one(ranks: Worlds) -> None:
+    ranks(2).run(making_one)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_names_of_algorithms(ranks: Worlds, world: int) -> None:
+    assert ranks(world).run(names_of_algorithms) == [{verb: (*PLANNERS[verb], "native") for verb in PLANNERS}] * world
+
+
+def test_torch_names_of_ops(ranks: Worlds) -> None:
+    ranks(3).run(torch_names_of_ops)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_table_from_the_environment(ranks: Worlds, world: int) -> None:
+    text = "recursive_doubling:0-16K;tree:16K-max"
+    names = dict(zip((0, 16 * 1024 - 1, 16 * 1024, 1 << 30), ["recursive_doubling"] * 2 + ["tree"] * 2, strict=True))
+    assert ranks(world).run(with_the_table, "COLLECTIVES_ALLREDUCE", text) == [names] * world
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("quick:0-max", "COLLECTIVES_ALLREDUCE.*'quick'.*ring.*rsag.*recursive_doubling.*tree.*direct.*native"),
+        ("ring:0-16Q;rsag:16K-max", "16Q"),
+        ("ring:0-16K", "0-max"),
+        ("ring:0-16K;rsag:32K-max", "gap"),
+        ("ring:16K", "range"),
+    ],
+)
+def test_wrong_table(ranks: Worlds, text: str, message: str) -> None:
+    ranks(2).run(with_a_wrong_table, text, message)

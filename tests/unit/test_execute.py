@@ -1,0 +1,95 @@
+"""The executor on threads: exact for any sizes and segments, whether messages are delivered as early or as late as allowed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives.algorithms import PLANNERS
+from collectives.errors import LinkError
+from collectives.execute import Scratch, execute, lay_out
+from collectives.reduction import COMBINE
+from collectives.schedule import Place
+from collectives.spans import consecutive, segments_of_blocks, segments_of_buffer
+from tests.unit.in_process import Hub, InProcessTransport, run_ranks
+
+SIZES = st.integers(1, 7)
+LENGTHS = st.integers(0, 200)
+SEGMENTS = st.integers(1, 40)
+
+
+def hosts_of(size: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(range(a, min(a + 2, size))) for a in range(0, size, 2))
+
+
+def contribution(rank: int, numel: int) -> torch.Tensor:
+    return torch.arange(numel, dtype=torch.int64) * 7 + 1000 * (rank + 1)
+
+
+@pytest.mark.parametrize("algorithm", list(PLANNERS["allreduce"]))
+@settings(max_examples=30, deadline=None)
+@given(size=SIZES, numel=LENGTHS, segment=SEGMENTS, eager=st.booleans())
+def test_allreduce(algorithm: str, size: int, numel: int, segment: int, eager: bool) -> None:
+    hub = Hub(size, eager=eager)
+    expected = torch.stack([contribution(rank, numel) for rank in range(size)]).sum(0)
+    results = [contribution(rank, numel) for rank in range(size)]
+
+    def body(rank: int) -> None:
+        schedule = PLANNERS["allreduce"][algorithm](Place(rank, size, 0, hosts_of(size)))
+        program = lay_out(schedule, segments_of_buffer(numel, schedule.blocks, segment))
+        buffer = results[rank]
+        transport = InProcessTransport(hub, rank)
+        deadline = time.monotonic() + 20
+        execute(program, buffer, buffer, COMBINE["sum"], transport, tag=5, deadline=deadline, scratch=Scratch())
+
+    run_ranks(size, body)
+    assert all(torch.equal(result, expected) for result in results)
+
+
+@pytest.mark.parametrize("algorithm", list(PLANNERS["allgather"]))
+@settings(max_examples=30, deadline=None)
+@given(lengths=st.lists(st.integers(0, 60), min_size=1, max_size=6), segment=SEGMENTS, eager=st.booleans())
+def test_allgather_and_reduce_scatter_of_unequal_blocks(
+    algorithm: str, lengths: list[int], segment: int, eager: bool
+) -> None:
+    size, layout = len(lengths), consecutive(lengths)
+    total = layout[-1].stop
+    expected = torch.stack([contribution(rank, total) for rank in range(size)]).sum(0)
+    results = [contribution(rank, total) for rank in range(size)]
+    hub = Hub(size, eager=eager)
+
+    def body(rank: int) -> None:
+        buffer = results[rank]
+        for tag, collective in ((100, "reduce_scatter"), (900, "allgather")):
+            schedule = PLANNERS[collective][algorithm](Place(rank, size))
+            program = lay_out(schedule, segments_of_blocks(layout, segment))
+            transport = InProcessTransport(hub, rank)
+            deadline = time.monotonic() + 20
+            execute(program, buffer, buffer, COMBINE["sum"], transport, tag=tag, deadline=deadline, scratch=Scratch())
+
+    run_ranks(size, body)
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_a_message_that_never_comes_ends_at_the_deadline() -> None:
+    schedule = PLANNERS["allreduce"]["ring"](Place(0, 3))
+    buffer = torch.ones(30)
+    program = lay_out(schedule, segments_of_buffer(30, 3, 10))
+    transport = InProcessTransport(Hub(3, eager=True), 0)
+    started = time.monotonic()
+    with pytest.raises(LinkError) as caught:
+        execute(
+            program,
+            buffer,
+            buffer,
+            COMBINE["sum"],
+            transport,
+            tag=1,
+            deadline=started + 0.2,
+            scratch=Scratch(),
+        )
+    assert (caught.value.peer, caught.value.timed_out) == (2, True)
