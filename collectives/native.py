@@ -7,19 +7,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-#: Collectives for which a backend's own algorithm can be named.
-COLLECTIVES = (
-    "allreduce",
-    "reduce_scatter",
-    "allgather",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "alltoall",
-    "barrier",
-)
-
 _OPS = {
     "sum": dist.ReduceOp.SUM,
     "average": dist.ReduceOp.SUM,  # gloo's AVG is wrong on some paths; the caller divides
@@ -33,6 +20,10 @@ _WIDENED = {torch.int16: torch.int32}
 
 Call = Callable[[], dist.Work | None]
 
+# torch 2.13 gave these two new names and warns about the old ones.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_allgather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 def reducible(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or a copy in a dtype that the backend can reduce."""
@@ -44,11 +35,11 @@ def allreduce(group: dist.ProcessGroup, tensor: torch.Tensor, op: str) -> Call:
 
 
 def reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, op: str) -> Call:
-    return lambda: dist.reduce_scatter_tensor(output, source, _OPS[op], group=group, async_op=True)
+    return lambda: _reduce_scatter(output, source, _OPS[op], group=group, async_op=True)
 
 
 def allgather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor) -> Call:
-    return lambda: dist.all_gather_into_tensor(output, source, group=group, async_op=True)
+    return lambda: _allgather(output, source, group=group, async_op=True)
 
 
 def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> Call:

@@ -1,5 +1,6 @@
 """What torch builds around an optimizer works as with one process: clipping, GradScaler, schedulers, closures, hooks, state."""
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import trainer as hvd
 from tests.harness import Worlds
@@ -127,7 +129,8 @@ def use_closure(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data) 
             loss.backward()
             return loss
 
-        losses.append(float(optimizer.step(closure)))  # type: ignore[arg-type]
+        loss: Any = optimizer.step(closure)  # type: ignore[arg-type]
+        losses.append(float(loss.detach()))
     return losses
 
 
@@ -161,7 +164,7 @@ def use_hooks(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data) ->
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         calls.append("after")
 
-    everywhere = torch.optim.optimizer.register_optimizer_step_pre_hook(before)
+    everywhere = register_optimizer_step_pre_hook(before)
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
     optimizer.register_state_dict_pre_hook(lambda optimizer: calls.append("state_dict"))
@@ -195,7 +198,7 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data) -> fl
     """Train, save, go astray, load, train on."""
     for step in range(4):
         if step == 2:
-            weights, state = copies(model.parameters()), optimizer.state_dict()
+            weights, state = copies(model.parameters()), copy.deepcopy(optimizer.state_dict())
             loss_of(model, data(9)).backward()
             optimizer.step()
             optimizer.param_groups[0]["lr"] = 7.0

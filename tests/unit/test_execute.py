@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -13,8 +14,8 @@ from collectives.algorithms import PLANNERS
 from collectives.errors import LinkError
 from collectives.execute import Scratch, execute, lay_out
 from collectives.reduction import COMBINE
-from collectives.schedule import Place
-from collectives.spans import consecutive, segments_of_blocks, segments_of_buffer
+from collectives.schedule import Place, Schedule, receive, send
+from collectives.spans import Span, consecutive, segments_of_blocks, segments_of_buffer
 from tests.unit.in_process import Hub, InProcessTransport, run_ranks
 
 SIZES = st.integers(1, 7)
@@ -93,3 +94,39 @@ def test_a_message_that_never_comes_ends_at_the_deadline() -> None:
             scratch=Scratch(),
         )
     assert (caught.value.peer, caught.value.timed_out) == (2, True)
+
+
+def test_a_receive_is_not_posted_while_its_memory_is_still_to_be_sent() -> None:
+    """Rank 0 passes its block to rank 1, then takes rank 2's, which could arrive long before."""
+    block = [Span(0, 1)]
+    schedules = [
+        Schedule(0, 3, 1, (send(1, block), receive(2, block))),
+        Schedule(1, 3, 1, (receive(0, block), ())),
+        Schedule(2, 3, 1, ((), send(0, block))),
+    ]
+    results = [contribution(rank, 4) for rank in range(3)]
+    hub = Hub(3, eager=True)
+    sent = threading.Event()
+
+    def body(rank: int) -> None:
+        if rank == 0:
+            assert sent.wait(10)
+        program = lay_out(schedules[rank], segments_of_buffer(4, 1, 4))
+        deadline = time.monotonic() + 20
+        transport = InProcessTransport(hub, rank)
+        if rank == 2:
+            threading.Timer(0.2, sent.set).start()
+        execute(
+            program,
+            results[rank],
+            results[rank],
+            COMBINE["sum"],
+            transport,
+            tag=1,
+            deadline=deadline,
+            scratch=Scratch(),
+        )
+
+    run_ranks(3, body)
+    assert torch.equal(results[1], contribution(0, 4))
+    assert torch.equal(results[0], contribution(2, 4))

@@ -28,7 +28,7 @@ PIECES = 100
 HELD_OUT_EVERY = 20
 VALIDATION_BATCHES = 8
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-PRESETS = {"13m": {"layers": 4, "width": 512, "heads": 8, "context": 256, "batch": 8, "lr": 1e-3}}
+PRESETS = {"13m": {"layers": 4, "width": 512, "heads": 8, "batch": 8, "lr": 1e-3}}
 
 
 @dataclass(frozen=True)

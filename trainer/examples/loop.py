@@ -184,7 +184,7 @@ class Run:
         """How far the run is, 1 being its end."""
         by_steps = step / self.config.steps if self.config.steps else 0.0
         by_time = self.elapsed_s / self.config.seconds if self.config.seconds else 0.0
-        return max(by_steps, by_time)
+        return min(1.0, max(by_steps, by_time))
 
     def _lr(self, step: int) -> float:
         """Linear warm-up, times a cosine over the run."""
