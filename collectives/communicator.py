@@ -5,24 +5,23 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Sequence
-from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
 from collectives import native
 from collectives.algorithms import PLANNERS
 from collectives.engine import NATIVE, Engine, Turn
-from collectives.errors import CollectiveError, Mismatch
+from collectives.errors import Mismatch
 from collectives.reduction import Op, carried, check_arithmetic, check_dtype, finish, op_name
 from collectives.schedule import Place
 from collectives.selection import Table, default_segment_bytes
 from collectives.spans import Layout, Span, consecutive
 from collectives.staging import Buffer
 from collectives.topology import Topology, host_id
+from collectives.transport.process_group import connect
 from collectives.work import Work
 
 
@@ -66,16 +65,16 @@ class Communicator:
             raise ValueError(f"group is {group!r}: a ProcessGroup that this process belongs to is needed")
         if timeout_s <= 0 or (segment_bytes is not None and segment_bytes <= 0):
             raise ValueError(f"timeout_s={timeout_s} and segment_bytes={segment_bytes} must be positive")
-        own, host_ids = _duplicate(group, timeout_s)
-        devices = {device.type for device in own._device_types}
-        self._via_host = "cuda" not in devices
-        self._host_tensors = "cpu" in devices
-        store = PrefixStore(f"gradwire/{own.group_name}", dist.distributed_c10d._get_default_store())
-        self.topology = Topology.from_host_ids(own.rank(), host_ids)
-        self._group = own
+        connection = connect(group, host_id(), timeout_s)
+        transport = connection.transport
+        self._via_host = "cuda" not in transport.backends
+        self._host_tensors = "cpu" in transport.backends
+        self.topology = Topology.from_host_ids(transport.rank, connection.host_digests)
         if segment_bytes is None:
             segment_bytes = default_segment_bytes(self.topology)
-        self._engine = Engine(own, store, self.topology, timeout_s=timeout_s, segment_bytes=segment_bytes)
+        self._engine = Engine(
+            transport, connection.store, self.topology, timeout_s=timeout_s, segment_bytes=segment_bytes
+        )
 
     @property
     def rank(self) -> int:
@@ -175,7 +174,7 @@ class Communicator:
         moved, op = carried(flat, name)
         if algorithm == NATIVE:
             wide = native.reducible(moved)
-            self._engine.native(turn, native.allreduce(self._group, wide, op), is_cuda=flat.is_cuda)
+            self._engine.native(turn, native.allreduce(wide, op), is_cuda=flat.is_cuda)
             if wide is not moved:
                 moved.copy_(wide)
         else:
@@ -216,7 +215,7 @@ class Communicator:
                 moved, carried_op = carried(source, name)
                 wide = native.reducible(moved)
                 landed = torch.empty(own.length, dtype=wide.dtype, device=wide.device)
-                call_native = native.reduce_scatter(self._group, landed, wide, carried_op)
+                call_native = native.reduce_scatter(landed, wide, carried_op)
                 self._engine.native(turn, call_native, is_cuda=source.is_cuda)
             else:
                 if source.data_ptr() == whole.data_ptr():
@@ -247,7 +246,7 @@ class Communicator:
             moved, carried_op = carried(flat, name)
             if chosen == NATIVE:
                 wide = native.reducible(moved)
-                self._engine.native(turn, native.reduce(self._group, wide, dst, carried_op), is_cuda=flat.is_cuda)
+                self._engine.native(turn, native.reduce(wide, dst, carried_op), is_cuda=flat.is_cuda)
                 if wide is not moved:
                     moved.copy_(wide)
             else:
@@ -292,7 +291,7 @@ class Communicator:
             own = layout[self.rank]
             source = self._buffer(input).flat
             if chosen == NATIVE:
-                call_native = native.allgather(self._group, _bytes(result.flat), _bytes(source))
+                call_native = native.allgather(_bytes(result.flat), _bytes(source))
                 self._engine.native(turn, call_native, is_cuda=source.is_cuda)
             else:
                 result.flat[own.start : own.stop].copy_(source)
@@ -316,7 +315,7 @@ class Communicator:
         def body(turn: Turn) -> None:
             buffer = self._buffer(tensor)
             if chosen == NATIVE:
-                call_native = native.broadcast(self._group, _bytes(buffer.flat), src)
+                call_native = native.broadcast(_bytes(buffer.flat), src)
                 self._engine.native(turn, call_native, is_cuda=buffer.flat.is_cuda)
             else:
                 self._engine.over_buffer(turn, "broadcast", chosen, buffer.flat, root=src)
@@ -344,8 +343,8 @@ class Communicator:
             numel = source.numel()
             landed = torch.empty(len(parts) * numel, dtype=source.dtype, device=source.device)
             if chosen == NATIVE:
-                pieces = list(_bytes(landed).view(len(parts), -1)) if parts else None
-                call_native = native.gather(self._group, _bytes(source), pieces, dst)
+                pieces = list(_bytes(landed).view(len(parts), -1)) if parts else []
+                call_native = native.gather(_bytes(source), pieces, dst)
                 self._engine.native(turn, call_native, is_cuda=source.is_cuda)
             else:
                 if parts:
@@ -378,8 +377,8 @@ class Communicator:
             numel = result.flat.numel()
             source = self._buffer(torch.cat([p.detach().reshape(-1) for p in parts])).flat if parts else result.flat[:0]
             if chosen == NATIVE:
-                pieces = list(_bytes(source).view(len(parts), -1)) if parts else None
-                call_native = native.scatter(self._group, _bytes(result.flat), pieces, src)
+                pieces = list(_bytes(source).view(len(parts), -1)) if parts else []
+                call_native = native.scatter(_bytes(result.flat), pieces, src)
                 self._engine.native(turn, call_native, is_cuda=source.is_cuda)
             else:
                 if parts:
@@ -424,7 +423,6 @@ class Communicator:
             if chosen == NATIVE:
                 width = source.element_size()
                 call_native = native.alltoall(
-                    self._group,
                     _bytes(result.flat),
                     _bytes(source),
                     [n * width for n in incoming],
@@ -445,7 +443,7 @@ class Communicator:
 
         def body(turn: Turn) -> None:
             if chosen == NATIVE:
-                self._engine.native(turn, native.barrier(self._group), is_cuda=False)
+                self._engine.native(turn, native.barrier(), is_cuda=False)
             else:
                 token = torch.zeros(1, dtype=torch.uint8, device="cpu" if self._host_tensors else "cuda")
                 self._engine.over_buffer(turn, "barrier", chosen, token, "max")
@@ -613,27 +611,6 @@ class Communicator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _duplicate(group: dist.ProcessGroup, timeout_s: float) -> tuple[dist.ProcessGroup, list[str]]:
-    """A new group of the same ranks, and the host of each. Raises CollectiveError when the ranks do not come together."""
-    try:
-        own = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timedelta(seconds=timeout_s),
-            backend=dist.get_backend_config(group),
-            use_local_synchronization=True,
-        )
-        assert isinstance(own, dist.ProcessGroup)
-        host_ids: list[Any] = [None] * own.size()
-        dist.all_gather_object(host_ids, host_id(), group=own)
-    except RuntimeError as error:
-        raise CollectiveError(
-            f"the ranks did not come together within {timeout_s:g} s: {error}",
-            rank=dist.get_rank(group),
-            operation="making a Communicator",
-        ) from error
-    return own, host_ids
 
 
 def _bytes(flat: torch.Tensor) -> torch.Tensor:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from collectives.algorithms import PLANNERS
 from collectives.diagnostics.postmortem import Board, Report, verdict
 from collectives.errors import CollectiveError, CollectiveTimeout, LinkError, Mismatch
 from collectives.execute import Program, Scratch, execute, lay_out
+from collectives.native import Call
 from collectives.reduction import COMBINE
 from collectives.schedule import Place, Schedule
 from collectives.selection import Table, choose, tables_in_force
@@ -46,22 +46,28 @@ class Turn:
 
 
 class Engine:
-    """Runs the operations of one Communicator. Arguments as there; group is the Communicator's own duplicate."""
+    """Runs the operations of one Communicator. timeout_s and segment_bytes as there."""
 
     def __init__(
-        self, group: dist.ProcessGroup, store: Store, topology: Topology, *, timeout_s: float, segment_bytes: int
+        self,
+        transport: ProcessGroupTransport,
+        store: Store,
+        topology: Topology,
+        *,
+        timeout_s: float,
+        segment_bytes: int,
     ) -> None:
-        self.rank = group.rank()
-        self.size = group.size()
+        self.rank = transport.rank
+        self.size = transport.size
         self.topology = topology
         self._timeout_s = timeout_s
         self._segment_bytes = segment_bytes
-        self._transport = ProcessGroupTransport(group)
+        self._transport = transport
         self._board = Board(store, self.rank, self.size)
         self.tables: dict[str, Table] = tables_in_force(
             {collective: self.algorithms(collective) for collective in PLANNERS}, topology, os.environ
         )
-        self._queue = WorkQueue(f"gradwire-{group.group_name}")
+        self._queue = WorkQueue("gradwire")
         self._sequence = 0
         self._scratch = Scratch()
         self._schedules: dict[tuple[str, str, int], Schedule] = {}
@@ -183,13 +189,13 @@ class Engine:
         rows: list[list[int]] = everything.tolist()
         return rows
 
-    def native(self, turn: Turn, call: Callable[[], dist.Work | None], *, is_cuda: bool) -> None:
+    def native(self, turn: Turn, call: Call, *, is_cuda: bool) -> None:
         """Run one of the backend's own collectives. It does not survive ranks that disagree, so a call that is new to this
         rank is first agreed upon by a barrier under the turn's tag."""
         if turn.call not in self._agreed and not is_cuda:
             self.over_buffer(turn, "barrier", "recursive_doubling", torch.zeros(1, dtype=torch.uint8), "max")
             self._agreed.add(turn.call)
-        self._transport.native(call, is_cuda=is_cuda, deadline=turn.deadline)
+        self._transport.native(call, "cuda" if is_cuda else "cpu", turn.deadline)
 
     def _program(self, key: tuple[object, ...], make: Callable[[], Program]) -> Program:
         program = self._programs.get(key)

@@ -1,13 +1,30 @@
-"""The backend's own collectives behind the same verbs: what algorithm='native' runs, and the peer that we measure against."""
+"""The backend's own collectives: what algorithm='native' runs, and the peer that ours are measured against.
+
+Each function returns a call that starts the operation on a backend. Roots are ranks in the group; tensors are 1-D.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
 
-_OPS = {
+from collectives.transport.base import Backend
+
+_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "average": dist.ReduceOp.SUM,  # gloo's AVG is wrong on some paths; the caller divides
     "min": dist.ReduceOp.MIN,
@@ -18,11 +35,7 @@ _OPS = {
 #: Dtypes that the backends cannot reduce, and what they travel as.
 _WIDENED = {torch.int16: torch.int32}
 
-Call = Callable[[], dist.Work | None]
-
-# torch 2.13 gave these two new names and warns about the old ones.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-_allgather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+Call = Callable[[Backend], dist.Work | None]
 
 
 def reducible(tensor: torch.Tensor) -> torch.Tensor:
@@ -30,43 +43,50 @@ def reducible(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(_WIDENED.get(tensor.dtype, tensor.dtype))
 
 
-def allreduce(group: dist.ProcessGroup, tensor: torch.Tensor, op: str) -> Call:
-    return lambda: dist.all_reduce(tensor, _OPS[op], group=group, async_op=True)
+def allreduce(tensor: torch.Tensor, op: str) -> Call:
+    options = AllreduceOptions()
+    options.reduceOp = _OPS[op]
+    return lambda backend: backend.allreduce([tensor], options)
 
 
-def reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, op: str) -> Call:
-    return lambda: _reduce_scatter(output, source, _OPS[op], group=group, async_op=True)
+def reduce_scatter(output: torch.Tensor, source: torch.Tensor, op: str) -> Call:
+    options = ReduceScatterOptions()
+    options.reduceOp = _OPS[op]
+    return lambda backend: backend._reduce_scatter_base(output, source, options)
 
 
-def allgather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor) -> Call:
-    return lambda: _allgather(output, source, group=group, async_op=True)
+def allgather(output: torch.Tensor, source: torch.Tensor) -> Call:
+    return lambda backend: backend._allgather_base(output, source, AllgatherOptions())
 
 
-def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> Call:
-    return lambda: dist.broadcast(tensor, dist.get_global_rank(group, root), group=group, async_op=True)
+def broadcast(tensor: torch.Tensor, root: int) -> Call:
+    options = BroadcastOptions()
+    options.rootRank = root
+    return lambda backend: backend.broadcast([tensor], options)
 
 
-def reduce(group: dist.ProcessGroup, tensor: torch.Tensor, root: int, op: str) -> Call:
-    return lambda: dist.reduce(tensor, dist.get_global_rank(group, root), _OPS[op], group=group, async_op=True)
+def reduce(tensor: torch.Tensor, root: int, op: str) -> Call:
+    options = ReduceOptions()
+    options.reduceOp = _OPS[op]
+    options.rootRank = root
+    return lambda backend: backend.reduce([tensor], options)
 
 
-def gather(group: dist.ProcessGroup, source: torch.Tensor, output: list[torch.Tensor] | None, root: int) -> Call:
-    return lambda: dist.gather(source, output, dist.get_global_rank(group, root), group=group, async_op=True)
+def gather(source: torch.Tensor, pieces: list[torch.Tensor], root: int) -> Call:
+    options = GatherOptions()
+    options.rootRank = root
+    return lambda backend: backend.gather([pieces] if pieces else [], [source], options)
 
 
-def scatter(group: dist.ProcessGroup, output: torch.Tensor, source: list[torch.Tensor] | None, root: int) -> Call:
-    return lambda: dist.scatter(output, source, dist.get_global_rank(group, root), group=group, async_op=True)
+def scatter(output: torch.Tensor, pieces: list[torch.Tensor], root: int) -> Call:
+    options = ScatterOptions()
+    options.rootRank = root
+    return lambda backend: backend.scatter([output], [pieces] if pieces else [], options)
 
 
-def alltoall(
-    group: dist.ProcessGroup,
-    output: torch.Tensor,
-    source: torch.Tensor,
-    output_lengths: list[int],
-    input_lengths: list[int],
-) -> Call:
-    return lambda: dist.all_to_all_single(output, source, output_lengths, input_lengths, group=group, async_op=True)
+def alltoall(output: torch.Tensor, source: torch.Tensor, output_lengths: list[int], input_lengths: list[int]) -> Call:
+    return lambda backend: backend.alltoall_base(output, source, output_lengths, input_lengths, AllToAllOptions())
 
 
-def barrier(group: dist.ProcessGroup) -> Call:
-    return lambda: dist.barrier(group=group, async_op=True)
+def barrier() -> Call:
+    return lambda backend: backend.barrier(BarrierOptions())

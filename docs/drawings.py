@@ -86,7 +86,11 @@ def main() -> None:
         cut = f"buffer in {blocks} blocks" if blocks > 1 else "whole buffer"
         draw(f"allreduce, {name}: {size} ranks{where}, {cut}", schedules, IMAGES / f"{name}.png")
     size = 6
-    draw("broadcast, tree: 6 ranks", [PLANNERS["broadcast"]["tree"](Place(r, size)) for r in range(size)], IMAGES / "broadcast.png")
+    draw(
+        "broadcast, tree: 6 ranks",
+        [PLANNERS["broadcast"]["tree"](Place(r, size)) for r in range(size)],
+        IMAGES / "broadcast.png",
+    )
 
 
 if __name__ == "__main__":

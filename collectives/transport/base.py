@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+
+#: One of torch.distributed's C++ backends, whose methods torch's type stubs leave out.
+Backend = Any
 
 #: One message: the other rank, and the contiguous 1-D tensor that is sent or filled.
 Message = tuple[int, torch.Tensor]

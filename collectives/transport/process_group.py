@@ -1,24 +1,31 @@
-"""Messages over torch.distributed's point-to-point operations: gloo for CPU tensors, NCCL for CUDA tensors."""
+"""Messages over the point-to-point operations of torch.distributed's backends: gloo for CPU tensors, NCCL for CUDA tensors."""
 
 from __future__ import annotations
 
+import hashlib
 import time
+import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, _get_default_store
 
-from collectives.errors import LinkError
-from collectives.transport.base import Message, Pending
+from collectives.errors import CollectiveError, LinkError
+from collectives.transport.base import Backend, Message, Pending
 
-#: A tag that no operation uses (theirs have 31 bits), for a receive that nobody answers.
+#: A tag that no operation uses, for a receive that nobody answers.
 _ABORT_TAG = 2**31 - 1
 _ABORT_WAIT = timedelta(milliseconds=1)
 _POLL_S = 0.0005
 
 #: gloo counts whole milliseconds, so its timeout may end a wait a little before the deadline.
 _ROUNDING_S = 0.005
+
+_DIGEST_BYTES = 32
+_TOKEN_BYTES = 16
 
 
 class _GlooPending:
@@ -36,9 +43,8 @@ class _GlooPending:
         try:
             self._work.wait(timedelta(seconds=left))
         except RuntimeError as error:
-            raise LinkError(
-                self._peer, timed_out=time.monotonic() >= deadline - _ROUNDING_S, detail=str(error)
-            ) from error
+            timed_out = time.monotonic() >= deadline - _ROUNDING_S
+            raise LinkError(self._peer, timed_out=timed_out, detail=str(error)) from error
 
 
 class _StreamPending:
@@ -62,74 +68,134 @@ class _StreamPending:
 
 
 class ProcessGroupTransport:
-    """A Transport over a process group that nothing else uses."""
+    """A Transport over backends that nothing else uses. backends: by the type of device whose tensors they carry."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.rank = group.rank()
-        self.size = group.size()
+    def __init__(self, backends: dict[str, Backend]) -> None:
+        self.backends = backends
+        any_backend = next(iter(backends.values()))
+        self.rank: int = any_backend.rank()
+        self.size: int = any_backend.size()
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int
     ) -> tuple[list[Pending], list[Pending]]:
         """See Transport. All messages of a call are on the same kind of device."""
         if (receives or sends) and (receives or sends)[0][1].is_cuda:
-            return self._post_nccl(sends, receives)
-        group = self.group
+            return [], self._post_nccl(sends, receives)
+        gloo = self.backends["cpu"]
         peer = None
         try:
             received: list[Pending] = []
             for peer, tensor in receives:
-                received.append(_GlooPending(group.recv([tensor], peer, tag), peer, tensor))
+                received.append(_GlooPending(gloo.recv([tensor], peer, tag), peer, tensor))
             sent: list[Pending] = []
             for peer, tensor in sends:
-                sent.append(_GlooPending(group.send([tensor], peer, tag), peer, tensor))
+                sent.append(_GlooPending(gloo.send([tensor], peer, tag), peer, tensor))
         except RuntimeError as error:
             raise LinkError(peer, timed_out=False, detail=str(error)) from error
         return sent, received
 
-    def _post_nccl(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
-        """NCCL deadlocks when sends and receives of a round are not launched as one group."""
-        operations = [
-            dist.P2POp(operation, tensor, dist.get_global_rank(self.group, peer), self.group)
-            for operation, messages in ((dist.isend, sends), (dist.irecv, receives))
-            for peer, tensor in messages
-        ]
-        return [], [_StreamPending(work, None) for work in dist.batch_isend_irecv(operations)]
-
-    def native(self, call: Callable[[], dist.Work | None], *, is_cuda: bool, deadline: float) -> None:
-        """Run one of torch.distributed's own collectives, made by `call` with async_op=True, under the deadline."""
+    def _post_nccl(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Pending]:
+        """NCCL deadlocks when the sends and receives of a round are not launched as one group. One work stands for all: it is
+        given once for every receive, and the sends need no wait of their own."""
+        nccl = self.backends["cuda"]
         try:
-            work = call()
+            nccl._start_coalescing()
+            for peer, tensor in sends:
+                nccl.send([tensor], peer, 0)
+            for peer, tensor in receives:
+                nccl.recv([tensor], peer, 0)
+            pending = _StreamPending(nccl._end_coalescing(), None)
+        except RuntimeError as error:
+            raise LinkError(None, timed_out=False, detail=str(error)) from error
+        return [pending] * max(1, len(receives))
+
+    def native(self, call: Callable[[Backend], dist.Work | None], device: str, deadline: float) -> None:
+        """Run one of the backend's own collectives (see collectives.native) under the deadline."""
+        try:
+            work = call(self.backends[device])
         except RuntimeError as error:
             raise LinkError(None, timed_out=False, detail=str(error)) from error
         if work is not None:
-            (_StreamPending(work, None) if is_cuda else _GlooPending(work, None, None)).wait(deadline)
+            (_StreamPending(work, None) if device == "cuda" else _GlooPending(work, None, None)).wait(deadline)
 
     def lost_peers(self) -> set[int]:
-        """gloo refuses at once to post to a peer whose connection is gone."""
+        """gloo refuses at once to post to a peer whose connection is gone. NCCL cannot tell."""
+        gloo = self.backends.get("cpu")
         lost = set()
-        for peer in self._gloo_peers():
+        for peer in self._peers():
+            if gloo is None:
+                break
             try:
-                self.group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG)
+                gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG)
             except RuntimeError:
                 lost.add(peer)
         return lost
 
     def abort(self) -> None:
-        """A receive that times out makes gloo close every connection of the group, which the peers see at once."""
-        for peer in self._gloo_peers():
-            try:
-                self.group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(_ABORT_WAIT)
-            except RuntimeError:
+        """A gloo receive that times out closes every connection of the group, which the peers see at once; one such receive
+        is enough, unless its peer's connection is gone already."""
+        for device, backend in self.backends.items():
+            if device == "cuda":
+                backend.abort()
                 continue
-        if not self._gloo_peers():
-            self.group.abort()
+            for peer in self._peers():
+                try:
+                    backend.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(_ABORT_WAIT)
+                except RuntimeError:
+                    continue
 
     def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group(self.group)
+        """Connections close when the backends' last users, works in flight among them, let go of them."""
+        self.backends = {}
 
-    def _gloo_peers(self) -> list[int]:
-        has_gloo = torch.device("cpu") in self.group._device_types
-        return [peer for peer in range(self.size) if peer != self.rank] if has_gloo else []
+    def _peers(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.rank]
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What `connect` made: the transport, a store of the group's own, and a digest of each rank's host name."""
+
+    transport: ProcessGroupTransport
+    store: Store
+    host_digests: list[str]
+
+
+def connect(group: dist.ProcessGroup, host: str, timeout_s: float) -> Connection:
+    """Build backends of our own for the ranks and kinds of backend of a group, so that nothing meets the user's traffic.
+
+    A collective call on `group`, which carries one small message: everyone's host, and a fresh name for the store, without
+    which a second connection would read the addresses of the first. (torch.distributed's own names for sub-groups are used
+    again after a group is destroyed, so its new_group would do just that.) Raises ValueError for a group with neither gloo nor
+    NCCL, CollectiveError when the ranks do not come together within timeout_s seconds.
+    """
+    config = dist.get_backend_config(group).split(",")
+    kinds = [(device, kind) for device, kind in (("cpu", "gloo"), ("cuda", "nccl")) if f"{device}:{kind}" in config]
+    if not kinds:
+        raise ValueError(f"the group's backends are {config}; a Communicator needs cpu:gloo, cuda:nccl or both")
+    rank, size = group.rank(), group.size()
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        card = hashlib.sha256(host.encode()).digest() + uuid.uuid4().bytes
+        mine = torch.frombuffer(bytearray(card), dtype=torch.uint8).to(kinds[0][0])
+        cards = [torch.empty_like(mine) for _ in range(size)]
+        work = group.allgather([cards], [mine])
+        work.wait(timeout)
+        rows = [bytes(each.tolist()) for each in cards]
+        token = rows[0][_DIGEST_BYTES : _DIGEST_BYTES + _TOKEN_BYTES].hex()
+        store = PrefixStore(f"gradwire/{token}", _get_default_store())
+        backends = {device: _backend(kind, store, rank, size, timeout) for device, kind in kinds}
+    except RuntimeError as error:
+        message = f"the ranks did not come together within {timeout_s:g} s: {error}"
+        raise CollectiveError(message, rank=rank, operation="making a Communicator") from error
+    return Connection(ProcessGroupTransport(backends), store, [row[:_DIGEST_BYTES].hex() for row in rows])
+
+
+def _backend(kind: str, store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
+    prefixed = PrefixStore(kind, store)
+    if kind == "gloo":
+        return ProcessGroupGloo(prefixed, rank, size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(prefixed, rank, size, options)

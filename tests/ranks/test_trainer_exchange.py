@@ -1,0 +1,221 @@
+"""How gradients are exchanged: order, overlap, buffers, failures, and the end."""
+
+import re
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainer as hvd
+from collectives import CollectiveError, Communicator
+from tests.harness import Worlds
+from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, loss_of, perceptron, share
+
+
+class Parallel(nn.Module):
+    """Layers side by side; backward reaches them in the reverse of the order in which they are called."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(count))
+
+    def forward(self, order: list[int]) -> Tensor:
+        total = torch.zeros(1, 4)
+        for i in order:
+            total = total + self.layers[i](torch.ones(1, 4))
+        return total.sum()
+
+
+@in_world
+def learned_orders(called: list[list[int]]) -> list[list[list[str]]]:
+    """The names in each bucket after each step. called[rank]: the order in which that rank calls the layers."""
+    model = Parallel(5)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), bucket_bytes=128
+    )
+    seen = []
+    for _ in range(3):
+        seen.append([[name.split(".")[1] for name in bucket.names] for bucket in optimizer._layout.buckets])
+        optimizer.zero_grad()
+        model(called[hvd.rank()]).backward()
+        optimizer.step()
+    assert_same_on_all_ranks([p.grad for p in model.parameters() if p.grad is not None])
+    optimizer.close()
+    return seen  # type: ignore[return-value]
+
+
+def test_buckets_follow_the_order_of_rank_0(ranks: Worlds) -> None:
+    """Rank 0 reaches layers 2, 0, 3 and never 1 and 4, which therefore come last."""
+    seen = ranks(2).run(learned_orders, [[3, 0, 2], [0, 1, 2, 3, 4]])
+    assert seen[0] == seen[1]
+    at_first, *later = seen[0]
+    assert at_first == [["4", "3"], ["2", "1"], ["0"]]
+    assert later == [[["2", "0"], ["3", "4"], ["1"]]] * 2
+
+
+@in_world
+def reductions_in_flight() -> list[list[bool]]:
+    """Whether anything was under way when backward reached the last parameter, and after backward, in each step."""
+    model = perceptron()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), bucket_bytes=200)
+    seen: list[list[bool]] = []
+
+    def look() -> bool:
+        return any(bucket.in_flight for bucket in optimizer._layout.buckets)
+
+    model[0].weight.register_hook(lambda gradient: seen.append([look()]))
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, share(step)).backward()
+        seen[-1].append(look())
+        optimizer.step()
+    optimizer.close()
+    return seen
+
+
+def test_buckets_travel_while_backward_runs_and_have_arrived_when_it_returns(ranks: Worlds) -> None:
+    assert ranks(2).run(reductions_in_flight) == [[[True, False]] * 3] * 2
+
+
+@in_world
+def storages() -> tuple[int, int, int]:
+    """How many buffers hold all gradients; how many messages and elements one step sends."""
+    model = perceptron()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    sent: list[int] = []
+    allreduce = optimizer._communicator.allreduce
+    optimizer._communicator.allreduce = lambda tensor, *a, **k: (sent.append(tensor.numel()), allreduce(tensor, *a, **k))[1]  # type: ignore[method-assign]
+    loss_of(model, share(0)).backward()
+    buffers = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
+    optimizer.close()
+    return len(buffers), len(sent), sum(sent)
+
+
+def test_gradients_are_views_of_fused_buckets(ranks: Worlds) -> None:
+    numel = sum(p.numel() for p in perceptron().parameters())
+    for buffers, messages, elements in ranks(2).run(storages):
+        assert (buffers, messages) == (1, 1)
+        assert numel < elements < numel + 6 * 16 + 6, "gradients, padding and one element of presence for each"
+
+
+@in_world
+def waiting() -> tuple[float, float]:
+    model = perceptron()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    if hvd.rank() == 0:
+        time.sleep(0.5)
+    before = optimizer.communication_wait_s
+    loss_of(model, share(0)).backward()
+    waited = optimizer.communication_wait_s
+    optimizer.close()
+    return before, waited
+
+
+def test_time_spent_waiting_is_measured(ranks: Worlds) -> None:
+    (before, waited), (other_before, other_waited) = ranks(2).run(waiting)
+    assert before == other_before == 0
+    assert waited < 0.4 < other_waited
+
+
+@in_world
+def other_parameters(kind: str) -> str:
+    """The last rank has another shape or dtype, or parameters more; the error that each rank gets."""
+    layers = [nn.Linear(2, 3), nn.Linear(3, 2)]
+    if hvd.rank() == hvd.size() - 1:
+        layers = {
+            "shape": [nn.Linear(2, 3), nn.Linear(3, 4)],
+            "dtype": [nn.Linear(2, 3), nn.Linear(3, 2, dtype=torch.float64)],
+            "count": [nn.Linear(2, 3), nn.Linear(3, 2), nn.Linear(1, 1)],
+        }[kind]
+    with pytest.raises(ValueError, match="do not train the same parameters") as error:
+        hvd.DistributedOptimizer(torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "who"),
+    [
+        ("shape", r"only rank [02] has 'parameter [23]' of shape .* and dtype torch\.float32"),
+        ("dtype", r"only rank [02] has 'parameter [23]' of shape .* and dtype torch\.float(32|64)"),
+        ("count", r"only rank 2 has 'parameter 4' of shape \[1, 1\] and dtype torch\.float32"),
+    ],
+)
+def test_ranks_must_have_the_same_parameters(ranks: Worlds, kind: str, who: str) -> None:
+    for message in ranks(3).run(other_parameters, kind):
+        assert re.fullmatch(f"ranks 0 and 2 do not train the same parameters: {who}", message)
+
+
+@in_world
+def out_of_step() -> list[str]:
+    """Rank 1 does something else than rank 0, and both say so when they call backward(), then and later."""
+    model = perceptron()
+    communicator = Communicator(timeout_s=2.0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), process_set=communicator)
+    errors = []
+    if hvd.rank() == 1:
+        with pytest.raises(CollectiveError) as error:
+            communicator.allreduce(torch.zeros(3))
+        errors.append(str(error.value))
+    while len(errors) < 3:
+        optimizer.zero_grad()
+        with pytest.raises(CollectiveError) as error:
+            loss_of(model, share(0)).backward()
+        errors.append(str(error.value))
+    optimizer.close()
+    communicator.close()
+    return errors
+
+
+def test_failures_surface_from_backward(ranks: Worlds) -> None:
+    for first, *later in ranks(2).run(out_of_step):
+        assert "the ranks do not agree" in first
+        assert all("broken" in message for message in later)
+
+
+@in_world
+def closing() -> list[Any]:
+    model = perceptron()
+    communicator = Communicator()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    for process_set in (None, communicator):
+        optimizer = hvd.DistributedOptimizer(inner, process_set=process_set)
+        optimizer.close()
+        optimizer.close()
+    loss_of(model, share(0)).backward()
+    inner.step()
+    total = torch.ones(1)
+    communicator.allreduce(total)
+    communicator.close()
+    with pytest.raises(CollectiveError, match="closed"):
+        optimizer.step()
+    return [float(total), float(model[0].weight.grad.sum())]
+
+
+def test_close_gives_parameters_back(ranks: Worlds) -> None:
+    """Gradients are local again, and a Communicator that was given stays open."""
+    results = ranks(2).run(closing)
+    assert [total for total, _ in results] == [2.0, 2.0]
+    assert results[0][1] != results[1][1]
+
+
+@in_world
+def dropping() -> list[Tensor]:
+    """A wrapper that is dropped without close() does not live on in the hooks of the parameters."""
+    model = perceptron()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    loss_of(model, share(0)).backward()
+    alive = weakref.ref(optimizer)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert alive() is None
+    optimizer.zero_grad()
+    loss_of(model, share(0)).backward()
+    assert_same_on_all_ranks([p.grad for p in model.parameters() if p.grad is not None])
+    optimizer.close()
+    return copies(model.parameters())
+
+
+def test_dropping_a_wrapper(ranks: Worlds) -> None:
+    ranks(2).run(dropping)

@@ -1,0 +1,285 @@
+"""Horovod's verbs: defaults, forms, shapes, gradients, refusals."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import trainer as hvd
+from collectives import Communicator
+from tests.harness import Worlds
+from tests.ranks.training import in_world
+
+
+def own(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values that tell the rank: 1, 2, ... times rank + 1."""
+    numel = torch.Size(shape).numel()
+    return (torch.arange(1, numel + 1) * (hvd.rank() + 1)).to(dtype).view(shape)
+
+
+@in_world
+def run(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def check(ranks: Worlds, function: Callable[..., Any], *arguments: Any, size: int = 3) -> None:
+    """The function asserts by itself, on every rank."""
+    ranks(size).run(run, function, *arguments)
+
+
+def position() -> list[int]:
+    return [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()]
+
+
+def test_position(ranks: Worlds) -> None:
+    assert ranks(3).run(run, position) == [[rank, 3, rank, 3, 0, 1] for rank in range(3)]
+
+
+def initialized_again() -> None:
+    """init() is idempotent, and a torch.distributed that was there before survives shutdown()."""
+    hvd.init()
+    assert hvd.is_initialized()
+    hvd.shutdown()
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    with pytest.raises(RuntimeError, match=r"call trainer\.init\(\) first"):
+        hvd.rank()
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    assert total == torch.distributed.get_world_size()
+    hvd.init()
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
+
+
+def test_init_and_shutdown(ranks: Worlds) -> None:
+    check(ranks, initialized_again)
+
+
+def allreduces(op: str, expected: Callable[[Tensor], Tensor]) -> None:
+    everyones = torch.stack([torch.arange(1.0, 7.0).view(2, 3) * (rank + 1) for rank in range(hvd.size())])
+    wanted = expected(everyones)
+    given = own(2, 3)
+    assert torch.equal(hvd.allreduce(given, op=op), wanted)
+    assert torch.equal(hvd.synchronize(hvd.allreduce_async(given, op=op)), wanted)
+    assert torch.equal(given, own(2, 3)), "not in place"
+    assert hvd.allreduce_(given, op=op) is given
+    assert torch.equal(given, wanted)
+    given = own(2, 3)
+    handle = hvd.allreduce_async_(given, op=op)
+    assert hvd.synchronize(handle) is given
+    assert hvd.poll(handle)
+    assert torch.equal(given, wanted)
+    for grouped in (
+        hvd.grouped_allreduce([own(2, 3), own(2, 3)], op=op),
+        hvd.grouped_allreduce_([own(2, 3), own(2, 3)], op=op),
+        hvd.synchronize(hvd.grouped_allreduce_async([own(2, 3), own(2, 3)], op=op)),
+        hvd.synchronize(hvd.grouped_allreduce_async_([own(2, 3), own(2, 3)], op=op)),
+    ):
+        assert all(torch.equal(tensor, wanted) for tensor in grouped)
+    rows = wanted[hvd.rank() : hvd.rank() + 1] if hvd.size() == 2 else None
+    if rows is not None:
+        assert torch.equal(hvd.reducescatter(own(2, 3), op=op), rows)
+        assert torch.equal(hvd.synchronize(hvd.reducescatter_async(own(2, 3), op=op)), rows)
+
+
+def first_mean(everyones: Tensor) -> Tensor:
+    return everyones.mean(0)
+
+
+def total(everyones: Tensor) -> Tensor:
+    return everyones.sum(0)
+
+
+def smallest(everyones: Tensor) -> Tensor:
+    return everyones.amin(0)
+
+
+def largest(everyones: Tensor) -> Tensor:
+    return everyones.amax(0)
+
+
+def product(everyones: Tensor) -> Tensor:
+    return everyones.prod(0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (hvd.Average, first_mean),
+        (hvd.Sum, total),
+        (hvd.Min, smallest),
+        (hvd.Max, largest),
+        (hvd.Product, product),
+    ],
+)
+def test_allreduce_and_reducescatter(
+    ranks: Worlds, op: str, expected: Callable[[Tensor], Tensor], size: int
+) -> None:
+    check(ranks, allreduces, op, expected, size=size)
+
+
+def allreduce_arguments() -> None:
+    size = hvd.size()
+    mean, total_ = (size + 1) / 2, size * (size + 1) / 2
+    assert hvd.allreduce(own(1)).item() == mean, "the default is Average"
+    assert hvd.allreduce(own(1), name="a name").item() == mean
+    with pytest.warns(DeprecationWarning, match="average= is deprecated"):
+        assert hvd.allreduce(own(1), False).item() == total_
+    with pytest.warns(DeprecationWarning):
+        assert hvd.allreduce(own(1), average=True).item() == mean
+    with pytest.raises(ValueError, match="give op or average, not both"):
+        hvd.allreduce(own(1), average=True, op=hvd.Sum)
+    with pytest.raises(ValueError, match="op must be one of average, sum, min, max, product, not 'mean'"):
+        hvd.allreduce(own(1), op="mean")
+    assert hvd.allreduce(own(1), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0).item() == 2 * total_
+    assert hvd.allreduce(own(5, dtype=torch.int64), op=hvd.Sum).dtype == torch.int64
+    rounded = hvd.allreduce(torch.full((3,), 1 + 2**-12), compression=hvd.Compression.fp16)
+    assert rounded.dtype == torch.float32
+    assert rounded.tolist() == [1.0] * 3
+    assert hvd.reducescatter(own(size)).item() == mean * (hvd.rank() + 1), "the default is Average"
+    scaled = hvd.reducescatter(own(size), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
+    assert scaled.item() == 2 * total_ * (hvd.rank() + 1)
+    handle = hvd.reducescatter_async(own(size), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
+    assert [hvd.synchronize(handle).item(), hvd.synchronize(handle).item()] == [scaled.item()] * 2
+
+
+def test_arguments(ranks: Worlds) -> None:
+    check(ranks, allreduce_arguments)
+
+
+def uneven_rows() -> None:
+    """Rank r gathers r rows, the first none; 3 ranks share 7 rows of a reduction as 3, 2, 2."""
+    rank, size = hvd.rank(), hvd.size()
+    gathered = hvd.allgather(torch.full((rank, 2), float(rank)))
+    assert gathered[:, 1].tolist() == [r for r in range(size) for _ in range(r)]
+    assert gathered.shape == (size * (size - 1) // 2, 2)
+    handle = hvd.allgather_async(torch.full((rank, 2), float(rank)))
+    assert torch.equal(hvd.synchronize(handle), gathered)
+    assert hvd.reducescatter(own(7), op=hvd.Sum).tolist() == [[6.0, 12.0, 18.0], [24.0, 30.0], [36.0, 42.0]][rank]
+    strided = torch.arange(6).view(2, 3).t() + rank
+    assert hvd.allgather(strided).tolist() == [[i + r, i + 3 + r] for r in range(size) for i in range(3)]
+
+
+def test_uneven_rows(ranks: Worlds) -> None:
+    check(ranks, uneven_rows)
+
+
+def rows_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"rank 0 gave \[2, 3\] torch.float32, rank 1 gave \[2, 4\] torch.float32"):
+        hvd.allgather(torch.zeros(2, 4 if hvd.rank() == 1 else 3))
+    with pytest.raises(ValueError, match="rank 2 gave a scalar"):
+        hvd.allgather(torch.zeros(()) if hvd.rank() == 2 else torch.zeros(1))
+    with pytest.raises(ValueError, match="reducescatter needs a tensor of at least one dimension"):
+        hvd.reducescatter(torch.zeros(()))
+
+
+def test_rows_that_do_not_fit(ranks: Worlds) -> None:
+    check(ranks, rows_that_do_not_fit)
+
+
+def broadcasts() -> None:
+    for root in range(hvd.size()):
+        given = own(4)
+        wanted = (torch.arange(1.0, 5.0) * (root + 1)).tolist()
+        assert hvd.broadcast(given, root).tolist() == wanted
+        assert hvd.synchronize(hvd.broadcast_async(given, root_rank=root)).tolist() == wanted
+        assert torch.equal(given, own(4))
+        assert hvd.broadcast_(given, root) is given
+        assert given.tolist() == wanted
+        given = own(4)
+        assert hvd.synchronize(hvd.broadcast_async_(given, root)) is given
+        assert given.tolist() == wanted
+    hvd.barrier()
+
+
+def test_broadcast(ranks: Worlds) -> None:
+    check(ranks, broadcasts)
+
+
+def alltoalls() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    equal = torch.arange(2 * size) + 100 * rank
+    wanted = [100 * source + 2 * rank + i for source in range(size) for i in (0, 1)]
+    assert hvd.alltoall(equal).tolist() == wanted
+    assert hvd.synchronize(hvd.alltoall_async(equal)).tolist() == wanted
+
+    splits = [destination if rank != 1 else 0 for destination in range(size)]  # rank 1 sends nothing
+    rows = torch.full((sum(splits), 2), rank)
+    wanted_rows = [source for source in range(size) if source != 1 for _ in range(rank)]
+    for received, from_each in (
+        hvd.alltoall(rows, splits=splits),
+        hvd.alltoall(rows, torch.tensor(splits)),
+        hvd.synchronize(hvd.alltoall_async(rows, splits=torch.tensor(splits, dtype=torch.int32))),
+    ):
+        assert received[:, 0].tolist() == wanted_rows
+        assert received.shape == (len(wanted_rows), 2)
+        assert from_each.dtype == torch.int32
+        assert from_each.tolist() == [0 if source == 1 else rank for source in range(size)]
+
+    with pytest.raises(ValueError, match=f"needs a multiple of {size} rows, not {size + 1}"):
+        hvd.alltoall(torch.zeros(size + 1))
+    for wrong in ([1] * size, [0] * (size - 1), [-1, 1] + [0] * (size - 2)):
+        with pytest.raises(ValueError, match=rf"splits must be {size} whole numbers >= 0 that add up to 1 rows"):
+            hvd.alltoall(torch.zeros(1), splits=wrong)
+
+
+def test_alltoall(ranks: Worlds) -> None:
+    check(ranks, alltoalls)
+
+
+def gradient(function: Callable[[Tensor], Tensor], *shape: int) -> list[float]:
+    """Of the sum over ranks of (rank + 1) * (1 * y[0] + 2 * y[1] + ...), with respect to this rank's input."""
+    tensor = own(*shape).requires_grad_(True)
+    result = function(tensor)
+    (result.flatten() @ own(result.numel())).backward()
+    assert tensor.grad is not None
+    flat: list[float] = tensor.grad.flatten().tolist()
+    return flat
+
+
+def gradients() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    weight = sum(range(1, size + 1))  # of all ranks' losses
+    assert gradient(lambda x: hvd.allreduce(x, op=hvd.Sum), 2) == [weight, 2 * weight]
+    assert gradient(hvd.allreduce, 2) == pytest.approx([weight / size, 2 * weight / size])
+    assert gradient(lambda x: hvd.grouped_allreduce([x, x * 2], op=hvd.Sum)[1], 1) == [2 * weight]
+    assert gradient(lambda x: hvd.allreduce(x, op=hvd.Sum, compression=hvd.Compression.fp16), 2) == [weight, 2 * weight]
+    assert gradient(lambda x: hvd.broadcast(x, 1), 2) == ([weight, 2 * weight] if rank == 1 else [0, 0])
+    before = rank * (rank + 1) // 2
+    assert gradient(hvd.allgather, rank + 1) == [weight * (before + i) for i in range(1, rank + 2)]
+    shares = [[1.0, 2.0], [2.0], [3.0]]
+    assert gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum, postscale_factor=2.0), 4) == [
+        2 * value for share in shares for value in share
+    ]
+    assert gradient(hvd.reducescatter, 4) == pytest.approx([value / size for share in shares for value in share])
+    assert gradient(hvd.alltoall, size) == [(rank + 1) * (r + 1) for r in range(size)]
+    assert gradient(lambda x: hvd.alltoall(x, [0, 0, 2])[0], 2) == [3 * (2 * rank + 1), 3 * (2 * rank + 2)]
+    with pytest.raises(RuntimeError, match="allreduce with op='max' has no gradient"):
+        gradient(lambda x: hvd.allreduce(x, op=hvd.Max), 2)
+    with pytest.raises(RuntimeError, match="reducescatter with op='min' has no gradient"):
+        gradient(lambda x: hvd.reducescatter(x, op=hvd.Min), 3)
+
+
+def test_gradients_are_those_of_the_sum_of_losses(ranks: Worlds) -> None:
+    check(ranks, gradients)
+
+
+def process_sets() -> None:
+    """Ranks 1 and 2 of three, by a torch group, and by a Communicator on it."""
+    group = torch.distributed.new_group([1, 2])
+    if hvd.rank() == 0:
+        return
+    assert isinstance(group, torch.distributed.ProcessGroup)
+    with Communicator(group) as communicator:
+        for process_set in (group, communicator):
+            assert hvd.allreduce(own(1), process_set=process_set).item() == 2.5
+            assert hvd.allreduce(own(1), process_set=process_set).item() == 2.5
+            assert hvd.broadcast(own(1), 0, process_set=process_set).item() == 2.0, "the root counts within the set"
+            assert hvd.allgather_object(hvd.rank(), process_set=process_set) == [1, 2]
+
+
+def test_process_sets(ranks: Worlds) -> None:
+    check(ranks, process_sets)
