@@ -35,7 +35,7 @@ class Layout:
         """Of each parameter laid out: index of its bucket, and its slot there."""
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """More parameters, to be laid out by the next extend() or update(). Raises ValueError for dtypes that cannot be exchanged."""
+        """More parameters, for the next extend() or update(). Raises ValueError for dtypes that cannot be exchanged."""
         for name, parameter in zip(names, parameters, strict=True):
             if parameter.dtype not in EXCHANGEABLE_DTYPES:
                 raise ValueError(

@@ -164,7 +164,9 @@ def test_more_calls_of_backward_accumulate_onto_the_average(ranks: Worlds) -> No
 def sum_again() -> None:
     model = Scale(op=hvd.Sum)
     model.push(1)
-    with pytest.raises(RuntimeError, match=r"a gradient of 'weight' was accumulated onto one already summed.*zero_grad"):
+    with pytest.raises(
+        RuntimeError, match=r"a gradient of 'weight' was accumulated onto one already summed.*zero_grad"
+    ):
         model.push(1)
 
 
@@ -198,8 +200,8 @@ def failed_backward() -> list[float | None]:
     def fail(gradient: Tensor) -> None:
         raise KeyError("from a hook of the user")
 
+    hook = model.weight.register_hook(fail)
     with pytest.raises(KeyError, match="from a hook of the user"):
-        hook = model.weight.register_hook(fail)
         model.push(1)
     hook.remove()
     model.optimizer.zero_grad()
@@ -233,7 +235,9 @@ def test_create_graph_is_refused(ranks: Worlds) -> None:
     ranks(2).run(run, create_graph)
 
 
-def train_checkpointed(optimizer: torch.optim.Optimizer, model: nn.Sequential, reentrant: bool, whole: bool) -> list[Tensor]:
+def train_checkpointed(
+    optimizer: torch.optim.Optimizer, model: nn.Sequential, reentrant: bool, whole: bool
+) -> list[Tensor]:
     for step in range(STEPS):
         optimizer.zero_grad()
         inputs, targets = batch(step) if whole else share(step)

@@ -87,7 +87,10 @@ def storages() -> tuple[int, int, int]:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     sent: list[int] = []
     allreduce = optimizer._communicator.allreduce
-    optimizer._communicator.allreduce = lambda tensor, *a, **k: (sent.append(tensor.numel()), allreduce(tensor, *a, **k))[1]  # type: ignore[method-assign]
+    optimizer._communicator.allreduce = lambda tensor, *a, **k: (
+        sent.append(tensor.numel()),
+        allreduce(tensor, *a, **k),
+    )[1]  # type: ignore[method-assign]
     loss_of(model, share(0)).backward()
     buffers = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
     optimizer.close()

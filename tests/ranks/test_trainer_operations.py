@@ -115,9 +115,7 @@ def product(everyones: Tensor) -> Tensor:
         (hvd.Product, product),
     ],
 )
-def test_allreduce_and_reducescatter(
-    ranks: Worlds, op: str, expected: Callable[[Tensor], Tensor], size: int
-) -> None:
+def test_allreduce_and_reducescatter(ranks: Worlds, op: str, expected: Callable[[Tensor], Tensor], size: int) -> None:
     check(ranks, allreduces, op, expected, size=size)
 
 
@@ -128,7 +126,7 @@ def allreduce_arguments() -> None:
     assert hvd.allreduce(own(1), name="a name").item() == mean
     with pytest.warns(DeprecationWarning, match="average= is deprecated"):
         assert hvd.allreduce(own(1), False).item() == total_
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="average= is deprecated"):
         assert hvd.allreduce(own(1), average=True).item() == mean
     with pytest.raises(ValueError, match="give op or average, not both"):
         hvd.allreduce(own(1), average=True, op=hvd.Sum)

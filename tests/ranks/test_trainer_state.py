@@ -40,7 +40,7 @@ def parameters_of(root: int) -> None:
             parameter.data += hvd.rank() + 1
         hvd.broadcast_parameters(parameters, root)
         assert_same_on_all_ranks(model.parameters())
-    with pytest.raises(TypeError, match="can broadcast tensors, .* not str"):
+    with pytest.raises(TypeError, match=r"can broadcast tensors, .* not str"):
         hvd.broadcast_parameters({"a": "b"}, 0)  # type: ignore[dict-item]
 
 

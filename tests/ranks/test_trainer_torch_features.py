@@ -38,7 +38,9 @@ def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @in_world
-def in_ranks(train: Training, make: Callable[[nn.Module], torch.optim.Optimizer], **options: Any) -> tuple[list[Tensor], Any]:
+def in_ranks(
+    train: Training, make: Callable[[nn.Module], torch.optim.Optimizer], **options: Any
+) -> tuple[list[Tensor], Any]:
     model = perceptron()
     optimizer = hvd.DistributedOptimizer(make(model), model.named_parameters(), bucket_bytes=400, **options)
     with warnings.catch_warnings():

@@ -1,0 +1,123 @@
+"""Who a process is, by the environment of its launcher."""
+
+import pytest
+
+from trainer.launch import ALONE, Launch, meeting_point, read_launch
+from trainer.world import cross_position
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node07",
+    "MASTER_PORT": "1234",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SLURM = {
+    "SLURM_PROCID": "6",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "2",
+    "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_NODELIST": "node[03-04]",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "launch"),
+    [
+        ({}, ALONE),
+        ({"MASTER_ADDR": "node07", "MASTER_PORT": "1234"}, ALONE),
+        (TORCHRUN, Launch("torchrun", 5, 8, 1, 4)),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, Launch("torchrun", 0, 2, None, None)),
+        (OPEN_MPI, Launch("Open MPI", 2, 4, 0, 2)),
+        (MPICH, Launch("MPICH", 3, 4, 1, 2)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, Launch("MPICH", 0, 1, None, None)),
+        (SLURM, Launch("Slurm", 6, 8, 2, 4)),
+        (SLURM | MPICH, Launch("MPICH", 3, 4, 1, 2)),
+        (SLURM | OPEN_MPI, Launch("Open MPI", 2, 4, 0, 2)),
+        (SLURM | MPICH | OPEN_MPI | TORCHRUN, Launch("torchrun", 5, 8, 1, 4)),
+    ],
+)
+def test_position(environment: dict[str, str], launch: Launch) -> None:
+    assert read_launch(environment) == launch
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0"}, "the launcher's environment lacks WORLD_SIZE"),
+        (MPICH | {"PMI_RANK": "one"}, "PMI_RANK must be a whole number, not 'one'"),
+        (MPICH | {"PMI_RANK": "4"}, "PMI_RANK=4 is no rank of PMI_SIZE=4 processes"),
+        (TORCHRUN | {"RANK": "-1"}, "RANK=-1 is no rank of WORLD_SIZE=8 processes"),
+        (TORCHRUN | {"LOCAL_RANK": ""}, "LOCAL_RANK must be a whole number, not ''"),
+    ],
+)
+def test_contradictions(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_launch(environment)
+
+
+def meet(environment: dict[str, str]) -> tuple[str, int]:
+    return meeting_point(environment, read_launch(environment))
+
+
+def test_meeting_point_that_is_told() -> None:
+    assert meet(TORCHRUN) == ("node07", 1234)
+    for environment in (OPEN_MPI, MPICH, SLURM):
+        assert meet(environment | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"}) == ("10.0.0.1", 99)
+
+
+def test_meeting_point_on_one_host() -> None:
+    on_one_host = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "MASTER_PORT": "99"}
+    assert meet(on_one_host) == ("127.0.0.1", 99)
+
+
+@pytest.mark.parametrize(
+    ("environment", "missing"),
+    [
+        (OPEN_MPI, "set MASTER_ADDR and MASTER_PORT"),
+        (MPICH | {"MASTER_ADDR": "node01"}, "set MASTER_PORT to"),
+        (MPICH | {"MASTER_PORT": "29500"}, "set MASTER_ADDR to"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "Slurm does not say .* set MASTER_ADDR and MASTER_PORT"),
+    ],
+)
+def test_meeting_point_that_nobody_tells(environment: dict[str, str], missing: str) -> None:
+    with pytest.raises(ValueError, match=missing):
+        meet(environment)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node07", "node07"),
+        ("node07,node09", "node07"),
+        ("node[03-04]", "node03"),
+        ("node[3,5-9],gpu1", "node3"),
+        ("rack2-[010-019]-ib,gpu[1-2]", "rack2-010-ib"),
+        ("gpu1,node[03-04]", "gpu1"),
+    ],
+)
+def test_slurm_meets_on_its_first_host(nodes: str, first: str) -> None:
+    assert meet(SLURM | {"SLURM_JOB_NODELIST": nodes})[0] == first
+    assert meet(SLURM | {"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_NODELIST": "other"})[0] == first
+
+
+def test_slurm_ports_differ_by_job_and_step() -> None:
+    ports = {meet(SLURM | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step})[1] for job in ("4711", "4712") for step in "01"}
+    assert len(ports) == 4
+    assert all(1024 < port < 32768 for port in ports), "outside of the range of ephemeral ports"
+
+
+def test_cross_position() -> None:
+    """Hosts of 3, 1 and 2 ranks, dealt round-robin: rank -> local rank."""
+    local_ranks = [0, 0, 0, 1, 1, 2]
+    assert [cross_position(rank, local_ranks) for rank in range(6)] == [(0, 3), (1, 3), (2, 3), (0, 2), (1, 2), (0, 1)]

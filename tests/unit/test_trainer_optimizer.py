@@ -1,0 +1,228 @@
+"""DistributedOptimizer and the verbs in a world of one, which takes no processes; and what is refused."""
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainer as hvd
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def perceptron() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return nn.functional.mse_loss(model(torch.randn(4, 6, generator=generator)), torch.randn(4, 3, generator=generator))
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": sgd,
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
+    "fused adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.1, fused=True),
+}
+
+
+def test_position() -> None:
+    assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (
+        0,
+        1,
+        0,
+        1,
+        0,
+        1,
+    )
+
+
+def test_verbs_are_identities() -> None:
+    tensor = torch.arange(6.0).view(3, 2)
+    for result in (
+        hvd.allreduce(tensor),
+        hvd.allgather(tensor),
+        hvd.broadcast(tensor, 0),
+        hvd.reducescatter(tensor),
+        hvd.alltoall(tensor),
+    ):
+        assert torch.equal(result, tensor)  # type: ignore[arg-type]
+        assert result is not tensor
+    assert hvd.broadcast_object("x") == "x"
+    assert hvd.allgather_object("x") == ["x"]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_same_bits_as_without_the_wrapper(name: str, scaled: bool) -> None:
+    """Through GradScaler too, to which the fused optimizers are something special."""
+    weights = []
+    for wrap in (False, True):
+        model = perceptron()
+        optimizer = OPTIMIZERS[name](model)
+        if wrap:
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), bucket_bytes=100)
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=64.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(bare, wrapped) for bare, wrapped in zip(*weights, strict=True))
+
+
+def test_it_is_the_wrapped_optimizer() -> None:
+    inner = sgd(perceptron())
+    optimizer = hvd.DistributedOptimizer(inner)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.optimizer is inner
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    optimizer.load_state_dict(inner.state_dict())
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert repr(optimizer) == f"DistributedOptimizer({inner!r})"
+    inner.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_checkpoints_are_interchangeable() -> None:
+    model = perceptron()
+    optimizer = hvd.DistributedOptimizer(sgd(model))
+    loss_of(model, 0).backward()
+    optimizer.step()
+    saved = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+    saved.seek(0)
+    loaded = torch.load(saved)
+    again = perceptron()
+    bare = sgd(again)
+    again.load_state_dict(loaded["model"])
+    bare.load_state_dict(loaded["optimizer"])
+    for one, other in ((model, optimizer), (again, bare)):
+        other.zero_grad()
+        loss_of(one, 1).backward()
+        other.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("wrapped_first", [True, False])
+def test_schedulers_see_steps_and_set_rates(wrapped_first: bool) -> None:
+    model = perceptron()
+    inner = sgd(model)
+    optimizer = hvd.DistributedOptimizer(inner) if wrapped_first else None
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer or inner, step_size=1, gamma=0.5)
+    optimizer = optimizer or hvd.DistributedOptimizer(inner)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(2):
+            loss_of(model, step).backward()
+            optimizer.step()
+            scheduler.step()
+    assert inner.param_groups[0]["lr"] == 0.025
+
+
+def test_models_can_be_copied_and_saved_while_wrapped() -> None:
+    model = perceptron()
+    optimizer = hvd.DistributedOptimizer(sgd(model))
+    loss_of(model, 0).backward()
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    for other in (copy.deepcopy(model), torch.load(saved, weights_only=False)):
+        other.zero_grad()
+        loss_of(other, 0).backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), other.parameters(), strict=True))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled: save its state_dict\(\)"):
+        copy.deepcopy(optimizer)
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        pickle.dumps(optimizer)
+
+
+def test_a_step_without_any_gradient() -> None:
+    model = perceptron()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), weight_decay=0.5))
+    optimizer.step()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_named_parameters_may_cover_more_than_the_optimizer() -> None:
+    model = perceptron()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model.named_parameters())
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    loss_of(model, 0).backward()
+    names = {name for bucket in optimizer._layout.buckets for name in bucket.names}
+    assert names == {name for name, _ in model.named_parameters()}
+
+
+def test_nothing_to_train() -> None:
+    frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([frozen], lr=0.1))
+    optimizer.step()
+    assert torch.equal(frozen, torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"optimizer": "sgd"}, TypeError, "optimizer must be a torch.optim.Optimizer, not str"),
+        ({"compression": "fp16"}, ValueError, "compression must be Compression.none, .fp16 or .bf16, not 'fp16'"),
+        ({"backward_passes_per_step": 0}, ValueError, "backward_passes_per_step must be a whole number >= 1, not 0"),
+        ({"backward_passes_per_step": 1.5}, ValueError, "must be a whole number >= 1, not 1.5"),
+        ({"op": "max"}, ValueError, "op must be 'average' or 'sum', not 'max'"),
+        ({"gradient_predivide_factor": 0.0}, ValueError, "must be a finite number > 0, not 0.0"),
+        ({"gradient_predivide_factor": float("inf")}, ValueError, "must be a finite number > 0, not inf"),
+        ({"gradient_predivide_factor": 2.0, "op": "sum"}, ValueError, "=2.0 needs op='average', not 'sum'"),
+        ({"bucket_bytes": 0}, ValueError, "bucket_bytes must be > 0, not 0"),
+        ({"named_parameters": [nn.Parameter(torch.zeros(1))]}, ValueError, "must be pairs .* not Parameter"),
+        (
+            {"named_parameters": [("a", nn.Parameter(torch.zeros(1))), ("a", nn.Parameter(torch.zeros(2)))]},
+            ValueError,
+            "must be unique; found more than once: a",
+        ),
+        ({"named_parameters": []}, ValueError, r"must name all parameters .* 4 of them are not named .*\[5, 6\]"),
+    ],
+)
+def test_refusals(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        hvd.DistributedOptimizer(**{"optimizer": sgd(perceptron())} | options)
+
+
+def test_refusal_of_a_wrapper_and_of_dtypes() -> None:
+    optimizer = hvd.DistributedOptimizer(sgd(perceptron()))
+    with pytest.raises(TypeError, match="is a DistributedOptimizer already"):
+        hvd.DistributedOptimizer(optimizer)
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
+    inner = torch.optim.SGD([weight], lr=0.1)
+    with pytest.raises(ValueError, match=r"parameter 'w' has dtype torch\.complex64; gradients can be exchanged"):
+        hvd.DistributedOptimizer(inner, [("w", weight)])
+
+
+def test_init_comes_first() -> None:
+    hvd.shutdown()
+    with pytest.raises(RuntimeError, match=r"call trainer\.init\(\) first"):
+        hvd.DistributedOptimizer(sgd(perceptron()))
+    with pytest.raises(RuntimeError, match=r"call trainer\.init\(\) first"):
+        hvd.allreduce(torch.zeros(1))
