@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from bench.cases import Job
-from bench.sizes import format_size
 from bench.table import Row, format_us
 from bench.timing import Times
+from collectives.sizes import format_size
 
 RESAMPLES = 2000
 FEWEST_TURNS = 8

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from bench.sizes import parse_size, size_range
+from bench.sizes import size_range
+from collectives.sizes import parse_size
 
 DTYPES = {
     "float32": torch.float32,

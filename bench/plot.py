@@ -9,8 +9,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
-from bench.sizes import format_size
 from bench.table import Row
+from collectives.sizes import format_size
 
 STYLES: dict[str, dict[str, Any]] = {
     "auto": {"color": "#d1495b", "linewidth": 2.6, "marker": "o", "markersize": 5, "zorder": 5},

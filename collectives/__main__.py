@@ -15,6 +15,7 @@ from collectives.algorithms import PLANNERS
 from collectives.communicator import Communicator
 from collectives.environment import TABLE_PREFIX
 from collectives.selection import Table
+from collectives.sizes import format_size
 
 
 def _version(package: str) -> str:
@@ -26,7 +27,10 @@ def _version(package: str) -> str:
 
 
 def _range(table: Table) -> str:
-    return "; ".join(f"{rule.algorithm}:{rule.start}-{'max' if rule.stop is None else rule.stop}" for rule in table)
+    return ";".join(
+        f"{rule.algorithm}:{format_size(rule.start)}-{'max' if rule.stop is None else format_size(rule.stop)}"
+        for rule in table
+    )
 
 
 def _report(communicator: Communicator) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from collectives.environment import TABLE_PREFIX
+from collectives.sizes import parse_size
 from collectives.topology import Topology
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -22,14 +20,6 @@ class Rule:
 
 
 Table = tuple[Rule, ...]
-
-
-def parse_size(text: str) -> int:
-    """Bytes from '512', '16K', '4M' or '1G' (1024-based). Raises ValueError."""
-    match = re.fullmatch(r"(\d+)([KMG]?)B?", text.strip().upper())
-    if match is None:
-        raise ValueError(f"size is {text!r}; allowed is a whole number, with K, M or G (1024-based) behind it or not")
-    return int(match[1]) * _UNITS[match[2]]
 
 
 def parse_table(text: str, allowed: Sequence[str], variable: str) -> Table:

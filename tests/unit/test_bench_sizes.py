@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.sizes import format_size, parse_size, size_range
+from bench.sizes import size_range
+from collectives.sizes import format_size, parse_size
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from collectives.algorithms import PLANNERS
-from collectives.selection import Rule, choose, default_table, parse_size, parse_table, tables_in_force
+from collectives.selection import Rule, choose, default_table, parse_table, tables_in_force
 from collectives.topology import Topology
 
 NAMES = ("ring", "rsag", "native")
@@ -37,10 +37,6 @@ def test_a_table_chooses_by_size_and_a_bound_belongs_to_the_upper_range() -> Non
 def test_a_table_that_makes_no_sense_is_refused(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         parse_table(text, NAMES, "COLLECTIVES_ALLREDUCE")
-
-
-def test_sizes_are_1024_based() -> None:
-    assert [parse_size(text) for text in ("7", "16K", "4m", "1GB")] == [7, 16 << 10, 4 << 20, 1 << 30]
 
 
 @pytest.mark.parametrize("topology", [ONE_HOST, ONE_RANK_A_HOST, SHARED_HOSTS])

@@ -1,0 +1,29 @@
+"""Message sizes as text: 8, 4K, 32M, 1G, the units being powers of 1024."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes: "4K" -> 4096, "1.5M" -> 1572864.
+
+    Raises ValueError for what is not a number followed by nothing, K, M or G, or not a whole number of bytes.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
+    if match is None:
+        raise ValueError(f"size {text!r} is not a number followed by nothing, K, M or G")
+    nbytes = float(match[1]) * _UNITS[match[2]]
+    if nbytes != int(nbytes):
+        raise ValueError(f"size {text!r} is not a whole number of bytes")
+    return int(nbytes)
+
+
+def format_size(nbytes: int) -> str:
+    """The shortest exact notation that `parse_size` reads back: 4096 -> "4K", 1000 -> "1000"."""
+    unit = next(
+        unit for unit in reversed(_UNITS) if not unit or (nbytes >= _UNITS[unit] and nbytes % _UNITS[unit] == 0)
+    )
+    return f"{nbytes // _UNITS[unit]}{unit}"
