@@ -22,6 +22,7 @@ class Work:
         self._run = run
         self._done = threading.Event()
         self._error: BaseException | None = None
+        self._issued = _cuda_event()
         self._finished: torch.cuda.Event | None = None
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
@@ -44,16 +45,27 @@ class Work:
         return self._done.is_set()
 
     def run(self) -> None:
-        """Run the operation in the calling thread and complete the handle."""
+        """Run the operation in the calling thread and complete the handle.
+
+        CUDA work goes to the calling thread's stream of the device that was current at issue, after what was queued there then.
+        """
         try:
-            self._run()
-            if torch.cuda.is_initialized():
-                self._finished = torch.cuda.Event()
-                self._finished.record()
+            if self._issued is None:
+                self._run()
+            else:
+                with torch.cuda.device(self._issued.device):
+                    torch.cuda.current_stream().wait_event(self._issued)
+                    self._run()
+                    self._finished = _cuda_event()
         except BaseException as error:  # delivered by wait(), in the thread that asked
             self._error = error
         finally:
             self._done.set()
+
+
+def _cuda_event() -> torch.cuda.Event | None:
+    """What the current stream has been given so far, as an event; None in a process that has not used CUDA."""
+    return torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
 
 
 class WorkQueue:

@@ -83,10 +83,11 @@ class GradientExchange:
         """See to it that every parameter that requires a gradient has a hook. (Torch refuses hooks on the others.)"""
         for index, parameter in enumerate(self._layout.parameters):
             if parameter.requires_grad and index not in self._hooks:
-                hook = _Hook(weakref.WeakMethod(self._on_gradient), index)
+                hook = _Hook(weakref.ref(self), index)
                 self._hooks[index] = parameter.register_post_accumulate_grad_hook(hook)
 
-    def _on_gradient(self, index: int, parameter: Tensor) -> None:
+    def on_gradient(self, index: int, parameter: Tensor) -> None:
+        """Take the gradient that autograd has just accumulated in parameter.grad. For the hooks."""
         with self._lock:
             self._enter_pass()
             if index not in self._layout.places:
@@ -97,7 +98,8 @@ class GradientExchange:
             if bucket.in_flight:
                 raise RuntimeError(
                     f"a gradient of {name!r} arrived while its last one was being exchanged: either an earlier backward() "
-                    "failed midway, or one backward() reached the parameter twice, as a checkpoint with use_reentrant=True can"
+                    "failed midway (go on with synchronize(), then zero_grad()), or one backward() reached the parameter "
+                    "twice, as a checkpoint with use_reentrant=True can"
                 )
             if parameter.grad is not None and parameter.grad.requires_grad:
                 raise RuntimeError(
@@ -191,16 +193,16 @@ class GradientExchange:
 
 
 class _Hook:
-    """What a parameter keeps of a method: no longer alive than the exchange, and left behind when the parameter is pickled."""
+    """What a parameter keeps of an exchange: nothing that keeps it alive, and nothing that goes with a copy of the parameter."""
 
-    def __init__(self, method: weakref.WeakMethod[Callable[[int, Tensor], None]] | None, index: int) -> None:
-        self._method = method
+    def __init__(self, exchange: weakref.ref[GradientExchange] | None, index: int) -> None:
+        self._exchange = exchange
         self._index = index
 
     def __call__(self, parameter: Tensor) -> None:
-        method = self._method() if self._method is not None else None
-        if method is not None:
-            method(self._index, parameter)
+        exchange = self._exchange() if self._exchange is not None else None
+        if exchange is not None:
+            exchange.on_gradient(self._index, parameter)
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[None, int]]:
         return _Hook, (None, self._index)

@@ -19,7 +19,7 @@ class Allreduce(torch.autograd.Function):
         ctx: Any, communicator: Communicator, op: str, prescale: float, postscale: float, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.call = communicator, op, prescale, postscale
-        outputs = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        outputs = [copied(tensor) for tensor in tensors]
         communicator.grouped_allreduce(outputs, op, prescale=prescale, postscale=postscale)
         return tuple(outputs)
 
@@ -80,14 +80,14 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, communicator: Communicator, root_rank: int, tensor: Tensor) -> Tensor:
         ctx.call = communicator, root_rank
-        output = tensor.detach().clone(memory_format=torch.contiguous_format)
+        output = copied(tensor)
         communicator.broadcast(output, root_rank)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
         communicator, root_rank = ctx.call
-        total = gradient.clone(memory_format=torch.contiguous_format)
+        total = copied(gradient)
         communicator.reduce(total, root_rank, Sum)
         return None, None, total if communicator.rank == root_rank else total.zero_()
 
@@ -108,6 +108,11 @@ class Alltoall(torch.autograd.Function):
         output = gradient.new_empty((sum(sent), *gradient.shape[1:]))
         communicator.alltoall(output, gradient, sent, received)
         return None, None, None, output
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A contiguous copy without history."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def scattered(

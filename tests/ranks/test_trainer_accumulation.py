@@ -83,6 +83,32 @@ def test_an_early_step_flushes_and_counting_starts_again(ranks: Worlds) -> None:
     check(ranks, early_step, lambda rank: [-1.0, 1.0, rank, 2.0 * rank, 1.5])
 
 
+def step_after_one_pass_more() -> list[float | None]:
+    model = Scale(backward_passes_per_step=2)
+    seen = [model.push(hvd.rank()), model.push(hvd.rank()), model.push(hvd.rank())]
+    model.optimizer.step()
+    return [*seen, model.gradient]
+
+
+def test_a_step_flushes_passes_after_an_exchange(ranks: Worlds) -> None:
+    check(ranks, step_after_one_pass_more, lambda rank: [rank, 1.0, 1.0 + rank, 1.5])
+
+
+def skipped_step() -> list[float | None]:
+    """No step() after the first backward(), as when GradScaler finds infinity; then rank 1 has nothing to contribute."""
+    model = Scale()
+    seen = [model.push(hvd.rank())]
+    model.optimizer.zero_grad()
+    if hvd.rank() == 0:
+        model.push(4)
+    model.optimizer.step()
+    return [*seen, model.gradient]
+
+
+def test_a_skipped_step(ranks: Worlds) -> None:
+    check(ranks, skipped_step, lambda rank: [0.5, 2.0])
+
+
 def synchronize_early() -> list[float | None]:
     model = Scale(backward_passes_per_step=3)
     model.push(hvd.rank())
@@ -161,17 +187,20 @@ def test_more_calls_of_backward_accumulate_onto_the_average(ranks: Worlds) -> No
     check(ranks, backward_again, lambda rank: [0.5, 2.0, 3.0])
 
 
-def sum_again() -> None:
+def sum_again(step: bool) -> None:
     model = Scale(op=hvd.Sum)
     model.push(1)
+    if step:
+        model.optimizer.step()
     with pytest.raises(
         RuntimeError, match=r"a gradient of 'weight' was accumulated onto one already summed.*zero_grad"
     ):
         model.push(1)
 
 
-def test_more_calls_of_backward_are_refused_when_summing(ranks: Worlds) -> None:
-    ranks(2).run(run, sum_again)
+@pytest.mark.parametrize("step", [False, True])
+def test_more_calls_of_backward_are_refused_when_summing(ranks: Worlds, step: bool) -> None:
+    ranks(2).run(run, sum_again, step)
 
 
 def sums() -> list[float | None]:
@@ -210,6 +239,40 @@ def failed_backward() -> list[float | None]:
 
 def test_a_failed_backward_leaves_nothing_behind(ranks: Worlds) -> None:
     check(ranks, failed_backward, lambda rank: [rank, 1.0])
+
+
+def backward_that_fails_late(fails_on: int, tries_again: bool) -> list[float | None]:
+    """The ranks below fails_on fail when their first bucket has started; others wait for the second, until those catch up."""
+    first, last = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, last], lr=1.0), bucket_bytes=1)
+
+    def fail(gradient: Tensor) -> None:
+        raise KeyError("from a hook of the user")
+
+    if hvd.rank() < fails_on:
+        hook = first.register_hook(fail)
+        with pytest.raises(KeyError, match="from a hook of the user"):
+            (first.tanh() * 5 + last).sum().backward()
+        hook.remove()
+        if tries_again:
+            with pytest.raises(RuntimeError, match=r"failed midway \(go on with synchronize\(\), then zero_grad\(\)\)"):
+                (first.tanh() * 5 + last).sum().backward()
+        optimizer.synchronize()
+    else:
+        (first.tanh() * 5 + last).sum().backward()
+    caught_up = None if tries_again or last.grad is None else float(last.grad)
+    optimizer.zero_grad()
+    (first * hvd.rank() + last).sum().backward()
+    optimizer.close()
+    return [caught_up, *(None if p.grad is None else float(p.grad) for p in (first, last))]
+
+
+def test_catching_up_after_a_backward_that_failed(ranks: Worlds) -> None:
+    check(ranks, backward_that_fails_late, lambda rank: [1.0, 0.5, 1.0], 1, False)
+
+
+def test_trying_again_after_a_backward_that_failed(ranks: Worlds) -> None:
+    check(ranks, backward_that_fails_late, lambda rank: [None, 0.5, 1.0], 2, True)
 
 
 def partial_derivatives() -> list[Any]:
@@ -265,6 +328,23 @@ def test_activation_checkpoints(ranks: Worlds, reentrant: bool) -> None:
     expected = train_checkpointed(torch.optim.SGD(model.parameters(), lr=0.1), model, reentrant, whole=True)
     for weights in ranks(2).run(checkpointed, reentrant):
         assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+
+
+@in_world
+def weight_inside_and_outside() -> list[float]:
+    """One weight is used in a reentrant checkpoint and outside of it, so its gradient arrives twice; `first` comes last."""
+    first, shared = (nn.Parameter(torch.tensor([float(value)])) for value in (2, 3))
+    bias = nn.Parameter(torch.zeros(32))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, shared, bias], lr=1.0), bucket_bytes=128)
+    inputs = torch.full((1,), float(hvd.rank()), requires_grad=True)
+    (checkpoint(shared.mul, inputs * first, use_reentrant=True) * shared + bias).sum().backward()
+    optimizer.close()
+    return [float(p.grad[0]) for p in (first, shared, bias) if p.grad is not None]
+
+
+def test_weight_inside_and_outside_of_a_checkpoint(ranks: Worlds) -> None:
+    """The derivatives of 32 * rank * first * shared**2 + sum(bias), averaged."""
+    assert ranks(2).run(weight_inside_and_outside) == [[32 * 9 / 2, 32 * 2 * 2 * 3 / 2, 1.0]] * 2
 
 
 @in_world

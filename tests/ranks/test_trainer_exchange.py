@@ -210,9 +210,9 @@ def dropping() -> list[Tensor]:
     model = perceptron()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     loss_of(model, share(0)).backward()
-    alive = weakref.ref(optimizer)
+    alive = weakref.ref(optimizer), weakref.ref(optimizer._exchange)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    assert alive() is None
+    assert [reference() for reference in alive] == [None, None]
     optimizer.zero_grad()
     loss_of(model, share(0)).backward()
     assert_same_on_all_ranks([p.grad for p in model.parameters() if p.grad is not None])

@@ -94,7 +94,7 @@ def rank_without_backward() -> list[Tensor]:
     model = perceptron()
     optimizer = hvd.DistributedOptimizer(momentum(model.parameters()))
     for step in range(3):
-        optimizer.zero_grad()
+        model.zero_grad()  # which the wrapper does not hear of
         if (hvd.rank(), step) not in {(0, 1), (hvd.size() - 1, 0)}:
             loss_of(model, share(step)).backward()
         optimizer.step()
@@ -180,6 +180,23 @@ def thawed_without_zero_grad() -> list[float]:
 
 def test_thawed_without_zero_grad(ranks: Worlds) -> None:
     assert ranks(2).run(thawed_without_zero_grad) == [[1.0, 1.0]] * 2
+
+
+@in_world
+def thawed_before_zero_grad() -> float:
+    """Nothing else requires gradients, so there was nothing to exchange before."""
+    weight = nn.Parameter(torch.ones(1), requires_grad=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    weight.requires_grad_(True)
+    optimizer.zero_grad()
+    (weight * hvd.rank()).sum().backward()
+    optimizer.close()
+    assert weight.grad is not None
+    return float(weight.grad)
+
+
+def test_thawed_before_zero_grad(ranks: Worlds) -> None:
+    assert ranks(2).run(thawed_before_zero_grad) == [0.5] * 2
 
 
 def train_adding(model: nn.Sequential, optimizer: torch.optim.Optimizer, whole_batch: bool) -> list[Tensor]:
@@ -309,9 +326,15 @@ def test_sparse_gradients_are_refused(ranks: Worlds) -> None:
 
 @in_world
 def two_optimizers() -> tuple[list[Tensor], list[Tensor | None]]:
-    """Both reached by one backward(), on odd ranks in the other order; then each by its own."""
+    """Both reached by one backward(), on odd ranks in the other order; then each by its own.
+
+    Each has a parameter that is not reached, so that some of its buckets have to wait for the end of backward().
+    """
     first, second = perceptron(1), perceptron(2)
-    optimizers = [hvd.DistributedOptimizer(momentum(model.parameters()), bucket_bytes=200) for model in (first, second)]
+    optimizers = [
+        hvd.DistributedOptimizer(momentum([nn.Parameter(torch.zeros(1)), *model.parameters()]), bucket_bytes=200)
+        for model in (first, second)
+    ]
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()

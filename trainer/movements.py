@@ -1,0 +1,129 @@
+"""Horovod's verbs that move. What holds for all verbs stands in the package's docstring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from collectives import Communicator
+from trainer.functional import Allgather, Alltoall, Broadcast, copied
+from trainer.handles import Handle
+from trainer.world import ProcessSet, communicator_of
+
+
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = None) -> Tensor:
+    """All ranks' tensors, one after the other along dimension 0, where they may differ in size; the other dimensions agree."""
+    communicator = communicator_of(process_set)
+    output: Tensor = Allgather.apply(communicator, _rows_by_rank(communicator, tensor), tensor)
+    return output
+
+
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = None) -> Handle[Tensor]:
+    """allgather() in the background, except for the sizes, which are exchanged before this returns."""
+    communicator = communicator_of(process_set)
+    rows = _rows_by_rank(communicator, tensor)
+    output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
+    work = communicator.allgather(list(output.split(rows)), tensor.detach(), async_op=True)
+    return Handle(work, output)
+
+
+def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = None) -> Tensor:
+    """A new tensor like `tensor` with the values that it has on root_rank."""
+    output: Tensor = Broadcast.apply(communicator_of(process_set), root_rank, tensor)
+    return output
+
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = None
+) -> Handle[Tensor]:
+    """broadcast() in the background; synchronize() returns the new tensor."""
+    return broadcast_async_(copied(tensor), root_rank, name, process_set)
+
+
+def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = None) -> Tensor:
+    """broadcast() in place; returns `tensor`."""
+    return broadcast_async_(tensor, root_rank, name, process_set).wait()
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = None
+) -> Handle[Tensor]:
+    """broadcast() in place, in the background: leave `tensor` alone until synchronize(), which returns it."""
+    work = communicator_of(process_set).broadcast(tensor.detach(), root_rank, async_op=True)
+    return Handle(work, tensor)
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Send a slice of rows to every rank; the rows received, in rank order.
+
+    splits[r] rows go to rank r, all equally many where it is None. With splits the result is a pair: the rows, and an int32
+    tensor (on the CPU) of how many came from each rank.
+    """
+    communicator = communicator_of(process_set)
+    sent, received = _exchange_splits(communicator, tensor, splits)
+    output: Tensor = Alltoall.apply(communicator, sent, received, tensor)
+    return output if splits is None else (output, torch.tensor(received, dtype=torch.int32))
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = None,
+) -> Handle[Tensor] | Handle[tuple[Tensor, Tensor]]:
+    """alltoall() in the background, except for the splits, which are exchanged before this returns."""
+    communicator = communicator_of(process_set)
+    sent, received = _exchange_splits(communicator, tensor, splits)
+    output = tensor.new_empty((sum(received), *tensor.shape[1:]))
+    work = communicator.alltoall(output, tensor.detach(), received, sent, async_op=True)
+    return Handle(work, output) if splits is None else Handle(work, (output, torch.tensor(received, dtype=torch.int32)))
+
+
+def barrier(process_set: ProcessSet = None) -> None:
+    """Return once all ranks have called it."""
+    communicator_of(process_set).barrier()
+
+
+def _rows_by_rank(communicator: Communicator, tensor: Tensor) -> list[int]:
+    """The size of dimension 0 on every rank. Raises ValueError on all ranks alike where the tensors do not fit together."""
+    kinds: list[tuple[tuple[int, ...], torch.dtype]] = communicator.allgather_object(
+        (tuple(tensor.shape), tensor.dtype)
+    )
+    first_shape, first_dtype = kinds[0]
+    for rank, (shape, dtype) in enumerate(kinds):
+        if not shape:
+            raise ValueError(f"allgather needs tensors of at least one dimension; rank {rank} gave a scalar")
+        if (shape[1:], dtype) != (first_shape[1:], first_dtype):
+            raise ValueError(
+                f"allgather needs tensors that agree in dtype and in all dimensions but the first: "
+                f"rank 0 gave {list(first_shape)} {first_dtype}, rank {rank} gave {list(shape)} {dtype}"
+            )
+    return [shape[0] for shape, _ in kinds]
+
+
+def _exchange_splits(
+    communicator: Communicator, tensor: Tensor, splits: Tensor | Sequence[int] | None
+) -> tuple[list[int], list[int]]:
+    """Rows to every rank, and rows from every rank."""
+    size = communicator.size
+    if tensor.dim() == 0:
+        raise ValueError("alltoall needs a tensor of at least one dimension, not a scalar")
+    rows = tensor.shape[0]
+    if splits is None:
+        if rows % size:
+            raise ValueError(f"alltoall without splits needs a multiple of {size} rows, not {rows}")
+        sent = [rows // size] * size
+    else:
+        sent = [int(split) for split in splits]
+        if len(sent) != size or min(sent) < 0 or sum(sent) != rows:
+            raise ValueError(f"splits must be {size} whole numbers >= 0 that add up to {rows} rows, not {sent}")
+    received = torch.empty(size, dtype=torch.int64)
+    communicator.alltoall(received, torch.tensor(sent))
+    return sent, received.tolist()

@@ -1,0 +1,198 @@
+"""Horovod's verbs that reduce. What holds for all verbs stands in the package's docstring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from collectives import Communicator
+from trainer.compression import Cast, Compression
+from trainer.functional import Allreduce, ReduceScatter, copied, scattered
+from trainer.handles import Handle
+from trainer.ops import Average, resolve_op
+from trainer.world import ProcessSet, communicator_of
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Cast = Compression.none,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = None,
+) -> Tensor:
+    """A new tensor like `tensor`: its reduction over all ranks.
+
+    op: Average (the default), Sum, Min, Max or Product; `average` is Horovod's older word for Average or Sum.
+    The factors multiply before and after the reduction. compression: what floating-point tensors travel as.
+    """
+    (output,) = grouped_allreduce(
+        [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
+    )
+    return output
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = None,
+) -> Handle[Tensor]:
+    """allreduce() in the background; synchronize() returns the new tensor."""
+    output = copied(tensor)
+    return allreduce_async_(output, average, name, op, prescale_factor, postscale_factor, process_set)
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = None,
+) -> Tensor:
+    """allreduce() in place; returns `tensor`."""
+    handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    return handle.wait()
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = None,
+) -> Handle[Tensor]:
+    """allreduce() in place, in the background: leave `tensor` alone until synchronize(), which returns it."""
+    work = communicator_of(process_set).allreduce(
+        tensor.detach(),
+        resolve_op(op, average),
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        async_op=True,
+    )
+    return Handle(work, tensor)
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Cast = Compression.none,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = None,
+) -> list[Tensor]:
+    """allreduce() of several tensors as one operation: new tensors in the same order."""
+    packed = [compression.compress(tensor) for tensor in tensors]
+    reduced = Allreduce.apply(
+        communicator_of(process_set),
+        resolve_op(op, average),
+        prescale_factor,
+        postscale_factor,
+        *(tensor for tensor, _ in packed),
+    )
+    return [compression.decompress(tensor, dtype) for tensor, (_, dtype) in zip(reduced, packed, strict=True)]
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = None,
+) -> Handle[list[Tensor]]:
+    """grouped_allreduce() in the background; synchronize() returns the new tensors."""
+    outputs = [copied(tensor) for tensor in tensors]
+    return grouped_allreduce_async_(outputs, average, name, op, prescale_factor, postscale_factor, process_set)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = None,
+) -> list[Tensor]:
+    """grouped_allreduce() in place; returns the tensors given."""
+    handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    return handle.wait()
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = None,
+) -> Handle[list[Tensor]]:
+    """grouped_allreduce() in place, in the background: leave the tensors alone until synchronize(), which returns them."""
+    work = communicator_of(process_set).grouped_allreduce(
+        [tensor.detach() for tensor in tensors],
+        resolve_op(op, average),
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        async_op=True,
+    )
+    return Handle(work, list(tensors))
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: Cast = Compression.none,
+    op: str = Average,
+    process_set: ProcessSet = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """This rank's rows of the reduction: dimension 0 is divided evenly, the first ranks taking one more where it must be.
+
+    The tensors have the same shape on all ranks.
+    """
+    communicator = communicator_of(process_set)
+    sent, dtype = compression.compress(tensor)
+    output = ReduceScatter.apply(
+        communicator, _even_rows(tensor, communicator), resolve_op(op, None), prescale_factor, postscale_factor, sent
+    )
+    return compression.decompress(output, dtype)
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: str = Average,
+    process_set: ProcessSet = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle[Tensor]:
+    """reducescatter() in the background; synchronize() returns the new tensor."""
+    communicator = communicator_of(process_set)
+    rows = _even_rows(tensor, communicator)
+    output, chunks = scattered(communicator, rows, tensor, prescale_factor)
+    work = communicator.reduce_scatter(output, chunks, resolve_op(op, None), async_op=True)
+    return Handle(work, output, None if postscale_factor == 1 else lambda result: result.mul_(postscale_factor))
+
+
+def _even_rows(tensor: Tensor, communicator: Communicator) -> list[int]:
+    """Rows of dimension 0 for every rank."""
+    if tensor.dim() == 0:
+        raise ValueError("reducescatter needs a tensor of at least one dimension, not a scalar")
+    rows, longer = divmod(tensor.shape[0], communicator.size)
+    return [rows + (rank < longer) for rank in range(communicator.size)]
