@@ -3,7 +3,7 @@ PROCESSES ?= 2
 ARGS ?=
 
 BIN := .venv/bin
-PACKAGES := collectives trainer
+PACKAGES := collectives trainer bench
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help train test lint clean

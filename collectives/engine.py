@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
+import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -75,6 +78,9 @@ class Engine:
         self._agreed: set[str] = set()
         self._failure: CollectiveError | None = None
         self._closed = False
+        self._leaving = False
+        self._at_exit = partial(_leave, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     def algorithms(self, collective: str) -> tuple[str, ...]:
         return (*PLANNERS[collective], NATIVE)
@@ -136,7 +142,10 @@ class Engine:
             raise
 
     def _explain(self, error: LinkError, turn: Turn) -> CollectiveError:
-        report = Report.of(error, turn.sequence, turn.call, self._transport.lost_peers())
+        if self._leaving:
+            return CollectiveError("this process is exiting", rank=self.rank, operation=turn.call)
+        peers = set(range(self.size)) - {self.rank}
+        report = Report.of(error, turn.sequence, turn.call, peers, self._transport.lost_peers())
         reports = self._board.exchange(report, after_writing=self._transport.abort)
         return verdict(reports, self.rank, self._timeout_s, str(error))
 
@@ -228,6 +237,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self._at_exit)
         deadline = time.monotonic() + _CLOSE_S
         drained = self._failure is None and self._queue.close(_CLOSE_S)
         if drained and self._failure is None:
@@ -241,3 +251,20 @@ class Engine:
             self._transport.abort()
             self._queue.close(_CLOSE_S)
         self._transport.close()
+
+    def _leave(self) -> None:
+        """The interpreter exits with the Communicator open: let go of what runs, without a report, as a dead process would.
+
+        A thread that is still inside the backend when the interpreter is gone would end the process with an abort.
+        """
+        self._leaving = True
+        if self._queue.busy():
+            self._transport.abort()
+            self._queue.close(_CLOSE_S)
+
+
+def _leave(engine: weakref.ref[Engine]) -> None:
+    """What atexit calls; it must not keep an engine alive that nobody uses any more."""
+    alive = engine()
+    if alive is not None:
+        alive._leave()

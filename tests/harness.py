@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 import torch.distributed
 
@@ -211,7 +212,7 @@ def _run(task: bytes) -> bytes:
     try:
         function, args, kwargs = pickle.loads(task)
         return pickle.dumps(("returned", function(*args, **kwargs)))
-    except Exception:
+    except (Exception, pytest.fail.Exception):
         return pickle.dumps(("raised", traceback.format_exc()))
 
 

@@ -33,11 +33,12 @@ class Report:
     waiting_for: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, error: LinkError, sequence: int, call: str, lost_peers: Iterable[int]) -> Report:
-        peer = () if error.peer is None else (error.peer,)
+    def of(cls, error: LinkError, sequence: int, call: str, peers: Iterable[int], lost: Iterable[int]) -> Report:
+        """peers: all other ranks; lost: those whose connections are broken, which means nothing after a timeout of our own."""
+        known = () if error.peer is None else (error.peer,)
         if error.timed_out:
-            return cls(sequence, call, gone=tuple(lost_peers), waiting_for=peer)
-        return cls(sequence, call, gone=tuple({*peer, *lost_peers}))
+            return cls(sequence, call, waiting_for=known or tuple(peers))
+        return cls(sequence, call, gone=tuple({*known, *lost}))
 
 
 class Board:

@@ -37,6 +37,19 @@ def reductions(world_size: int) -> list[tuple[torch.dtype, str, int]]:
     return list(dict.fromkeys(every_size + several_segments + every_op))
 
 
+def copies(world_size: int) -> list[tuple[torch.dtype, int]]:
+    """(dtype, numel): every size, and every dtype in several segments."""
+    every_size = [(torch.float32, numel) for numel in sizes(world_size)]
+    return list(dict.fromkeys(every_size + [(dtype, SEVERAL_SEGMENTS) for dtype in DTYPES]))
+
+
+def uneven_parts(world_size: int, algorithm: str) -> list[list[int]]:
+    """Lengths of the ranks' parts of a list: equal, all different, none but one, none. Backends only know equal ones."""
+    equal = [[37] * world_size, [0] * world_size]
+    uneven = [[100 * rank for rank in range(world_size)], [0] * (world_size - 1) + [1000]]
+    return equal if algorithm == "native" else equal + uneven
+
+
 def contribution(rank: int, world_size: int, numel: int, dtype: torch.dtype, op: str = "sum") -> torch.Tensor:
     """What a rank brings: at each index the ranks' values are the same set, dealt out in turn."""
     index = torch.arange(numel)

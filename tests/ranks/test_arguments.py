@@ -42,6 +42,11 @@ MISTAKES: dict[str, tuple[type[Exception], str, Mistake]] = {
     "allgather, another dtype": (ValueError, "dtype", lambda c: c.allgather(torch.ones(4, dtype=torch.int32), TWO)),
     "reduce_scatter, short input": (ValueError, "input.*3 elements", lambda c: c.reduce_scatter(TWO, torch.ones(3))),
     "reduce_scatter, long list": (ValueError, "input", lambda c: c.reduce_scatter(ONE, [ONE, ONE, ONE])),
+    "allgather, native but unequal": (
+        ValueError,
+        "unequal.*native",
+        lambda c: c.allgather([TWO.clone(), ONE.clone()], (TWO, ONE)[c.rank], algorithm="native"),
+    ),
     "gather, no output on dst": (ValueError, "output", lambda c: c.gather(TWO, None, c.rank)),
     "gather, output elsewhere": (ValueError, "output", lambda c: c.gather(TWO, [TWO, TWO], 1 - c.rank)),
     "scatter, no input on src": (ValueError, "input", lambda c: c.scatter(TWO, None, c.rank)),

@@ -7,21 +7,17 @@ import torch
 
 from collectives.algorithms import PLANNERS
 from tests.harness import Worlds
-from tests.ranks.exact import DTYPES, WORLDS, Checks, communicator, contribution, sizes
+from tests.ranks.exact import DTYPES, WORLDS, Checks, communicator, contribution, copies, uneven_parts
 
 
 def allgather_tensors(algorithm: str) -> list[str]:
     checks = Checks()
     with communicator() as comm:
-        for dtype in DTYPES:
-            for numel in sizes(comm.size):
-                with checks.case(dtype=dtype, numel=numel):
-                    source = contribution(comm.rank, comm.size, numel, dtype)
-                    output = torch.zeros(comm.size * numel, dtype=dtype)
-                    comm.allgather(output, source, algorithm=algorithm)
-                    checks.equal(
-                        output, torch.cat([contribution(r, comm.size, numel, dtype) for r in range(comm.size)])
-                    )
+        for dtype, numel in copies(comm.size):
+            with checks.case(dtype=dtype, numel=numel):
+                output = torch.zeros(comm.size * numel, dtype=dtype)
+                comm.allgather(output, contribution(comm.rank, comm.size, numel, dtype), algorithm=algorithm)
+                checks.equal(output, torch.cat([contribution(r, comm.size, numel, dtype) for r in range(comm.size)]))
         with checks.case(view="transposed"):
             source = contribution(comm.rank, comm.size, 40, torch.int32).view(5, 8).t()
             output = torch.zeros(5, comm.size * 8, dtype=torch.int32).t()
@@ -36,7 +32,7 @@ def allgather_lists(algorithm: str) -> list[str]:
     checks = Checks()
     with communicator() as comm:
         rank, size = comm.rank, comm.size
-        for numels in ([37] * size, [100 * peer for peer in range(size)], [1000] + [0] * (size - 1), [0] * size):
+        for numels in uneven_parts(size, algorithm):
             for dtype in DTYPES:
                 with checks.case(numels=numels, dtype=dtype):
                     outputs = [torch.zeros(numel, dtype=dtype) for numel in numels]
@@ -49,9 +45,8 @@ def allgather_lists(algorithm: str) -> list[str]:
 def gather(algorithm: str) -> list[str]:
     checks = Checks()
     with communicator() as comm:
-        for index, dtype in enumerate(DTYPES):
-            for shift, numel in enumerate(sizes(comm.size)):
-                dst = (index + shift) % comm.size
+        for index, (dtype, numel) in enumerate(copies(comm.size)):
+            for dst in sorted({index % comm.size, comm.size - 1}):
                 with checks.case(dtype=dtype, numel=numel, dst=dst):
                     outputs = None
                     if comm.rank == dst:
@@ -65,9 +60,8 @@ def gather(algorithm: str) -> list[str]:
 def scatter(algorithm: str) -> list[str]:
     checks = Checks()
     with communicator() as comm:
-        for index, dtype in enumerate(DTYPES):
-            for shift, numel in enumerate(sizes(comm.size)):
-                src = (index + shift) % comm.size
+        for index, (dtype, numel) in enumerate(copies(comm.size)):
+            for src in sorted({index % comm.size, comm.size - 1}):
                 with checks.case(dtype=dtype, numel=numel, src=src):
                     sources = None
                     if comm.rank == src:
@@ -81,9 +75,8 @@ def scatter(algorithm: str) -> list[str]:
 def broadcast(algorithm: str) -> list[str]:
     checks = Checks()
     with communicator() as comm:
-        for index, dtype in enumerate(DTYPES):
-            for shift, numel in enumerate(sizes(comm.size)):
-                src = (index + shift) % comm.size
+        for index, (dtype, numel) in enumerate(copies(comm.size)):
+            for src in sorted({index % comm.size, comm.size - 1}):
                 with checks.case(dtype=dtype, numel=numel, src=src):
                     tensor = contribution(comm.rank, comm.size, numel, dtype)
                     comm.broadcast(tensor, src, algorithm=algorithm)

@@ -5,7 +5,7 @@ import torch
 
 from collectives.algorithms import PLANNERS
 from tests.harness import Worlds
-from tests.ranks.exact import WORLDS, Checks, communicator, contribution, ops, reduced, reductions
+from tests.ranks.exact import WORLDS, Checks, communicator, contribution, reduced, reductions, uneven_parts
 
 DTYPES_OF_EVERY_KIND = (torch.bfloat16, torch.float32, torch.uint8, torch.int64, torch.bool)
 
@@ -56,12 +56,9 @@ def reduce_scatter_lists(algorithm: str) -> list[str]:
     checks = Checks()
     with communicator() as comm:
         rank, size = comm.rank, comm.size
-        equal = [37] * size
-        growing = [100 * peer for peer in range(size)]
-        only_last = [0] * (size - 1) + [1000]
-        for numels in (equal, growing, only_last, [0] * size):
+        for numels in uneven_parts(size, algorithm):
             for dtype in DTYPES_OF_EVERY_KIND:
-                for op in ops(dtype):
+                for op in ("sum", "max"):
                     with checks.case(numels=numels, dtype=dtype, op=op):
                         sources = list(contribution(rank, size, sum(numels), dtype, op).split(numels))
                         output = torch.zeros(numels[rank], dtype=dtype)

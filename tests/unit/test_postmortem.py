@@ -64,9 +64,14 @@ def test_ranks_at_different_turns_that_wait_for_each_other_are_a_mismatch() -> N
 
 @pytest.mark.parametrize("timed_out", [True, False])
 def test_a_report_keeps_closed_connections_apart_from_slow_ones(timed_out: bool) -> None:
-    report = Report.of(LinkError(2, timed_out=timed_out, detail="x"), 7, CALL, lost_peers={5})
+    report = Report.of(LinkError(2, timed_out=timed_out, detail="x"), 7, CALL, peers={0, 2, 5}, lost={5})
     assert report.waiting_for == ((2,) if timed_out else ())
-    assert set(report.gone) == ({5} if timed_out else {2, 5})
+    assert set(report.gone) == (set() if timed_out else {2, 5})
+
+
+def test_a_timeout_of_the_backend_itself_waits_for_everyone() -> None:
+    report = Report.of(LinkError(None, timed_out=True, detail="x"), 7, CALL, peers={0, 2}, lost={0, 2})
+    assert (set(report.waiting_for), report.gone) == ({0, 2}, ())
 
 
 def test_a_report_is_written_before_connections_are_broken_and_the_others_are_read() -> None:
