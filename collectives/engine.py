@@ -1,8 +1,9 @@
-"""What stands behind the verbs: operations in order, their schedules, deadlines and failures."""
+"""What stands behind the verbs: operations in order, their buffers, schedules, deadlines and failures."""
 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import time
 import weakref
@@ -20,10 +21,11 @@ from collectives.diagnostics.postmortem import Board, Report, verdict
 from collectives.errors import CollectiveError, CollectiveTimeout, LinkError, Mismatch
 from collectives.execute import Program, Scratch, execute, lay_out
 from collectives.native import Call
-from collectives.reduction import COMBINE
+from collectives.reduction import COMBINE, carried
 from collectives.schedule import Place, Schedule
 from collectives.selection import Table, choose, tables_in_force
 from collectives.spans import Layout, consecutive, segments_of_blocks, segments_of_buffer
+from collectives.staging import Buffer
 from collectives.topology import Topology
 from collectives.transport.process_group import ProcessGroupTransport
 from collectives.work import Work, WorkQueue
@@ -49,7 +51,11 @@ class Turn:
 
 
 class Engine:
-    """Runs the operations of one Communicator. timeout_s and segment_bytes as there."""
+    """Runs the operations of one Communicator. timeout_s and segment_bytes as there.
+
+    Attributes: rank, size, topology; device_types, the kinds of device whose tensors the group carries; control_device, the
+    one where what the framework itself sends (tokens, tables, pickled objects) lies; tables, what 'auto' runs.
+    """
 
     def __init__(
         self,
@@ -63,6 +69,9 @@ class Engine:
         self.rank = transport.rank
         self.size = transport.size
         self.topology = topology
+        self.device_types = ("cpu", "cuda") if "cpu" in transport.backends else ("cuda",)
+        self.control_device = self.device_types[0]
+        self._via_host = "cuda" not in transport.backends
         self._timeout_s = timeout_s
         self._segment_bytes = segment_bytes
         self._transport = transport
@@ -83,16 +92,28 @@ class Engine:
         atexit.register(self._at_exit)
 
     def algorithms(self, collective: str) -> tuple[str, ...]:
+        """The names that a collective has. Raises ValueError for an unknown collective."""
+        if collective not in PLANNERS:
+            raise ValueError(f"no collective is called {collective!r}; known are {', '.join(PLANNERS)}")
         return (*PLANNERS[collective], NATIVE)
 
     def choose(self, collective: str, algorithm: str, nbytes: int) -> str:
-        """Resolve 'auto'. Raises ValueError for a name that the collective does not have."""
+        """Resolve 'auto'. Raises ValueError for an unknown collective or a name that it does not have."""
+        names = self.algorithms(collective)
         if algorithm == "auto":
             return choose(self.tables[collective], nbytes)
-        if algorithm not in self.algorithms(collective):
-            allowed = ", ".join(("auto", *self.algorithms(collective)))
+        if algorithm not in names:
+            allowed = ", ".join(("auto", *names))
             raise ValueError(f"rank {self.rank}: {collective} has no algorithm {algorithm!r}; allowed are {allowed}")
         return algorithm
+
+    def wire_bytes(self, collective: str, nbytes: int, algorithm: str) -> int | None:
+        """As Communicator.wire_bytes."""
+        name = self.choose(collective, algorithm, nbytes)
+        if name == NATIVE:
+            return None
+        plans = [PLANNERS[collective][name](Place(r, self.size, 0, self.topology.hosts)) for r in range(self.size)]
+        return max(math.ceil(nbytes * plan.sent_blocks() / plan.blocks) for plan in plans)
 
     def schedule(self, collective: str, algorithm: str, root: int = 0) -> Schedule:
         """This rank's schedule, planned once."""
@@ -151,10 +172,15 @@ class Engine:
 
     # What bodies are made of
 
+    def buffer(self, *tensors: torch.Tensor, fill: bool = True) -> Buffer:
+        """The tensors, of one dtype and device, as one buffer that the transport reaches."""
+        return Buffer(tensors, via_host=tensors[0].is_cuda and self._via_host, fill=fill)
+
     def over_buffer(
         self, turn: Turn, collective: str, algorithm: str, buffer: torch.Tensor, op: str = "sum", root: int = 0
     ) -> None:
         """Run a schedule in place on a buffer that the algorithm may cut as it likes."""
+        buffer, op = carried(buffer, op)
         schedule = self.schedule(collective, algorithm, root)
         segment = max(1, self._segment_bytes // buffer.element_size())
         program = self._program(
@@ -167,6 +193,7 @@ class Engine:
         self, turn: Turn, collective: str, algorithm: str, buffer: torch.Tensor, layout: Layout, op: str = "sum"
     ) -> None:
         """Run a schedule in place on a buffer of which block r, at layout[r], belongs to rank r."""
+        buffer, op = carried(buffer, op)
         schedule = self.schedule(collective, algorithm)
         segment = max(1, self._segment_bytes // buffer.element_size())
         program = self._program(
@@ -189,9 +216,14 @@ class Engine:
         program = lay_out(self.schedule(collective, algorithm, root), [layout], [source_layout])
         self._execute(turn, program, source, destination, "sum")
 
+    def meet(self, turn: Turn, algorithm: str = "recursive_doubling") -> None:
+        """Return when every rank has come here."""
+        token = torch.zeros(1, dtype=torch.uint8, device=self.control_device)
+        self.over_buffer(turn, "barrier", algorithm, token, "max")
+
     def table(self, turn: Turn, row: Sequence[int]) -> list[list[int]]:
         """Every rank's row of numbers, equally long on all ranks."""
-        everything = torch.zeros(self.size, len(row), dtype=torch.int64)
+        everything = torch.zeros(self.size, len(row), dtype=torch.int64, device=self.control_device)
         everything[self.rank] = torch.tensor(row, dtype=torch.int64)
         layout = consecutive([len(row)] * self.size)
         self.over_blocks(turn, "allgather", "rsag", everything.view(-1), layout)
@@ -202,7 +234,7 @@ class Engine:
         """Run one of the backend's own collectives. It does not survive ranks that disagree, so a call that is new to this
         rank is first agreed upon by a barrier under the turn's tag."""
         if turn.call not in self._agreed and not is_cuda:
-            self.over_buffer(turn, "barrier", "recursive_doubling", torch.zeros(1, dtype=torch.uint8), "max")
+            self.meet(turn)
             self._agreed.add(turn.call)
         self._transport.native(call, "cuda" if is_cuda else "cpu", turn.deadline)
 
@@ -243,7 +275,7 @@ class Engine:
         if drained and self._failure is None:
             turn = Turn(self._sequence, "close", deadline)
             try:
-                self.over_buffer(turn, "barrier", "recursive_doubling", torch.zeros(1, dtype=torch.uint8), "max")
+                self.meet(turn)
             except LinkError as error:
                 self._failure = CollectiveTimeout(_CLOSE_S, (), rank=self.rank, operation=f"close ({error})")
         else:

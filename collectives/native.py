@@ -1,6 +1,7 @@
 """The backend's own collectives: what algorithm='native' runs, and the peer that ours are measured against.
 
 Each function returns a call that starts the operation on a backend. Roots are ranks in the group; tensors are 1-D.
+Reductions take what `reducible` returns; whatever only moves data takes every dtype, as bytes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
 )
 
+from collectives.reduction import carried
 from collectives.transport.base import Backend
 
 _OPS: dict[str, Any] = {
@@ -38,9 +40,14 @@ _WIDENED = {torch.int16: torch.int32}
 Call = Callable[[Backend], dist.Work | None]
 
 
-def reducible(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy in a dtype that the backend can reduce."""
-    return tensor.to(_WIDENED.get(tensor.dtype, tensor.dtype))
+def reducible(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
+    """A tensor and op that the backend can reduce in place of these: the same, a view, or a copy in a wider dtype."""
+    moved, op = carried(tensor, op)
+    return moved.to(_WIDENED.get(moved.dtype, moved.dtype)), op
+
+
+def _bytes(flat: torch.Tensor) -> torch.Tensor:
+    return flat.view(torch.uint8)
 
 
 def allreduce(tensor: torch.Tensor, op: str) -> Call:
@@ -56,13 +63,13 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, op: str) -> Call:
 
 
 def allgather(output: torch.Tensor, source: torch.Tensor) -> Call:
-    return lambda backend: backend._allgather_base(output, source, AllgatherOptions())
+    return lambda backend: backend._allgather_base(_bytes(output), _bytes(source), AllgatherOptions())
 
 
 def broadcast(tensor: torch.Tensor, root: int) -> Call:
     options = BroadcastOptions()
     options.rootRank = root
-    return lambda backend: backend.broadcast([tensor], options)
+    return lambda backend: backend.broadcast([_bytes(tensor)], options)
 
 
 def reduce(tensor: torch.Tensor, root: int, op: str) -> Call:
@@ -75,17 +82,22 @@ def reduce(tensor: torch.Tensor, root: int, op: str) -> Call:
 def gather(source: torch.Tensor, pieces: list[torch.Tensor], root: int) -> Call:
     options = GatherOptions()
     options.rootRank = root
-    return lambda backend: backend.gather([pieces] if pieces else [], [source], options)
+    landing = [[_bytes(piece) for piece in pieces]] if pieces else []
+    return lambda backend: backend.gather(landing, [_bytes(source)], options)
 
 
 def scatter(output: torch.Tensor, pieces: list[torch.Tensor], root: int) -> Call:
     options = ScatterOptions()
     options.rootRank = root
-    return lambda backend: backend.scatter([output], [pieces] if pieces else [], options)
+    leaving = [[_bytes(piece) for piece in pieces]] if pieces else []
+    return lambda backend: backend.scatter([_bytes(output)], leaving, options)
 
 
 def alltoall(output: torch.Tensor, source: torch.Tensor, output_lengths: list[int], input_lengths: list[int]) -> Call:
-    return lambda backend: backend.alltoall_base(output, source, output_lengths, input_lengths, AllToAllOptions())
+    """Lengths in elements, one per rank."""
+    incoming = [length * output.element_size() for length in output_lengths]
+    outgoing = [length * source.element_size() for length in input_lengths]
+    return lambda backend: backend.alltoall_base(_bytes(output), _bytes(source), incoming, outgoing, AllToAllOptions())
 
 
 def barrier() -> Call:

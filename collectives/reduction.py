@@ -78,7 +78,7 @@ def carried(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
     return tensor, op
 
 
-def finish(tensor: torch.Tensor, op: str, size: int, postscale: float) -> None:
+def finish(tensor: torch.Tensor, op: str, size: int, postscale: float = 1.0) -> None:
     """Turn a sum over `size` ranks into an average where op asks for it, and scale. Integer averages truncate toward zero."""
     if op == "average":
         tensor.div_(size, rounding_mode=None if tensor.dtype.is_floating_point else "trunc")

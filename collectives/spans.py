@@ -38,6 +38,11 @@ def consecutive(lengths: Sequence[int]) -> Layout:
     return tuple(spans)
 
 
+def only(rank: int, size: int, length: int) -> Layout:
+    """The layout of a buffer that holds the block of one rank and no other."""
+    return tuple(Span(0, length if r == rank else 0) for r in range(size))
+
+
 def circular(start: int, count: int, size: int) -> tuple[Span, ...]:
     """The `count` positions from `start` on, modulo `size`, as one span or as two where they wrap around."""
     start %= size

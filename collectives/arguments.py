@@ -1,0 +1,102 @@
+"""The arguments of verbs: checked before anything is sent, and described so that ranks which differ notice.
+
+Raises ValueError or TypeError that name this rank and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from collectives.engine import Engine
+from collectives.reduction import check_dtype
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def described(tensor: torch.Tensor) -> str:
+    """What all ranks must agree upon, such as 'float32[1024]'."""
+    return f"{dtype_name(tensor)}[{tensor.numel()}]"
+
+
+def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def check_tensors(engine: Engine, *tensors: torch.Tensor) -> None:
+    """Raises TypeError for what is no tensor of an allowed dtype, ValueError for a mixture or a wrong device."""
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"rank {engine.rank}: a torch.Tensor is needed, not {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"rank {engine.rank}: a dense tensor is needed, not one of layout {tensor.layout}")
+        check_dtype(tensor.dtype)
+        if tensor.device.type not in engine.device_types:
+            allowed = " and ".join(engine.device_types)
+            raise ValueError(f"rank {engine.rank}: tensor on {tensor.device}; this group carries {allowed} tensors")
+        if (tensor.dtype, tensor.device) != (tensors[0].dtype, tensors[0].device):
+            raise ValueError(
+                f"rank {engine.rank}: all tensors of a call need one dtype and device; given are "
+                f"{tensors[0].dtype} on {tensors[0].device} and {tensor.dtype} on {tensor.device}"
+            )
+
+
+def check_root(engine: Engine, name: str, root: int) -> None:
+    if not 0 <= root < engine.size:
+        raise ValueError(f"rank {engine.rank}: {name}={root}; allowed are 0 to {engine.size - 1}")
+
+
+def part_lengths(
+    engine: Engine, many_name: str, many: torch.Tensor | Sequence[torch.Tensor], one: torch.Tensor, one_name: str
+) -> list[int]:
+    """Elements of each rank's part of `many`, checked against this rank's `one`."""
+    if isinstance(many, torch.Tensor):
+        if many.numel() != engine.size * one.numel():
+            raise ValueError(
+                f"rank {engine.rank}: {many_name} has {many.numel()} elements; {engine.size} ranks times "
+                f"{one_name}'s {one.numel()} are needed"
+            )
+        return [one.numel()] * engine.size
+    lengths = [part.numel() for part in many]
+    if len(lengths) != engine.size or lengths[engine.rank] != one.numel():
+        raise ValueError(
+            f"rank {engine.rank}: {many_name} has parts of {lengths} elements; {engine.size} parts are needed, the one of "
+            f"this rank with {one_name}'s {one.numel()}"
+        )
+    return lengths
+
+
+def rooted_list(
+    engine: Engine, name: str, tensors: Sequence[torch.Tensor] | None, one: torch.Tensor, root_name: str, root: int
+) -> list[torch.Tensor]:
+    """The list that only the root gives, empty elsewhere."""
+    parts = list(tensors or ())
+    check_tensors(engine, one, *parts)
+    wanted = engine.size if engine.rank == root else 0
+    if len(parts) != wanted or any(part.numel() != one.numel() for part in parts):
+        raise ValueError(
+            f"rank {engine.rank}: {name} has tensors of {[part.numel() for part in parts]} elements; with {root_name}={root} "
+            f"this rank gives {wanted} of {one.numel()} elements"
+        )
+    return parts
+
+
+def split_lengths(engine: Engine, name: str, tensor: torch.Tensor, splits: Sequence[int] | None) -> list[int]:
+    """Elements that go to, or come from, each rank, where splits count rows of dimension 0."""
+    if splits is None:
+        if tensor.numel() % engine.size:
+            raise ValueError(
+                f"rank {engine.rank}: {name} has {tensor.numel()} elements, which {engine.size} ranks cannot share equally"
+            )
+        return [tensor.numel() // engine.size] * engine.size
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if len(splits) != engine.size or min(splits) < 0 or sum(splits) != rows:
+        raise ValueError(
+            f"rank {engine.rank}: {name}_splits={list(splits)}; {engine.size} numbers >= 0 that add up to {rows} rows are needed"
+        )
+    width = math.prod(tensor.shape[1:])
+    return [count * width for count in splits]

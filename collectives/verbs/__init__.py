@@ -1,0 +1,27 @@
+"""The verbs, one a file, each of the same anatomy: check the arguments, choose the algorithm, describe the call, give a body.
+
+The description is the same on all ranks and marks the operation's messages; the body runs when the operation's turn comes.
+What a verb promises stands at the method of Communicator that has its name.
+"""
+
+from collectives.verbs.allgather import allgather
+from collectives.verbs.allreduce import allreduce
+from collectives.verbs.alltoall import alltoall
+from collectives.verbs.barrier import barrier
+from collectives.verbs.broadcast import broadcast
+from collectives.verbs.gather import gather
+from collectives.verbs.reduce import reduce
+from collectives.verbs.reduce_scatter import reduce_scatter
+from collectives.verbs.scatter import scatter
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]

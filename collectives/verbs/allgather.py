@@ -1,0 +1,42 @@
+"""allgather, of equal or unequal parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from collectives import arguments, native
+from collectives.engine import NATIVE, Engine, Turn
+from collectives.spans import consecutive
+from collectives.work import Work
+
+
+def allgather(
+    engine: Engine,
+    output: torch.Tensor | Sequence[torch.Tensor],
+    input: torch.Tensor,
+    *,
+    algorithm: str = "auto",
+    async_op: bool = False,
+) -> Work | None:
+    parts = arguments.listed(output)
+    arguments.check_tensors(engine, input, *parts)
+    lengths = arguments.part_lengths(engine, "output", output, input, "input")
+    chosen = engine.choose("allgather", algorithm, sum(lengths) * input.element_size())
+    if chosen == NATIVE and len(set(lengths)) > 1:
+        raise ValueError(f"rank {engine.rank}: allgather of unequal parts {lengths} has no algorithm 'native'")
+    call = f"allgather({arguments.dtype_name(input)}{lengths}, {chosen})"
+
+    def body(turn: Turn) -> None:
+        source = engine.buffer(input).flat
+        result = engine.buffer(*parts, fill=False)
+        if chosen == NATIVE:
+            engine.native(turn, native.allgather(result.flat, source), is_cuda=source.is_cuda)
+        else:
+            layout = consecutive(lengths)
+            result.flat[layout[engine.rank].start : layout[engine.rank].stop].copy_(source)
+            engine.over_blocks(turn, "allgather", chosen, result.flat, layout)
+        result.store()
+
+    return engine.submit(call, body, async_op=async_op)

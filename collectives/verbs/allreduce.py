@@ -1,0 +1,49 @@
+"""allreduce, of one tensor or of several fused into one message per dtype and device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from collectives import arguments, native
+from collectives.engine import NATIVE, Engine, Turn
+from collectives.reduction import Op, check_arithmetic, finish, op_name
+from collectives.work import Work
+
+
+def allreduce(
+    engine: Engine,
+    tensors: Sequence[torch.Tensor],
+    op: Op,
+    *,
+    prescale: float,
+    postscale: float,
+    algorithm: str = "auto",
+    async_op: bool = False,
+) -> Work | None:
+    name = op_name(op)
+    fused: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        arguments.check_tensors(engine, tensor)
+        check_arithmetic(tensor.dtype, name, prescale, postscale)
+        fused.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    chosen = [engine.choose("allreduce", algorithm, sum(t.nbytes for t in group)) for group in fused.values()]
+    described = ", ".join(map(arguments.described, tensors))
+    call = f"allreduce({described}, {name}, prescale={prescale}, postscale={postscale}, {', '.join(chosen)})"
+
+    def body(turn: Turn) -> None:
+        for group, choice in zip(fused.values(), chosen, strict=True):
+            buffer = engine.buffer(*group)
+            if prescale != 1.0:
+                buffer.flat.mul_(prescale)
+            if choice == NATIVE:
+                moved, native_op = native.reducible(buffer.flat, name)
+                engine.native(turn, native.allreduce(moved, native_op), is_cuda=moved.is_cuda)
+                buffer.flat.copy_(moved)
+            else:
+                engine.over_buffer(turn, "allreduce", choice, buffer.flat, name)
+            finish(buffer.flat, name, engine.size, postscale)
+            buffer.store()
+
+    return engine.submit(call, body, async_op=async_op)

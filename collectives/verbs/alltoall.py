@@ -1,0 +1,64 @@
+"""alltoall, of equal parts or of rows counted by splits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from collectives import arguments, native
+from collectives.engine import NATIVE, Engine, Turn
+from collectives.errors import Mismatch
+from collectives.spans import consecutive
+from collectives.work import Work
+
+
+def alltoall(
+    engine: Engine,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    *,
+    algorithm: str = "auto",
+    async_op: bool = False,
+) -> Work | None:
+    arguments.check_tensors(engine, output, input)
+    if (output_splits is None) != (input_splits is None):
+        raise ValueError(f"rank {engine.rank}: alltoall needs both output_splits and input_splits, or neither")
+    incoming = arguments.split_lengths(engine, "output", output, output_splits)
+    outgoing = arguments.split_lengths(engine, "input", input, input_splits)
+    chosen = engine.choose("alltoall", algorithm, input.nbytes)
+    shape = "splits" if input_splits is not None else arguments.described(input)
+    call = f"alltoall({arguments.dtype_name(input)}, {shape}, {chosen})"
+
+    def body(turn: Turn) -> None:
+        if input_splits is not None:
+            _check_splits(engine, turn, outgoing, incoming)
+        source = engine.buffer(input).flat
+        result = engine.buffer(output, fill=False)
+        if chosen == NATIVE:
+            call_native = native.alltoall(result.flat, source, incoming, outgoing)
+            engine.native(turn, call_native, is_cuda=source.is_cuda)
+        else:
+            sent, landed = consecutive(outgoing), consecutive(incoming)
+            own = source[sent[engine.rank].start : sent[engine.rank].stop]
+            result.flat[landed[engine.rank].start : landed[engine.rank].stop].copy_(own)
+            engine.between(turn, "alltoall", chosen, source, sent, result.flat, landed)
+        result.store()
+
+    return engine.submit(call, body, async_op=async_op)
+
+
+def _check_splits(engine: Engine, turn: Turn, outgoing: list[int], incoming: list[int]) -> None:
+    """Compare what every rank sends with what every rank expects; the same verdict on all ranks, nothing sent yet."""
+    size = engine.size
+    rows = engine.table(turn, outgoing + incoming)
+    wrong = {
+        rank: f"alltoall with input splits {row[:size]} and output splits {row[size:]} (elements)"
+        for rank, row in enumerate(rows)
+        if any(row[other] != rows[other][size + rank] for other in range(size))
+        or any(row[size + other] != rows[other][rank] for other in range(size))
+    }
+    if wrong:
+        raise Mismatch(wrong, rank=engine.rank, operation=turn.call)

@@ -1,0 +1,20 @@
+"""barrier: a message of one byte that needs everyone."""
+
+from __future__ import annotations
+
+from collectives import native
+from collectives.engine import NATIVE, Engine, Turn
+from collectives.work import Work
+
+
+def barrier(engine: Engine, *, algorithm: str = "auto", async_op: bool = False) -> Work | None:
+    chosen = engine.choose("barrier", algorithm, 1)
+    call = f"barrier({chosen})"
+
+    def body(turn: Turn) -> None:
+        if chosen == NATIVE:
+            engine.native(turn, native.barrier(), is_cuda=engine.control_device == "cuda")
+        else:
+            engine.meet(turn, chosen)
+
+    return engine.submit(call, body, async_op=async_op)

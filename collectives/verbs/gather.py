@@ -1,0 +1,43 @@
+"""gather, of equal parts to one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from collectives import arguments, native
+from collectives.engine import NATIVE, Engine, Turn
+from collectives.spans import consecutive, only
+from collectives.work import Work
+
+
+def gather(
+    engine: Engine,
+    input: torch.Tensor,
+    output: Sequence[torch.Tensor] | None,
+    dst: int,
+    *,
+    algorithm: str = "auto",
+    async_op: bool = False,
+) -> Work | None:
+    arguments.check_root(engine, "dst", dst)
+    parts = arguments.rooted_list(engine, "output", output, input, "dst", dst)
+    chosen = engine.choose("gather", algorithm, input.nbytes * engine.size)
+    call = f"gather({arguments.described(input)}, dst={dst}, {chosen})"
+
+    def body(turn: Turn) -> None:
+        source = engine.buffer(input).flat
+        result = engine.buffer(*(parts or [input.new_empty(0)]), fill=False)
+        if chosen == NATIVE:
+            pieces = list(result.flat.view(engine.size, -1)) if parts else []
+            engine.native(turn, native.gather(source, pieces, dst), is_cuda=source.is_cuda)
+        else:
+            mine = only(engine.rank, engine.size, source.numel())
+            layout = consecutive([source.numel()] * engine.size) if parts else mine
+            if parts:
+                result.flat[layout[dst].start : layout[dst].stop].copy_(source)
+            engine.between(turn, "gather", chosen, source, mine, result.flat, layout, dst)
+        result.store()
+
+    return engine.submit(call, body, async_op=async_op)

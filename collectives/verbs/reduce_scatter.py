@@ -1,0 +1,51 @@
+"""reduce_scatter, of equal or unequal parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from collectives import arguments, native
+from collectives.engine import NATIVE, Engine, Turn
+from collectives.reduction import Op, check_arithmetic, finish, op_name
+from collectives.spans import consecutive
+from collectives.work import Work
+
+
+def reduce_scatter(
+    engine: Engine,
+    output: torch.Tensor,
+    input: torch.Tensor | Sequence[torch.Tensor],
+    op: Op,
+    *,
+    algorithm: str = "auto",
+    async_op: bool = False,
+) -> Work | None:
+    name = op_name(op)
+    parts = arguments.listed(input)
+    arguments.check_tensors(engine, output, *parts)
+    check_arithmetic(output.dtype, name)
+    lengths = arguments.part_lengths(engine, "input", input, output, "output")
+    chosen = engine.choose("reduce_scatter", algorithm, sum(lengths) * output.element_size())
+    if chosen == NATIVE and len(set(lengths)) > 1:
+        raise ValueError(f"rank {engine.rank}: reduce_scatter of unequal parts {lengths} has no algorithm 'native'")
+    call = f"reduce_scatter({arguments.dtype_name(output)}{lengths}, {name}, {chosen})"
+
+    def body(turn: Turn) -> None:
+        source = engine.buffer(*parts)
+        result = engine.buffer(output, fill=False)
+        if chosen == NATIVE:
+            moved, native_op = native.reducible(source.flat, name)
+            landed = torch.empty(lengths[engine.rank], dtype=moved.dtype, device=moved.device)
+            engine.native(turn, native.reduce_scatter(landed, moved, native_op), is_cuda=moved.is_cuda)
+        else:
+            layout = consecutive(lengths)
+            whole = source.expendable()
+            engine.over_blocks(turn, "reduce_scatter", chosen, whole, layout, name)
+            landed = whole[layout[engine.rank].start : layout[engine.rank].stop]
+        result.flat.copy_(landed)
+        finish(result.flat, name, engine.size)
+        result.store()
+
+    return engine.submit(call, body, async_op=async_op)

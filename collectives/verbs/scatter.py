@@ -1,0 +1,43 @@
+"""scatter, of equal parts from one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from collectives import arguments, native
+from collectives.engine import NATIVE, Engine, Turn
+from collectives.spans import consecutive, only
+from collectives.work import Work
+
+
+def scatter(
+    engine: Engine,
+    output: torch.Tensor,
+    input: Sequence[torch.Tensor] | None,
+    src: int,
+    *,
+    algorithm: str = "auto",
+    async_op: bool = False,
+) -> Work | None:
+    arguments.check_root(engine, "src", src)
+    parts = arguments.rooted_list(engine, "input", input, output, "src", src)
+    chosen = engine.choose("scatter", algorithm, output.nbytes * engine.size)
+    call = f"scatter({arguments.described(output)}, src={src}, {chosen})"
+
+    def body(turn: Turn) -> None:
+        source = engine.buffer(*(parts or [output.new_empty(0)])).flat
+        result = engine.buffer(output, fill=False)
+        if chosen == NATIVE:
+            pieces = list(source.view(engine.size, -1)) if parts else []
+            engine.native(turn, native.scatter(result.flat, pieces, src), is_cuda=source.is_cuda)
+        else:
+            mine = only(engine.rank, engine.size, output.numel())
+            layout = consecutive([output.numel()] * engine.size) if parts else mine
+            if parts:
+                result.flat.copy_(source[layout[src].start : layout[src].stop])
+            engine.between(turn, "scatter", chosen, source, layout, result.flat, mine, src)
+        result.store()
+
+    return engine.submit(call, body, async_op=async_op)
