@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -10,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from collectives import objects, verbs
-from collectives.engine import Engine
+from collectives.engine import ALGORITHMS, Engine
 from collectives.reduction import Op
-from collectives.selection import Table, default_segment_bytes
+from collectives.selection import Table, default_segment_bytes, default_table, overrides
 from collectives.topology import Topology, host_id
 from collectives.transport.process_group import connect
 from collectives.work import Work
@@ -50,12 +51,20 @@ class Communicator:
             raise ValueError(f"group is {group!r}: a ProcessGroup that this process belongs to is needed")
         if timeout_s <= 0 or (segment_bytes is not None and segment_bytes <= 0):
             raise ValueError(f"timeout_s={timeout_s} and segment_bytes={segment_bytes} must be positive")
+        tables = overrides(ALGORITHMS, os.environ)
         connection = connect(group, host_id(), timeout_s)
         self.topology = Topology.from_host_ids(connection.transport.rank, connection.host_digests)
         if segment_bytes is None:
             segment_bytes = default_segment_bytes(self.topology)
+        for collective in ALGORITHMS:
+            tables.setdefault(collective, default_table(collective, self.topology))
         self._engine = Engine(
-            connection.transport, connection.store, self.topology, timeout_s=timeout_s, segment_bytes=segment_bytes
+            connection.transport,
+            connection.store,
+            self.topology,
+            tables=tables,
+            timeout_s=timeout_s,
+            segment_bytes=segment_bytes,
         )
 
     @property

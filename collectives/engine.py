@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import os
 import time
 import weakref
 import zlib
@@ -23,7 +22,7 @@ from collectives.execute import Program, Scratch, execute, lay_out
 from collectives.native import Call
 from collectives.reduction import COMBINE, carried
 from collectives.schedule import Place, Schedule
-from collectives.selection import Table, choose, tables_in_force
+from collectives.selection import Table, choose
 from collectives.spans import Layout, consecutive, segments_of_blocks, segments_of_buffer
 from collectives.staging import Buffer
 from collectives.topology import Topology
@@ -31,6 +30,10 @@ from collectives.transport.process_group import ProcessGroupTransport
 from collectives.work import Work, WorkQueue
 
 NATIVE = "native"
+
+#: The names that `algorithm=` takes for each collective, besides 'auto'.
+ALGORITHMS = {collective: (*planners, NATIVE) for collective, planners in PLANNERS.items()}
+
 _CACHED_PROGRAMS = 256
 _CLOSE_S = 5.0
 
@@ -63,6 +66,7 @@ class Engine:
         store: Store,
         topology: Topology,
         *,
+        tables: dict[str, Table],
         timeout_s: float,
         segment_bytes: int,
     ) -> None:
@@ -76,9 +80,7 @@ class Engine:
         self._segment_bytes = segment_bytes
         self._transport = transport
         self._board = Board(store, self.rank, self.size)
-        self.tables: dict[str, Table] = tables_in_force(
-            {collective: self.algorithms(collective) for collective in PLANNERS}, topology, os.environ
-        )
+        self.tables = tables
         self._queue = WorkQueue("gradwire")
         self._sequence = 0
         self._scratch = Scratch()
@@ -93,9 +95,9 @@ class Engine:
 
     def algorithms(self, collective: str) -> tuple[str, ...]:
         """The names that a collective has. Raises ValueError for an unknown collective."""
-        if collective not in PLANNERS:
-            raise ValueError(f"no collective is called {collective!r}; known are {', '.join(PLANNERS)}")
-        return (*PLANNERS[collective], NATIVE)
+        if collective not in ALGORITHMS:
+            raise ValueError(f"no collective is called {collective!r}; known are {', '.join(ALGORITHMS)}")
+        return ALGORITHMS[collective]
 
     def choose(self, collective: str, algorithm: str, nbytes: int) -> str:
         """Resolve 'auto'. Raises ValueError for an unknown collective or a name that it does not have."""
@@ -239,12 +241,12 @@ class Engine:
         self._transport.native(call, "cuda" if is_cuda else "cpu", turn.deadline)
 
     def _program(self, key: tuple[object, ...], make: Callable[[], Program]) -> Program:
-        program = self._programs.get(key)
-        if program is None:
-            program = self._programs[key] = make()
+        if key not in self._programs:
+            self._programs[key] = make()
             if len(self._programs) > _CACHED_PROGRAMS:
                 self._programs.popitem(last=False)
-        return program
+        self._programs.move_to_end(key)
+        return self._programs[key]
 
     def _execute(self, turn: Turn, program: Program, source: torch.Tensor, destination: torch.Tensor, op: str) -> None:
         execute(

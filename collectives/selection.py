@@ -80,19 +80,17 @@ def default_segment_bytes(topology: Topology) -> int:
     return (4 << 20) if len(topology.hosts) == 1 else (256 << 10)
 
 
-def tables_in_force(
-    collectives: Mapping[str, Sequence[str]], topology: Topology, environment: Mapping[str, str]
-) -> dict[str, Table]:
-    """For every collective (with its legal algorithm names) the environment's table, or else the default one.
+def overrides(collectives: Mapping[str, Sequence[str]], environment: Mapping[str, str]) -> dict[str, Table]:
+    """The tables that the environment sets, for collectives given with their legal algorithm names.
 
-    Raises ValueError for a malformed override, such as COLLECTIVES_ALLREDUCE naming an unknown algorithm.
+    Raises ValueError for one that makes no sense, such as COLLECTIVES_ALLREDUCE naming an unknown algorithm.
     """
-    tables = {}
-    for collective, allowed in collectives.items():
-        variable = TABLE_PREFIX + collective.upper()
-        text = environment.get(variable)
-        tables[collective] = parse_table(text, allowed, variable) if text else default_table(collective, topology)
-    return tables
+    variables = {collective: TABLE_PREFIX + collective.upper() for collective in collectives}
+    return {
+        collective: parse_table(environment[variable], collectives[collective], variable)
+        for collective, variable in variables.items()
+        if environment.get(variable)
+    }
 
 
 def choose(table: Table, nbytes: int) -> str:

@@ -26,6 +26,11 @@ def alltoall(
     arguments.check_tensors(engine, output, input)
     if (output_splits is None) != (input_splits is None):
         raise ValueError(f"rank {engine.rank}: alltoall needs both output_splits and input_splits, or neither")
+    if input_splits is None and output.numel() != input.numel():
+        raise ValueError(
+            f"rank {engine.rank}: alltoall without splits needs an output of input's {input.numel()} elements, not of "
+            f"{output.numel()}"
+        )
     incoming = arguments.split_lengths(engine, "output", output, output_splits)
     outgoing = arguments.split_lengths(engine, "input", input, input_splits)
     chosen = engine.choose("alltoall", algorithm, input.nbytes)

@@ -52,6 +52,7 @@ MISTAKES: dict[str, tuple[type[Exception], str, Mistake]] = {
     "scatter, no input on src": (ValueError, "input", lambda c: c.scatter(TWO, None, c.rank)),
     "scatter, input of another size": (ValueError, "input", lambda c: c.scatter(TWO, [TWO, ONE], c.rank)),
     "alltoall, odd size": (ValueError, "3", lambda c: c.alltoall(torch.ones(3), torch.ones(3))),
+    "alltoall, other size": (ValueError, "without splits", lambda c: c.alltoall(torch.ones(4), TWO.clone())),
     "alltoall, one splits": (ValueError, "splits", lambda c: c.alltoall(TWO, TWO.clone(), None, [1, 1])),
     "alltoall, wrong sum": (ValueError, "splits", lambda c: c.alltoall(TWO, TWO.clone(), [1, 1], [2, 1])),
     "alltoall, negative": (ValueError, "splits", lambda c: c.alltoall(TWO, TWO.clone(), [1, 1], [3, -1])),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from collectives.algorithms import PLANNERS
-from collectives.selection import Rule, choose, default_table, parse_table, tables_in_force
+from collectives.selection import Rule, choose, default_table, overrides, parse_table
 from collectives.topology import Topology
 
 NAMES = ("ring", "rsag", "native")
@@ -49,10 +49,9 @@ def test_default_tables_name_what_exists_and_cover_every_size(collective: str, t
     assert [rule.stop for rule in table[:-1]] == [rule.start for rule in table[1:]]
 
 
-def test_the_environment_overrides_one_collective_and_leaves_the_others() -> None:
+def test_the_environment_overrides_only_what_it_names() -> None:
     allowed = {"allreduce": ("ring", "rsag"), "broadcast": ("tree", "rsag")}
-    tables = tables_in_force(allowed, ONE_HOST, {"COLLECTIVES_ALLREDUCE": "ring:0-1K;rsag:1K-max"})
-    assert tables["allreduce"] == (Rule("ring", 0, 1024), Rule("rsag", 1024, None))
-    assert tables["broadcast"] == default_table("broadcast", ONE_HOST)
+    tables = overrides(allowed, {"COLLECTIVES_ALLREDUCE": "ring:0-1K;rsag:1K-max", "COLLECTIVES_BROADCAST": ""})
+    assert tables == {"allreduce": (Rule("ring", 0, 1024), Rule("rsag", 1024, None))}
     with pytest.raises(ValueError, match=r"COLLECTIVES_BROADCAST='ring'.*known are tree, rsag"):
-        tables_in_force(allowed, ONE_HOST, {"COLLECTIVES_BROADCAST": "ring"})
+        overrides(allowed, {"COLLECTIVES_BROADCAST": "ring"})
