@@ -56,9 +56,9 @@ def default_table(collective: str, topology: Topology) -> Table:
         if topology.size > 2:
             allreduce = [("tree", 0), ("rsag", 2 << 20)]
     elif topology.size == len(topology.hosts):
-        allreduce = [("recursive_doubling", 0), ("rsag", 32 << 10), ("ring", topology.size * (256 << 10))]
+        allreduce = [("recursive_doubling", 0), ("rsag", 128 << 10), ("ring", topology.size * (256 << 10))]
     else:
-        allreduce = [("recursive_doubling", 0), ("hierarchical", 32 << 10)]
+        allreduce = [("recursive_doubling", 0), ("hierarchical", 128 << 10)]
     tables: dict[str, list[tuple[str, int]]] = {
         "allreduce": allreduce,
         "reduce_scatter": [("rsag", 0)],
