@@ -19,8 +19,8 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def described(tensor: torch.Tensor) -> str:
-    """What all ranks must agree upon, such as 'float32[1024]'."""
-    return f"{dtype_name(tensor)}[{tensor.numel()}]"
+    """What all ranks must agree upon, such as 'float32[8, 128]'."""
+    return f"{dtype_name(tensor)}{list(tensor.shape)}"
 
 
 def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -34,10 +34,15 @@ def check_tensors(engine: Engine, *tensors: torch.Tensor) -> None:
             raise TypeError(f"rank {engine.rank}: a torch.Tensor is needed, not {type(tensor).__name__}")
         if tensor.layout != torch.strided:
             raise TypeError(f"rank {engine.rank}: a dense tensor is needed, not one of layout {tensor.layout}")
-        check_dtype(tensor.dtype)
+        check_dtype(engine.rank, tensor.dtype)
         if tensor.device.type not in engine.device_types:
             allowed = " and ".join(engine.device_types)
             raise ValueError(f"rank {engine.rank}: tensor on {tensor.device}; this group carries {allowed} tensors")
+        if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+            raise ValueError(
+                f"rank {engine.rank}: tensor on {tensor.device}, but the current device is cuda:{torch.cuda.current_device()}; "
+                "call torch.cuda.set_device first"
+            )
         if (tensor.dtype, tensor.device) != (tensors[0].dtype, tensors[0].device):
             raise ValueError(
                 f"rank {engine.rank}: all tensors of a call need one dtype and device; given are "
@@ -45,7 +50,20 @@ def check_tensors(engine: Engine, *tensors: torch.Tensor) -> None:
             )
 
 
+def check_written(engine: Engine, *tensors: torch.Tensor) -> None:
+    """check_tensors, and ValueError for a tensor that is to be written and whose elements share memory, as expand() makes."""
+    check_tensors(engine, *tensors)
+    for tensor in tensors:
+        if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError(
+                f"rank {engine.rank}: a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} cannot hold a "
+                "result, several of its elements are one; clone() it first"
+            )
+
+
 def check_root(engine: Engine, name: str, root: int) -> None:
+    if not isinstance(root, int):
+        raise TypeError(f"rank {engine.rank}: {name}={root!r}; a whole number is needed")
     if not 0 <= root < engine.size:
         raise ValueError(f"rank {engine.rank}: {name}={root}; allowed are 0 to {engine.size - 1}")
 
@@ -94,6 +112,8 @@ def split_lengths(engine: Engine, name: str, tensor: torch.Tensor, splits: Seque
             )
         return [tensor.numel() // engine.size] * engine.size
     rows = tensor.shape[0] if tensor.dim() else 0
+    if not all(isinstance(count, int) for count in splits):
+        raise TypeError(f"rank {engine.rank}: {name}_splits={list(splits)!r}; whole numbers are needed")
     if len(splits) != engine.size or min(splits) < 0 or sum(splits) != rows:
         raise ValueError(
             f"rank {engine.rank}: {name}_splits={list(splits)}; {engine.size} numbers >= 0 that add up to {rows} rows are needed"

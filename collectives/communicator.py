@@ -31,13 +31,15 @@ class Communicator:
     in arguments (src, dst) count within the group. The verbs follow torch.distributed: results in place, None returned, or
     with async_op=True a Work; then the tensors belong to the operation until its wait() returns. Operations run in the order
     issued. Tensors may be strided and may be empty; dtypes are float16, bfloat16, float32, float64, int8, uint8, int16,
-    int32, int64 and bool. `op` is 'sum', 'average', 'min', 'max' or 'product', or torch's ReduceOp of that name; integers are
-    averaged toward zero; on bool, sum and max are "or", product and min are "and", average is a TypeError. `algorithm` is
-    'auto' or one of algorithms(verb). The result of one algorithm in one world is the same on all ranks to the bit, every time.
+    int32, int64 and bool. `op` is 'sum', 'average', 'min', 'max' or 'product', or torch's ReduceOp of that name; sums and
+    products of integers wrap around, averages of them truncate toward zero; on bool, sum and max are "or", product and min are
+    "and", average is a TypeError. `algorithm` is 'auto' or one of algorithms(verb). The result of one algorithm in one world is
+    the same on all ranks to the bit, every time.
 
-    Raises, from every verb (asynchronous: from wait): ValueError, TypeError for a wrong argument, before anything is sent;
-    PeerLost, CollectiveTimeout, Mismatch when the operation cannot finish. After one of these three the Communicator is broken
-    and says so at each further call.
+    Raises, from every verb: ValueError, TypeError for a wrong argument, at the call, before anything is sent. From the verb or,
+    when asynchronous, from wait: PeerLost, CollectiveTimeout or Mismatch when the operation cannot finish; the Communicator is
+    broken from then on and says so at each further call (but for a Mismatch in the splits of alltoall, which is found in time).
+    Over NCCL alone a lost peer shows as CollectiveTimeout.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class Communicator:
     @property
     def tables(self) -> dict[str, Table]:
         """What 'auto' runs by message size, for every verb: built in, or from COLLECTIVES_<VERB>."""
-        return self._engine.tables
+        return dict(self._engine.tables)
 
     def chosen(self, collective: str, nbytes: int) -> str:
         """What 'auto' runs for a message of nbytes (allgather, reduce_scatter: of all ranks together)."""

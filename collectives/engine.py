@@ -86,7 +86,6 @@ class Engine:
         self._scratch = Scratch()
         self._schedules: dict[tuple[str, str, int], Schedule] = {}
         self._programs: OrderedDict[tuple[object, ...], Program] = OrderedDict()
-        self._agreed: set[str] = set()
         self._failure: CollectiveError | None = None
         self._closed = False
         self._leaving = False
@@ -108,6 +107,17 @@ class Engine:
             allowed = ", ".join(("auto", *names))
             raise ValueError(f"rank {self.rank}: {collective} has no algorithm {algorithm!r}; allowed are {allowed}")
         return algorithm
+
+    def choose_for_parts(self, collective: str, algorithm: str, lengths: Sequence[int], element_size: int) -> str:
+        """choose, for a message made of a part per rank. The backend's own needs equal parts; 'auto' then takes rsag instead."""
+        chosen = self.choose(collective, algorithm, sum(lengths) * element_size)
+        if chosen == NATIVE and len(set(lengths)) > 1:
+            if algorithm != "auto":
+                raise ValueError(
+                    f"rank {self.rank}: {collective} of unequal parts {list(lengths)} has no algorithm 'native'"
+                )
+            return "rsag"
+        return chosen
 
     def wire_bytes(self, collective: str, nbytes: int, algorithm: str) -> int | None:
         """As Communicator.wire_bytes."""
@@ -158,7 +168,7 @@ class Engine:
             self._failure = self._explain(error, turn)
             raise self._failure from error
         except Mismatch:
-            raise  # found before anything was sent, by all ranks alike
+            raise  # found before any of the data was sent, by all ranks alike
         except BaseException as error:
             self._failure = CollectiveError(f"interrupted by {error!r}", rank=self.rank, operation=call)
             self._transport.abort()
@@ -233,11 +243,10 @@ class Engine:
         return rows
 
     def native(self, turn: Turn, call: Call, *, is_cuda: bool) -> None:
-        """Run one of the backend's own collectives. It does not survive ranks that disagree, so a call that is new to this
-        rank is first agreed upon by a barrier under the turn's tag."""
-        if turn.call not in self._agreed and not is_cuda:
+        """Run one of the backend's own collectives. gloo's do not survive ranks that disagree (a longer message than
+        expected ends the process), so ranks first meet under the turn's tag."""
+        if not is_cuda:
             self.meet(turn)
-            self._agreed.add(turn.call)
         self._transport.native(call, "cuda" if is_cuda else "cpu", turn.deadline)
 
     def _program(self, key: tuple[object, ...], make: Callable[[], Program]) -> Program:

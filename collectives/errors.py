@@ -15,7 +15,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 class CollectiveError(RuntimeError):
-    """A collective operation failed; its Communicator is broken from then on.
+    """A collective operation failed; as a rule its Communicator is broken from then on.
 
     Attributes: rank (this process, in the Communicator), operation (what was running).
     """

@@ -145,7 +145,7 @@ class _Flight:
         for pending, arrival in zip(received, plan.posts, strict=True):
             self._arriving.setdefault(arrival.round, []).append((pending, arrival))
 
-    def finish(self, index: int, combine: Combine, deadline: float) -> None:
+    def finish(self, index: int, combine: Combine, rank: int, deadline: float) -> None:
         """Wait for a round's messages and reduce what it received, in the order of the schedule."""
         arrivals = self._arriving.pop(index, [])
         for pending, _ in arrivals:
@@ -154,7 +154,11 @@ class _Flight:
             pending.wait(deadline)
         for _, arrival in arrivals:
             if arrival.scratch is not None:
-                combine(self._destination[arrival.span.start : arrival.span.stop], self._place(arrival))
+                mine, theirs = self._destination[arrival.span.start : arrival.span.stop], self._place(arrival)
+                if rank < arrival.peer:
+                    combine(mine, theirs, out=mine)
+                else:
+                    combine(theirs, mine, out=mine)
 
     def _place(self, arrival: _Arrival) -> torch.Tensor:
         if arrival.scratch is None:
@@ -196,7 +200,7 @@ def execute(
                 space = scratch.take(segment % (WINDOW + 1), plan.scratch, destination)
                 flights[segment] = _Flight(plan, source, destination, space)
             else:
-                flights[segment].finish(index - 1, combine, deadline)
+                flights[segment].finish(index - 1, combine, transport.rank, deadline)
             if index < rounds:
                 flights[segment].post(index, transport, tag + segment)
             else:

@@ -10,15 +10,16 @@ import torch.distributed as dist
 #: How a caller names a reduction: one of COMBINE's names, or torch's ReduceOp.SUM, AVG, MIN, MAX, PRODUCT.
 Op = str | dist.ReduceOp.RedOpType
 
-#: destination = destination (op) source, elementwise and in place.
-Combine = Callable[[torch.Tensor, torch.Tensor], object]
+#: (first, second, out=) -> elementwise result in out, which may be either operand. Which operand comes first matters to the
+#: sign of a zero in min and max, so ranks that combine the same two must order them alike.
+Combine = Callable[..., object]
 
 COMBINE: dict[str, Combine] = {
-    "sum": torch.Tensor.add_,
-    "average": torch.Tensor.add_,
-    "min": lambda destination, source: torch.minimum(destination, source, out=destination),
-    "max": lambda destination, source: torch.maximum(destination, source, out=destination),
-    "product": torch.Tensor.mul_,
+    "sum": torch.add,
+    "average": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
 }
 
 DTYPES = (
@@ -46,29 +47,35 @@ _TORCH_OPS = {
 _BOOL_OPS = {"sum": "max", "max": "max", "product": "min", "min": "min"}
 
 
-def op_name(op: Op) -> str:
+def op_name(rank: int, op: Op) -> str:
     """One of 'sum', 'average', 'min', 'max', 'product'. Raises ValueError for anything else."""
     name = op if isinstance(op, str) else _TORCH_OPS.get(op)
     if name not in COMBINE:
         raise ValueError(
-            f"op is {op!r}; allowed are {', '.join(map(repr, COMBINE))} and torch's ReduceOp of these names"
+            f"rank {rank}: op is {op!r}; allowed are {', '.join(map(repr, COMBINE))} and torch's ReduceOp of these names"
         )
     return name
 
 
-def check_dtype(dtype: torch.dtype) -> None:
+def check_dtype(rank: int, dtype: torch.dtype) -> None:
     """Raises TypeError for a dtype that no collective carries."""
     if dtype not in DTYPES:
-        raise TypeError(f"dtype is {dtype}; allowed are {', '.join(map(str, DTYPES))}")
+        raise TypeError(f"rank {rank}: dtype is {dtype}; allowed are {', '.join(map(str, DTYPES))}")
 
 
-def check_arithmetic(dtype: torch.dtype, op: str, prescale: float = 1.0, postscale: float = 1.0) -> None:
+def check_arithmetic(rank: int, dtype: torch.dtype, op: str, prescale: float = 1.0, postscale: float = 1.0) -> None:
     """Raises TypeError where op or a scale factor means nothing for the dtype."""
-    check_dtype(dtype)
+    check_dtype(rank, dtype)
+    if not isinstance(prescale, int | float) or not isinstance(postscale, int | float):
+        raise TypeError(f"rank {rank}: prescale={prescale!r} and postscale={postscale!r}; numbers are needed")
     if dtype is torch.bool and op == "average":
-        raise TypeError("the average of bool tensors is not defined; allowed are 'sum', 'min', 'max', 'product'")
+        raise TypeError(
+            f"rank {rank}: the average of bool tensors is not defined; allowed are 'sum', 'min', 'max', 'product'"
+        )
     if not dtype.is_floating_point and (prescale, postscale) != (1.0, 1.0):
-        raise TypeError(f"prescale={prescale} and postscale={postscale} need a floating-point tensor, not {dtype}")
+        raise TypeError(
+            f"rank {rank}: prescale={prescale} and postscale={postscale} need a floating-point tensor, not {dtype}"
+        )
 
 
 def carried(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:

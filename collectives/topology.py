@@ -57,13 +57,3 @@ class Topology:
     @property
     def local_size(self) -> int:
         return len(self.hosts[self.host_of(self.rank)])
-
-    @property
-    def cross_rank(self) -> int:
-        """Position of this rank's host among the hosts that have a rank of this local rank (Horovod's meaning)."""
-        return [host for host in self.hosts if len(host) > self.local_rank].index(self.hosts[self.host_of(self.rank)])
-
-    @property
-    def cross_size(self) -> int:
-        """How many hosts have a rank of this local rank."""
-        return sum(len(host) > self.local_rank for host in self.hosts)

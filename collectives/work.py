@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -112,15 +111,14 @@ class WorkQueue:
         return self._running or bool(self._queue)
 
     def close(self, timeout_s: float) -> bool:
-        """Take no more works and wait for the thread to run out of them; False when it has not after timeout_s."""
-        deadline = time.monotonic() + timeout_s
+        """Let the thread end once it has run what is queued; False when not all has run after timeout_s.
+
+        The owner submits nothing any more.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(max(0.0, deadline - time.monotonic()))
-            return not self._thread.is_alive()
-        return True
+            return self._changed.wait_for(lambda: not self.busy(), timeout_s)
 
     def _serve(self) -> None:
         while True:

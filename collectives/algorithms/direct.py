@@ -3,7 +3,7 @@
 The two-shot allreduce (reduce-scatter, then allgather, each by one all-to-all) is the shape that quantized allreduce needs.
 With p ranks and n bytes, per rank: reduce_scatter, allgather and alltoall 1 round, (p - 1)/p n bytes sent; allreduce 2 rounds,
 2(p - 1)/p n; scatter and broadcast 1 round in which the root sends (p - 1)/p n and (p - 1) n; gather and reduce 1 round in
-which every other rank sends n/p and n. Reductions run in rank order, starting from the rank's own contribution.
+which every other rank sends n/p and n. A rank adds the others' contributions to its own in rank order.
 """
 
 from __future__ import annotations

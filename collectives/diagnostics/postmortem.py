@@ -93,9 +93,11 @@ def verdict(reports: dict[int, Report], rank: int, seconds: float, detail: str) 
     gone = {peer for report in reports.values() for peer in report.gone} - reports.keys()
     if gone:
         return PeerLost(gone, rank=rank, operation=mine.call, detail=detail)
+    if not any(report.waiting_for for report in reports.values()):
+        return CollectiveError(f"a connection to a living rank broke: {detail}", rank=rank, operation=mine.call)
     waited = {peer for report in reports.values() for peer in report.waiting_for}
     silent = waited - reports.keys()
     if not silent and len({report.sequence for report in reports.values()}) > 1:
         calls = {r: f"{report.call} as operation {report.sequence}" for r, report in reports.items()}
         return Mismatch(calls, rank=rank, operation=mine.call)
-    return CollectiveTimeout(seconds, silent or waited or mine.gone, rank=rank, operation=mine.call)
+    return CollectiveTimeout(seconds, silent or waited, rank=rank, operation=mine.call)

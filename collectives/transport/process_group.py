@@ -80,7 +80,9 @@ class ProcessGroupTransport:
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int
     ) -> tuple[list[Pending], list[Pending]]:
         """See Transport. All messages of a call are on the same kind of device."""
-        if (receives or sends) and (receives or sends)[0][1].is_cuda:
+        if not sends and not receives:
+            return [], []
+        if (receives or sends)[0][1].is_cuda:
             return [], self._post_nccl(sends, receives)
         gloo = self.backends["cpu"]
         peer = None
@@ -97,14 +99,14 @@ class ProcessGroupTransport:
 
     def _post_nccl(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Pending]:
         """NCCL deadlocks when the sends and receives of a round are not launched as one group. One work stands for all: it is
-        given once for every receive, and the sends need no wait of their own."""
+        given once for every receive, and the sends need no wait of their own. Bytes travel: NCCL does not know every dtype."""
         nccl = self.backends["cuda"]
         try:
             nccl._start_coalescing()
             for peer, tensor in sends:
-                nccl.send([tensor], peer, 0)
+                nccl.send([tensor.view(torch.uint8)], peer, 0)
             for peer, tensor in receives:
-                nccl.recv([tensor], peer, 0)
+                nccl.recv([tensor.view(torch.uint8)], peer, 0)
             pending = _StreamPending(nccl._end_coalescing(), None)
         except RuntimeError as error:
             raise LinkError(None, timed_out=False, detail=str(error)) from error

@@ -22,10 +22,9 @@ def allgather(
 ) -> Work | None:
     parts = arguments.listed(output)
     arguments.check_tensors(engine, input, *parts)
+    arguments.check_written(engine, *parts)
     lengths = arguments.part_lengths(engine, "output", output, input, "input")
-    chosen = engine.choose("allgather", algorithm, sum(lengths) * input.element_size())
-    if chosen == NATIVE and len(set(lengths)) > 1:
-        raise ValueError(f"rank {engine.rank}: allgather of unequal parts {lengths} has no algorithm 'native'")
+    chosen = engine.choose_for_parts("allgather", algorithm, lengths, input.element_size())
     call = f"allgather({arguments.dtype_name(input)}{lengths}, {chosen})"
 
     def body(turn: Turn) -> None:

@@ -22,11 +22,11 @@ def allreduce(
     algorithm: str = "auto",
     async_op: bool = False,
 ) -> Work | None:
-    name = op_name(op)
+    name = op_name(engine.rank, op)
     fused: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
-        arguments.check_tensors(engine, tensor)
-        check_arithmetic(tensor.dtype, name, prescale, postscale)
+        arguments.check_written(engine, tensor)
+        check_arithmetic(engine.rank, tensor.dtype, name, prescale, postscale)
         fused.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     chosen = [engine.choose("allreduce", algorithm, sum(t.nbytes for t in group)) for group in fused.values()]
     described = ", ".join(map(arguments.described, tensors))

@@ -24,6 +24,7 @@ def alltoall(
     async_op: bool = False,
 ) -> Work | None:
     arguments.check_tensors(engine, output, input)
+    arguments.check_written(engine, output)
     if (output_splits is None) != (input_splits is None):
         raise ValueError(f"rank {engine.rank}: alltoall needs both output_splits and input_splits, or neither")
     if input_splits is None and output.numel() != input.numel():

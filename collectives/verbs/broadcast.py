@@ -12,7 +12,7 @@ from collectives.work import Work
 def broadcast(
     engine: Engine, tensor: torch.Tensor, src: int, *, algorithm: str = "auto", async_op: bool = False
 ) -> Work | None:
-    arguments.check_tensors(engine, tensor)
+    arguments.check_written(engine, tensor)
     arguments.check_root(engine, "src", src)
     chosen = engine.choose("broadcast", algorithm, tensor.nbytes)
     call = f"broadcast({arguments.described(tensor)}, src={src}, {chosen})"

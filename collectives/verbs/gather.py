@@ -23,6 +23,7 @@ def gather(
 ) -> Work | None:
     arguments.check_root(engine, "dst", dst)
     parts = arguments.rooted_list(engine, "output", output, input, "dst", dst)
+    arguments.check_written(engine, *parts)
     chosen = engine.choose("gather", algorithm, input.nbytes * engine.size)
     call = f"gather({arguments.described(input)}, dst={dst}, {chosen})"
 

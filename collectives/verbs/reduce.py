@@ -13,10 +13,10 @@ from collectives.work import Work
 def reduce(
     engine: Engine, tensor: torch.Tensor, dst: int, op: Op, *, algorithm: str = "auto", async_op: bool = False
 ) -> Work | None:
-    name = op_name(op)
-    arguments.check_tensors(engine, tensor)
+    name = op_name(engine.rank, op)
+    arguments.check_written(engine, tensor)
     arguments.check_root(engine, "dst", dst)
-    check_arithmetic(tensor.dtype, name)
+    check_arithmetic(engine.rank, tensor.dtype, name)
     chosen = engine.choose("reduce", algorithm, tensor.nbytes)
     call = f"reduce({arguments.described(tensor)}, dst={dst}, {name}, {chosen})"
 

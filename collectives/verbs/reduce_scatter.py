@@ -22,14 +22,13 @@ def reduce_scatter(
     algorithm: str = "auto",
     async_op: bool = False,
 ) -> Work | None:
-    name = op_name(op)
+    name = op_name(engine.rank, op)
     parts = arguments.listed(input)
     arguments.check_tensors(engine, output, *parts)
-    check_arithmetic(output.dtype, name)
+    arguments.check_written(engine, output)
+    check_arithmetic(engine.rank, output.dtype, name)
     lengths = arguments.part_lengths(engine, "input", input, output, "output")
-    chosen = engine.choose("reduce_scatter", algorithm, sum(lengths) * output.element_size())
-    if chosen == NATIVE and len(set(lengths)) > 1:
-        raise ValueError(f"rank {engine.rank}: reduce_scatter of unequal parts {lengths} has no algorithm 'native'")
+    chosen = engine.choose_for_parts("reduce_scatter", algorithm, lengths, output.element_size())
     call = f"reduce_scatter({arguments.dtype_name(output)}{lengths}, {name}, {chosen})"
 
     def body(turn: Turn) -> None:

@@ -23,6 +23,7 @@ def scatter(
 ) -> Work | None:
     arguments.check_root(engine, "src", src)
     parts = arguments.rooted_list(engine, "input", input, output, "src", src)
+    arguments.check_written(engine, output)
     chosen = engine.choose("scatter", algorithm, output.nbytes * engine.size)
     call = f"scatter({arguments.described(output)}, src={src}, {chosen})"
 

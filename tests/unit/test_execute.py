@@ -76,6 +76,33 @@ def test_allgather_and_reduce_scatter_of_unequal_blocks(
     assert all(torch.equal(result, expected) for result in results)
 
 
+@pytest.mark.parametrize("op", ["min", "max"])
+@pytest.mark.parametrize("algorithm", list(PLANNERS["allreduce"]))
+def test_zeros_of_both_signs_come_out_alike_everywhere(algorithm: str, op: str) -> None:
+    size = 5
+    hub = Hub(size, eager=True)
+    results = [torch.tensor([0.0, -0.0]).roll(rank) for rank in range(size)]
+
+    def body(rank: int) -> None:
+        schedule = PLANNERS["allreduce"][algorithm](Place(rank, size, 0, hosts_of(size)))
+        program = lay_out(schedule, segments_of_buffer(2, schedule.blocks, 2))
+        transport = InProcessTransport(hub, rank)
+        deadline = time.monotonic() + 20
+        execute(
+            program,
+            results[rank],
+            results[rank],
+            COMBINE[op],
+            transport,
+            tag=5,
+            deadline=deadline,
+            scratch=Scratch(),
+        )
+
+    run_ranks(size, body)
+    assert len({tuple(result.view(torch.int32).tolist()) for result in results}) == 1
+
+
 def test_a_message_that_never_comes_ends_at_the_deadline() -> None:
     schedule = PLANNERS["allreduce"]["ring"](Place(0, 3))
     buffer = torch.ones(30)

@@ -1,4 +1,4 @@
-"""Ranks by host, and Horovod's local and cross ranks on hosts of different sizes."""
+"""Ranks by host, on hosts of different sizes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ def test_hosts_are_found_from_what_ranks_report() -> None:
     topology = Topology.from_host_ids(3, ["b", "a", "b", "a", "c"])
     assert topology.hosts == ((0, 2), (1, 3), (4,))
     assert (topology.local_rank, topology.local_size) == (1, 2)
-    assert (topology.cross_rank, topology.cross_size) == (1, 2)
     last = Topology.from_host_ids(4, ["b", "a", "b", "a", "c"])
-    assert (last.local_rank, last.local_size, last.cross_rank, last.cross_size) == (0, 1, 2, 3)
+    assert (last.local_rank, last.local_size) == (0, 1)
 
 
 def test_the_host_id_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
