@@ -30,6 +30,8 @@ def main() -> int:
 
         return hosts.main(arguments, BENCHMARKS)
     asked = name in ("-h", "--help")
+    if not asked:
+        print(f"there is no benchmark {name!r}", file=sys.stderr)
     print(USAGE.format(collectives=", ".join(COLLECTIVES)), file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
 

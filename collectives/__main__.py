@@ -47,7 +47,7 @@ def _report(communicator: Communicator) -> str:
         f"ranks      {communicator.size}",
         *(f"host {i}     ranks {', '.join(map(str, host))}" for i, host in enumerate(communicator.topology.hosts)),
         "",
-        "algorithm by message size in bytes ('auto'):",
+        f"algorithm by message size in bytes ('auto'), for {communicator.size} ranks; start this under torchrun for more:",
     ]
     for collective, table in communicator.tables.items():
         variable = TABLE_PREFIX + collective.upper()

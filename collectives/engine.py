@@ -35,7 +35,10 @@ NATIVE = "native"
 ALGORITHMS = {collective: (*planners, NATIVE) for collective, planners in PLANNERS.items()}
 
 _CACHED_PROGRAMS = 256
-_CLOSE_S = 5.0
+
+#: How long close() waits for what is queued, and then for the other ranks.
+_DRAIN_S = 5.0
+_MEET_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +169,7 @@ class Engine:
             body(turn)
         except LinkError as error:
             self._failure = self._explain(error, turn)
-            raise self._failure from error
+            raise self._failure from None
         except Mismatch:
             raise  # found before any of the data was sent, by all ranks alike
         except BaseException as error:
@@ -281,18 +284,17 @@ class Engine:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        deadline = time.monotonic() + _CLOSE_S
-        drained = self._failure is None and self._queue.close(_CLOSE_S)
+        drained = self._failure is None and self._queue.close(_DRAIN_S)
         if drained and self._failure is None:
-            turn = Turn(self._sequence, "close", deadline)
+            turn = Turn(self._sequence, "close", time.monotonic() + _MEET_S)
             try:
                 self.meet(turn)
             except LinkError as error:
-                self._failure = CollectiveTimeout(_CLOSE_S, (), rank=self.rank, operation=f"close ({error})")
+                self._failure = CollectiveTimeout(_MEET_S, (), rank=self.rank, operation=f"close ({error})")
         else:
             self._failure = self._failure or CollectiveError("closed while running", rank=self.rank, operation="close")
             self._transport.abort()
-            self._queue.close(_CLOSE_S)
+            self._queue.close(_DRAIN_S)
         self._transport.close()
 
     def _leave(self) -> None:
@@ -303,7 +305,7 @@ class Engine:
         self._leaving = True
         if self._queue.busy():
             self._transport.abort()
-            self._queue.close(_CLOSE_S)
+            self._queue.close(_DRAIN_S)
 
 
 def _leave(engine: weakref.ref[Engine]) -> None:

@@ -32,7 +32,10 @@ class PeerLost(CollectiveError):
     def __init__(self, ranks: Iterable[int], *, rank: int, operation: str, detail: str = "") -> None:
         self.ranks = tuple(sorted(ranks))
         super().__init__(
-            f"lost {ranks_text(self.ranks)}" + (f" ({detail})" if detail else ""), rank=rank, operation=operation
+            f"lost {ranks_text(self.ranks)}: its process ended, or it closed its Communicator"
+            + (f" ({detail})" if detail else ""),
+            rank=rank,
+            operation=operation,
         )
 
 

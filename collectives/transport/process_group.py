@@ -28,6 +28,11 @@ _DIGEST_BYTES = 32
 _TOKEN_BYTES = 16
 
 
+def _reason(error: RuntimeError) -> str:
+    """The first sentence of a backend's message, without the place in its source."""
+    return str(error).rpartition("] ")[2].partition(". ")[0].strip()
+
+
 class _GlooPending:
     """gloo's wait takes a timeout of its own; when it passes, gloo breaks all connections of the group."""
 
@@ -44,7 +49,7 @@ class _GlooPending:
             self._work.wait(timedelta(seconds=left))
         except RuntimeError as error:
             timed_out = time.monotonic() >= deadline - _ROUNDING_S
-            raise LinkError(self._peer, timed_out=timed_out, detail=str(error)) from error
+            raise LinkError(self._peer, timed_out=timed_out, detail=_reason(error)) from None
 
 
 class _StreamPending:
@@ -64,7 +69,7 @@ class _StreamPending:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise LinkError(self._peer, timed_out=False, detail=str(error)) from error
+            raise LinkError(self._peer, timed_out=False, detail=_reason(error)) from None
 
 
 class ProcessGroupTransport:
@@ -94,7 +99,7 @@ class ProcessGroupTransport:
             for peer, tensor in sends:
                 sent.append(_GlooPending(gloo.send([tensor], peer, tag), peer, tensor))
         except RuntimeError as error:
-            raise LinkError(peer, timed_out=False, detail=str(error)) from error
+            raise LinkError(peer, timed_out=False, detail=_reason(error)) from None
         return sent, received
 
     def _post_nccl(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Pending]:
@@ -109,7 +114,7 @@ class ProcessGroupTransport:
                 nccl.recv([tensor.view(torch.uint8)], peer, 0)
             pending = _StreamPending(nccl._end_coalescing(), None)
         except RuntimeError as error:
-            raise LinkError(None, timed_out=False, detail=str(error)) from error
+            raise LinkError(None, timed_out=False, detail=_reason(error)) from None
         return [pending] * max(1, len(receives))
 
     def native(self, call: Callable[[Backend], dist.Work | None], device: str, deadline: float) -> None:
@@ -117,7 +122,7 @@ class ProcessGroupTransport:
         try:
             work = call(self.backends[device])
         except RuntimeError as error:
-            raise LinkError(None, timed_out=False, detail=str(error)) from error
+            raise LinkError(None, timed_out=False, detail=_reason(error)) from None
         if work is not None:
             (_StreamPending(work, None) if device == "cuda" else _GlooPending(work, None, None)).wait(deadline)
 

@@ -30,7 +30,8 @@ def allreduce(
         fused.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     chosen = [engine.choose("allreduce", algorithm, sum(t.nbytes for t in group)) for group in fused.values()]
     described = ", ".join(map(arguments.described, tensors))
-    call = f"allreduce({described}, {name}, prescale={prescale}, postscale={postscale}, {', '.join(chosen)})"
+    scales = f", prescale={prescale}, postscale={postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
+    call = f"allreduce({described}, {name}{scales}, {', '.join(chosen)})"
 
     def body(turn: Turn) -> None:
         for group, choice in zip(fused.values(), chosen, strict=True):
