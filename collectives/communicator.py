@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from collectives import native
 from collectives.algorithms import PLANNERS
-from collectives.engine import NATIVE, Engine, Turn
+from collectives.engine import NATIVE, SHARED, Engine, Turn
 from collectives.errors import Mismatch
+from collectives.neighbours import connect_neighbours
 from collectives.reduction import Op, carried, check_arithmetic, check_dtype, finish, op_name
 from collectives.schedule import Place
 from collectives.selection import Table, default_segment_bytes
@@ -39,7 +40,8 @@ class Communicator:
     group: a ProcessGroup over gloo (CPU tensors; CUDA tensors travel through pinned memory) or NCCL (CUDA tensors); None is
     the world. timeout_s: seconds that each operation may take from its start. segment_bytes: how large a piece of one rank's
     share is sent at once when a buffer is long; larger pieces cost less overhead, smaller ones overlap better; None chooses
-    by topology.
+    by topology. shared_memory: whether ranks of one host talk through memory that they share; without it, or where they cannot
+    (the log says why), everything goes through the group's backend.
 
     Making one is a collective call, and so is every verb: all ranks of the group call the same verbs in the same order. Ranks
     in arguments (src, dst) count within the group. The verbs follow torch.distributed: results in place, None returned, or
@@ -55,7 +57,12 @@ class Communicator:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0, segment_bytes: int | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float = 300.0,
+        segment_bytes: int | None = None,
+        shared_memory: bool = True,
     ) -> None:
         if not dist.is_initialized():
             raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
@@ -72,8 +79,16 @@ class Communicator:
         self.topology = Topology.from_host_ids(transport.rank, connection.host_digests)
         if segment_bytes is None:
             segment_bytes = default_segment_bytes(self.topology)
+        neighbours = connect_neighbours(
+            transport, connection.store, self.topology, timeout_s, wanted=shared_memory
+        )
         self._engine = Engine(
-            transport, connection.store, self.topology, timeout_s=timeout_s, segment_bytes=segment_bytes
+            neighbours.transport,
+            connection.store,
+            self.topology,
+            neighbours.shared,
+            timeout_s=timeout_s,
+            segment_bytes=segment_bytes,
         )
 
     @property
@@ -103,13 +118,23 @@ class Communicator:
         return self._engine.choose(collective, "auto", nbytes)
 
     def wire_bytes(self, collective: str, nbytes: int, algorithm: str = "auto") -> int | None:
-        """The most that any one rank sends, in bytes, for a message of nbytes in all; None for the backend's own."""
+        """The most that any one rank sends, in bytes, for a message of nbytes in all; None for the backend's own, and where
+        nothing is sent because memory is shared."""
         self.algorithms(collective)
         name = self._engine.choose(collective, algorithm, nbytes)
-        if name == NATIVE:
+        if name in (NATIVE, SHARED):
             return None
         plans = [PLANNERS[collective][name](Place(r, self.size, 0, self.topology.hosts)) for r in range(self.size)]
         return max(math.ceil(nbytes * plan.sent_blocks() / plan.blocks) for plan in plans)
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialised CPU tensor that allreduce, among ranks of one host, reduces without copying it.
+
+        An ordinary tensor otherwise, and where there is no memory to share. Not a collective call; the ranks that reduce it
+        should all have made theirs so. Its memory is given back with the tensor.
+        """
+        check_dtype(dtype)
+        return self._engine.empty(shape, dtype)
 
     # Reductions
 
@@ -154,6 +179,8 @@ class Communicator:
         ]
         described = ", ".join(map(_described, tensors))
         call = f"allreduce({described}, {name}, prescale={prescale}, postscale={postscale}, {', '.join(chosen)})"
+        if SHARED in chosen:
+            self._engine.prepare(dtype for dtype, _ in fused)
 
         def body(turn: Turn) -> None:
             for group, choice in zip(fused.values(), chosen, strict=True):
@@ -162,7 +189,7 @@ class Communicator:
                 if prescale != 1.0:
                     buffer.flat.mul_(prescale)
                 self._reduce_in_place(turn, choice, buffer.flat, name)
-                finish(buffer.flat, name, self.size, postscale)
+                finish(buffer.flat, "sum" if choice == SHARED else name, self.size, postscale)
                 buffer.store()
                 if len(group) > 1:
                     for tensor, part in zip(group, whole.split([t.numel() for t in group]), strict=True):
@@ -172,7 +199,9 @@ class Communicator:
 
     def _reduce_in_place(self, turn: Turn, algorithm: str, flat: torch.Tensor, name: str) -> None:
         moved, op = carried(flat, name)
-        if algorithm == NATIVE:
+        if algorithm == SHARED:
+            self._engine.in_shared_memory(turn, moved, op)
+        elif algorithm == NATIVE:
             wide = native.reducible(moved)
             self._engine.native(turn, native.allreduce(wide, op), is_cuda=flat.is_cuda)
             if wide is not moved:
@@ -440,10 +469,14 @@ class Communicator:
     def barrier(self, *, algorithm: str = "auto", async_op: bool = False) -> Work | None:
         """Return when every rank has called it."""
         chosen = self._engine.choose("barrier", algorithm, 1)
+        if chosen == SHARED:
+            self._engine.prepare([torch.uint8])
 
         def body(turn: Turn) -> None:
             if chosen == NATIVE:
                 self._engine.native(turn, native.barrier(), is_cuda=False)
+            elif chosen == SHARED:
+                self._engine.in_shared_memory(turn, torch.empty(0, dtype=torch.uint8), "max")
             else:
                 token = torch.zeros(1, dtype=torch.uint8, device="cpu" if self._host_tensors else "cuda")
                 self._engine.over_buffer(turn, "barrier", chosen, token, "max")

@@ -6,7 +6,7 @@ import os
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +19,15 @@ from collectives.execute import Program, Scratch, execute, lay_out
 from collectives.native import Call
 from collectives.reduction import COMBINE
 from collectives.schedule import Place, Schedule
-from collectives.selection import Table, choose, tables_in_force
+from collectives.selection import SHARED, Table, choose, tables_in_force
+from collectives.shared import SharedMemory
 from collectives.spans import Layout, consecutive, segments_of_blocks, segments_of_buffer
 from collectives.topology import Topology
 from collectives.transport.process_group import ProcessGroupTransport
+from collectives.transport.routing import RoutingTransport
 from collectives.work import Work, WorkQueue
+
+__all__ = ["NATIVE", "SHARED", "Engine", "Turn"]
 
 NATIVE = "native"
 _CACHED_PROGRAMS = 256
@@ -50,9 +54,10 @@ class Engine:
 
     def __init__(
         self,
-        transport: ProcessGroupTransport,
+        transport: ProcessGroupTransport | RoutingTransport,
         store: Store,
         topology: Topology,
+        shared: SharedMemory | None,
         *,
         timeout_s: float,
         segment_bytes: int,
@@ -63,6 +68,7 @@ class Engine:
         self._timeout_s = timeout_s
         self._segment_bytes = segment_bytes
         self._transport = transport
+        self._shared = shared
         self._board = Board(store, self.rank, self.size)
         self.tables: dict[str, Table] = tables_in_force(
             {collective: self.algorithms(collective) for collective in PLANNERS}, topology, os.environ
@@ -77,7 +83,8 @@ class Engine:
         self._closed = False
 
     def algorithms(self, collective: str) -> tuple[str, ...]:
-        return (*PLANNERS[collective], NATIVE)
+        shared = (SHARED,) if self._shared is not None and collective in ("allreduce", "barrier") else ()
+        return (*PLANNERS[collective], *shared, NATIVE)
 
     def choose(self, collective: str, algorithm: str, nbytes: int) -> str:
         """Resolve 'auto'. Raises ValueError for a name that the collective does not have."""
@@ -110,11 +117,17 @@ class Engine:
             raise CollectiveError("the Communicator is closed", rank=self.rank, operation=call)
         sequence = self._sequence
         self._sequence += 1
+        if not async_op and self._queue.enter():
+            try:
+                self._take_turn(sequence, call, body)
+            finally:
+                self._queue.leave()
+            return None
         work = Work(self.rank, call, lambda: self._take_turn(sequence, call, body))
+        self._queue.submit(work)
         if async_op:
-            self._queue.submit(work)
             return work
-        self._queue.run(work)
+        work.wait()
         return None
 
     def _take_turn(self, sequence: int, call: str, body: Callable[[Turn], None]) -> None:
@@ -197,6 +210,22 @@ class Engine:
             self._agreed.add(turn.call)
         self._transport.native(call, "cuda" if is_cuda else "cpu", turn.deadline)
 
+    def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
+        """See to it that the kernels for these dtypes are compiled, before anyone's clock runs."""
+        assert self._shared is not None
+        for dtype in dtypes:
+            self._shared.prepare(torch.uint8 if dtype is torch.bool else dtype)
+
+    def in_shared_memory(self, turn: Turn, flat: torch.Tensor, op: str) -> None:
+        """Reduce a contiguous tensor in place; an average is divided too."""
+        assert self._shared is not None
+        self._shared.allreduce(flat, op, turn.tag, turn.deadline)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """In shared memory where there is any."""
+        made = self._shared.empty(shape, dtype) if self._shared is not None else None
+        return torch.empty(shape, dtype=dtype) if made is None else made
+
     def _program(self, key: tuple[object, ...], make: Callable[[], Program]) -> Program:
         program = self._programs.get(key)
         if program is None:
@@ -240,4 +269,6 @@ class Engine:
             self._failure = self._failure or CollectiveError("closed while running", rank=self.rank, operation="close")
             self._transport.abort()
             self._queue.close(_CLOSE_S)
+        if self._shared is not None:
+            self._shared.close()
         self._transport.close()

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from collectives.environment import TABLE_PREFIX
 from collectives.topology import Topology
 
+#: The algorithm that needs no messages: see collectives.shared.
+SHARED = "shared"
+
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -54,12 +57,14 @@ def parse_table(text: str, allowed: Sequence[str], variable: str) -> Table:
     return tuple(rules)
 
 
-def default_table(collective: str, topology: Topology) -> Table:
+def default_table(collective: str, topology: Topology, allowed: Sequence[str]) -> Table:
     """The built-in choice, made by size and topology from the measurements in docs/measurements.md.
 
     Small messages want few rounds between hosts, and inside a host, where ranks share cores, few messages; large ones want
     the fewest bytes, and neighbours that stay the same, between hosts that hold several ranks each also a single crossing.
     """
+    if SHARED in allowed:
+        return (Rule(SHARED, 0, None),)
     several_hosts = len(topology.hosts) > 1
     if not several_hosts:
         allreduce = [("recursive_doubling", 0), ("rsag", 64 << 10)]
@@ -101,7 +106,7 @@ def tables_in_force(
     for collective, allowed in collectives.items():
         variable = TABLE_PREFIX + collective.upper()
         text = environment.get(variable)
-        tables[collective] = parse_table(text, allowed, variable) if text else default_table(collective, topology)
+        tables[collective] = parse_table(text, allowed, variable) if text else default_table(collective, topology, allowed)
     return tables
 
 

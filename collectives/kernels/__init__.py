@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ def one_at_a_time() -> Iterator[None]:
 def cpu_kernels() -> ModuleType | str:
     """The module collectives.kernels.cpu, its kernels compiled or loaded from the disk; or why there is none."""
     try:
+        importlib.import_module("numba")  # takes a while, and needs no lock
+
         with one_at_a_time():
             from collectives.kernels import cpu
     except ImportError as error:

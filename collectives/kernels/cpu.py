@@ -336,6 +336,7 @@ def arithmetic(dtype: torch.dtype) -> Any:
     SLOTS,  # shared allocations that a rank may have
     BASES,  # address of SIZE * SLOTS words: where this process has mapped them, 0 where it has not
     KNOWN,  # address of SIZE words: the version of each rank's allocations up to which this process has mapped them
+    ANNOUNCED,  # address of SIZE words: the version of each rank's allocations in the last operation
     FAILED,  # 1 when this process could not map one
     CHUNKS,  # staged before this operation
     PHASE,  # of the operation that was interrupted, 0 for none
@@ -346,7 +347,7 @@ def arithmetic(dtype: torch.dtype) -> Any:
     PEER,  # whom the last wait was for
     NEWS,  # 1 when a rank has announced a version that is not KNOWN
     FIELDS,
-) = range(24)
+) = range(25)
 
 # A rank's lines in the segment, each apart from the others, so that no two processes write to one cache line.
 LINE = 128
@@ -466,6 +467,7 @@ def _read_headers(context, header):
             direct = 0
         if version != load(known):
             news = 1
+        store(_field(context, ANNOUNCED) + 8 * peer, version)
     _set(context, DIRECT, direct)
     _set(context, NEWS, news)
 
