@@ -57,13 +57,13 @@ def parse_table(text: str, allowed: Sequence[str], variable: str) -> Table:
     return tuple(rules)
 
 
-def default_table(collective: str, topology: Topology, allowed: Sequence[str]) -> Table:
+def default_table(collective: str, topology: Topology, *, shared: bool = False) -> Table:
     """The built-in choice, made by size and topology from the measurements in docs/measurements.md.
 
     Small messages want few rounds between hosts, and inside a host, where ranks share cores, few messages; large ones want
     the fewest bytes, and neighbours that stay the same, between hosts that hold several ranks each also a single crossing.
     """
-    if SHARED in allowed:
+    if shared:
         return (Rule(SHARED, 0, None),)
     several_hosts = len(topology.hosts) > 1
     if not several_hosts:
@@ -106,7 +106,9 @@ def tables_in_force(
     for collective, allowed in collectives.items():
         variable = TABLE_PREFIX + collective.upper()
         text = environment.get(variable)
-        tables[collective] = parse_table(text, allowed, variable) if text else default_table(collective, topology, allowed)
+        tables[collective] = parse_table(text, allowed, variable) if text else default_table(
+            collective, topology, shared=SHARED in allowed
+        )
     return tables
 
 

@@ -736,6 +736,10 @@ def _move_some(context, rings, capacity, table, first, count, blocked):
     stride = RING_BYTES + capacity
     for index in range(2 * size):
         store(blocked + 8 * index, 0)
+    for index in range(first, count):
+        row = table + 8 * ROW_FIELDS * index
+        if load(row + 8 * ROW_SENDS) == 0 and load(row + 8 * ROW_MOVED) >= 0 and load(row + 8 * ROW_DONE) == 0:
+            store(blocked + 16 * load(row + 8 * ROW_PEER), 1)  # what comes next in that ring is not a beginning
     moves = 0
     for index in range(first, count):
         row = table + 8 * ROW_FIELDS * index
@@ -752,7 +756,10 @@ def _move_some(context, rings, capacity, table, first, count, blocked):
         ring = rings + (peer * size + rank) * stride
         if load(row + 8 * ROW_MOVED) == _UNSTARTED:
             tail = load(ring + TAIL)
-            if load(turn) != 0 or load(ring + HEAD) == tail:
+            if load(turn) != 0:
+                continue
+            if load(ring + HEAD) == tail:
+                store(turn, 1)  # what comes from now on is for this row before later ones
                 continue
             place = ring + RING_BYTES + tail % capacity
             if load(place) != load(row + 8 * ROW_TAG):
@@ -762,8 +769,7 @@ def _move_some(context, rings, capacity, table, first, count, blocked):
             store(ring + TAIL, tail + RING_LINE)
             store(row + 8 * ROW_MOVED, 0)
         moves += _receive_some(ring, capacity, row)
-        if load(row + 8 * ROW_DONE) == 0:
-            store(turn, 1)
+        store(turn, 1)  # one message a pass: the next one may be for a row that was passed over
     return moves
 
 
