@@ -213,6 +213,8 @@ class Engine:
     def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
         """See to it that the kernels for these dtypes are compiled, before anyone's clock runs."""
         assert self._shared is not None
+        if self._failure is not None or self._closed:
+            return  # submit() tells
         for dtype in dtypes:
             self._shared.prepare(torch.uint8 if dtype is torch.bool else dtype)
 
