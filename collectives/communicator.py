@@ -152,6 +152,9 @@ class Communicator:
 
         prescale and postscale (floating-point tensors only) multiply the contributions and the result.
         """
+        key = (op, algorithm, prescale, postscale)
+        if not async_op and self._engine.repeat(tensor, key):
+            return None
         return self.grouped_allreduce(
             [tensor], op, prescale=prescale, postscale=postscale, algorithm=algorithm, async_op=async_op
         )
@@ -181,6 +184,8 @@ class Communicator:
         call = f"allreduce({described}, {name}, prescale={prescale}, postscale={postscale}, {', '.join(chosen)})"
         if SHARED in chosen:
             self._engine.prepare(dtype for dtype, _ in fused)
+            if len(tensors) == 1 and prescale == postscale == 1.0:
+                self._engine.remember(tensors[0], (op, algorithm, prescale, postscale), call, name)
 
         def body(turn: Turn) -> None:
             for group, choice in zip(fused.values(), chosen, strict=True):

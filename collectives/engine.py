@@ -6,7 +6,7 @@ import os
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +78,7 @@ class Engine:
         self._scratch = Scratch()
         self._schedules: dict[tuple[str, str, int], Schedule] = {}
         self._programs: OrderedDict[tuple[object, ...], Program] = OrderedDict()
+        self._calls: dict[tuple[torch.dtype, int, Hashable], tuple[str, str]] = {}
         self._agreed: set[str] = set()
         self._failure: CollectiveError | None = None
         self._closed = False
@@ -129,6 +130,32 @@ class Engine:
             return work
         work.wait()
         return None
+
+    def remember(self, tensor: torch.Tensor, key: Hashable, call: str, op: str) -> None:
+        """Let repeat() take the next calls with a tensor of this dtype and length. key: all else that a caller gives."""
+        if tensor.dtype is not torch.bool:
+            if len(self._calls) == _CACHED_PROGRAMS:
+                self._calls.clear()
+            self._calls[tensor.dtype, tensor.numel(), key] = (call, op)
+
+    def repeat(self, tensor: torch.Tensor, key: Hashable) -> bool:
+        """Allreduce in shared memory without the preparations, where an equal call has been remembered, and nothing stands
+        in the way; False, with nothing done, where not. What it saves is most of the time of a small message."""
+        if type(tensor) is not torch.Tensor or not self._calls:
+            return False
+        known = self._calls.get((tensor.dtype, tensor.numel(), key))
+        if known is None or not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
+            return False
+        if self._failure is not None or self._closed or not self._queue.enter():
+            return False
+        call, op = known
+        sequence = self._sequence
+        self._sequence += 1
+        try:
+            self._take_turn(sequence, call, lambda turn: self.in_shared_memory(turn, tensor, op))
+        finally:
+            self._queue.leave()
+        return True
 
     def _take_turn(self, sequence: int, call: str, body: Callable[[Turn], None]) -> None:
         if self._failure is not None:
