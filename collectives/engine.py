@@ -290,6 +290,7 @@ class Engine:
         drained = self._failure is None and self._queue.close(_CLOSE_S)
         if drained and self._failure is None:
             turn = Turn(self._sequence, "close", deadline)
+            self._transport.leave()
             try:
                 self.over_buffer(turn, "barrier", "recursive_doubling", torch.zeros(1, dtype=torch.uint8), "max")
             except LinkError as error:

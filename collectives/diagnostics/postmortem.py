@@ -34,9 +34,9 @@ class Report:
 
     @classmethod
     def of(cls, error: LinkError, sequence: int, call: str, lost_peers: Iterable[int]) -> Report:
-        peer = () if error.peer is None else (error.peer,)
         if error.timed_out:
-            return cls(sequence, call, gone=tuple(lost_peers), waiting_for=peer)
+            return cls(sequence, call, gone=tuple(lost_peers), waiting_for=tuple(error.awaited))
+        peer = () if error.peer is None else (error.peer,)
         return cls(sequence, call, gone=tuple({*peer, *lost_peers}))
 
 

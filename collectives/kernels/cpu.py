@@ -344,15 +344,17 @@ def arithmetic(dtype: torch.dtype) -> Any:
     MINE_REDUCED,
     MINE_COPIED,
     DIRECT,  # 1 when the operation goes without a copy
-    PEER,  # whom the last wait was for
+    PEER,  # whom the last wait for a message was for; -1 where it was for all whose word in WAIT_LINE was below WAIT_LEAST
+    WAIT_LINE,
+    WAIT_LEAST,
     NEWS,  # 1 when a rank has announced a version that is not KNOWN
     FIELDS,
-) = range(25)
+) = range(27)
 
 # A rank's lines in the segment, each apart from the others, so that no two processes write to one cache line.
 LINE = 128
 HEADERS = 0  # two, for operations of even and odd number
-DONE, STAGED, REDUCED, COPIED, CLOSED, VERSION = (line * LINE for line in range(2, 8))
+DONE, STAGED, REDUCED, COPIED, STATE, VERSION = (line * LINE for line in range(2, 8))
 RANK_BYTES = 8 * LINE
 
 # What a kernel returns.
@@ -398,6 +400,13 @@ def _rest(context, beats, since):
 
 
 @njit
+def _waits_for_all(context, line, least):
+    _set(context, PEER, -1)
+    _set(context, WAIT_LINE, line)
+    _set(context, WAIT_LEAST, least)
+
+
+@njit
 def _wait_for_headers(context, header, word):
     """Until every rank has written its header of this operation."""
     for peer in range(_field(context, SIZE)):
@@ -415,7 +424,7 @@ def _wait_for_headers(context, header, word):
                 since = monotonic_ns()
             status = _rest(context, beats, since)
             if status != FINISHED:
-                _set(context, PEER, peer)
+                _waits_for_all(context, header, word >> SEQUENCE_SHIFT << SEQUENCE_SHIFT)
                 return status
             beats += 1
     return FINISHED
@@ -433,7 +442,7 @@ def _wait_for_line(context, line, least):
                 since = monotonic_ns()
             status = _rest(context, beats, since)
             if status != FINISHED:
-                _set(context, PEER, peer)
+                _waits_for_all(context, line, least)
                 return status
             beats += 1
     return FINISHED
@@ -441,15 +450,10 @@ def _wait_for_line(context, line, least):
 
 @njit
 def _least_of(context, line):
-    """The least word in the ranks' lines; PEER is who has it."""
+    """The least word in the ranks' lines."""
     least = load(_line(context, 0, line))
-    slowest = 0
     for peer in range(1, _field(context, SIZE)):
-        theirs = load(_line(context, peer, line))
-        if theirs < least:
-            least = theirs
-            slowest = peer
-    _set(context, PEER, slowest)
+        least = min(least, load(_line(context, peer, line)))
     return least
 
 
@@ -594,6 +598,12 @@ def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor):
                 since = monotonic_ns()
             status = _rest(context, beats, since)
             if status != FINISHED:
+                if copied < reduced:
+                    _waits_for_all(context, REDUCED, before + copied + 1)
+                elif reduced < staged:
+                    _waits_for_all(context, STAGED, before + reduced + 1)
+                else:
+                    _waits_for_all(context, COPIED, before + staged - depth + 1)
                 break
             beats += 1
     _set(context, MINE_STAGED, staged)
@@ -664,7 +674,7 @@ def allreduce(context, data, nbytes, itemsize, function, op, divisor, word, slot
 
 RING_LINE = 64
 HEAD, TAIL, RING_BYTES = 0, LINE, 2 * LINE  # of a ring: bytes written so far, bytes read so far, where its data begins
-(ROW_SENDS, ROW_PEER, ROW_TAG, ROW_ADDRESS, ROW_NBYTES, ROW_MOVED, ROW_DONE, ROW_SPARE, ROW_FIELDS) = range(9)
+(ROW_SENDS, ROW_PEER, ROW_TAG, ROW_ADDRESS, ROW_NBYTES, ROW_MOVED, ROW_DONE, ROW_START, ROW_FIELDS) = range(9)
 _UNSTARTED = -1
 
 
@@ -688,8 +698,16 @@ def _copy_out(ring, capacity, position, destination, length):
 
 @njit
 def _send_some(ring, capacity, row):
-    """Write what fits of a message, at most a quarter of the ring, so that the reader can begin. True if any."""
+    """Write what fits of a message, at most a quarter of the ring, so that the reader can begin. True if any.
+
+    A message is not done before its reader has found a row for it: who calls something else than the others must not get away.
+    """
     head = load(ring + HEAD)
+    if load(row + 8 * ROW_MOVED) == load(row + 8 * ROW_NBYTES):
+        taken = load(ring + TAIL) > load(row + 8 * ROW_START)
+        if taken:
+            store(row + 8 * ROW_DONE, 1)
+        return taken
     free = capacity - (head - load(ring + TAIL))
     if free < RING_LINE:
         return False
@@ -698,6 +716,7 @@ def _send_some(ring, capacity, row):
         place = ring + RING_BYTES + head % capacity
         store(place, load(row + 8 * ROW_TAG))
         store(place + 8, nbytes)
+        store(row + 8 * ROW_START, head)
         head += RING_LINE
         free -= RING_LINE
         moved = 0
@@ -708,8 +727,6 @@ def _send_some(ring, capacity, row):
         moved += length
     store(ring + HEAD, head)
     store(row + 8 * ROW_MOVED, moved)
-    if moved == nbytes:
-        store(row + 8 * ROW_DONE, 1)
     return True
 
 
@@ -750,7 +767,7 @@ def _move_some(context, rings, capacity, table, first, count, blocked):
         if sends == 1:
             if load(turn) == 0:
                 moves += _send_some(rings + (rank * size + peer) * stride, capacity, row)
-                if load(row + 8 * ROW_DONE) == 0:
+                if load(row + 8 * ROW_MOVED) < load(row + 8 * ROW_NBYTES):
                     store(turn, 1)
             continue
         ring = rings + (peer * size + rank) * stride

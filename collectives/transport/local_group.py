@@ -12,7 +12,7 @@ from types import ModuleType
 
 import numpy as np
 
-from collectives.errors import LinkError
+from collectives.errors import LinkError, ranks_text
 from collectives.transport.segment import Segment
 
 _PAGE = 4096
@@ -37,6 +37,9 @@ _BLOCK_BYTES = 8 << 10
 
 #: How long close() waits for a kernel to return, which takes it 50 ms after an abort.
 _LEAVE_S = 1.0
+
+#: What a rank says of itself in its line STATE: 0 at first.
+_LEAVING, _GONE = 1, 2
 
 #: Beats that a wait spins: about 20 us where every rank has a core, next to nothing where they share them.
 _SPINS, _SPINS_SHARING = 1000, 20
@@ -87,6 +90,7 @@ class LocalGroup:
         self.context = np.zeros(kernels.FIELDS, dtype=np.int64)
         self.context_address: int = self.context.ctypes.data
         self._segment = segment
+        self._leaving = False
         self._lock = threading.Lock()
         self._running = threading.Lock()
         self._processes = select.poll()
@@ -138,29 +142,53 @@ class LocalGroup:
                 self._check(status, deadline)
 
     def _check(self, status: int, deadline: float) -> None:
-        peer = self.members[int(self.context[self.kernels.PEER])]
-        if status == self.kernels.DISAGREED:
+        kernels = self.kernels
+        awaited = self._awaited()
+        peer = min(awaited)
+        if status == kernels.DISAGREED:
             raise LinkError(peer, timed_out=False, detail=f"rank {peer} called something else")
-        if status == self.kernels.STOPPED:
-            raise LinkError(None, timed_out=False, detail="a rank of this host gave up")
-        if dead := self.dead():
-            raise LinkError(min(dead), timed_out=False, detail=f"the process of rank {min(dead)} has ended")
-        if peer in self.closed():
-            raise LinkError(peer, timed_out=False, detail=f"rank {peer} has closed its Communicator")
+        if status == kernels.STOPPED:
+            # Some other rank's time was up, or a peer of its was gone: whom this one waited for may be to blame, and may not.
+            raise LinkError(peer, timed_out=True, detail="another rank of this host gave up", awaited=awaited)
+        if dead := awaited & self.dead():
+            raise LinkError(min(dead), timed_out=False, detail=f"the process of {ranks_text(dead)} has ended")
+        if left := awaited & (self._left(_GONE) if self._leaving else self._left(_LEAVING)):
+            raise LinkError(min(left), timed_out=False, detail=f"{ranks_text(left)} closed the Communicator")
         if time.monotonic() >= deadline:
-            raise LinkError(peer, timed_out=True, detail=f"nothing came from rank {peer}")
+            detail = f"nothing came from {ranks_text(awaited)}"
+            raise LinkError(peer, timed_out=True, detail=detail, awaited=awaited)
+
+    def _awaited(self) -> set[int]:
+        """Whom the kernel that has just returned was waiting for."""
+        kernels = self.kernels
+        peer = int(self.context[kernels.PEER])
+        if peer >= 0:
+            return {self.members[peer]}
+        line, least = int(self.context[kernels.WAIT_LINE]), int(self.context[kernels.WAIT_LEAST])
+        behind = {rank for member, rank in enumerate(self.members) if self.word(member, line).value < least}
+        return behind or set(self.members) - {self.members[self.index]}
 
     def dead(self) -> set[int]:
-        """Ranks whose process has ended without close()."""
+        """Ranks whose process has ended."""
         if self._segment.address is None:
             return set()
         ended = {self._members_by_descriptor[descriptor] for descriptor, _ in self._processes.poll(0)}
-        return ended - self.closed() if ended else set()
+        return ended - self._left(_GONE)
 
-    def closed(self) -> set[int]:
-        """Ranks that have left."""
-        line = self.kernels.CLOSED
-        return {rank for member, rank in enumerate(self.members) if self.word(member, line).value != 0}
+    def lost(self) -> set[int]:
+        """The other ranks that will not answer any more."""
+        if self._segment.address is None:
+            return set()
+        return (self.dead() | self._left(_GONE)) - {self.members[self.index]}
+
+    def _left(self, least: int) -> set[int]:
+        line = self.kernels.STATE
+        return {rank for member, rank in enumerate(self.members) if self.word(member, line).value >= least}
+
+    def leave(self) -> None:
+        """This rank will take part in nothing more, except in the others' leaving."""
+        self._leaving = True
+        self.word(self.index, self.kernels.STATE).value = _LEAVING
 
     def seal_off(self) -> None:
         """All members have mapped the segment."""
@@ -176,7 +204,7 @@ class LocalGroup:
         """Leave. The memory is unmapped, unless a kernel still runs in it: then it lasts as long as the process."""
         with self._lock:
             if self._running.acquire(timeout=_LEAVE_S) and self._segment.address is not None:
-                self.word(self.index, self.kernels.CLOSED).value = 1
+                self.word(self.index, self.kernels.STATE).value = _GONE
                 for descriptor in self._members_by_descriptor:
                     os.close(descriptor)
                 self._members_by_descriptor.clear()

@@ -90,6 +90,9 @@ class RoutingTransport:
     def lost_peers(self) -> set[int]:
         return self._remote.lost_peers() | self._local.lost_peers()
 
+    def leave(self) -> None:
+        self._local.leave()
+
     def abort(self) -> None:
         self._local.abort()
         self._remote.abort()

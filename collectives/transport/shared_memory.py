@@ -73,7 +73,11 @@ class SharedMemoryTransport:
         self._move(-1, 0.0)
 
     def lost_peers(self) -> set[int]:
-        return self._group.dead() | (self._group.closed() - {self.rank})
+        return self._group.lost()
+
+    def leave(self) -> None:
+        """See LocalGroup."""
+        self._group.leave()
 
     def abort(self) -> None:
         self._group.abort()

@@ -130,7 +130,9 @@ def test_making_one(ranks: Worlds) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_names_of_algorithms(ranks: Worlds, world: int) -> None:
-    assert ranks(world).run(names_of_algorithms) == [{verb: (*PLANNERS[verb], "native") for verb in PLANNERS}] * world
+    shared = {verb: ("shared",) if world > 1 and verb in ("allreduce", "barrier") else () for verb in PLANNERS}
+    expected = {verb: (*PLANNERS[verb], *shared[verb], "native") for verb in PLANNERS}
+    assert ranks(world).run(names_of_algorithms) == [expected] * world
 
 
 def test_torch_names_of_ops(ranks: Worlds) -> None:

@@ -23,7 +23,7 @@ from collectives import CollectiveError, CollectiveTimeout, Communicator, Mismat
 from collectives.algorithms import PLANNERS
 from tests.harness import Outcome, World
 
-ALGORITHMS = tuple(name for name in (*PLANNERS["allreduce"], "native") if name != "hierarchical")
+ALGORITHMS = tuple(name for name in (*PLANNERS["allreduce"], "shared", "native") if name != "hierarchical")
 TIMEOUT_S = 3.0  # of an operation
 GRACE_S = 3.0  # for finding out and telling who is to blame
 AT_ONCE_S = 1.0
