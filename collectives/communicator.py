@@ -79,9 +79,7 @@ class Communicator:
         self.topology = Topology.from_host_ids(transport.rank, connection.host_digests)
         if segment_bytes is None:
             segment_bytes = default_segment_bytes(self.topology)
-        neighbours = connect_neighbours(
-            transport, connection.store, self.topology, timeout_s, wanted=shared_memory
-        )
+        neighbours = connect_neighbours(transport, connection.store, self.topology, timeout_s, wanted=shared_memory)
         self._engine = Engine(
             neighbours.transport,
             connection.store,

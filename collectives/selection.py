@@ -106,8 +106,10 @@ def tables_in_force(
     for collective, allowed in collectives.items():
         variable = TABLE_PREFIX + collective.upper()
         text = environment.get(variable)
-        tables[collective] = parse_table(text, allowed, variable) if text else default_table(
-            collective, topology, shared=SHARED in allowed
+        tables[collective] = (
+            parse_table(text, allowed, variable)
+            if text
+            else default_table(collective, topology, shared=SHARED in allowed)
         )
     return tables
 

@@ -157,6 +157,7 @@ class Allocations:
                     group.context[group.kernels.FAILED] = 1
                     return generation, None
                 continue  # its owner gave it up in the meantime
+            assert segment.address is not None
             group.bases[base] = segment.address
             return generation, segment
         return 0, None

@@ -121,7 +121,8 @@ class LocalGroup:
     @staticmethod
     def segment_bytes(kernels: ModuleType, size: int) -> int:
         """How long the segment of `size` ranks must be."""
-        return _Plan(kernels, size).nbytes
+        nbytes: int = _Plan(kernels, size).nbytes
+        return nbytes
 
     def watch(self, member: int) -> None:
         """Notice when the process of a member, by its rank, ends."""

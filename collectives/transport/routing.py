@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch.distributed as dist
 
@@ -57,7 +57,9 @@ class RoutingTransport:
             return self._remote.post(sends, receives, tag)
         near_sends, far_sends = self._divide(sends)
         near_receives, far_receives = self._divide(receives)
-        far_sent, far_received = self._remote.post([sends[i] for i in far_sends], [receives[i] for i in far_receives], tag)
+        far_sent, far_received = self._remote.post(
+            [sends[i] for i in far_sends], [receives[i] for i in far_receives], tag
+        )
         near_sent, near_received = self._local.post(
             [sends[i] for i in near_sends], [receives[i] for i in near_receives], tag
         )
@@ -74,14 +76,10 @@ class RoutingTransport:
         if self._waiter is None:
             self._waiter = ThreadPoolExecutor(1, thread_name_prefix="gradwire-remote")
         future = self._waiter.submit(pending.wait, deadline)
-        while self._local.sends():
+        while not future.done() and self._local.sends():
             self._local.nudge()
-            try:
-                return future.result(_POLL_S)
-            except TimeoutError:
-                if future.done():
-                    raise
-        return future.result()
+            wait([future], _POLL_S)
+        future.result()
 
     def native(self, call: Callable[[Backend], dist.Work | None], device: str, deadline: float) -> None:
         """See ProcessGroupTransport."""

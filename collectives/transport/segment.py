@@ -26,9 +26,7 @@ class Segment:
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.descriptor: int | None = descriptor
         self.nbytes = nbytes
-        address = _libc.mmap(
-            None, nbytes, _PROT_READ | _PROT_WRITE, _MAP_SHARED | _MAP_POPULATE, descriptor, 0
-        )
+        address = _libc.mmap(None, nbytes, _PROT_READ | _PROT_WRITE, _MAP_SHARED | _MAP_POPULATE, descriptor, 0)
         if address is None or address == ctypes.c_void_p(-1).value:
             number = ctypes.get_errno()
             os.close(descriptor)

@@ -88,7 +88,16 @@ class SharedMemoryTransport:
     def _move(self, wanted: int, deadline: float) -> None:
         group = self._group
         table, blocked = self._rows.ctypes.data, self._blocked.ctypes.data
-        arguments = (group.context_address, group.rings, group.plan.ring_bytes, table, self._first, self._count, blocked, wanted)
+        arguments = (
+            group.context_address,
+            group.rings,
+            group.plan.ring_bytes,
+            table,
+            self._first,
+            self._count,
+            blocked,
+            wanted,
+        )
         group.run(self._kernels.move, arguments, deadline)
 
     def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> _RingPending:
