@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from bench import mpi
 from bench.cases import CASES, Buffers, Case, Job, torch_takes
 from bench.compare import format_comparison
 from bench.meta import device_name, software_and_machine
@@ -29,7 +30,7 @@ from collectives import Communicator
 
 TORCH = "torch"
 """The competitor that is not ours: torch.distributed, called without a Communicator."""
-PEERS = ("native", TORCH)
+PEERS = ("native", TORCH, mpi.MPI)
 Measured = tuple[Job, Row, Times]
 
 
@@ -41,25 +42,27 @@ def join_world(backend: str | None, timeout_s: float) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
-    if "RANK" in os.environ:
+    if mpi.under_mpirun():
+        mpi.join_world(timeout_s)
+    elif "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     return device
 
 
-def choose_algorithms(asked: Sequence[str] | None, legal: Sequence[str]) -> list[str]:
-    """As asked; else all, what one compares first: auto, the backend's own, and torch.distributed without us.
+def choose_algorithms(asked: Sequence[str] | None, legal: Sequence[str], *, peers: bool = False) -> list[str]:
+    """As asked; else all, what one compares first: auto, the backend's own, torch.distributed without us, and MPI.
 
     Raises:
         ValueError: a name that is not legal.
     """
     native = [name for name in legal if name == "native"]
-    known = ["auto", *native, TORCH, *(name for name in legal if name not in native)]
+    known = ["auto", *native, TORCH, *([mpi.MPI] if peers else []), *(name for name in legal if name not in native)]
     unknown = [name for name in asked or () if name not in known]
     if unknown:
         raise ValueError(f"algorithm {unknown[0]!r} is not one of {', '.join(known)}")
-    return list(dict.fromkeys(asked or known))
+    return list(dict.fromkeys([*(asked or known), *([mpi.MPI] if peers else [])]))
 
 
 def plan_jobs(case: Case, chosen: argparse.Namespace, rank: int, size: int, device: torch.device) -> list[Job]:
@@ -79,7 +82,15 @@ def plan_jobs(case: Case, chosen: argparse.Namespace, rank: int, size: int, devi
 def competitor(case: Case, comm: Communicator, buffers: Buffers, job: Job, algorithm: str) -> Callable[[], None]:
     if algorithm == TORCH:
         return partial(case.run_torch, buffers, job)
+    if algorithm == mpi.MPI:
+        return mpi.call(case.name, buffers, job)
     return partial(case.run, comm, buffers, job, algorithm)
+
+
+def has(algorithm: str, job: Job) -> bool:
+    """Whether a competitor can do a job at all."""
+    limits = {TORCH: torch_takes, mpi.MPI: mpi.takes}
+    return algorithm not in limits or limits[algorithm](job)
 
 
 def measure(
@@ -89,15 +100,20 @@ def measure(
     algorithms: Sequence[str],
     protocol: Protocol,
     device: torch.device,
+    *,
+    shared: bool = False,
 ) -> list[Measured]:
-    """All that was measured, job by job, the same on every rank."""
+    """All that was measured, job by job, the same on every rank. shared: in-place buffers are the Communicator's."""
     machine = distributed_machine(device)
     turns: list[tuple[Job, str]] = []
     seconds: list[Times] = []
     wrong: list[int] = []
     for job in jobs:
         buffers = case.prepare(job)
-        present = [algorithm for algorithm in algorithms if algorithm != TORCH or torch_takes(job)]
+        if shared and case.in_place and device.type == "cpu":
+            output = comm.empty(buffers.output.numel(), dtype=job.dtype)
+            buffers = Buffers(buffers.initial, output, buffers.expected, output)
+        present = [algorithm for algorithm in algorithms if has(algorithm, job)]
         competitors = [competitor(case, comm, buffers, job, algorithm) for algorithm in present]
         check = partial(count_wrong, buffers.output, buffers.expected)
         job_seconds, job_wrong = take_turns(competitors, buffers.reset, check, machine, protocol)
@@ -123,7 +139,7 @@ def measure(
             p99_us=p99_s * 1e6,
             algbw_GBps=algbw,
             busbw_GBps=algbw * case.busbw_factor(job.size),
-            wire_bytes=None if algorithm == TORCH else comm.wire_bytes(case.name, nbytes, algorithm),
+            wire_bytes=None if algorithm in (TORCH, mpi.MPI) else comm.wire_bytes(case.name, nbytes, algorithm),
             wrong=int(wrong_elements) if protocol.check_iters > 0 else None,
         )
         measured.append((job, row, times))
@@ -181,10 +197,9 @@ def plan(
     """
     if chosen.root >= comm.size:
         raise ValueError(f"root {chosen.root} is not one of {comm.size} ranks")
-    algorithms = choose_algorithms(chosen.algorithm, comm.algorithms(case.name))
+    algorithms = choose_algorithms(chosen.algorithm, comm.algorithms(case.name), peers=chosen.peers)
     jobs = plan_jobs(case, chosen, comm.rank, comm.size, device)
-    if algorithms == [TORCH]:
-        jobs = [job for job in jobs if torch_takes(job)]
+    jobs = [job for job in jobs if any(has(algorithm, job) for algorithm in algorithms)]
     if not jobs:
         raise ValueError("these dtypes and ops leave nothing to measure")
     return jobs, algorithms
@@ -219,9 +234,12 @@ def main(name: str, arguments: Sequence[str]) -> int:
     """Exit code 1 if any element was wrong anywhere, on every rank; 2 for wrong arguments."""
     chosen = parse_arguments(name, arguments)
     case = CASES[name]
+    if chosen.peers and not mpi.under_mpirun():
+        print(f"bench {name}: --peers needs mpirun -n N python -m bench {name} ...", file=sys.stderr)
+        return 2
     device = join_world(chosen.backend, chosen.timeout)
     try:
-        with Communicator(timeout_s=chosen.timeout) as comm:
+        with Communicator(timeout_s=chosen.timeout, shared_memory=chosen.shared) as comm:
             try:
                 jobs, algorithms = plan(case, chosen, comm, device)
             except ValueError as error:
@@ -233,7 +251,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
             if comm.rank == 0:
                 print("\n".join(format_header(name, chosen, meta, ranks)), flush=True)
             protocol = Protocol(chosen.iters, chosen.warmup_iters, chosen.check)
-            measured = measure(case, jobs, comm, algorithms, protocol, device)
+            measured = measure(case, jobs, comm, algorithms, protocol, device, shared=chosen.shared)
             if comm.rank == 0:
                 save(chosen, report(case, comm, measured, algorithms), meta)
             return 1 if any(row.wrong for _, row, _ in measured) else 0

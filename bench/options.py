@@ -74,6 +74,16 @@ def parse_arguments(name: str, arguments: Sequence[str]) -> argparse.Namespace:
     add("-o", "--op", type=ops, default="sum", help="sum, avg, min, max, prod or all, where one reduces (default sum)")
     add("-r", "--root", type=partial(count_from, 0), default=0, help="where there is one (default 0)")
     add("--algorithm", type=lambda text: text.split(","), help="comma-separated; default auto and all that are legal")
+    add(
+        "--peers",
+        action="store_true",
+        help="MPI too, as an algorithm of that name: run under mpirun, with gradwire[peers]",
+    )
+    add(
+        "--shared",
+        action="store_true",
+        help="shared memory inside a host, and in-place buffers from Communicator.empty(), for all that are compared",
+    )
     add("--backend", choices=("gloo", "nccl"), help="of torch.distributed; default nccl where every rank has a GPU")
     add("-T", "--timeout", type=float, default=300.0, help="of one collective, in seconds (default 300)")
     add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from collectives import objects, verbs
-from collectives.engine import ALGORITHMS, Engine
-from collectives.reduction import Op
-from collectives.selection import Table, default_segment_bytes, default_table, overrides
+from collectives.engine import Engine, legal_algorithms
+from collectives.neighbours import connect_neighbours
+from collectives.reduction import Op, check_dtype
+from collectives.selection import SHARED, Table, default_segment_bytes, default_table, overrides
 from collectives.topology import Topology, host_id
 from collectives.transport.process_group import connect
 from collectives.work import Work
@@ -25,7 +26,8 @@ class Communicator:
     group: a ProcessGroup over gloo (CPU tensors; CUDA tensors travel through pinned memory) or NCCL (CUDA tensors); None is
     the world. timeout_s: seconds that each operation may take from its start. segment_bytes: how large a piece of one rank's
     share is sent at once when a buffer is long; larger pieces cost less overhead, smaller ones overlap better; None chooses
-    by topology.
+    by topology. shared_memory: whether ranks of one host talk through memory that they share, the same on all ranks; without
+    it, or where they cannot (the log says why), everything goes through the group's backend. It needs gradwire[shared].
 
     Making one is a collective call, and so is every verb: all ranks of the group call the same verbs in the same order. Ranks
     in arguments (src, dst) count within the group. The verbs follow torch.distributed: results in place, None returned, or
@@ -43,7 +45,12 @@ class Communicator:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0, segment_bytes: int | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float = 300.0,
+        segment_bytes: int | None = None,
+        shared_memory: bool = False,
     ) -> None:
         if not dist.is_initialized():
             raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
@@ -53,17 +60,28 @@ class Communicator:
             raise ValueError(f"group is {group!r}: a ProcessGroup that this process belongs to is needed")
         if timeout_s <= 0 or (segment_bytes is not None and segment_bytes <= 0):
             raise ValueError(f"timeout_s={timeout_s} and segment_bytes={segment_bytes} must be positive")
-        tables = overrides(ALGORITHMS, os.environ)
+        overrides(legal_algorithms(shared=shared_memory), os.environ)  # a wrong one is found before anyone connects
         connection = connect(group, host_id(), timeout_s)
         self.topology = Topology.from_host_ids(connection.transport.rank, connection.host_digests)
         if segment_bytes is None:
             segment_bytes = default_segment_bytes(self.topology)
-        for collective in ALGORITHMS:
-            tables.setdefault(collective, default_table(collective, self.topology))
+        neighbours = connect_neighbours(
+            connection.transport, connection.store, self.topology, timeout_s, wanted=shared_memory
+        )
+        algorithms = legal_algorithms(shared=neighbours.shared is not None)
+        try:
+            tables = overrides(algorithms, os.environ)
+        except ValueError:  # 'shared', which cannot be had after all, on no rank
+            neighbours.close()
+            raise
+        for collective, names in algorithms.items():
+            tables.setdefault(collective, default_table(collective, self.topology, shared=SHARED in names))
         self._engine = Engine(
-            connection.transport,
+            neighbours.transport,
             connection.store,
             self.topology,
+            neighbours.shared,
+            algorithms=algorithms,
             tables=tables,
             timeout_s=timeout_s,
             segment_bytes=segment_bytes,
@@ -93,8 +111,18 @@ class Communicator:
         return self._engine.choose(collective, "auto", nbytes)
 
     def wire_bytes(self, collective: str, nbytes: int, algorithm: str = "auto") -> int | None:
-        """The most that any one rank sends, in bytes, for a message of nbytes in all; None for the backend's own."""
+        """The most that any one rank sends, in bytes, for a message of nbytes in all; None for the backend's own, and where
+        nothing is sent because memory is shared."""
         return self._engine.wire_bytes(collective, nbytes, algorithm)
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialised CPU tensor that allreduce, among ranks of one host that share memory, reduces without copying it.
+
+        An ordinary tensor otherwise, and where there is no memory to share. Not a collective call; the ranks that reduce it
+        should all have made theirs so. Its memory is given back with the tensor.
+        """
+        check_dtype(self.rank, dtype)
+        return self._engine.empty(shape, dtype)
 
     # Reductions
 

@@ -68,10 +68,11 @@ class LinkError(Exception):
     """A transport's own report, turned into one of the errors above by diagnostics.postmortem.
 
     peer: the rank at the other end, None where the transport cannot tell. timed_out: a deadline passed
-    (False: the connection is gone).
+    (False: the connection is gone). awaited: all ranks that were waited for, where it was for several at once.
     """
 
-    def __init__(self, peer: int | None, *, timed_out: bool, detail: str) -> None:
+    def __init__(self, peer: int | None, *, timed_out: bool, detail: str, awaited: Iterable[int] = ()) -> None:
         super().__init__(detail)
         self.peer = peer
+        self.awaited = frozenset(awaited) | (frozenset() if peer is None else {peer})
         self.timed_out = timed_out

@@ -9,6 +9,9 @@ from collectives.environment import TABLE_PREFIX
 from collectives.sizes import parse_size
 from collectives.topology import Topology
 
+#: The algorithm that needs no messages: see collectives.shared.
+SHARED = "shared"
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -44,12 +47,14 @@ def parse_table(text: str, allowed: Sequence[str], variable: str) -> Table:
     return tuple(rules)
 
 
-def default_table(collective: str, topology: Topology) -> Table:
+def default_table(collective: str, topology: Topology, *, shared: bool = False) -> Table:
     """The built-in choice, made by size and topology from the measurements in docs/measurements.md.
 
     Small messages want few rounds between hosts, and inside a host, where ranks share cores, few messages; large ones want
     the fewest bytes, and neighbours that stay the same, between hosts that hold several ranks each also a single crossing.
     """
+    if shared:
+        return (Rule(SHARED, 0, None),)
     several_hosts = len(topology.hosts) > 1
     if not several_hosts:
         allreduce = [("recursive_doubling", 0), ("rsag", 64 << 10)]

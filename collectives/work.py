@@ -87,24 +87,23 @@ class WorkQueue:
                 self._thread.start()
             self._changed.notify_all()
 
-    def run(self, work: Work) -> None:
-        """Run `work` after everything submitted before it and return when it is done, raising its error.
+    def enter(self) -> bool:
+        """Take the queue's turn for the calling thread, which must leave() it; False when anything runs or waits to run.
 
-        An idle queue runs it in the calling thread: a thread switch costs more than a small message.
+        An operation run so costs no thread switch, which takes longer than a small message.
         """
         with self._changed:
-            idle = not self._running and not self._queue
-            self._running = self._running or idle
-        if idle:
-            try:
-                work.run()
-            finally:
-                with self._changed:
-                    self._running = False
-                    self._changed.notify_all()
-        else:
-            self.submit(work)
-        work.wait()
+            if self._running or self._queue:
+                return False
+            self._running = True
+            return True
+
+    def leave(self) -> None:
+        """The end of the turn that enter() gave."""
+        with self._changed:
+            self._running = False
+            if self._queue or self._closed:
+                self._changed.notify_all()
 
     def busy(self) -> bool:
         """True while anything runs or waits to run."""

@@ -31,7 +31,7 @@ RUN_TIMEOUT_S = 60.0
 GRACE_S = 5.0  # what a rank has for reporting or leaving, once another has failed or all is over
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "collectives", "pytest"])
+_context.set_forkserver_preload(["torch.distributed", "collectives", "collectives.kernels.cpu", "pytest"])
 
 
 class RanksFailedError(AssertionError):

@@ -99,20 +99,27 @@ class Reduction:
 class Bucket:
     """The buffer of a plan, with a view of it for the gradient of every parameter in it."""
 
-    def __init__(self, plan: BucketPlan, names: Sequence[str], parameters: Sequence[Tensor], compression: Cast) -> None:
-        """names and parameters: all that were planned, of which plan.items picks."""
+    def __init__(
+        self,
+        plan: BucketPlan,
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        compression: Cast,
+        communicator: Communicator,
+    ) -> None:
+        """names and parameters: all that were planned, of which plan.items picks. communicator: whose memory is used."""
         self.items = plan.items
         self.names = [names[item] for item in plan.items]
         self._parameters = [parameters[item] for item in plan.items]
         kind = self._parameters[0]
-        self._buffer = torch.zeros(plan.numel, dtype=kind.dtype, device=kind.device)
+        wire_dtype = compression.dtype_on_wire(kind.dtype)
+        self._wire = _wire_memory(communicator, plan.numel, wire_dtype, kind.device)
+        self._buffer = self._wire if wire_dtype == kind.dtype else self._wire.to(kind.dtype)
         self._views = [
             self._buffer.as_strided(parameter.shape, _dense_strides(parameter), offset)
             for parameter, offset in zip(self._parameters, plan.offsets, strict=True)
         ]
         self._presence = self._buffer[plan.presence_offset :]
-        wire_dtype = compression.dtype_on_wire(kind.dtype)
-        self._wire = self._buffer if wire_dtype == kind.dtype else torch.empty_like(self._buffer, dtype=wire_dtype)
         self._absent: list[int] = []
         self._work: Work | None = None
 
@@ -176,6 +183,13 @@ class Bucket:
     def forget(self) -> None:
         """Be ready for the next start()."""
         self._work = None
+
+
+def _wire_memory(communicator: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, where the communicator reduces them with the least copying."""
+    if device.type == "cpu":
+        return communicator.empty(numel, dtype=dtype).zero_()
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def _dense_strides(parameter: Tensor) -> tuple[int, ...]:

@@ -105,4 +105,4 @@ class Layout:
         ]
         for plan in plan_buckets(items, order, bucket_bytes=self._bucket_bytes):
             self.places |= {index: (len(self.buckets), slot) for slot, index in enumerate(plan.items)}
-            self.buckets.append(Bucket(plan, self._names, self.parameters, self._compression))
+            self.buckets.append(Bucket(plan, self._names, self.parameters, self._compression, self._communicator))

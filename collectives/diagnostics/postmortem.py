@@ -35,9 +35,9 @@ class Report:
     @classmethod
     def of(cls, error: LinkError, sequence: int, call: str, peers: Iterable[int], lost: Iterable[int]) -> Report:
         """peers: all other ranks; lost: those whose connections are broken, which means nothing after a timeout of our own."""
-        known = () if error.peer is None else (error.peer,)
         if error.timed_out:
-            return cls(sequence, call, waiting_for=known or tuple(peers))
+            return cls(sequence, call, waiting_for=tuple(error.awaited or peers))
+        known = () if error.peer is None else (error.peer,)
         return cls(sequence, call, gone=tuple({*known, *lost}))
 
 

@@ -139,6 +139,9 @@ class ProcessGroupTransport:
                 lost.add(peer)
         return lost
 
+    def leave(self) -> None:
+        """Closed connections say it all."""
+
     def abort(self) -> None:
         """A gloo receive that times out closes every connection of the group, which the peers see at once; one such receive
         is enough, unless its peer's connection is gone already."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from collectives import native
 from collectives.engine import NATIVE, Engine, Turn
+from collectives.selection import SHARED
 from collectives.work import Work
 
 
@@ -11,9 +14,14 @@ def barrier(engine: Engine, *, algorithm: str = "auto", async_op: bool = False) 
     chosen = engine.choose("barrier", algorithm, 1)
     call = f"barrier({chosen})"
 
+    if chosen == SHARED:
+        engine.prepare([torch.uint8])
+
     def body(turn: Turn) -> None:
         if chosen == NATIVE:
             engine.native(turn, native.barrier(), is_cuda=engine.control_device == "cuda")
+        elif chosen == SHARED:
+            engine.in_shared_memory(turn, torch.empty(0, dtype=torch.uint8), "max")
         else:
             engine.meet(turn, chosen)
 

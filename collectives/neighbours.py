@@ -1,0 +1,76 @@
+"""What a Communicator talks through: shared memory with the ranks of its host, the process group with all others."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import Store
+
+from collectives.errors import CollectiveError, LinkError, ranks_text
+from collectives.kernels import cpu_kernels
+from collectives.rendezvous import join_host
+from collectives.shared import SharedMemory
+from collectives.topology import Topology
+from collectives.transport.process_group import ProcessGroupTransport
+from collectives.transport.routing import RoutingTransport
+from collectives.transport.shared_memory import SharedMemoryTransport
+
+#: What the first process on a machine may take to compile the kernels.
+_COMPILE_S = 120.0
+_LOOK_AGAIN = timedelta(seconds=1)
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """transport: for all ranks. shared: where all ranks share memory, what reduces directly in it."""
+
+    transport: ProcessGroupTransport | RoutingTransport
+    shared: SharedMemory | None
+
+    def close(self) -> None:
+        """Give up what was connected, unused."""
+        if self.shared is not None:
+            self.shared.close()
+        self.transport.close()
+
+
+def connect_neighbours(
+    transport: ProcessGroupTransport, store: Store, topology: Topology, timeout_s: float, *, wanted: bool
+) -> Neighbours:
+    """Add shared memory to a transport, where there are CPU tensors to carry and ranks that share a host. A collective call.
+
+    wanted: the same on all ranks; without it, nothing is sent. Raises CollectiveError when the ranks do not come together
+    within timeout_s seconds, compiling not counted.
+    """
+    if not wanted or "cpu" not in transport.backends or all(len(host) == 1 for host in topology.hosts):
+        return Neighbours(transport, None)
+    try:
+        kernels = cpu_kernels()
+        _meet(transport, store, time.monotonic() + timeout_s + _COMPILE_S)
+        group = join_host(transport, topology, kernels, time.monotonic() + timeout_s)
+    except LinkError as error:
+        message = f"the ranks did not come together within {timeout_s:g} s: {error}"
+        raise CollectiveError(message, rank=transport.rank, operation="making a Communicator") from error
+    if group is None:
+        return Neighbours(transport, None)
+    local = SharedMemoryTransport(group, transport.rank, transport.size)
+    everyone = group.size == transport.size and "cuda" not in transport.backends
+    return Neighbours(RoutingTransport(local, transport, group.members), SharedMemory(group) if everyone else None)
+
+
+def _meet(transport: ProcessGroupTransport, store: Store, deadline: float) -> None:
+    """Until every rank has compiled: the backend's own collectives would not wait that long."""
+    store.set(f"compiled/{transport.rank}", "")
+    keys = [f"compiled/{rank}" for rank in range(transport.size)]
+    while True:
+        try:
+            return store.wait(keys, _LOOK_AGAIN)
+        except RuntimeError:
+            if lost := transport.lost_peers():
+                raise LinkError(min(lost), timed_out=False, detail=f"lost {ranks_text(lost)}") from None
+            if time.monotonic() >= deadline:
+                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                detail = f"{ranks_text(missing)} did not come"
+                raise LinkError(None, timed_out=True, detail=detail, awaited=missing) from None

@@ -1,0 +1,104 @@
+"""How the ranks of a host find the memory that they share, and agree on whether they do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from collectives import native
+from collectives.topology import Topology
+from collectives.transport.local_group import LocalGroup
+from collectives.transport.process_group import ProcessGroupTransport
+from collectives.transport.segment import Segment
+
+_CARD_BYTES = 1024
+_LONGEST_REASON = 150
+_log = logging.getLogger("gradwire")
+
+
+def join_host(
+    transport: ProcessGroupTransport, topology: Topology, kernels: ModuleType | str, deadline: float
+) -> LocalGroup | None:
+    """The group of this host's ranks; None for a rank that is alone on its host, or that must do without shared memory.
+
+    A collective call on the transport. kernels: as from collectives.kernels, or why there are none. The ranks of a host have a
+    group all together or not at all: each maps the segment that the first of them made, and says whether it could; whoever
+    could not is the proof that they do not share memory, whatever their host ids say.
+    """
+    rank = transport.rank
+    members = topology.hosts[topology.host_of(rank)]
+    segment: Segment | None = None
+    group: LocalGroup | None = None
+    try:
+        card: dict[str, Any] = {"pid": os.getpid()}
+        if rank == members[0] and len(members) > 1 and not isinstance(kernels, str):
+            name = f"gradwire-{secrets.token_hex(16)}"
+            try:
+                segment = Segment.create(name, LocalGroup.segment_bytes(kernels, len(members)))
+                card |= {"name": name, "descriptor": segment.descriptor}
+            except OSError as error:
+                card |= {"why": str(error)[:_LONGEST_REASON]}
+        cards = _exchange(transport, card, deadline)
+        problem = kernels if isinstance(kernels, str) else None
+        if len(members) > 1 and not isinstance(kernels, str):
+            try:
+                group = _join(kernels, segment, cards, members, rank)
+            except OSError as error:
+                problem = str(error)
+        answers = _exchange(transport, {"why": problem and problem[:_LONGEST_REASON]}, deadline)
+    except BaseException:
+        if segment is not None:
+            segment.close()
+        raise
+    problems = {member: answers[member]["why"] for member in members if answers[member]["why"]}
+    if group is not None and not problems:
+        segment = None
+        group.seal_off()
+        return group
+    if rank == members[0] and len(members) > 1:
+        member, why = next(iter(problems.items()))
+        _log.warning("ranks %s talk through sockets, not through shared memory: rank %d: %s", members, member, why)
+    for made in (group, segment):
+        if made is not None:
+            made.close()
+    return None
+
+
+def _join(
+    kernels: ModuleType,
+    segment: Segment | None,
+    cards: Sequence[dict[str, Any]],
+    members: Sequence[int],
+    rank: int,
+) -> LocalGroup:
+    first = cards[members[0]]
+    if "name" not in first:
+        raise OSError(first.get("why", f"rank {members[0]} made no segment"))
+    if segment is None:
+        nbytes = LocalGroup.segment_bytes(kernels, len(members))
+        segment = Segment.open(first["pid"], first["descriptor"], first["name"], nbytes)
+    group = LocalGroup(kernels, segment, first["name"], [cards[member]["pid"] for member in members], members, rank)
+    try:
+        for member in members:
+            if member != rank:
+                group.watch(member)
+    except OSError:
+        group.close()
+        raise
+    return group
+
+
+def _exchange(transport: ProcessGroupTransport, card: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+    """Every rank's card."""
+    text = json.dumps(card).encode().ljust(_CARD_BYTES)
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    everyones = torch.empty(transport.size * _CARD_BYTES, dtype=torch.uint8)
+    transport.native(native.allgather(everyones, mine), "cpu", deadline)
+    return [json.loads(bytes(row.tolist())) for row in everyones.view(transport.size, _CARD_BYTES)]

@@ -1,0 +1,163 @@
+"""Tensors in shared memory, and how the ranks of a host come to see each other's.
+
+Every rank allocates for itself, whenever it likes. What it has stands in a table in the segment, whose version goes up with
+each change; a rank announces its version with every operation. After the operation everyone maps what is new there, and from
+the next one on uses it. As all ranks have read the same announcements, all know alike who sees what, without another message.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from collectives.transport.local_group import SLOT_FIELDS, SLOTS, LocalGroup
+from collectives.transport.segment import Segment
+
+_GENERATION, _DESCRIPTOR, _NBYTES = range(3)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: the slot of its rank, bytes from the beginning of it, and the version it came with."""
+
+    slot: int
+    offset: int
+    born: int
+
+
+#: Of a tensor that the others cannot see.
+ELSEWHERE = Place(-1, 0, 0)
+
+
+class Allocations:
+    """The shared tensors of one rank, and its view of those of the others."""
+
+    def __init__(self, group: LocalGroup) -> None:
+        self._group = group
+        tables = (ctypes.c_int64 * (group.size * SLOTS * SLOT_FIELDS)).from_address(group.base + group.plan.tables)
+        self._tables = np.ctypeslib.as_array(tables).reshape(group.size, SLOTS, SLOT_FIELDS)
+        self._mine = self._tables[group.index]
+        self._own: dict[int, Segment] = {}
+        self._by_address: dict[int, tuple[int, int]] = {}
+        self._theirs: dict[tuple[int, int], tuple[int, Segment | None]] = {}
+        self._version = 0
+        self._freed: deque[int] = deque()
+        self._lock = threading.RLock()  # a finalizer may run inside
+        self._closed = False
+        self._announced = np.zeros(group.size, dtype=np.int64)
+        group.context[group.kernels.ANNOUNCED] = self._announced.ctypes.data
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """A tensor that the others will see; None where there is no room for it. Its memory is given back with it."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        with self._lock:
+            self._reap()
+            free = [slot for slot in range(SLOTS) if slot not in self._own]
+            if self._closed or not free or nbytes == 0:
+                return None
+            slot, version = free[0], self._version + 1
+            try:
+                segment = Segment.create(self._name(self._group.index, version), nbytes)
+            except OSError:
+                return None
+            assert segment.address is not None
+            memory = (ctypes.c_uint8 * nbytes).from_address(segment.address)
+            self._own[slot] = segment
+            self._by_address[segment.address] = (slot, version)
+            self._group.bases[self._group.index * SLOTS + slot] = segment.address
+            self._mine[slot] = (version, segment.descriptor, nbytes, 0)
+            self._publish(version)
+        finalizer = weakref.finalize(memory, self._free, slot, segment, segment.address)
+        finalizer.atexit = False
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+    def place(self, tensor: torch.Tensor) -> Place:
+        """Where a contiguous tensor of this rank lies."""
+        self._reap()
+        start = tensor.untyped_storage().data_ptr()
+        found = self._by_address.get(start)
+        if found is None:
+            return ELSEWHERE
+        return Place(found[0], tensor.data_ptr() - start, found[1])
+
+    def follow(self) -> None:
+        """Map what the others have announced, and unmap what they have given up. After an operation, on every rank."""
+        group, kernels = self._group, self._group.kernels
+        for member in range(group.size):
+            if member == group.index:
+                group.known[member] = int(self._announced[member])
+                continue
+            announced = int(self._announced[member])
+            if announced == group.known[member]:
+                continue
+            table = self._tables[member]
+            for slot in range(SLOTS):
+                generation, segment = self._theirs.get((member, slot), (0, None))
+                if int(table[slot, _GENERATION]) != generation:
+                    if segment is not None:
+                        segment.close()
+                    self._theirs[member, slot] = self._map(member, slot)
+            group.known[member] = announced
+        group.context[kernels.NEWS] = 0
+
+    def close(self) -> None:
+        """Unmap the others' tensors. This rank's own live on as ordinary tensors."""
+        with self._lock:
+            for _, segment in self._theirs.values():
+                if segment is not None:
+                    segment.close()
+            self._theirs.clear()
+            for segment in self._own.values():
+                segment.seal_off()
+            self._closed = True
+
+    def _free(self, slot: int, segment: Segment, address: int) -> None:
+        """The tensor is gone. Its slot is not: what it announces must change in an order that a finalizer cannot keep."""
+        with self._lock:
+            del self._by_address[address]
+            if not self._closed:
+                self._mine[slot, _GENERATION] = 0
+                self._group.bases[self._group.index * SLOTS + slot] = 0
+                self._freed.append(slot)
+            segment.close()
+
+    def _reap(self) -> None:
+        """Announce that slots have become free."""
+        if self._freed:
+            with self._lock:
+                while self._freed:
+                    del self._own[self._freed.popleft()]
+                self._publish(self._version + 1)
+
+    def _publish(self, version: int) -> None:
+        self._version = version
+        self._group.word(self._group.index, self._group.kernels.VERSION).value = version
+
+    def _name(self, member: int, generation: int) -> str:
+        return f"{self._group.name}-{member}-{generation}"
+
+    def _map(self, member: int, slot: int) -> tuple[int, Segment | None]:
+        group = self._group
+        row = self._tables[member, slot]
+        base = member * SLOTS + slot
+        group.bases[base] = 0
+        while generation := int(row[_GENERATION]):
+            try:
+                name = self._name(member, generation)
+                segment = Segment.open(group.pids[member], int(row[_DESCRIPTOR]), name, int(row[_NBYTES]))
+            except OSError:
+                if int(row[_GENERATION]) == generation:
+                    group.context[group.kernels.FAILED] = 1
+                    return generation, None
+                continue  # its owner gave it up in the meantime
+            assert segment.address is not None
+            group.bases[base] = segment.address
+            return generation, segment
+        return 0, None

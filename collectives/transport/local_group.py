@@ -1,0 +1,212 @@
+"""The ranks of one host: the memory that they share, how they wait in it, and who of them is alive."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import numpy as np
+
+from collectives.errors import LinkError, ranks_text
+from collectives.transport.segment import Segment
+
+_PAGE = 4096
+_ABORT_WORD = 64
+
+#: Shared tensors that a rank may have at a time.
+SLOTS = 256
+SLOT_FIELDS = 4
+
+#: Messages up to so many bytes are reduced whole by every rank; more would move more than the exchange of halves.
+_WHOLE_BYTES = 8 << 10
+
+#: Chunks of an allreduce in flight: while one is copied out, the next are reduced and staged.
+_DEPTH = 4
+
+#: What is staged, and what is in the rings, should stay in the caches, and fit the 64 MB that containers tend to have.
+_STAGING_BYTES, _SMALLEST_CHUNK, _LARGEST_CHUNK = 8 << 20, 4 << 10, 64 << 10
+_RINGS_BYTES, _SMALLEST_RING, _LARGEST_RING = 16 << 20, 16 << 10, 512 << 10
+
+#: What is reduced at once: it and its sources stay in the first-level cache.
+_BLOCK_BYTES = 8 << 10
+
+#: How long close() waits for a kernel to return, which takes it 50 ms after an abort.
+_LEAVE_S = 1.0
+
+#: What a rank says of itself in its line STATE: 0 at first.
+_LEAVING, _GONE = 1, 2
+
+#: Beats that a wait spins: about 20 us where every rank has a core, next to nothing where they share them.
+_SPINS, _SPINS_SHARING = 1000, 20
+
+
+def _power_of_two(wanted: int, least: int, most: int) -> int:
+    return max(least, min(most, 1 << max(0, wanted.bit_length() - 1)))
+
+
+class _Plan:
+    """Where everything lies in the segment of `size` ranks, in bytes from its beginning."""
+
+    def __init__(self, kernels: ModuleType, size: int) -> None:
+        self.chunk_bytes = _power_of_two(_STAGING_BYTES // (_DEPTH * size * size), _SMALLEST_CHUNK, _LARGEST_CHUNK)
+        self.ring_bytes = _power_of_two(_RINGS_BYTES // max(1, size * (size - 1)), _SMALLEST_RING, _LARGEST_RING)
+        self.tables = _PAGE + size * kernels.RANK_BYTES
+        self.whole = self.tables + size * SLOTS * SLOT_FIELDS * 8
+        self.staging = self.whole + 2 * size * _WHOLE_BYTES
+        self.whole_bytes = _WHOLE_BYTES
+        self.rings = self.staging + _DEPTH * size * size * self.chunk_bytes
+        self.nbytes = self.rings + size * size * (kernels.RING_BYTES + self.ring_bytes)
+
+
+class LocalGroup:
+    """The ranks of one host, their common segment, and who of them is alive.
+
+    name: of the segment. members: the host's ranks in the world, ascending; pids: their processes.
+    """
+
+    def __init__(
+        self,
+        kernels: ModuleType,
+        segment: Segment,
+        name: str,
+        pids: Sequence[int],
+        members: Sequence[int],
+        rank: int,
+    ) -> None:
+        self.kernels = kernels
+        self.name = name
+        self.pids = tuple(pids)
+        self.members = tuple(members)
+        self.index = self.members.index(rank)
+        self.size = len(self.members)
+        self.plan = _Plan(kernels, self.size)
+        self.bases = np.zeros(self.size * SLOTS, dtype=np.int64)
+        self.known = np.zeros(self.size, dtype=np.int64)
+        self.context = np.zeros(kernels.FIELDS, dtype=np.int64)
+        self.context_address: int = self.context.ctypes.data
+        self._segment = segment
+        self._leaving = False
+        self._lock = threading.Lock()
+        self._running = threading.Lock()
+        self._processes = select.poll()
+        self._members_by_descriptor: dict[int, int] = {}
+        assert segment.address is not None
+        self.base = segment.address
+        self.whole_bytes = _WHOLE_BYTES
+        self.rings = self.base + self.plan.rings
+        cores = len(os.sched_getaffinity(0))
+        for field, value in (
+            (kernels.RANK, self.index),
+            (kernels.SIZE, self.size),
+            (kernels.SPINS, _SPINS if self.size <= cores else _SPINS_SHARING),
+            (kernels.BLOCK, _BLOCK_BYTES),
+            (kernels.ABORTED, self.base + _ABORT_WORD),
+            (kernels.RANKS, self.base + _PAGE),
+            (kernels.WHOLE, self.base + self.plan.whole),
+            (kernels.WHOLE_BYTES, _WHOLE_BYTES),
+            (kernels.STAGING, self.base + self.plan.staging),
+            (kernels.CHUNK_BYTES, self.plan.chunk_bytes),
+            (kernels.DEPTH, _DEPTH),
+            (kernels.SLOTS, SLOTS),
+            (kernels.BASES, self.bases.ctypes.data),
+            (kernels.KNOWN, self.known.ctypes.data),
+        ):
+            self.context[field] = value
+
+    @staticmethod
+    def segment_bytes(kernels: ModuleType, size: int) -> int:
+        """How long the segment of `size` ranks must be."""
+        nbytes: int = _Plan(kernels, size).nbytes
+        return nbytes
+
+    def watch(self, member: int) -> None:
+        """Notice when the process of a member, by its rank, ends."""
+        descriptor = os.pidfd_open(self.pids[self.members.index(member)])
+        self._members_by_descriptor[descriptor] = member
+        self._processes.register(descriptor, select.POLLIN)
+
+    def word(self, member: int, line: int) -> ctypes.c_int64:
+        """The first word in a line of a member (its place among members)."""
+        return ctypes.c_int64.from_address(self.base + _PAGE + member * self.kernels.RANK_BYTES + line)
+
+    def run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> None:
+        """Call a kernel until it is through. Raises LinkError when it cannot be: see Pending.wait."""
+        with self._running:
+            if self._segment.address is None:
+                raise LinkError(None, timed_out=False, detail="this rank has closed its Communicator")
+            while (status := kernel(*arguments)) != self.kernels.FINISHED:
+                self._check(status, deadline)
+
+    def _check(self, status: int, deadline: float) -> None:
+        kernels = self.kernels
+        awaited = self._awaited()
+        peer = min(awaited)
+        if status == kernels.DISAGREED:
+            raise LinkError(peer, timed_out=False, detail=f"rank {peer} called something else")
+        if status == kernels.STOPPED:
+            # Some other rank's time was up, or a peer of its was gone: whom this one waited for may be to blame, and may not.
+            raise LinkError(peer, timed_out=True, detail="another rank of this host gave up", awaited=awaited)
+        if dead := awaited & self.dead():
+            raise LinkError(min(dead), timed_out=False, detail=f"the process of {ranks_text(dead)} has ended")
+        if left := awaited & (self._left(_GONE) if self._leaving else self._left(_LEAVING)):
+            raise LinkError(min(left), timed_out=False, detail=f"{ranks_text(left)} closed the Communicator")
+        if time.monotonic() >= deadline:
+            detail = f"nothing came from {ranks_text(awaited)}"
+            raise LinkError(peer, timed_out=True, detail=detail, awaited=awaited)
+
+    def _awaited(self) -> set[int]:
+        """Whom the kernel that has just returned was waiting for."""
+        kernels = self.kernels
+        peer = int(self.context[kernels.PEER])
+        if peer >= 0:
+            return {self.members[peer]}
+        line, least = int(self.context[kernels.WAIT_LINE]), int(self.context[kernels.WAIT_LEAST])
+        behind = {rank for member, rank in enumerate(self.members) if self.word(member, line).value < least}
+        return behind or set(self.members) - {self.members[self.index]}
+
+    def dead(self) -> set[int]:
+        """Ranks whose process has ended."""
+        if self._segment.address is None:
+            return set()
+        ended = {self._members_by_descriptor[descriptor] for descriptor, _ in self._processes.poll(0)}
+        return ended - self._left(_GONE)
+
+    def lost(self) -> set[int]:
+        """The other ranks that will not answer any more."""
+        if self._segment.address is None:
+            return set()
+        return (self.dead() | self._left(_GONE)) - {self.members[self.index]}
+
+    def _left(self, least: int) -> set[int]:
+        line = self.kernels.STATE
+        return {rank for member, rank in enumerate(self.members) if self.word(member, line).value >= least}
+
+    def leave(self) -> None:
+        """This rank will take part in nothing more, except in the others' leaving."""
+        self._leaving = True
+        self.word(self.index, self.kernels.STATE).value = _LEAVING
+
+    def seal_off(self) -> None:
+        """All members have mapped the segment."""
+        self._segment.seal_off()
+
+    def abort(self) -> None:
+        """End all waits in the segment, of every rank."""
+        with self._lock:
+            if self._segment.address is not None:
+                ctypes.c_int64.from_address(self.base + _ABORT_WORD).value = 1
+
+    def close(self) -> None:
+        """Leave. The memory is unmapped, unless a kernel still runs in it: then it lasts as long as the process."""
+        with self._lock:
+            if self._running.acquire(timeout=_LEAVE_S) and self._segment.address is not None:
+                self.word(self.index, self.kernels.STATE).value = _GONE
+                for descriptor in self._members_by_descriptor:
+                    os.close(descriptor)
+                self._members_by_descriptor.clear()
+                self._segment.close()

@@ -1,0 +1,71 @@
+"""Memory that the processes of one host share, without a name that anyone could leave behind."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+
+_MAP_SHARED, _MAP_POPULATE = 0x01, 0x8000
+_PROT_READ, _PROT_WRITE = 0x1, 0x2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class Segment:
+    """`nbytes` bytes at `address`, zero at first; the same memory in every process that opens it.
+
+    An anonymous file (memfd) of mode 0600: it is in no directory, and gone with the last process that maps it, however that
+    ends. Its pages are reserved when it is made, and it can never shrink, so that no access ends in SIGBUS. Another process
+    finds it through its maker's /proc entry, which the kernel shows to the same user only.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self.descriptor: int | None = descriptor
+        self.nbytes = nbytes
+        address = _libc.mmap(None, nbytes, _PROT_READ | _PROT_WRITE, _MAP_SHARED | _MAP_POPULATE, descriptor, 0)
+        if address is None or address == ctypes.c_void_p(-1).value:
+            number = ctypes.get_errno()
+            os.close(descriptor)
+            raise OSError(number, f"cannot map {nbytes} bytes of shared memory: {os.strerror(number)}")
+        self.address: int | None = address
+
+    @classmethod
+    def create(cls, name: str, nbytes: int) -> Segment:
+        """name: what `open` makes sure of; unguessable. Raises OSError where the memory cannot be had."""
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.fchmod(descriptor, 0o600)
+            os.posix_fallocate(descriptor, 0, nbytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        except OSError as error:
+            os.close(descriptor)
+            raise OSError(error.errno, f"cannot reserve {nbytes} bytes of shared memory: {error.strerror}") from error
+        return cls(descriptor, nbytes)
+
+    @classmethod
+    def open(cls, pid: int, descriptor: int, name: str, nbytes: int) -> Segment:
+        """Map what process `pid` created as `descriptor`. Raises OSError where that cannot be reached from here."""
+        path = f"/proc/{pid}/fd/{descriptor}"
+        target = os.readlink(path)
+        if target != f"/memfd:{name} (deleted)":
+            raise OSError(f"{path} is {target}, not the segment {name}")
+        segment = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), nbytes)
+        segment.seal_off()
+        return segment
+
+    def seal_off(self) -> None:
+        """Nobody else needs to open it any more."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+    def close(self) -> None:
+        """Unmap. Calling it again does nothing."""
+        self.seal_off()
+        if self.address is not None:
+            _libc.munmap(self.address, self.nbytes)
+            self.address = None

@@ -1,0 +1,118 @@
+"""Messages between ranks of one host, through rings in the memory that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from collectives.transport.base import Message, Pending
+from collectives.transport.local_group import LocalGroup
+
+_FIRST_ROWS = 64
+
+
+class _RingPending:
+    """A row of the transport's table."""
+
+    __slots__ = ("_number", "_tensor", "_transport")
+
+    def __init__(self, transport: SharedMemoryTransport, number: int, tensor: torch.Tensor) -> None:
+        self._transport = transport
+        self._number = number
+        self._tensor = tensor  # read or written until the wait is over
+
+    def wait(self, deadline: float) -> None:
+        self._transport.finish(self._number, deadline)
+
+
+class SharedMemoryTransport:
+    """A Transport among the members of a LocalGroup. A wait for any message moves all that this rank has posted, so that full
+    rings hold up nobody for good."""
+
+    def __init__(self, group: LocalGroup, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._group = group
+        self._kernels = group.kernels
+        self._index = {member: index for index, member in enumerate(group.members)}
+        self._rows = np.zeros((_FIRST_ROWS, group.kernels.ROW_FIELDS), dtype=np.int64)
+        self._dropped = 0  # rows that stood before the first one of the table
+        self._first = 0  # all before are done
+        self._count = 0
+        self._blocked = np.zeros(2 * group.size, dtype=np.int64)
+
+    def post(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int
+    ) -> tuple[list[Pending], list[Pending]]:
+        """See Transport."""
+        received: list[Pending] = [self._add(0, peer, tensor, tag) for peer, tensor in receives]
+        sent: list[Pending] = [self._add(1, peer, tensor, tag) for peer, tensor in sends]
+        if sent:
+            self._move(-1, 0.0)
+        return sent, received
+
+    def finish(self, number: int, deadline: float) -> None:
+        """Until message `number` of those posted is done; the others move along."""
+        row = number - self._dropped
+        if row < self._first or self._rows[row, self._kernels.ROW_DONE]:
+            return
+        self._move(row, deadline)
+        done = self._rows[: self._count, self._kernels.ROW_DONE]
+        while self._first < self._count and done[self._first]:
+            self._first += 1
+
+    def sends(self) -> bool:
+        """Whether any message that was posted still has to leave this rank."""
+        rows = self._rows[self._first : self._count]
+        return bool(np.any((rows[:, self._kernels.ROW_SENDS] == 1) & (rows[:, self._kernels.ROW_DONE] == 0)))
+
+    def nudge(self) -> None:
+        """Move what can be moved at once."""
+        self._move(-1, 0.0)
+
+    def lost_peers(self) -> set[int]:
+        return self._group.lost()
+
+    def leave(self) -> None:
+        """See LocalGroup."""
+        self._group.leave()
+
+    def abort(self) -> None:
+        self._group.abort()
+
+    def close(self) -> None:
+        self._group.close()
+
+    def _move(self, wanted: int, deadline: float) -> None:
+        group = self._group
+        table, blocked = self._rows.ctypes.data, self._blocked.ctypes.data
+        arguments = (
+            group.context_address,
+            group.rings,
+            group.plan.ring_bytes,
+            table,
+            self._first,
+            self._count,
+            blocked,
+            wanted,
+        )
+        group.run(self._kernels.move, arguments, deadline)
+
+    def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> _RingPending:
+        if self._count == len(self._rows):
+            self._make_room()
+        nbytes = tensor.numel() * tensor.element_size()
+        self._rows[self._count] = (sends, self._index[peer], tag, tensor.data_ptr(), nbytes, -1, 0, 0)
+        self._count += 1
+        return _RingPending(self, self._dropped + self._count - 1, tensor)
+
+    def _make_room(self) -> None:
+        """Drop the rows at the beginning that are done; a longer table where that is not enough."""
+        kept = self._rows[self._first : self._count].copy()
+        if len(kept) > len(self._rows) // 2:
+            self._rows = np.zeros((2 * len(self._rows), self._kernels.ROW_FIELDS), dtype=np.int64)
+        self._rows[: len(kept)] = kept
+        self._dropped += self._first
+        self._first, self._count = 0, len(kept)

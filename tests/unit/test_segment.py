@@ -1,0 +1,75 @@
+"""Shared memory that leaves nothing behind."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from collectives.transport.segment import Segment
+
+NBYTES = 1 << 16
+
+
+def mapped() -> int:
+    return sum("gradwire-test" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_what_one_writes_the_other_reads() -> None:
+    made = Segment.create("gradwire-test", NBYTES)
+    assert made.descriptor is not None
+    seen = Segment.open(os.getpid(), made.descriptor, "gradwire-test", NBYTES)
+    assert made.address is not None
+    assert seen.address is not None
+    ctypes.c_int64.from_address(made.address + 4096).value = 77
+    assert ctypes.c_int64.from_address(seen.address + 4096).value == 77
+    made.close()
+    assert ctypes.c_int64.from_address(seen.address + 4096).value == 77
+    seen.close()
+    seen.close()
+    assert mapped() == 0
+
+
+def test_it_is_in_no_directory_and_for_its_owner_only() -> None:
+    before = set(os.listdir("/dev/shm"))
+    made = Segment.create("gradwire-test", NBYTES)
+    assert made.descriptor is not None
+    assert set(os.listdir("/dev/shm")) == before
+    assert os.fstat(made.descriptor).st_mode & 0o777 == 0o600
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(made.descriptor, 0)
+    made.close()
+
+
+def test_the_wrong_name_is_refused() -> None:
+    made = Segment.create("gradwire-test", NBYTES)
+    assert made.descriptor is not None
+    with pytest.raises(OSError, match="not the segment"):
+        Segment.open(os.getpid(), made.descriptor, "gradwire-other", NBYTES)
+    with pytest.raises(FileNotFoundError):
+        Segment.open(os.getpid(), 999_999, "gradwire-test", NBYTES)
+    made.close()
+
+
+def test_what_cannot_be_reserved_is_an_error() -> None:
+    script = (
+        "import resource; from collectives.transport.segment import Segment\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "try: Segment.create('gradwire-test', 1 << 20)\n"
+        "except OSError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert "cannot reserve 1048576 bytes of shared memory" in done.stdout
+
+
+def test_no_descriptor_is_kept() -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        Segment.create("gradwire-test", NBYTES).close()
+    assert len(os.listdir("/proc/self/fd")) == before
