@@ -26,8 +26,9 @@ class Communicator:
     group: a ProcessGroup over gloo (CPU tensors; CUDA tensors travel through pinned memory) or NCCL (CUDA tensors); None is
     the world. timeout_s: seconds that each operation may take from its start. segment_bytes: how large a piece of one rank's
     share is sent at once when a buffer is long; larger pieces cost less overhead, smaller ones overlap better; None chooses
-    by topology. shared_memory: whether ranks of one host talk through memory that they share, the same on all ranks; without
-    it, or where they cannot (the log says why), everything goes through the group's backend. It needs gradwire[shared].
+    by topology. shared_memory: whether ranks of one host talk through memory that they share; unless all
+    ranks ask for it, or where they cannot (the log says why), everything goes through the group's backend. It needs
+    gradwire[shared].
 
     Making one is a collective call, and so is every verb: all ranks of the group call the same verbs in the same order. Ranks
     in arguments (src, dst) count within the group. The verbs follow torch.distributed: results in place, None returned, or
@@ -61,12 +62,12 @@ class Communicator:
         if timeout_s <= 0 or (segment_bytes is not None and segment_bytes <= 0):
             raise ValueError(f"timeout_s={timeout_s} and segment_bytes={segment_bytes} must be positive")
         overrides(legal_algorithms(shared=shared_memory), os.environ)  # a wrong one is found before anyone connects
-        connection = connect(group, host_id(), timeout_s)
+        connection = connect(group, host_id(), timeout_s, note=shared_memory)
         self.topology = Topology.from_host_ids(connection.transport.rank, connection.host_digests)
         if segment_bytes is None:
             segment_bytes = default_segment_bytes(self.topology)
         neighbours = connect_neighbours(
-            connection.transport, connection.store, self.topology, timeout_s, wanted=shared_memory
+            connection.transport, connection.store, self.topology, timeout_s, wanted=connection.notes
         )
         algorithms = legal_algorithms(shared=neighbours.shared is not None)
         try:

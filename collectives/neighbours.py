@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,6 +22,7 @@ from collectives.transport.shared_memory import SharedMemoryTransport
 #: What the first process on a machine may take to compile the kernels.
 _COMPILE_S = 120.0
 _LOOK_AGAIN = timedelta(seconds=1)
+_log = logging.getLogger("gradwire")
 
 
 @dataclass(frozen=True)
@@ -37,14 +40,19 @@ class Neighbours:
 
 
 def connect_neighbours(
-    transport: ProcessGroupTransport, store: Store, topology: Topology, timeout_s: float, *, wanted: bool
+    transport: ProcessGroupTransport, store: Store, topology: Topology, timeout_s: float, *, wanted: Sequence[int]
 ) -> Neighbours:
     """Add shared memory to a transport, where there are CPU tensors to carry and ranks that share a host. A collective call.
 
-    wanted: the same on all ranks; without it, nothing is sent. Raises CollectiveError when the ranks do not come together
-    within timeout_s seconds, compiling not counted.
+    wanted: whether each rank asks for it; all must, or nothing is done. Raises CollectiveError when the ranks do not come
+    together within timeout_s seconds, compiling not counted.
     """
-    if not wanted or "cpu" not in transport.backends or all(len(host) == 1 for host in topology.hosts):
+    if not all(wanted):
+        if any(wanted) and transport.rank == 0:
+            refusing = ranks_text(rank for rank, asked in enumerate(wanted) if not asked)
+            _log.warning("no shared memory: %s did not ask for it", refusing)
+        return Neighbours(transport, None)
+    if "cpu" not in transport.backends or all(len(host) == 1 for host in topology.hosts):
         return Neighbours(transport, None)
     try:
         kernels = cpu_kernels()

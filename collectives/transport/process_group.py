@@ -165,20 +165,21 @@ class ProcessGroupTransport:
 
 @dataclass(frozen=True)
 class Connection:
-    """What `connect` made: the transport, a store of the group's own, and a digest of each rank's host name."""
+    """What `connect` made: the transport, a store of the group's own, a digest of each rank's host name, and each rank's note."""
 
     transport: ProcessGroupTransport
     store: Store
     host_digests: list[str]
+    notes: list[int]
 
 
-def connect(group: dist.ProcessGroup, host: str, timeout_s: float) -> Connection:
+def connect(group: dist.ProcessGroup, host: str, timeout_s: float, note: int = 0) -> Connection:
     """Build backends of our own for the ranks and kinds of backend of a group, so that nothing meets the user's traffic.
 
-    A collective call on `group`, which carries one small message: everyone's host, and a fresh name for the store, without
-    which a second connection would read the addresses of the first. (torch.distributed's own names for sub-groups are used
-    again after a group is destroyed, so its new_group would do just that.) Raises ValueError for a group with neither gloo nor
-    NCCL, CollectiveError when the ranks do not come together within timeout_s seconds.
+    A collective call on `group`, which carries one small message: everyone's host and note (a byte), and a fresh name for the
+    store, without which a second connection would read the addresses of the first. (torch.distributed's own names for
+    sub-groups are used again after a group is destroyed, so its new_group would do just that.) Raises ValueError for a group
+    with neither gloo nor NCCL, CollectiveError when the ranks do not come together within timeout_s seconds.
     """
     config = dist.get_backend_config(group).split(",")
     kinds = [(device, kind) for device, kind in (("cpu", "gloo"), ("cuda", "nccl")) if f"{device}:{kind}" in config]
@@ -187,7 +188,7 @@ def connect(group: dist.ProcessGroup, host: str, timeout_s: float) -> Connection
     rank, size = group.rank(), group.size()
     timeout = timedelta(seconds=timeout_s)
     try:
-        card = hashlib.sha256(host.encode()).digest() + uuid.uuid4().bytes
+        card = hashlib.sha256(host.encode()).digest() + uuid.uuid4().bytes + bytes([note])
         mine = torch.frombuffer(bytearray(card), dtype=torch.uint8).to(kinds[0][0])
         cards = [torch.empty_like(mine) for _ in range(size)]
         work = group.allgather([cards], [mine])
@@ -199,7 +200,8 @@ def connect(group: dist.ProcessGroup, host: str, timeout_s: float) -> Connection
     except RuntimeError as error:
         message = f"the ranks did not come together within {timeout_s:g} s: {error}"
         raise CollectiveError(message, rank=rank, operation="making a Communicator") from error
-    return Connection(ProcessGroupTransport(backends), store, [row[:_DIGEST_BYTES].hex() for row in rows])
+    digests = [row[:_DIGEST_BYTES].hex() for row in rows]
+    return Connection(ProcessGroupTransport(backends), store, digests, [row[-1] for row in rows])
 
 
 def _backend(kind: str, store: Store, rank: int, size: int, timeout: timedelta) -> Backend:

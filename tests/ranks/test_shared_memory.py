@@ -93,6 +93,15 @@ def not_asked_for() -> tuple[str, bool]:
         return comm.chosen("allreduce", 1000), comm.empty(3, 4).shape == (3, 4)
 
 
+def asked_for_by_some() -> str:
+    wanted = torch.distributed.get_rank() != 1
+    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S, shared_memory=wanted) as comm:
+        tensor = comm.empty(5000).fill_(1)
+        comm.allreduce(tensor)
+        assert torch.equal(tensor, torch.full_like(tensor, float(comm.size)))
+        return comm.chosen("allreduce", 1000)
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_allreduce(ranks: Worlds, world: int) -> None:
     around = [reductions.scaled, reductions.views, reductions.grouped]
@@ -136,6 +145,10 @@ def test_names(ranks: Worlds, world: int) -> None:
 
 def test_nobody_gets_it_unasked(ranks: Worlds) -> None:
     assert all(chosen != "shared" and made for chosen, made in ranks(3).run(not_asked_for))
+
+
+def test_all_do_without_it_unless_all_ask(ranks: Worlds) -> None:
+    assert "shared" not in ranks(3).run(asked_for_by_some)
 
 
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
