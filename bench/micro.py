@@ -9,14 +9,12 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from bench import mpi
 from bench.cases import CASES, Buffers, Case, Job, torch_takes
@@ -27,6 +25,8 @@ from bench.table import Row, format_heading, format_row, format_trailer
 from bench.timing import Protocol, Times, distributed_machine, median_and_p99, over_ranks, slowest_rank, take_turns
 from bench.verification import count_wrong
 from collectives import Communicator
+from trainer.launch import read_launch
+from trainer.world import start_torch_distributed
 
 TORCH = "torch"
 """The competitor that is not ours: torch.distributed, called without a Communicator."""
@@ -35,19 +35,17 @@ Measured = tuple[Job, Row, Times]
 
 
 def join_world(backend: str | None, timeout_s: float) -> torch.device:
-    """Initialise torch.distributed from torchrun's environment, alone without it; this rank's device."""
-    a_gpu_each = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """Initialise torch.distributed from the launcher's environment, alone without it; this rank's device."""
+    launch = read_launch(os.environ)
+    a_gpu_each = torch.cuda.device_count() >= (launch.local_size or 1)
     backend = backend or ("nccl" if a_gpu_each else "gloo")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if backend == "nccl" else torch.device("cpu")
+    device = torch.device("cuda", launch.local_rank or 0) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    timeout = timedelta(seconds=timeout_s)
     if mpi.under_mpirun():
         mpi.join_world(timeout_s)
-    elif "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+        start_torch_distributed(launch, timeout_s, backend)
     return device
 
 

@@ -13,6 +13,11 @@ import torch
 from bench.sizes import size_range
 from collectives.sizes import parse_size
 
+NOT_HERE = """\
+nccl-tests' flags that are not here: -m, for a turn is one operation, and what launching many at once saves is not measured;
+-z, for every operation is waited for; -t and -g, for a process is one rank with one device. Its columns come once, not for
+out-of-place and in-place: allreduce and broadcast run in place, the others out of place, as the heading says."""
+
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -60,6 +65,8 @@ def parse_arguments(name: str, arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"python -m bench {name}",
         description=f"Time and check {name} with every algorithm, nccl-tests' way. Run under torchrun.",
+        epilog=NOT_HERE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("-b", "--minbytes", type=_size, default="32M", help="smallest size, e.g. 8, 4K, 32M (default 32M)")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import trainer as hvd
-from bench.compare import ratio_interval
+from bench.compare import format_interval, ratio_interval
 from bench.meta import software_and_machine
 from bench.options import count_from
 from bench.timing import Protocol, distributed_machine, median_and_p99, slowest_rank, take_turns
@@ -90,8 +90,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[StepRow], tuple[float, float], int]:
-    """The rows, the 95 % interval of ours over DDP, and the parameters of the model; the same on every rank."""
+def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[StepRow], tuple[float, float] | None, int]:
+    """The rows, the 95 % interval of ours over DDP where there is one, and the model's parameters; the same on every rank."""
     config = bytes_gpt.Config(**{**PRESETS[chosen.preset], "batch": chosen.batch * hvd.size()})
     task = bytes_gpt.task(config)
     builders: dict[str, Callable[[nn.Module], Trainee]] = {
@@ -128,7 +128,7 @@ def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[Step
     return rows, ratio_interval(seconds[OURS], seconds[DDP]), parameters
 
 
-def format_table(rows: Sequence[StepRow], interval: tuple[float, float], meta: dict[str, Any]) -> list[str]:
+def format_table(rows: Sequence[StepRow], interval: tuple[float, float] | None, meta: dict[str, Any]) -> list[str]:
     ours = next(row for row in rows if row.competitor == OURS)
     return [
         f"# step of bytes_gpt {meta['preset']}: {meta['parameters'] / 1e6:.2f} M parameters, {meta['batch']} sequences a rank,"
@@ -143,7 +143,7 @@ def format_table(rows: Sequence[StepRow], interval: tuple[float, float], meta: d
             f"  {'identical' if row.replicas_identical else 'differ'}"
             for row in rows
         ),
-        f"# Time of {OURS} / {DDP} : {ours.time_over_ddp:.3f}  [{interval[0]:.3f}, {interval[1]:.3f}]",
+        f"# Time of {OURS} / {DDP} : {ours.time_over_ddp:.3f}  {format_interval(interval)}".rstrip(),
     ]
 
 

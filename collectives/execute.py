@@ -13,7 +13,7 @@ from collectives.spans import Layout, Span, joined
 from collectives.transport.base import Pending, Transport
 
 #: Segments in flight at once: while one is reduced, the others keep the wire busy.
-WINDOW = 5
+WINDOW = 3
 
 #: How many rounds ahead of its turn a receive is posted. A message whose receive is already posted travels at once; any
 #: other first costs a round trip to announce it.

@@ -57,7 +57,7 @@ def default_table(collective: str, topology: Topology, *, shared: bool = False) 
         return (Rule(SHARED, 0, None),)
     several_hosts = len(topology.hosts) > 1
     if not several_hosts:
-        allreduce = [("recursive_doubling", 0), ("rsag", 64 << 10)]
+        allreduce = [("recursive_doubling", 0), ("rsag", 2 << 20)]
         if topology.size > 2:
             allreduce = [("tree", 0), ("rsag", 2 << 20)]
     elif topology.size == len(topology.hosts):

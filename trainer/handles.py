@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from collectives import Work
+from trainer.world import here
 
 T = TypeVar("T")
 
@@ -32,9 +33,15 @@ class Handle(Generic[T]):
 
 def poll(handle: Handle[T]) -> bool:
     """True once synchronize(handle) would return, or raise, at once."""
-    return handle.is_completed()
+    return _checked(handle).is_completed()
 
 
 def synchronize(handle: Handle[T]) -> T:
     """Wait for an asynchronous operation; return its result, or raise its error."""
-    return handle.wait()
+    return _checked(handle).wait()
+
+
+def _checked(handle: Handle[T]) -> Handle[T]:
+    if not isinstance(handle, Handle):
+        raise TypeError(f"{here()}a Handle is needed, as the *_async verbs return, not {type(handle).__name__}")
+    return handle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from torch import Tensor
 from collectives import Communicator
 from trainer.functional import Allgather, Alltoall, Broadcast, copied
 from trainer.handles import Handle
-from trainer.world import ProcessSet, communicator_of
+from trainer.validation import check_tensor
+from trainer.world import ProcessSet, communicator_of, here
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = None) -> Tensor:
@@ -31,7 +33,7 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
 
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = None) -> Tensor:
     """A new tensor like `tensor` with the values that it has on root_rank."""
-    output: Tensor = Broadcast.apply(communicator_of(process_set), root_rank, tensor)
+    output: Tensor = Broadcast.apply(communicator_of(process_set), root_rank, check_tensor(tensor))
     return output
 
 
@@ -39,7 +41,7 @@ def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = None
 ) -> Handle[Tensor]:
     """broadcast() in the background; synchronize() returns the new tensor."""
-    return broadcast_async_(copied(tensor), root_rank, name, process_set)
+    return broadcast_async_(copied(check_tensor(tensor)), root_rank, name, process_set)
 
 
 def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = None) -> Tensor:
@@ -51,7 +53,7 @@ def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = None
 ) -> Handle[Tensor]:
     """broadcast() in place, in the background: leave `tensor` alone until synchronize(), which returns it."""
-    work = communicator_of(process_set).broadcast(tensor.detach(), root_rank, async_op=True)
+    work = communicator_of(process_set).broadcast(check_tensor(tensor).detach(), root_rank, async_op=True)
     return Handle(work, tensor)
 
 
@@ -63,8 +65,8 @@ def alltoall(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Send a slice of rows to every rank; the rows received, in rank order.
 
-    splits[r] rows go to rank r, all equally many where it is None. With splits the result is a pair: the rows, and an int32
-    tensor (on the CPU) of how many came from each rank.
+    splits[r] rows go to rank r, all equally many where it is None; rows are alike on all ranks. With splits the result is a
+    pair: the rows, and an int32 tensor (on the CPU) of how many came from each rank.
     """
     communicator = communicator_of(process_set)
     sent, received = _exchange_splits(communicator, tensor, splits)
@@ -91,39 +93,49 @@ def barrier(process_set: ProcessSet = None) -> None:
     communicator_of(process_set).barrier()
 
 
+_Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a rank's tensor."""
+
+
 def _rows_by_rank(communicator: Communicator, tensor: Tensor) -> list[int]:
     """The size of dimension 0 on every rank. Raises ValueError on all ranks alike where the tensors do not fit together."""
-    kinds: list[tuple[tuple[int, ...], torch.dtype]] = communicator.allgather_object(
-        (tuple(tensor.shape), tensor.dtype)
-    )
-    first_shape, first_dtype = kinds[0]
-    for rank, (shape, dtype) in enumerate(kinds):
+    kinds: list[_Kind] = communicator.allgather_object((tuple(check_tensor(tensor).shape), tensor.dtype))
+    for rank, (shape, _) in enumerate(kinds):
         if not shape:
-            raise ValueError(f"allgather needs tensors of at least one dimension; rank {rank} gave a scalar")
-        if (shape[1:], dtype) != (first_shape[1:], first_dtype):
-            raise ValueError(
-                f"allgather needs tensors that agree in dtype and in all dimensions but the first: "
-                f"rank 0 gave {list(first_shape)} {first_dtype}, rank {rank} gave {list(shape)} {dtype}"
-            )
+            raise ValueError(f"{here()}allgather needs tensors of at least one dimension; rank {rank} gave a scalar")
+    _check_rows_fit("allgather", kinds)
     return [shape[0] for shape, _ in kinds]
 
 
 def _exchange_splits(
     communicator: Communicator, tensor: Tensor, splits: Tensor | Sequence[int] | None
 ) -> tuple[list[int], list[int]]:
-    """Rows to every rank, and rows from every rank."""
+    """Rows to every rank, and rows from every rank. Raises ValueError on all ranks alike where the rows do not fit together."""
     size = communicator.size
-    if tensor.dim() == 0:
-        raise ValueError("alltoall needs a tensor of at least one dimension, not a scalar")
+    if check_tensor(tensor).dim() == 0:
+        raise ValueError(f"{here()}alltoall needs a tensor of at least one dimension, not a scalar")
     rows = tensor.shape[0]
     if splits is None:
         if rows % size:
-            raise ValueError(f"alltoall without splits needs a multiple of {size} rows, not {rows}")
+            raise ValueError(f"{here()}alltoall without splits needs a multiple of {size} rows, not {rows}")
         sent = [rows // size] * size
     else:
         sent = [int(split) for split in splits]
         if len(sent) != size or min(sent) < 0 or sum(sent) != rows:
-            raise ValueError(f"splits must be {size} whole numbers >= 0 that add up to {rows} rows, not {sent}")
-    received = torch.empty(size, dtype=torch.int64)
-    communicator.alltoall(received, torch.tensor(sent))
-    return sent, received.tolist()
+            raise ValueError(f"{here()}splits must be {size} whole numbers >= 0 that add up to {rows} rows, not {sent}")
+    everyones: list[tuple[_Kind, list[int]]] = communicator.allgather_object(
+        ((tuple(tensor.shape), tensor.dtype), sent)
+    )
+    _check_rows_fit("alltoall", [kind for kind, _ in everyones])
+    return sent, [theirs[communicator.rank] for _, theirs in everyones]
+
+
+def _check_rows_fit(verb: str, kinds: Sequence[_Kind]) -> None:
+    """Raise ValueError where rows of the ranks' tensors differ in shape or dtype."""
+    first_shape, first_dtype = kinds[0]
+    for rank, (shape, dtype) in enumerate(kinds):
+        if (shape[1:], dtype) != (first_shape[1:], first_dtype):
+            raise ValueError(
+                f"{here()}{verb} needs tensors that agree in dtype and in all dimensions but the first: "
+                f"rank 0 gave {list(first_shape)} {first_dtype}, rank {rank} gave {list(shape)} {dtype}"
+            )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Final
 
+from trainer.world import here
+
 Average: Final = "average"
 Sum: Final = "sum"
 Min: Final = "min"
@@ -21,11 +23,11 @@ def resolve_op(op: str | None, average: bool | None) -> str:
     """
     if average is not None:
         if op is not None:
-            raise ValueError(f"give op or average, not both (op={op!r}, average={average!r})")
+            raise ValueError(f"{here()}give op or average, not both (op={op!r}, average={average!r})")
         warnings.warn("average= is deprecated: use op=Average or op=Sum", DeprecationWarning, stacklevel=3)
         return Average if average else Sum
     if op is None:
         return Average
     if op not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}, not {op!r}")
+        raise ValueError(f"{here()}op must be one of {', '.join(OPS)}, not {op!r}")
     return op

@@ -17,7 +17,7 @@ from trainer.exchange import GradientExchange
 from trainer.layout import Layout
 from trainer.ops import Average
 from trainer.validation import check_arguments, check_named_parameters, check_passes
-from trainer.world import ProcessSet, current_world
+from trainer.world import ProcessSet, current_world, here
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -65,7 +65,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         check_arguments(optimizer, compression, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
         if isinstance(optimizer, DistributedOptimizer):
-            raise TypeError("optimizer is a DistributedOptimizer already")
+            raise TypeError(f"{here()}optimizer is a DistributedOptimizer already")
         parameters = _tensors(optimizer.param_groups)
         self._names = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
 
@@ -148,9 +148,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._exchange.flush()
             if loss is None:
                 return None
-            total = (
-                loss.detach().clone() if isinstance(loss, Tensor) else torch.tensor(float(loss), dtype=torch.float64)
-            )
+            if isinstance(loss, Tensor):
+                total = loss.detach().clone()
+            else:
+                device = _tensors(self.param_groups)[0].device
+                total = torch.tensor(float(loss), dtype=torch.float64, device=device)
             self._communicator.allreduce(total, self._op)
             return total if isinstance(loss, Tensor) else total.item()
 

@@ -11,7 +11,8 @@ from trainer.compression import Cast, Compression
 from trainer.functional import Allreduce, ReduceScatter, copied, scattered
 from trainer.handles import Handle
 from trainer.ops import Average, resolve_op
-from trainer.world import ProcessSet, communicator_of
+from trainer.validation import check_tensor
+from trainer.world import ProcessSet, communicator_of, here
 
 
 def allreduce(
@@ -45,7 +46,7 @@ def allreduce_async(
     process_set: ProcessSet = None,
 ) -> Handle[Tensor]:
     """allreduce() in the background; synchronize() returns the new tensor."""
-    output = copied(tensor)
+    output = copied(check_tensor(tensor))
     return allreduce_async_(output, average, name, op, prescale_factor, postscale_factor, process_set)
 
 
@@ -74,7 +75,7 @@ def allreduce_async_(
 ) -> Handle[Tensor]:
     """allreduce() in place, in the background: leave `tensor` alone until synchronize(), which returns it."""
     work = communicator_of(process_set).allreduce(
-        tensor.detach(),
+        check_tensor(tensor).detach(),
         resolve_op(op, average),
         prescale=prescale_factor,
         postscale=postscale_factor,
@@ -94,7 +95,7 @@ def grouped_allreduce(
     process_set: ProcessSet = None,
 ) -> list[Tensor]:
     """allreduce() of several tensors as one operation: new tensors in the same order."""
-    packed = [compression.compress(tensor) for tensor in tensors]
+    packed = [compression.compress(check_tensor(tensor)) for tensor in tensors]
     reduced = Allreduce.apply(
         communicator_of(process_set),
         resolve_op(op, average),
@@ -115,7 +116,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = None,
 ) -> Handle[list[Tensor]]:
     """grouped_allreduce() in the background; synchronize() returns the new tensors."""
-    outputs = [copied(tensor) for tensor in tensors]
+    outputs = [copied(check_tensor(tensor)) for tensor in tensors]
     return grouped_allreduce_async_(outputs, average, name, op, prescale_factor, postscale_factor, process_set)
 
 
@@ -144,7 +145,7 @@ def grouped_allreduce_async_(
 ) -> Handle[list[Tensor]]:
     """grouped_allreduce() in place, in the background: leave the tensors alone until synchronize(), which returns them."""
     work = communicator_of(process_set).grouped_allreduce(
-        [tensor.detach() for tensor in tensors],
+        [check_tensor(tensor).detach() for tensor in tensors],
         resolve_op(op, average),
         prescale=prescale_factor,
         postscale=postscale_factor,
@@ -167,10 +168,9 @@ def reducescatter(
     The tensors have the same shape on all ranks.
     """
     communicator = communicator_of(process_set)
+    rows = _even_rows(tensor, communicator)
     sent, dtype = compression.compress(tensor)
-    output = ReduceScatter.apply(
-        communicator, _even_rows(tensor, communicator), resolve_op(op, None), prescale_factor, postscale_factor, sent
-    )
+    output = ReduceScatter.apply(communicator, rows, resolve_op(op, None), prescale_factor, postscale_factor, sent)
     return compression.decompress(output, dtype)
 
 
@@ -192,7 +192,7 @@ def reducescatter_async(
 
 def _even_rows(tensor: Tensor, communicator: Communicator) -> list[int]:
     """Rows of dimension 0 for every rank."""
-    if tensor.dim() == 0:
-        raise ValueError("reducescatter needs a tensor of at least one dimension, not a scalar")
+    if check_tensor(tensor).dim() == 0:
+        raise ValueError(f"{here()}reducescatter needs a tensor of at least one dimension, not a scalar")
     rows, longer = divmod(tensor.shape[0], communicator.size)
     return [rows + (rank < longer) for rank in range(communicator.size)]

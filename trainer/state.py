@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trainer.world import ProcessSet, communicator_of
+from trainer.world import ProcessSet, communicator_of, here
 
 T = TypeVar("T")
 
@@ -28,7 +28,9 @@ def broadcast_parameters(
     tensors: list[Tensor] = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"can broadcast tensors, or pairs of a name and a tensor, not {type(tensor).__name__}")
+            raise TypeError(
+                f"{here()}can broadcast tensors, or pairs of a name and a tensor, not {type(tensor).__name__}"
+            )
     communicator = communicator_of(process_set)
     works = [communicator.broadcast(tensor.detach(), root_rank, async_op=True) for tensor in tensors]
     for work in works:

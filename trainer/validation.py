@@ -1,4 +1,4 @@
-"""Checks of what DistributedOptimizer is given, before any rank hears of it."""
+"""Checks of what the verbs and DistributedOptimizer are given, before any rank hears of it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ from torch import Tensor
 
 from trainer.compression import Cast
 from trainer.ops import Average, Sum
+from trainer.world import here
+
+
+def check_tensor(value: object) -> Tensor:
+    """The value, which must be a tensor. Raises TypeError."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{here()}a torch.Tensor is needed, not {type(value).__name__}")
+    return value
 
 
 def check_arguments(
@@ -18,24 +26,24 @@ def check_arguments(
 ) -> None:
     """Raise TypeError or ValueError, with what was given and what is allowed, for arguments that cannot be meant."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        raise TypeError(f"{here()}optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if not isinstance(compression, Cast):
-        raise ValueError(f"compression must be Compression.none, .fp16 or .bf16, not {compression!r}")
+        raise ValueError(f"{here()}compression must be Compression.none, .fp16 or .bf16, not {compression!r}")
     check_passes(passes)
     if op not in (Average, Sum):
-        raise ValueError(f"op must be {Average!r} or {Sum!r}, not {op!r}")
+        raise ValueError(f"{here()}op must be {Average!r} or {Sum!r}, not {op!r}")
     if not (math.isfinite(predivide) and predivide > 0):
-        raise ValueError(f"gradient_predivide_factor must be a finite number > 0, not {predivide!r}")
+        raise ValueError(f"{here()}gradient_predivide_factor must be a finite number > 0, not {predivide!r}")
     if predivide != 1 and op != Average:
-        raise ValueError(f"gradient_predivide_factor={predivide!r} needs op={Average!r}, not {op!r}")
+        raise ValueError(f"{here()}gradient_predivide_factor={predivide!r} needs op={Average!r}, not {op!r}")
     if bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes must be > 0, not {bucket_bytes!r}")
+        raise ValueError(f"{here()}bucket_bytes must be > 0, not {bucket_bytes!r}")
 
 
 def check_passes(passes: object) -> None:
     """Raise ValueError unless passes is a whole number >= 1."""
     if not isinstance(passes, int) or passes < 1:
-        raise ValueError(f"backward_passes_per_step must be a whole number >= 1, not {passes!r}")
+        raise ValueError(f"{here()}backward_passes_per_step must be a whole number >= 1, not {passes!r}")
 
 
 def check_named_parameters(
@@ -46,16 +54,19 @@ def check_named_parameters(
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(
-                f"named_parameters must be pairs (name, parameter), as from model.named_parameters(), not {type(pair).__name__}"
+                f"{here()}named_parameters must be pairs (name, parameter), as from model.named_parameters(), "
+                f"not {type(pair).__name__}"
             )
     repeated = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
     if repeated:
-        raise ValueError(f"names in named_parameters must be unique; found more than once: {', '.join(repeated)}")
+        raise ValueError(
+            f"{here()}names in named_parameters must be unique; found more than once: {', '.join(repeated)}"
+        )
     names = {parameter: name for name, parameter in reversed(pairs)}
     unnamed = [f"{list(parameter.shape)}" for parameter in parameters if parameter not in names]
     if unnamed:
         raise ValueError(
-            f"named_parameters must name all parameters of the optimizer; {len(unnamed)} of them are not named "
+            f"{here()}named_parameters must name all parameters of the optimizer; {len(unnamed)} of them are not named "
             f"(of shape {', '.join(unnamed)})"
         )
     return names

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import weakref
+from datetime import timedelta
 from typing import TypeAlias
 
 import torch
@@ -21,14 +23,16 @@ class World:
     """All ranks, with the Communicators that the verbs and the optimizers use.
 
     A world that finds torch.distributed initialized uses it and leaves it alone when closed.
+    timeout_s: for joining, and for each operation of these Communicators.
     """
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, timeout_s: float) -> None:
         self._owns_process_group = not dist.is_initialized()
         if self._owns_process_group:
-            _start_torch_distributed(launch)
+            start_torch_distributed(launch, timeout_s)
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        self._timeout_s = timeout_s
         self._opened: list[weakref.ref[Communicator]] = []
         self._communicators: dict[dist.ProcessGroup | None, Communicator] = {}
         topology = self.communicator().topology
@@ -47,7 +51,7 @@ class World:
 
     def open_communicator(self, group: dist.ProcessGroup | None) -> Communicator:
         """A new Communicator, for one user alone, closed with the world at the latest. Collective over the group."""
-        communicator = Communicator(group)
+        communicator = Communicator(group, timeout_s=self._timeout_s)
         self._opened.append(weakref.ref(communicator))
         return communicator
 
@@ -69,17 +73,21 @@ def cross_position(rank: int, local_ranks: list[int]) -> tuple[int, int]:
     return peers.index(rank), len(peers)
 
 
-def _start_torch_distributed(launch: Launch) -> None:
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+def start_torch_distributed(launch: Launch, timeout_s: float, backend: str | None = None) -> None:
+    """Initialize torch.distributed as launched. backend None: gloo, with NCCL for CUDA tensors where torch has both."""
+    if backend is None:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    timeout = timedelta(seconds=timeout_s)
     if launch.size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
         return
     address, port = meeting_point(os.environ, launch)
     if launch.launcher == TORCHRUN:  # whose agent may already keep the store: only env:// knows how to join it
         init_method = "env://"
     else:
         init_method = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
-    dist.init_process_group(backend, init_method=init_method, rank=launch.rank, world_size=launch.size)
+    dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=launch.rank, world_size=launch.size)
 
 
 class _Holder:
@@ -91,15 +99,20 @@ class _Holder:
 _holder = _Holder()
 
 
-def init() -> None:
+def init(timeout_s: float = 300.0) -> None:
     """Join the world that the launcher's environment describes (trainer.launch); without a launcher, a world of one.
 
     Where torch.distributed is already initialized, its default group is the world, with whatever backend it has.
-    Otherwise it is initialized here: gloo, with NCCL for CUDA tensors where torch has both. Collective; again is harmless.
+    Otherwise it is initialized here: gloo, with NCCL for CUDA tensors where torch has both. Collective; again does nothing.
+
+    timeout_s: what the ranks have to find each other, and what each operation of the verbs and optimizers may take before it
+    raises. A torch.distributed that was there before, and a Communicator given as process_set, keep their own.
     Raises ValueError where the environment does not say how to find rank 0.
     """
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise ValueError(f"timeout_s must be a finite number of seconds > 0, not {timeout_s!r}")
     if _holder.world is None:
-        _holder.world = World(read_launch(os.environ))
+        _holder.world = World(read_launch(os.environ), timeout_s)
         atexit.register(shutdown)
 
 
@@ -121,6 +134,11 @@ def current_world() -> World:
     if _holder.world is None:
         raise RuntimeError("call trainer.init() first")
     return _holder.world
+
+
+def here() -> str:
+    """How messages about a caller's mistake begin: this rank, where there is a world to have one in."""
+    return "" if _holder.world is None else f"rank {_holder.world.rank}: "
 
 
 def communicator_of(process_set: ProcessSet) -> Communicator:

@@ -1,11 +1,13 @@
 """Exact inputs: unique per rank, and every result a small number that its dtype represents, so equality is the test."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from collectives import Communicator
+from collectives.environment import HOST_ID
 from tests.harness import EXCHANGE_TIMEOUT_S
 
 WORLDS = (1, 2, 3, 4, 5, 7, 8)
@@ -19,6 +21,16 @@ SEVERAL_SEGMENTS = 999
 def communicator() -> Communicator:
     """One whose segments are so small that SEVERAL_SEGMENTS elements of any dtype make several, in every world."""
     return Communicator(timeout_s=EXCHANGE_TIMEOUT_S, segment_bytes=SEGMENT_BYTES)
+
+
+@contextmanager
+def on_host(name: str) -> Iterator[None]:
+    """Communicators made inside take this process to be on the host of that name."""
+    os.environ[HOST_ID] = name
+    try:
+        yield
+    finally:
+        del os.environ[HOST_ID]
 
 
 def sizes(world_size: int) -> list[int]:

@@ -4,9 +4,11 @@ import hashlib
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from collectives import Communicator
 from collectives.algorithms import PLANNERS
-from tests.harness import Worlds
+from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
 from tests.ranks.exact import (
     DTYPES,
     FLOATING,
@@ -15,9 +17,12 @@ from tests.ranks.exact import (
     Checks,
     communicator,
     contribution,
+    on_host,
     reduced,
     reductions,
 )
+
+SIZES_OF_AUTO = (40_000, 300_000, 2_200_000)
 
 
 def exact(algorithm: str) -> list[str]:
@@ -98,6 +103,22 @@ def grouped(algorithm: str) -> list[str]:
     return checks.failures
 
 
+def every_row_of_the_table(host_of: str) -> list[str]:
+    """'auto' on messages of the sizes that its table tells apart, where rank r is on the host host_of[r]."""
+    checks = Checks()
+    with on_host(host_of[dist.get_rank()]):
+        comm = Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
+    with comm:
+        rows = {rule.algorithm for rule in comm.tables["allreduce"]}
+        assert rows == {comm.chosen("allreduce", nbytes) for nbytes in SIZES_OF_AUTO}
+        for nbytes in SIZES_OF_AUTO:
+            with checks.case(nbytes=nbytes):
+                tensor = contribution(comm.rank, comm.size, nbytes // 4, torch.float32)
+                comm.allreduce(tensor)
+                checks.equal(tensor, reduced(comm.size, nbytes // 4, torch.float32))
+    return checks.failures
+
+
 def digests_of_random_sums(algorithm: str) -> list[str]:
     """One digest of the bits of each result."""
     digests = []
@@ -134,3 +155,8 @@ class TestWhatIsAroundTheAlgorithm:
 
     def test_grouped(self, ranks: Worlds, world: int, algorithm: str) -> None:
         assert ranks(world).run(grouped, algorithm) == [[]] * world
+
+
+@pytest.mark.parametrize("host_of", ["aa", "ab", "aaaa", "abcd", "aabb", "aaaaaaa", "abcdefg", "aaabbcc"])
+def test_auto_by_size_and_hosts(ranks: Worlds, host_of: str) -> None:
+    assert ranks(len(host_of)).run(every_row_of_the_table, host_of) == [[]] * len(host_of)

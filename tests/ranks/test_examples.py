@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.examples.bytes_gpt import read_text
+import trainer as hvd
+from tests.harness import Worlds
+from tests.ranks.training import in_world
+from trainer.examples.bytes_gpt import Config, read_text, task
 from trainer.examples.config import LoopConfig, parse
-from trainer.examples.report import centred_means
+from trainer.examples.loop import Run
+from trainer.examples.report import OURS, centred_means
 
 KEYS = {
     "steps",
@@ -139,6 +143,41 @@ def test_the_command_line_overrides_the_preset(monkeypatch: pytest.MonkeyPatch) 
     config = parse(LoopConfig(), "An example", presets={"large": {"batch": 64, "lr": 0.1}})
     assert (config.batch, config.lr, config.resume) == (64, 0.5, True)
     assert config.until(steps=7).steps == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "batch"),
+    [([], 18), (["--preset=large"], 66), (["--batch=16"], 16), (["--preset=large", "--ba=5"], 5)],
+)
+def test_only_a_default_batch_is_rounded_up_to_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], batch: int
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["example", *arguments])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert parse(LoopConfig(), "An example", presets={"large": {"batch": 64}}).batch == batch
+    assert ("to split it evenly over 3 ranks" in capsys.readouterr().out) == (batch in (18, 66))
+
+
+@in_world
+def differ_at_the_end(out: Path) -> int:
+    """The exit status of a run whose rank 1 has another model in the end."""
+    config = Config(steps=2, batch=4, layers=1, width=4, out=out, device="cpu")
+    run = Run(task(config), config)
+    save = run._save
+
+    def save_and_spoil() -> None:
+        save()
+        with torch.no_grad():
+            next(run.trainees[OURS].module.parameters()).add_(hvd.rank())
+
+    run._save = save_and_spoil  # type: ignore[method-assign]
+    return run()
+
+
+def test_replicas_that_differ_fail_the_run(ranks: Worlds, tmp_path: Path) -> None:
+    assert ranks(2).run(differ_at_the_end, tmp_path) == [1, 1]
+    assert json.loads((tmp_path / "summary.json").read_text())["replicas_identical"] is False
 
 
 def test_a_wrong_value_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,21 @@
 """Communicators over sub-groups, overlapping ones too, and over hosts."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from collectives import Communicator
-from collectives.environment import HOST_ID
 from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
-from tests.ranks.exact import SEGMENT_BYTES, SEVERAL_SEGMENTS, Checks, communicator, contribution, reduced, reductions
+from tests.ranks.exact import (
+    SEGMENT_BYTES,
+    SEVERAL_SEGMENTS,
+    Checks,
+    communicator,
+    contribution,
+    on_host,
+    reduced,
+    reductions,
+)
 
 OVERLAPPING = ((0, 1, 2), (1, 2, 3), (0, 3), (2,), (0, 1, 2, 3))
 
@@ -69,11 +75,8 @@ def beside_the_users_own_traffic() -> None:
 def on_hosts(host_of: list[str], algorithm: str) -> tuple[tuple[tuple[int, ...], ...], list[str]]:
     """Exact allreduces where rank r believes itself on the host named host_of[r]; the hosts, and the failures."""
     checks = Checks()
-    os.environ[HOST_ID] = host_of[dist.get_rank()]
-    try:
+    with on_host(host_of[dist.get_rank()]):
         comm = communicator()
-    finally:
-        del os.environ[HOST_ID]
     with comm:
         for dtype, op, numel in reductions(comm.size):
             with checks.case(dtype=dtype, op=op, numel=numel):

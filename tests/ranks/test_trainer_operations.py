@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import trainer as hvd
-from collectives import Communicator
+from collectives import CollectiveTimeout, Communicator
 from tests.harness import Worlds
 from tests.ranks.training import in_world
 
@@ -51,6 +51,28 @@ def initialized_again() -> None:
     assert total == torch.distributed.get_world_size()
     hvd.init()
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
+
+
+def deadlines() -> None:
+    """Rank 0 stays away from what the others call, of the world's own Communicator and of an optimizer's."""
+    hvd.shutdown()
+    for wrong in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="timeout_s must be a finite number of seconds > 0"):
+            hvd.init(timeout_s=wrong)
+    hvd.init(timeout_s=0.5)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1))
+    if hvd.rank() > 0:
+        for call in (hvd.barrier, parameter.sum().backward):
+            with pytest.raises(CollectiveTimeout) as error:
+                call()
+            assert error.value.seconds == 0.5
+    torch.distributed.barrier()
+    optimizer.close()
+
+
+def test_the_deadline_of_init_holds_for_all_operations(ranks: Worlds) -> None:
+    check(ranks, deadlines, size=2)
 
 
 def test_init_and_shutdown(ranks: Worlds) -> None:
@@ -165,9 +187,44 @@ def test_uneven_rows(ranks: Worlds) -> None:
     check(ranks, uneven_rows)
 
 
+def what_is_no_tensor() -> None:
+    calls: list[Callable[[Any], Any]] = [
+        hvd.allreduce,
+        hvd.allreduce_,
+        hvd.allreduce_async,
+        lambda value: hvd.grouped_allreduce([value]),
+        lambda value: hvd.grouped_allreduce_([value]),
+        lambda value: hvd.grouped_allreduce_async([value]),
+        hvd.reducescatter,
+        hvd.reducescatter_async,
+        hvd.allgather,
+        hvd.allgather_async,
+        hvd.alltoall,
+        hvd.alltoall_async,
+        lambda value: hvd.broadcast(value, 0),
+        lambda value: hvd.broadcast_(value, 0),
+        lambda value: hvd.broadcast_async(value, 0),
+    ]
+    for call in calls:
+        for value, kind in ((5, "int"), ([1], "list"), (None, "NoneType")):
+            with pytest.raises(TypeError, match=rf"rank {hvd.rank()}: a torch.Tensor is needed, not {kind}"):
+                call(value)
+    for call in (hvd.poll, hvd.synchronize):
+        with pytest.raises(TypeError, match=rf"rank {hvd.rank()}: a Handle is needed, .*, not int"):
+            call(5)
+
+
+def test_what_is_no_tensor(ranks: Worlds) -> None:
+    check(ranks, what_is_no_tensor)
+
+
 def rows_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"rank 0 gave \[2, 3\] torch.float32, rank 1 gave \[2, 4\] torch.float32"):
         hvd.allgather(torch.zeros(2, 4 if hvd.rank() == 1 else 3))
+    with pytest.raises(ValueError, match=r"rank 0 gave \[3, 3\] torch.float32, rank 1 gave \[3, 4\] torch.float32"):
+        hvd.alltoall(torch.zeros(3, 4 if hvd.rank() == 1 else 3))
+    with pytest.raises(ValueError, match=r"rank 0 gave \[1\] torch.float32, rank 2 gave \[1\] torch.int32"):
+        hvd.alltoall_async(torch.zeros(1, dtype=torch.int32 if hvd.rank() == 2 else torch.float32), [1, 0, 0])
     with pytest.raises(ValueError, match="rank 2 gave a scalar"):
         hvd.allgather(torch.zeros(()) if hvd.rank() == 2 else torch.zeros(1))
     with pytest.raises(ValueError, match="reducescatter needs a tensor of at least one dimension"):

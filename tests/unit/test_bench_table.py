@@ -71,3 +71,8 @@ def test_interval_holds_the_ratio_and_narrows_with_the_scatter() -> None:
     assert low < 0.5 < high
     calm_low, calm_high = ratio_interval(1.0 + 0.001 * scatter[0], 2.0 + 0.002 * scatter[1])
     assert calm_high - calm_low < 0.1 * (high - low)
+
+
+def test_few_turns_have_no_interval() -> None:
+    assert ratio_interval(np.ones(7), np.ones(7)) is None
+    assert ratio_interval(np.ones(8), np.ones(8)) == (1.0, 1.0)

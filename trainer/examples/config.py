@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from trainer.launch import read_launch
 
 C = TypeVar("C", bound="LoopConfig")
 
@@ -24,7 +27,9 @@ class LoopConfig:
     compression: Annotated[Literal["none", "fp16", "bf16"], "what gradients travel as"] = "none"
     device: Annotated[Literal["auto", "cpu", "cuda"], "where to train"] = "auto"
     seed: Annotated[int, "of the initial weights, the order of the data and dropout"] = 0
-    batch: Annotated[int, "size of the global batch, split evenly over the ranks"] = 16
+    batch: Annotated[
+        int, "size of the global batch, split evenly over the ranks; the default is rounded up to that"
+    ] = 16
     lr: Annotated[float, "peak learning rate of AdamW"] = 2e-3
     warm_up: Annotated[int, "steps until the learning rate reaches its peak"] = 20
     decay_steps: Annotated[int | None, "length of the cosine schedule, where it is not the run's"] = None
@@ -51,7 +56,8 @@ def parse(
 ) -> C:
     """Read the command line. What is not given there comes from the chosen preset, else from `default`.
 
-    Every field is an option, but the one named `positional`, which is an argument that may be left out.
+    Every field is an option, but the one named `positional`, which is an argument that may be left out. A batch that is not
+    given is rounded up to a multiple of the ranks launched, which rank 0 says.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, hint in get_type_hints(type(default), include_extras=True).items():
@@ -62,12 +68,23 @@ def parse(
     if presets:
         parser.add_argument("--preset", choices=sorted(presets), help=f"other defaults: {presets}")
         parser.set_defaults(**presets.get(parser.parse_known_args()[0].preset, {}))
-    values = vars(parser.parse_args())
+    values = vars(parser.parse_args(namespace=argparse.Namespace(batch=None)))
+    if values["batch"] is None:
+        values["batch"] = shareable(parser.get_default("batch"))
     values.pop("preset", None)
     try:
         return dataclasses.replace(default, **values)
     except ValueError as error:
         parser.error(str(error))
+
+
+def shareable(batch: int) -> int:
+    """The batch, rounded up to a multiple of the ranks launched."""
+    launch = read_launch(os.environ)
+    rounded = -(-batch // launch.size) * launch.size
+    if rounded != batch and launch.rank == 0:
+        print(f"a batch of {rounded} instead of {batch}, to split it evenly over {launch.size} ranks", flush=True)
+    return rounded
 
 
 def argument(hint: Any) -> dict[str, Any]:

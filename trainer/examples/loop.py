@@ -157,7 +157,7 @@ class Run:
         """Like every other figure kept here, averaged over the ranks, so that all take the same decisions."""
 
     def __call__(self) -> int:
-        """Train to the end; return the exit status: 0, or 130 where SIGINT ended the run early."""
+        """Train to the end; return the exit status: 1 if replicas differ, else 130 if SIGINT ended the run early, else 0."""
         self._restore()
         self._introduce()
         started = time.monotonic() - self.elapsed_s
@@ -174,6 +174,8 @@ class Run:
             self._validate()
             self._save()
             self._report()
+        if not all(trainee.record.replicas_identical for trainee in self.trainees.values()):
+            return 1
         return 130 if stop else 0
 
     def _module(self) -> nn.Module:
