@@ -1,0 +1,207 @@
+"""What only shared memory has: tensors in it, the two data paths, and that nothing of it is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from collectives import CollectiveError, Communicator
+from collectives.reduction import DTYPES
+from tests.harness import World, Worlds
+
+WORLDS = (2, 3, 4, 8)
+NUMELS = (1, 2047, 2049, 70_001, 600_000)
+TIMEOUT_S = 20.0
+
+
+def contribution(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    numbers = torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * 4
+    return numbers.to(dtype) if dtype.is_floating_point else numbers.abs().to(dtype)
+
+
+def in_rank_order(size: int, numel: int, dtype: torch.dtype, op: str) -> torch.Tensor:
+    """What torch makes of the contributions, one after the other."""
+    total = contribution(0, numel, dtype)
+    for rank in range(1, size):
+        other = contribution(rank, numel, dtype)
+        if op in ("sum", "average"):
+            total = total.logical_or(other) if dtype is torch.bool else total.add_(other)
+        else:
+            total = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}[op](total, other)
+    if op == "average":
+        total.div_(size, rounding_mode=None if dtype.is_floating_point else "trunc")
+    return total
+
+
+def without_a_copy(comm: Communicator) -> bool:
+    """Whether the last operation went so."""
+    shared = comm._engine._shared
+    assert shared is not None
+    return bool(shared.group.context[shared.group.kernels.DIRECT])
+
+
+def both_paths(dtype: torch.dtype) -> None:
+    with Communicator(timeout_s=TIMEOUT_S) as comm:
+        for numel in NUMELS:
+            for op in ("sum", "average", "min", "max", "product"):
+                if dtype is torch.bool and op == "average":
+                    continue
+                expected = in_rank_order(comm.size, numel, dtype, op)
+                base = comm.empty(numel + 3, dtype=dtype)
+                for tensor in (torch.empty(numel, dtype=dtype), base[3:], base[3:]):
+                    tensor.copy_(contribution(comm.rank, numel, dtype))
+                    comm.allreduce(tensor, op, algorithm="shared")
+                    assert torch.equal(tensor.isnan(), expected.isnan()), (numel, op)
+                    assert torch.equal(tensor.nan_to_num(), expected.nan_to_num()), (numel, op)
+                assert numel * dtype.itemsize <= 8192 or without_a_copy(comm)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_both_paths_reduce_in_rank_order(ranks: Worlds, world: int, dtype: torch.dtype) -> None:
+    ranks(world).run(both_paths, dtype)
+
+
+def some_in_shared_memory() -> None:
+    """Rank 0's tensor is an ordinary one, or lies elsewhere than the others'."""
+    numel = 300_000
+    with Communicator(timeout_s=TIMEOUT_S) as comm:
+        mine, expected = (
+            contribution(comm.rank, numel, torch.float32),
+            in_rank_order(comm.size, numel, torch.float32, "sum"),
+        )
+        shared = comm.empty(2 * numel)
+        for turn in range(6):
+            private = torch.empty(numel)
+            tensor = private if comm.rank == turn % comm.size else shared[comm.rank * 64 :][:numel]
+            tensor.copy_(mine)
+            comm.allreduce(tensor)
+            assert torch.equal(tensor, expected)
+            assert not without_a_copy(comm)
+        for _ in range(2):
+            tensor = shared[comm.rank * 64 :][:numel]
+            tensor.copy_(mine)
+            comm.allreduce(tensor)
+            assert torch.equal(tensor, expected)
+            assert without_a_copy(comm)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_tensors_may_lie_anywhere(ranks: Worlds, world: int) -> None:
+    ranks(world).run(some_in_shared_memory)
+
+
+def segments() -> int:
+    return sum("memfd:gradwire" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def come_and_go() -> None:
+    """Memory of tensors that are gone is given back, here and by the others, and its slots are used again."""
+    gc.collect()
+    descriptors, maps = len(os.listdir("/proc/self/fd")), segments()
+    with Communicator(timeout_s=TIMEOUT_S) as comm:
+        group = segments()
+        for _ in range(600):
+            tensor = comm.empty(4000)
+            tensor.fill_(1)
+            for _ in range(2):
+                comm.allreduce(tensor)
+            assert torch.equal(tensor, torch.full_like(tensor, float(comm.size**2)))
+        assert without_a_copy(comm)
+        assert segments() - group <= 2 * comm.size
+        del tensor
+        survivor = comm.empty(4000).fill_(3)
+        comm.allreduce(torch.ones(1))
+        assert segments() - group == comm.size
+        closed = Communicator(timeout_s=TIMEOUT_S)
+        closed.close()
+        assert closed.empty(10).numel() == 10
+    assert torch.equal(survivor, torch.full((4000,), 3.0))
+    del survivor
+    gc.collect()
+    assert segments() == maps
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 1
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_memory_is_given_back(ranks: Worlds, world: int) -> None:
+    ranks(world).run(come_and_go)
+
+
+def fall_back(reason: str) -> tuple[str, ...]:
+    rank = dist.get_rank()
+    if reason == "no memory" and rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+    try:
+        with Communicator(timeout_s=TIMEOUT_S, shared_memory=reason != "switched off" or rank != 1) as comm:
+            tensor = comm.empty(5000).fill_(1)
+            comm.allreduce(tensor)
+            assert torch.equal(tensor, torch.full_like(tensor, float(comm.size)))
+            return comm.algorithms("allreduce")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("reason", ["no memory", "switched off", "none"])
+def test_all_fall_back_together(ranks: Worlds, reason: str) -> None:
+    found = ranks(3).run(fall_back, reason)
+    assert [("shared" in names) for names in found] == [reason == "none"] * 3
+
+
+FAULTS = (signal.SIGKILL, signal.SIGSTOP)
+
+
+def work_until_it_fails(seed: int) -> str:
+    comm = Communicator(timeout_s=2.0)
+    randomness = random.Random(seed)
+    try:
+        while True:
+            numel = randomness.choice((1, 1000, 5000, 200_000))
+            tensor = comm.empty(numel) if randomness.random() < 0.5 else torch.empty(numel)
+            tensor.fill_(1)
+            verb = randomness.choice(("allreduce", "broadcast", "barrier", "async"))
+            if verb == "allreduce":
+                comm.allreduce(tensor)
+            elif verb == "broadcast":
+                comm.broadcast(tensor)
+            elif verb == "barrier":
+                comm.barrier()
+            else:
+                work: Any = comm.allreduce(tensor, async_op=True)
+                work.wait()
+    except CollectiveError as error:
+        comm.close()
+        return type(error).__name__
+
+
+@pytest.mark.parametrize("number", FAULTS, ids=lambda number: number.name)
+def test_a_rank_is_hit_at_random(failing_world: Callable[[int], World], number: signal.Signals) -> None:
+    """Every survivor gets an error in time, wherever the victim was."""
+    before = set(os.listdir("/dev/shm"))
+    for size in (2, 3):
+        worlds = [failing_world(size) for _ in range(6)]
+        for seed, world in enumerate(worlds):
+            world.start(work_until_it_fails, seed)
+        randomness = random.Random(size)
+        time.sleep(1.5)
+        victims = [randomness.randrange(size) for _ in worlds]
+        for world, victim in zip(worlds, victims, strict=True):
+            time.sleep(randomness.random() * 0.05)
+            world.signal(victim, number)
+        kinds = {signal.SIGKILL: "PeerLost", signal.SIGSTOP: "CollectiveTimeout"}
+        for world, victim in zip(worlds, victims, strict=True):
+            for outcome in world.collect(30.0, ranks=[rank for rank in range(size) if rank != victim]):
+                assert (outcome.status, outcome.value) == ("returned", kinds[number]), outcome
+            world.kill()
+    assert set(os.listdir("/dev/shm")) == before
