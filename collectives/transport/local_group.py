@@ -26,7 +26,7 @@ SLOT_FIELDS = 4
 _WHOLE_BYTES = 8 << 10
 
 #: Chunks of an allreduce in flight: while one is copied out, the next are reduced and staged.
-_DEPTH = 4
+_DEPTH = 8
 
 #: What is staged, and what is in the rings, should stay in the caches, and fit the 64 MB that containers tend to have.
 _STAGING_BYTES, _SMALLEST_CHUNK, _LARGEST_CHUNK = 8 << 20, 4 << 10, 64 << 10
