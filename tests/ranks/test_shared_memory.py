@@ -162,8 +162,10 @@ def test_all_fall_back_together(ranks: Worlds, reason: str) -> None:
 FAULTS = (signal.SIGKILL, signal.SIGSTOP)
 
 
-def work_until_it_fails(seed: int) -> str:
+def work_until_it_fails(seed: int, started: Path) -> str:
     comm = Communicator(timeout_s=2.0)
+    comm.barrier()
+    started.touch()
     randomness = random.Random(seed)
     try:
         while True:
@@ -186,15 +188,16 @@ def work_until_it_fails(seed: int) -> str:
 
 
 @pytest.mark.parametrize("number", FAULTS, ids=lambda number: number.name)
-def test_a_rank_is_hit_at_random(failing_world: Callable[[int], World], number: signal.Signals) -> None:
+def test_a_rank_is_hit_at_random(failing_world: Callable[[int], World], number: signal.Signals, tmp_path: Path) -> None:
     """Every survivor gets an error in time, wherever the victim was."""
     before = set(os.listdir("/dev/shm"))
     for size in (2, 3):
         worlds = [failing_world(size) for _ in range(6)]
         for seed, world in enumerate(worlds):
-            world.start(work_until_it_fails, seed)
+            world.start(work_until_it_fails, seed, tmp_path / f"{size}-{seed}")
         randomness = random.Random(size)
-        time.sleep(1.5)
+        while len(list(tmp_path.glob(f"{size}-*"))) < len(worlds):
+            time.sleep(0.1)
         victims = [randomness.randrange(size) for _ in worlds]
         for world, victim in zip(worlds, victims, strict=True):
             time.sleep(randomness.random() * 0.05)
