@@ -102,7 +102,7 @@ def measure(
     shared: bool = False,
 ) -> list[Measured]:
     """All that was measured, job by job, the same on every rank. shared: in-place buffers are the Communicator's."""
-    machine = distributed_machine(device)
+    machine = distributed_machine(device, comm.barrier)
     turns: list[tuple[Job, str]] = []
     seconds: list[Times] = []
     wrong: list[int] = []

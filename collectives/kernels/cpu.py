@@ -423,7 +423,7 @@ def _wait_for_headers(context, header, word):
             if beats == 0:
                 since = monotonic_ns()
             status = _rest(context, beats, since)
-            if status != FINISHED:
+            if status != FINISHED and load(theirs) == seen:  # what came before the end of the wait counts
                 _waits_for_all(context, header, word >> SEQUENCE_SHIFT << SEQUENCE_SHIFT)
                 return status
             beats += 1
@@ -441,7 +441,7 @@ def _wait_for_line(context, line, least):
             if beats == 0:
                 since = monotonic_ns()
             status = _rest(context, beats, since)
-            if status != FINISHED:
+            if status != FINISHED and load(theirs) < least:
                 _waits_for_all(context, line, least)
                 return status
             beats += 1
@@ -540,6 +540,7 @@ def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor):
     beats = 0
     since = int64(0)
     status = FINISHED
+    last_look = False
     while copied < chunks:
         moved = False
         if copied < reduced and _least_of(context, REDUCED) > before + copied:
@@ -593,6 +594,10 @@ def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor):
             moved = True
         if moved:
             beats = 0
+            last_look = False
+            status = FINISHED
+        elif last_look:
+            break
         elif copied < chunks:
             if beats == 0:
                 since = monotonic_ns()
@@ -604,7 +609,7 @@ def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor):
                     _waits_for_all(context, STAGED, before + reduced + 1)
                 else:
                     _waits_for_all(context, COPIED, before + staged - depth + 1)
-                break
+                last_look = True  # what came before the end of the wait counts
             beats += 1
     _set(context, MINE_STAGED, staged)
     _set(context, MINE_REDUCED, reduced)
@@ -810,5 +815,8 @@ def move(context, rings, capacity, table, first, count, blocked, wanted):
             _set(context, PEER, load(table + 8 * ROW_FIELDS * wanted + 8 * ROW_PEER))
         status = _rest(context, beats, since)
         if status != FINISHED:
-            return status
+            # What came before the end of the wait counts.
+            if _move_some(context, rings, capacity, table, first, count, blocked) == 0:
+                return status
+            beats = -1
         beats += 1

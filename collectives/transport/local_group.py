@@ -26,7 +26,7 @@ SLOT_FIELDS = 4
 _WHOLE_BYTES = 8 << 10
 
 #: Chunks of an allreduce in flight: while one is copied out, the next are reduced and staged.
-_DEPTH = 4
+_DEPTH = 8
 
 #: What is staged, and what is in the rings, should stay in the caches, and fit the 64 MB that containers tend to have.
 _STAGING_BYTES, _SMALLEST_CHUNK, _LARGEST_CHUNK = 8 << 20, 4 << 10, 64 << 10
@@ -139,10 +139,16 @@ class LocalGroup:
         with self._running:
             if self._segment.address is None:
                 raise LinkError(None, timed_out=False, detail="this rank has closed its Communicator")
+            lost: set[int] = set()
             while (status := kernel(*arguments)) != self.kernels.FINISHED:
-                self._check(status, deadline)
+                lost = self._check(status, deadline, lost)
 
-    def _check(self, status: int, deadline: float) -> None:
+    def _check(self, status: int, deadline: float, lost: set[int]) -> set[int]:
+        """Raise the LinkError that a kernel's status means, if any. Returns who of those awaited is lost.
+
+        lost: what the last check returned. Only who was lost before the kernel last looked is given up: others may have left
+        something behind, on their way out.
+        """
         kernels = self.kernels
         awaited = self._awaited()
         peer = min(awaited)
@@ -151,13 +157,13 @@ class LocalGroup:
         if status == kernels.STOPPED:
             # Some other rank's time was up, or a peer of its was gone: whom this one waited for may be to blame, and may not.
             raise LinkError(peer, timed_out=True, detail="another rank of this host gave up", awaited=awaited)
-        if dead := awaited & self.dead():
-            raise LinkError(min(dead), timed_out=False, detail=f"the process of {ranks_text(dead)} has ended")
-        if left := awaited & (self._left(_GONE) if self._leaving else self._left(_LEAVING)):
-            raise LinkError(min(left), timed_out=False, detail=f"{ranks_text(left)} closed the Communicator")
+        if gone := awaited & lost:
+            how = "process has ended" if gone & self.dead() else "Communicator is closed"
+            raise LinkError(min(gone), timed_out=False, detail=f"{ranks_text(gone)}: the {how}")
         if time.monotonic() >= deadline:
             detail = f"nothing came from {ranks_text(awaited)}"
             raise LinkError(peer, timed_out=True, detail=detail, awaited=awaited)
+        return awaited & (self.dead() | self._left(_GONE if self._leaving else _LEAVING))
 
     def _awaited(self) -> set[int]:
         """Whom the kernel that has just returned was waiting for."""

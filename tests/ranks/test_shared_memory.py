@@ -1,183 +1,210 @@
-"""Communicator(shared_memory=True): the same exact answers and the same errors through the memory that ranks share."""
+"""What only shared memory has: tensors in it, the two data paths, and that nothing of it is left behind."""
 
+from __future__ import annotations
+
+import gc
+import os
+import random
+import resource
+import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from collectives import Communicator, Mismatch
-from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds
-from tests.ranks import test_collectives_allreduce as reductions
-from tests.ranks import test_collectives_copy as copies
-from tests.ranks import test_failures as failures
-from tests.ranks.exact import Checks, contribution, reduced
+from collectives import CollectiveError, Communicator
+from collectives.reduction import DTYPES
+from tests.harness import World, Worlds
 
-pytest.importorskip("numba")
-
-WORLDS = (1, 2, 3, 4, 8)
-WORLD, VICTIM = 3, 0  # of the failures
-LARGE = (5_000, 100_003)  # elements: more than every rank reduces by itself
+WORLDS = (2, 3, 4, 8)
+NUMELS = (1, 2047, 2049, 70_001, 600_000)
+TIMEOUT_S = 20.0
 
 
-def asked_for(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), in which every Communicator asks for shared memory."""
-    defaults = Communicator.__init__.__kwdefaults__
-    assert defaults["shared_memory"] is False
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(defaults, "shared_memory", True)
-        return function(*args)
+def contribution(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    numbers = torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * 4
+    return numbers.to(dtype) if dtype.is_floating_point else numbers.abs().to(dtype)
 
 
-def exact(cases: list[tuple[Callable[[str], list[str]], str]]) -> list[str]:
-    return [
-        f"{function.__name__}, {algorithm}: {failure}"
-        for function, algorithm in cases
-        for failure in asked_for(function, algorithm)
-    ]
+def in_rank_order(size: int, numel: int, dtype: torch.dtype, op: str) -> torch.Tensor:
+    """What torch makes of the contributions, one after the other."""
+    total = contribution(0, numel, dtype)
+    for rank in range(1, size):
+        other = contribution(rank, numel, dtype)
+        if op in ("sum", "average"):
+            total = total.logical_or(other) if dtype is torch.bool else total.add_(other)
+        else:
+            total = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}[op](total, other)
+    if op == "average":
+        total.div_(size, rounding_mode=None if dtype.is_floating_point else "trunc")
+    return total
 
 
-def large() -> list[str]:
-    """Tensors of one's own and shared ones, again and again, on some ranks shared and on others not."""
-    checks = Checks()
-    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S, shared_memory=True) as comm:
-        for numel in LARGE:
-            for dtype, op in ((torch.float32, "sum"), (torch.float32, "average"), (torch.bfloat16, "max")):
-                for place in ("own", "shared", "shared on even ranks"):
-                    values = contribution(comm.rank, comm.size, numel, dtype, op)
-                    tensor = torch.empty(numel, dtype=dtype)
-                    if place == "shared" or (place != "own" and comm.rank % 2 == 0):
-                        tensor = comm.empty(numel, dtype=dtype)
-                    expected = reduced(comm.size, numel, dtype, op)
-                    for time in range(4):
-                        with checks.case(numel=numel, dtype=dtype, op=op, place=place, time=time):
-                            tensor.copy_(values)
-                            comm.allreduce(tensor, op)
-                            checks.equal(tensor, expected)
-    return checks.failures
+def without_a_copy(comm: Communicator) -> bool:
+    """Whether the last operation went so."""
+    shared = comm._engine._shared
+    assert shared is not None
+    return bool(shared.group.context[shared.group.kernels.DIRECT])
 
 
-def barriers() -> None:
-    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S, shared_memory=True) as comm:
-        for algorithm in ("auto", *comm.algorithms("barrier")):
-            comm.barrier(algorithm=algorithm)
-        work = comm.barrier(async_op=True)
-        assert work is not None
-        work.wait()
-
-
-def shapes_differ() -> str:
-    """Two shapes of one length, one of them remembered from an equal call before: not the same call."""
-    comm = Communicator(timeout_s=failures.TIMEOUT_S, shared_memory=True)
-    for _ in range(3):
-        comm.allreduce(torch.ones(6, 4))
-    with pytest.raises(Mismatch) as caught:
-        comm.allreduce(torch.ones(4, 6) if comm.rank == VICTIM else torch.ones(6, 4))
-    comm.close()
-    return str(caught.value)
-
-
-def names() -> dict[str, tuple[tuple[str, ...], tuple[str, ...], str]]:
-    with (
-        Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as without,
-        Communicator(timeout_s=EXCHANGE_TIMEOUT_S, shared_memory=True) as comm,
-    ):
-        return {
-            verb: (without.algorithms(verb), comm.algorithms(verb), comm.chosen(verb, 1000))
-            for verb in ("allreduce", "barrier", "alltoall")
-        }
-
-
-def not_asked_for() -> tuple[str, bool]:
-    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
-        return comm.chosen("allreduce", 1000), comm.empty(3, 4).shape == (3, 4)
-
-
-def asked_for_by_some() -> str:
-    wanted = torch.distributed.get_rank() != 1
-    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S, shared_memory=wanted) as comm:
-        tensor = comm.empty(5000).fill_(1)
-        comm.allreduce(tensor)
-        assert torch.equal(tensor, torch.full_like(tensor, float(comm.size)))
-        return comm.chosen("allreduce", 1000)
+def both_paths(dtype: torch.dtype) -> None:
+    with Communicator(timeout_s=TIMEOUT_S) as comm:
+        for numel in NUMELS:
+            for op in ("sum", "average", "min", "max", "product"):
+                if dtype is torch.bool and op == "average":
+                    continue
+                expected = in_rank_order(comm.size, numel, dtype, op)
+                base = comm.empty(numel + 3, dtype=dtype)
+                for tensor in (torch.empty(numel, dtype=dtype), base[3:], base[3:]):
+                    tensor.copy_(contribution(comm.rank, numel, dtype))
+                    comm.allreduce(tensor, op, algorithm="shared")
+                    assert torch.equal(tensor.isnan(), expected.isnan()), (numel, op)
+                    assert torch.equal(tensor.nan_to_num(), expected.nan_to_num()), (numel, op)
+                assert numel * dtype.itemsize <= 8192 or without_a_copy(comm)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_allreduce(ranks: Worlds, world: int) -> None:
-    around = [reductions.scaled, reductions.views, reductions.grouped]
-    cases = [(reductions.exact, name) for name in ("auto", "ring", "tree")] + [(case, "auto") for case in around]
-    assert ranks(world).run(exact, cases) == [[]] * world
-    digests = [ranks(world).run(asked_for, reductions.digests_of_random_sums, "auto") for _ in range(2)]
-    assert digests == [[digests[0][0]] * world] * 2
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_both_paths_reduce_in_rank_order(ranks: Worlds, world: int, dtype: torch.dtype) -> None:
+    ranks(world).run(both_paths, dtype)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_large_allreduce(ranks: Worlds, world: int) -> None:
-    assert ranks(world).run(large) == [[]] * world
+def some_in_shared_memory() -> None:
+    """Rank 0's tensor is an ordinary one, or lies elsewhere than the others'."""
+    numel = 300_000
+    with Communicator(timeout_s=TIMEOUT_S) as comm:
+        mine, expected = (
+            contribution(comm.rank, numel, torch.float32),
+            in_rank_order(comm.size, numel, torch.float32, "sum"),
+        )
+        shared = comm.empty(2 * numel)
+        for turn in range(6):
+            private = torch.empty(numel)
+            tensor = private if comm.rank == turn % comm.size else shared[comm.rank * 64 :][:numel]
+            tensor.copy_(mine)
+            comm.allreduce(tensor)
+            assert torch.equal(tensor, expected)
+            assert not without_a_copy(comm)
+        for _ in range(2):
+            tensor = shared[comm.rank * 64 :][:numel]
+            tensor.copy_(mine)
+            comm.allreduce(tensor)
+            assert torch.equal(tensor, expected)
+            assert without_a_copy(comm)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_copies(ranks: Worlds, world: int) -> None:
-    functions = (
-        copies.allgather_tensors,
-        copies.allgather_lists,
-        copies.broadcast,
-        copies.alltoall_equal,
-        copies.alltoall_splits,
-    )
-    assert ranks(world).run(exact, [(function, "auto") for function in functions]) == [[]] * world
+@pytest.mark.parametrize("world", [2, 3])
+def test_tensors_may_lie_anywhere(ranks: Worlds, world: int) -> None:
+    ranks(world).run(some_in_shared_memory)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_barrier(ranks: Worlds, world: int) -> None:
-    ranks(world).run(barriers)
+def segments() -> int:
+    return sum("memfd:gradwire" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_names(ranks: Worlds, world: int) -> None:
-    for found in ranks(world).run(names):
-        for verb, (without, with_it, chosen) in found.items():
-            is_there = world > 1 and verb != "alltoall"
-            assert "shared" not in without
-            assert ("shared" in with_it) == is_there
-            assert (chosen == "shared") == is_there
+def come_and_go() -> None:
+    """Memory of tensors that are gone is given back, here and by the others, and its slots are used again."""
+    gc.collect()
+    descriptors, maps = len(os.listdir("/proc/self/fd")), segments()
+    with Communicator(timeout_s=TIMEOUT_S) as comm:
+        group = segments()
+        for _ in range(600):
+            tensor = comm.empty(4000)
+            tensor.fill_(1)
+            for _ in range(2):
+                comm.allreduce(tensor)
+            assert torch.equal(tensor, torch.full_like(tensor, float(comm.size**2)))
+        assert without_a_copy(comm)
+        assert segments() - group <= 2 * comm.size
+        del tensor
+        survivor = comm.empty(4000).fill_(3)
+        comm.allreduce(torch.ones(1))
+        assert segments() - group == comm.size
+        closed = Communicator(timeout_s=TIMEOUT_S)
+        closed.close()
+        assert closed.empty(10).numel() == 10
+    assert torch.equal(survivor, torch.full((4000,), 3.0))
+    del survivor
+    gc.collect()
+    assert segments() == maps
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 1
 
 
-def test_nobody_gets_it_unasked(ranks: Worlds) -> None:
-    assert all(chosen != "shared" and made for chosen, made in ranks(3).run(not_asked_for))
+@pytest.mark.parametrize("world", [2, 4])
+def test_memory_is_given_back(ranks: Worlds, world: int) -> None:
+    ranks(world).run(come_and_go)
 
 
-def test_all_do_without_it_unless_all_ask(ranks: Worlds) -> None:
-    assert "shared" not in ranks(3).run(asked_for_by_some)
+def fall_back(reason: str) -> tuple[str, ...]:
+    rank = dist.get_rank()
+    if reason == "no memory" and rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+    try:
+        with Communicator(timeout_s=TIMEOUT_S, shared_memory=reason != "switched off" or rank != 1) as comm:
+            tensor = comm.empty(5000).fill_(1)
+            comm.allreduce(tensor)
+            assert torch.equal(tensor, torch.full_like(tensor, float(comm.size)))
+            return comm.algorithms("allreduce")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-@pytest.mark.parametrize("fault", ["killed", "stopped"])
-def test_a_rank_fails(failing_world: Callable[[int], World], fault: str) -> None:
-    worlds = [(phase, failing_world(WORLD)) for phase in ("between two", "in the middle")]
-    for phase, world in worlds:
-        world.start(asked_for, failures.suffer, "shared", phase, fault, VICTIM)
-    found = []
-    for phase, world in worlds:
-        for outcome in world.collect(failures.DEADLINE_S, ranks=[rank for rank in range(WORLD) if rank != VICTIM]):
-            found += [f"{phase}, rank {outcome.rank}: {text}" for text in failures.complaints(outcome, fault, VICTIM)]
-    assert not found, "\n".join(found)
+@pytest.mark.parametrize("reason", ["no memory", "switched off", "none"])
+def test_all_fall_back_together(ranks: Worlds, reason: str) -> None:
+    found = ranks(3).run(fall_back, reason)
+    assert [("shared" in names) for names in found] == [reason == "none"] * 3
 
 
-def test_a_rank_calls_something_else(failing_world: Callable[[int], World]) -> None:
-    worlds = [(subject, failing_world(WORLD)) for subject, _, _ in failures.DISAGREEMENTS]
-    for subject, world in worlds:
-        world.start(asked_for, failures.disagree, subject, "shared", VICTIM)
-    for subject, world in worlds:
-        for outcome in world.collect(failures.DEADLINE_S):
-            assert outcome.status == "returned", f"{subject}: {outcome}"
-            assert outcome.value.kind is Mismatch, f"{subject}: {outcome.value.text}"
-            assert outcome.value.complaints() == [], subject
+FAULTS = (signal.SIGKILL, signal.SIGSTOP)
 
 
-def test_shapes_are_part_of_a_call(failing_world: Callable[[int], World]) -> None:
-    world = failing_world(WORLD)
-    world.start(shapes_differ)
-    for outcome in world.collect(failures.DEADLINE_S):
-        assert outcome.status == "returned", outcome
-        assert "[4, 6]" in outcome.value
-        assert "[6, 4]" in outcome.value
+def work_until_it_fails(seed: int, started: Path) -> str:
+    comm = Communicator(timeout_s=2.0)
+    comm.barrier()
+    started.touch()
+    randomness = random.Random(seed)
+    try:
+        while True:
+            numel = randomness.choice((1, 1000, 5000, 200_000))
+            tensor = comm.empty(numel) if randomness.random() < 0.5 else torch.empty(numel)
+            tensor.fill_(1)
+            verb = randomness.choice(("allreduce", "broadcast", "barrier", "async"))
+            if verb == "allreduce":
+                comm.allreduce(tensor)
+            elif verb == "broadcast":
+                comm.broadcast(tensor)
+            elif verb == "barrier":
+                comm.barrier()
+            else:
+                work: Any = comm.allreduce(tensor, async_op=True)
+                work.wait()
+    except CollectiveError as error:
+        comm.close()
+        return type(error).__name__
+
+
+@pytest.mark.parametrize("number", FAULTS, ids=lambda number: number.name)
+def test_a_rank_is_hit_at_random(failing_world: Callable[[int], World], number: signal.Signals, tmp_path: Path) -> None:
+    """Every survivor gets an error in time, wherever the victim was."""
+    before = set(os.listdir("/dev/shm"))
+    for size in (2, 3):
+        worlds = [failing_world(size) for _ in range(6)]
+        for seed, world in enumerate(worlds):
+            world.start(work_until_it_fails, seed, tmp_path / f"{size}-{seed}")
+        randomness = random.Random(size)
+        while len(list(tmp_path.glob(f"{size}-*"))) < len(worlds):
+            time.sleep(0.1)
+        victims = [randomness.randrange(size) for _ in worlds]
+        for world, victim in zip(worlds, victims, strict=True):
+            time.sleep(randomness.random() * 0.05)
+            world.signal(victim, number)
+        kinds = {signal.SIGKILL: "PeerLost", signal.SIGSTOP: "CollectiveTimeout"}
+        for world, victim in zip(worlds, victims, strict=True):
+            for outcome in world.collect(30.0, ranks=[rank for rank in range(size) if rank != victim]):
+                assert (outcome.status, outcome.value) == ("returned", kinds[number]), outcome
+            world.kill()
+    assert set(os.listdir("/dev/shm")) == before
