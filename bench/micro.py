@@ -237,7 +237,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
         return 2
     device = join_world(chosen.backend, chosen.timeout)
     try:
-        with Communicator(timeout_s=chosen.timeout, shared_memory=chosen.shared) as comm:
+        with Communicator(timeout_s=chosen.timeout) as comm:
             try:
                 jobs, algorithms = plan(case, chosen, comm, device)
             except ValueError as error:

@@ -89,7 +89,7 @@ def parse_arguments(name: str, arguments: Sequence[str]) -> argparse.Namespace:
     add(
         "--shared",
         action="store_true",
-        help="shared memory inside a host, and in-place buffers from Communicator.empty(), for all that are compared",
+        help="in-place buffers from Communicator.empty(), for all that are compared",
     )
     add("--backend", choices=("gloo", "nccl"), help="of torch.distributed; default nccl where every rank has a GPU")
     add("-T", "--timeout", type=float, default=300.0, help="of one collective, in seconds (default 300)")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from collectives import objects, verbs
 from collectives.engine import Engine, legal_algorithms
+from collectives.environment import shared_memory_wanted
 from collectives.neighbours import connect_neighbours
 from collectives.reduction import Op, check_dtype
 from collectives.selection import SHARED, Table, default_segment_bytes, default_table, overrides
@@ -26,9 +27,10 @@ class Communicator:
     group: a ProcessGroup over gloo (CPU tensors; CUDA tensors travel through pinned memory) or NCCL (CUDA tensors); None is
     the world. timeout_s: seconds that each operation may take from its start. segment_bytes: how large a piece of one rank's
     share is sent at once when a buffer is long; larger pieces cost less overhead, smaller ones overlap better; None chooses
-    by topology. shared_memory: whether ranks of one host talk through memory that they share; unless all
-    ranks ask for it, or where they cannot (the log says why), everything goes through the group's backend. It needs
-    gradwire[shared].
+    by topology.
+
+    CPU tensors between ranks of one host go through memory that these share, all else through the group's backend. Where memory
+    cannot be shared (the log says why), or with COLLECTIVES_SHARED_MEMORY=0 on any rank, everything does.
 
     Making one is a collective call, and so is every verb: all ranks of the group call the same verbs in the same order. Ranks
     in arguments (src, dst) count within the group. The verbs follow torch.distributed: results in place, None returned, or
@@ -51,7 +53,6 @@ class Communicator:
         *,
         timeout_s: float = 300.0,
         segment_bytes: int | None = None,
-        shared_memory: bool = False,
     ) -> None:
         if not dist.is_initialized():
             raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
@@ -61,8 +62,9 @@ class Communicator:
             raise ValueError(f"group is {group!r}: a ProcessGroup that this process belongs to is needed")
         if timeout_s <= 0 or (segment_bytes is not None and segment_bytes <= 0):
             raise ValueError(f"timeout_s={timeout_s} and segment_bytes={segment_bytes} must be positive")
-        overrides(legal_algorithms(shared=shared_memory), os.environ)  # a wrong one is found before anyone connects
-        connection = connect(group, host_id(), timeout_s, note=shared_memory)
+        wanted = shared_memory_wanted(os.environ)
+        overrides(legal_algorithms(shared=wanted), os.environ)  # a wrong one is found before anyone connects
+        connection = connect(group, host_id(), timeout_s, note=wanted)
         self.topology = Topology.from_host_ids(connection.transport.rank, connection.host_digests)
         if segment_bytes is None:
             segment_bytes = default_segment_bytes(self.topology)

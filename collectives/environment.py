@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 #: Prefix of the per-collective algorithm tables: COLLECTIVES_ALLREDUCE="recursive_doubling:0-16K;rsag:16K-max".
 TABLE_PREFIX = "COLLECTIVES_"
 
 #: Overrides what `topology.host_id` finds out.
 HOST_ID = "COLLECTIVES_HOST_ID"
+
+#: Set to 0 on any rank, all ranks do without shared memory.
+SHARED_MEMORY = "COLLECTIVES_SHARED_MEMORY"
+
+
+def shared_memory_wanted(environment: Mapping[str, str]) -> bool:
+    """Whether this rank is to share memory with the others of its host: unless COLLECTIVES_SHARED_MEMORY=0.
+
+    Raises ValueError for anything but 0 and 1.
+    """
+    text = environment.get(SHARED_MEMORY) or "1"
+    if text not in ("0", "1"):
+        raise ValueError(f"{SHARED_MEMORY}={text!r} must be 0 (ranks of a host talk through sockets) or 1")
+    return text == "1"

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
+from collectives.environment import SHARED_MEMORY
 from collectives.errors import CollectiveError, LinkError, ranks_text
 from collectives.kernels import cpu_kernels
 from collectives.rendezvous import join_host
@@ -44,13 +45,13 @@ def connect_neighbours(
 ) -> Neighbours:
     """Add shared memory to a transport, where there are CPU tensors to carry and ranks that share a host. A collective call.
 
-    wanted: whether each rank asks for it; all must, or nothing is done. Raises CollectiveError when the ranks do not come
+    wanted: whether each rank is willing; all must be, or nothing is done. Raises CollectiveError when the ranks do not come
     together within timeout_s seconds, compiling not counted.
     """
     if not all(wanted):
         if any(wanted) and transport.rank == 0:
             refusing = ranks_text(rank for rank, asked in enumerate(wanted) if not asked)
-            _log.warning("no shared memory: %s did not ask for it", refusing)
+            _log.warning("no shared memory: %s=0 on %s", SHARED_MEMORY, refusing)
         return Neighbours(transport, None)
     if "cpu" not in transport.backends or all(len(host) == 1 for host in topology.hosts):
         return Neighbours(transport, None)

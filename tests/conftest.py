@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.harness import World, Worlds
+from tests.harness import TRANSPORTS, World, Worlds
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
     """ranks(size).run(function, *args, **kwargs): the list of results by rank, on processes that all tests share."""
-    worlds = Worlds(tmp_path_factory.mktemp("worlds"))
+    environment = TRANSPORTS[getattr(request, "param", "shared_memory")]
+    worlds = Worlds(tmp_path_factory.mktemp("worlds"), environment)
     yield worlds
     worlds.close()
 

@@ -15,7 +15,7 @@ import resource
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -26,9 +26,17 @@ import pytest
 import torch
 import torch.distributed
 
+from collectives.environment import SHARED_MEMORY
+
 EXCHANGE_TIMEOUT_S = 20.0
 RUN_TIMEOUT_S = 60.0
 GRACE_S = 5.0  # what a rank has for reporting or leaving, once another has failed or all is over
+
+#: What the ranks of a host talk through, and what is set in their environment for it.
+TRANSPORTS: dict[str, dict[str, str]] = {"shared_memory": {}, "sockets": {SHARED_MEMORY: "0"}}
+
+#: `pytestmark` of tests that are to hold for each of them.
+ON_EVERY_TRANSPORT = pytest.mark.parametrize("ranks", TRANSPORTS, indirect=True)
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch.distributed", "collectives", "collectives.kernels.cpu", "pytest"])
@@ -54,7 +62,7 @@ class Outcome:
 class World:
     """`size` fresh processes with torch.distributed (gloo) initialised, waiting for functions to run."""
 
-    def __init__(self, size: int, directory: Path) -> None:
+    def __init__(self, size: int, directory: Path, environment: Mapping[str, str]) -> None:
         self.size = size
         self._directory = directory
         self._connections: list[Connection] = []
@@ -63,7 +71,10 @@ class World:
         for rank in range(size):
             ours, theirs = _context.Pipe()
             process = _context.Process(
-                target=_serve, args=(rank, size, directory, theirs), name=f"rank {rank} of {size}", daemon=True
+                target=_serve,
+                args=(rank, size, directory, dict(environment), theirs),
+                name=f"rank {rank} of {size}",
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -160,10 +171,14 @@ class World:
 
 
 class Worlds:
-    """worlds(size): a world shared by all who ask, started when first asked for and again after it has failed."""
+    """worlds(size): a world shared by all who ask, started when first asked for and again after it has failed.
 
-    def __init__(self, directory: Path) -> None:
+    environment: what is set in all their processes.
+    """
+
+    def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
         self._directory = directory
+        self._environment = environment
         self._shared: dict[int, World] = {}
         self._started = 0
 
@@ -177,7 +192,7 @@ class Worlds:
         self._started += 1
         directory = self._directory / f"world-{self._started}"
         directory.mkdir()
-        return World(size, directory)
+        return World(size, directory, self._environment)
 
     def close(self) -> None:
         """Close all shared worlds and raise RanksFailedError if a process outlives that."""
@@ -188,8 +203,9 @@ class Worlds:
             raise RanksFailedError(f"processes left over: {left_over}")
 
 
-def _serve(rank: int, size: int, directory: Path, connection: Connection) -> None:
+def _serve(rank: int, size: int, directory: Path, environment: dict[str, str], connection: Connection) -> None:
     """The life of a rank: run what comes down the connection until it is closed."""
+    os.environ.update(environment)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with _stacks_file(directory, rank).open("w") as stacks:
         faulthandler.enable(stacks)

@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from collectives import CollectiveError, CollectiveTimeout, Communicator, Work
-from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
+from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.exact import SEVERAL_SEGMENTS, communicator, contribution, reduced
+
+pytestmark = ON_EVERY_TRANSPORT
 
 
 def let_go(rank: int) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from collectives import Communicator
 from collectives.algorithms import PLANNERS
-from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
+from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.exact import (
     DTYPES,
     FLOATING,
@@ -21,6 +21,8 @@ from tests.ranks.exact import (
     reduced,
     reductions,
 )
+
+pytestmark = ON_EVERY_TRANSPORT
 
 SIZES_OF_AUTO = (40_000, 300_000, 2_200_000)
 
@@ -145,7 +147,7 @@ class TestEveryAlgorithm:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("algorithm", ["rsag", "native"])
+@pytest.mark.parametrize("algorithm", ["rsag", "native", "auto"])
 class TestWhatIsAroundTheAlgorithm:
     def test_scaled(self, ranks: Worlds, world: int, algorithm: str) -> None:
         assert ranks(world).run(scaled, algorithm) == [[]] * world

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from collectives.algorithms import PLANNERS
-from tests.harness import Worlds
+from tests.harness import ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.exact import DTYPES, WORLDS, Checks, communicator, contribution, copies, uneven_parts
+
+pytestmark = ON_EVERY_TRANSPORT
 
 
 def allgather_tensors(algorithm: str) -> list[str]:

@@ -7,8 +7,10 @@ import torch
 import torch.distributed
 
 from collectives.algorithms import PLANNERS
-from tests.harness import Worlds
+from tests.harness import ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.exact import WORLDS, communicator
+
+pytestmark = ON_EVERY_TRANSPORT
 
 
 def thing(rank: int) -> dict[str, object]:

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from collectives.algorithms import PLANNERS
-from tests.harness import Worlds
+from tests.harness import ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.exact import WORLDS, Checks, communicator, contribution, reduced, reductions, uneven_parts
+
+pytestmark = ON_EVERY_TRANSPORT
 
 DTYPES_OF_EVERY_KIND = (torch.bfloat16, torch.float32, torch.uint8, torch.int64, torch.bool)
 

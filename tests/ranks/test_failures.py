@@ -18,10 +18,12 @@ import torch.distributed as dist
 
 from collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
 from collectives.algorithms import PLANNERS
-from tests.harness import Outcome, World
+from tests.harness import ON_EVERY_TRANSPORT, Outcome, World
 from tests.ranks.exact import on_host
 
-ALGORITHMS = (*PLANNERS["allreduce"], "native")
+pytestmark = ON_EVERY_TRANSPORT
+
+ALGORITHMS = (*PLANNERS["allreduce"], "native", "auto")
 TIMEOUT_S = 3.0  # of an operation
 GRACE_S = 3.0  # for finding out and telling who is to blame
 HANG_S = 10.0  # longer than any busy machine delays what takes no time

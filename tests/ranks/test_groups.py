@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import Communicator
-from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
+from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.exact import (
     SEGMENT_BYTES,
     SEVERAL_SEGMENTS,
@@ -16,6 +16,8 @@ from tests.ranks.exact import (
     reduced,
     reductions,
 )
+
+pytestmark = ON_EVERY_TRANSPORT
 
 OVERLAPPING = ((0, 1, 2), (1, 2, 3), (0, 3), (2,), (0, 1, 2, 3))
 

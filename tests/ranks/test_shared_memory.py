@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import CollectiveError, Communicator
+from collectives.environment import SHARED_MEMORY
 from collectives.reduction import DTYPES
 from tests.harness import World, Worlds
 
@@ -141,15 +142,18 @@ def test_memory_is_given_back(ranks: Worlds, world: int) -> None:
 
 def fall_back(reason: str) -> tuple[str, ...]:
     rank = dist.get_rank()
+    if reason == "switched off" and rank == 1:
+        os.environ[SHARED_MEMORY] = "0"
     if reason == "no memory" and rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
     try:
-        with Communicator(timeout_s=TIMEOUT_S, shared_memory=reason != "switched off" or rank != 1) as comm:
+        with Communicator(timeout_s=TIMEOUT_S) as comm:
             tensor = comm.empty(5000).fill_(1)
             comm.allreduce(tensor)
             assert torch.equal(tensor, torch.full_like(tensor, float(comm.size)))
             return comm.algorithms("allreduce")
     finally:
+        os.environ.pop(SHARED_MEMORY, None)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 

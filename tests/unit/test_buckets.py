@@ -69,8 +69,7 @@ def test_buckets_are_not_needlessly_many(case: tuple[list[Item], list[int], int,
     for kind in KINDS:
         buckets = [bucket.items for bucket in planned if items[bucket.items[0]].kind == kind]
         wanted += [
-            sum(nbytes(items[i]) for i in (*bucket, following[0]))
-            for bucket, following in itertools.pairwise(buckets)
+            sum(nbytes(items[i]) for i in (*bucket, following[0])) for bucket, following in itertools.pairwise(buckets)
         ]
     early = [total for total in wanted if total <= bucket_bytes]
     assert len(early) <= 1
