@@ -1,0 +1,1 @@
+"""Gradient codecs: what makes a chunk small before it is sent."""
