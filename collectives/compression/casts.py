@@ -1,0 +1,33 @@
+"""Two bytes a number: half precision and bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from collectives.compression.dense import Dense
+
+
+@dataclass(frozen=True)
+class Float16(Dense):
+    """IEEE half precision, rounded to nearest even. Whoever sums n of them divides by n first: the largest is 65504.
+
+    Biased by rounding only. Contraction: 1 - delta <= 2^-22 for magnitudes from 2^-14 to 65504 (relative error at most 2^-11);
+    below, the error is at most 2^-25. What is too large becomes Inf, and leaves no residual.
+    """
+
+    name: ClassVar[str] = "fp16"
+    summable: ClassVar[bool] = True
+    bits: ClassVar[int] = 16
+
+
+@dataclass(frozen=True)
+class BFloat16(Dense):
+    """The upper half of a float32, rounded to nearest even: its range, 8 bits of precision.
+
+    Biased by rounding only. Contraction: 1 - delta <= 2^-16 (relative error at most 2^-8).
+    """
+
+    name: ClassVar[str] = "bf16"
+    summable: ClassVar[bool] = True
+    bits: ClassVar[int] = 16

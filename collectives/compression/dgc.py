@@ -1,0 +1,82 @@
+"""Deep gradient compression: top-k of what a momentum has gathered."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from collectives.compression.sparse import Sparse, State
+from collectives.kernels.wire import pad16
+
+#: Of the numbers, sent in the first stage of the warm-up; each later stage sends a quarter of the one before.
+_FIRST_RATIO = 0.25
+
+
+@dataclass(frozen=True)
+class DGC(Sparse):
+    """Top-k with momentum correction, momentum factor masking and a warm-up of the ratio (Lin et al. 2018, sections 3.1
+    to 3.3).
+
+    On each rank u = momentum * u + gradient; v += u; the largest of v are sent, and cleared in v and u. v is the
+    residual of error feedback, u the state. The momentum is thereby the codec's: the optimizer must have none. They
+    also clip gradients on each rank, to 1 / sqrt(ranks) of the usual norm, before this.
+
+    Only what a rank has computed has a momentum. Without state, as the owner of a shard must encode the sum, it is
+    topk.
+
+    ratio: after the warm-up. warmup_steps: in that many steps the ratio falls from 25 %, by a factor of 4 in stages of
+    equal length. The size of a code depends on the codec alone, so `at(step)` gives the codec of a step; state and
+    residual serve all. Contraction: of v, delta >= k / n.
+    """
+
+    name: ClassVar[str] = "dgc"
+    ratio: float = 0.001
+    momentum: float = 0.9
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"dgc: momentum must be at least 0 and below 1, not {self.momentum}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"dgc: warmup_steps must not be negative, not {self.warmup_steps}")
+
+    def at(self, step: int) -> DGC:
+        """This codec in the step of that number, from 0, on all ranks: without a warm-up, and with the ratio that it
+        has reached.
+        """
+        ratio = self.ratio
+        if step < self.warmup_steps and ratio < _FIRST_RATIO:
+            stages = math.ceil(math.log(_FIRST_RATIO / ratio, 4))
+            ratio = max(ratio, _FIRST_RATIO / 4 ** (step * stages // self.warmup_steps))
+        return replace(self, ratio=ratio, warmup_steps=0)
+
+    def wire_bytes(self, numel: int) -> int:
+        return 2 * pad16(4 * self.count(numel))
+
+    def new_state(self, numel: int, device: torch.device) -> State:
+        return {"momentum": torch.zeros(numel, device=device)}
+
+    def encode(
+        self,
+        values: torch.Tensor,
+        wire: torch.Tensor,
+        *,
+        residual: torch.Tensor | None = None,
+        seed: int = 0,
+        state: State | None = None,
+    ) -> None:
+        momentum = None if state is None else state["momentum"]
+        kernels, k = self._kernels(wire, values, residual, momentum), self.count(values.numel())
+        if momentum is None:
+            kernels.topk_encode(values, residual, wire, k)
+        elif residual is None:
+            raise ValueError("dgc: needs error feedback: what is not sent is gathered in the residual")
+        else:
+            kernels.dgc_encode(values, residual, wire, k, momentum, self.momentum)
+
+    def decode(self, wire: torch.Tensor, out: torch.Tensor, *, add: bool = False, scale: float = 1.0) -> None:
+        self._kernels(wire, out).topk_decode(wire, out, self.count(out.numel()), add, scale)

@@ -1,0 +1,173 @@
+"""Low-rank matrices: two thin factors are summed over the ranks instead of the gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from collectives.compression.kernels_for import kernels_for
+
+#: A tensor is compressed if its factors are at most one part in so many of it.
+_LEAST_GAIN = 2
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Matrices as products P Q^T of rank `rank`, by one step of power iteration that goes on where the last one ended
+    (Vogels et al. 2019, algorithms 1 and 2).
+
+    No codec of single buffers: what is sent are sums over all ranks, of P, then of Q. So it has no encode and decode,
+    but a state with an `exchange` that is given an allreduce. A tensor of two or more dimensions is the matrix (first
+    dimension, rest); if it has less than 2 * rank * (rows + columns) numbers, it is summed as it is.
+
+    Biased: with error feedback, which is part of it. Contraction: delta is the share of a matrix, in squares, that lies
+    in the span of P; with a gradient that changes slowly, that of its `rank` largest singular values. seed: of the
+    first Q.
+    """
+
+    name: ClassVar[str] = "powersgd"
+    summable: ClassVar[bool] = True
+    rank: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"powersgd: rank must be at least 1, not {self.rank}")
+
+    def compresses(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of that shape is sent as factors."""
+        if len(shape) < 2 or shape[0] == 0:
+            return False
+        rows, columns = shape[0], math.prod(shape[1:])
+        return _LEAST_GAIN * self.rank * (rows + columns) <= rows * columns
+
+    def wire_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
+        """What one exchange of float32 tensors of these shapes gives to allreduce, in bytes."""
+        return 4 * sum(
+            self.rank * (shape[0] + math.prod(shape[1:])) if self.compresses(shape) else math.prod(shape)
+            for shape in shapes
+        )
+
+    def new_state(self, shapes: Sequence[Sequence[int]], device: torch.device) -> PowerSGDState:
+        """The state of the exchanges of float32 tensors of these shapes, always given in this order."""
+        return PowerSGDState(self, shapes, device)
+
+
+class _Batch:
+    """Matrices of one shape.
+
+    members: their places among the tensors. error: (matrices, rows, columns), this rank's. basis: (matrices, rank,
+    columns), the transpose of the Q that the next iteration begins with, the same on all ranks. first: the one that the
+    first iteration began with.
+    """
+
+    def __init__(self, members: list[int], rows: int, columns: int, first: torch.Tensor) -> None:
+        self.members, self.rows, self.columns = members, rows, columns
+        self.first = first
+        self.basis = first.clone()
+        self.error = torch.zeros(len(members), rows, columns, device=first.device)
+
+
+class PowerSGDState:
+    """What is kept from one exchange to the next: the errors of this rank, and the last Q of all."""
+
+    def __init__(self, codec: PowerSGD, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
+        self._shapes = [tuple(shape) for shape in shapes]
+        self._rank = codec.rank
+        self._kernels = kernels_for(device, "sparse")
+        alike: dict[tuple[int, int], list[int]] = {}
+        self._whole: list[int] = []
+        for index, shape in enumerate(self._shapes):
+            if codec.compresses(shape):
+                alike.setdefault((shape[0], math.prod(shape[1:])), []).append(index)
+            else:
+                self._whole.append(index)
+        random = torch.Generator().manual_seed(codec.seed)  # on the CPU, whose numbers do not depend on the device
+        self._batches = [
+            _Batch(members, rows, columns, torch.randn(len(members), codec.rank, columns, generator=random).to(device))
+            for (rows, columns), members in alike.items()
+        ]
+
+    def exchange(self, tensors: Sequence[torch.Tensor], allreduce: Callable[[torch.Tensor], object]) -> None:
+        """Replace the tensors, in place, by a low-rank approximation of their sums over the ranks, bit for bit the same
+        on all.
+
+        tensors: contiguous float32, of the shapes of the state. allreduce: sums a 1-D tensor over the ranks, in place,
+        to the same bits on all; called twice (once if nothing is compressed). The error of a rank is what its own
+        matrix lost by the projection onto the span of P, so that it stays small where ranks differ. A matrix in which
+        any rank has a NaN or Inf becomes NaN in whole; its error is cleared and its iteration begins anew.
+        """
+        self._check(tensors)
+        rows = [batch.rows for batch in self._batches]
+        whole = [tensors[index].numel() for index in self._whole]
+        first, lefts = self._factors(rows, sum(whole), tensors)
+        sums = first[first.numel() - sum(whole) :].split(whole)
+        for index, part in zip(self._whole, sums, strict=True):
+            part.copy_(tensors[index].view(-1))
+        for batch, left in zip(self._batches, lefts, strict=True):
+            for error, index in zip(batch.error, batch.members, strict=True):
+                error.add_(tensors[index].view(error.shape))
+            torch.bmm(batch.basis, batch.error.transpose(1, 2), out=left)
+        allreduce(first)
+        for index, part in zip(self._whole, sums, strict=True):
+            tensors[index].view(-1).copy_(part)
+        if not self._batches:
+            return
+
+        second, rights = self._factors([batch.columns for batch in self._batches], 0, tensors)
+        for batch, left, right in zip(self._batches, lefts, rights, strict=True):
+            self._kernels.powersgd_orthonormalize(left)
+            torch.bmm(left, batch.error, out=right)
+            batch.error.baddbmm_(left.transpose(1, 2), right, alpha=-1)
+        allreduce(second)
+        for batch, left, right in zip(self._batches, lefts, rights, strict=True):
+            for index, p, q in zip(batch.members, left, right, strict=True):
+                self._kernels.powersgd_multiply(p, q, tensors[index].view(batch.rows, batch.columns))
+            self._begin_next(batch, right)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What load_state_dict takes. `error.<i>` is this rank's, `basis.<i>` the same on all ranks."""
+        batches = list(enumerate(self._batches))
+        return {f"error.{i}": batch.error for i, batch in batches} | {f"basis.{i}": batch.basis for i, batch in batches}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        mine = self.state_dict()
+        if state.keys() != mine.keys() or any(state[name].shape != tensor.shape for name, tensor in mine.items()):
+            raise ValueError("powersgd: the saved state is of other shapes or of another rank")
+        for name, tensor in mine.items():
+            tensor.copy_(state[name])
+
+    def _factors(
+        self, lengths: list[int], more: int, tensors: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """One buffer for a factor of every batch, and `more` numbers; with views of the factors, which are kept
+        transposed, (matrices, rank, length): torch multiplies several times faster by these.
+        """
+        shapes = [
+            (len(batch.members), self._rank, length) for batch, length in zip(self._batches, lengths, strict=True)
+        ]
+        numels = [math.prod(shape) for shape in shapes]
+        flat = tensors[0].new_empty(sum(numels) + more) if tensors else torch.empty(0)
+        parts = flat[: sum(numels)].split(numels)
+        return flat, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def _begin_next(self, batch: _Batch, right: torch.Tensor) -> None:
+        """Orthonormal, so that no power of the gradient's magnitude builds up; what has been lost begins anew."""
+        finite = right.isfinite().all(2).all(1)
+        # On a GPU it would have to be waited for, so there the errors are always passed over.
+        if right.is_cuda or not bool(finite.all()):
+            batch.error.masked_fill_(~finite[:, None, None], 0)
+        self._kernels.powersgd_orthonormalize(right)
+        lives = ((right != 0) & right.isfinite()).any(2, keepdim=True) & finite[:, None, None]
+        batch.basis = torch.where(lives, right, batch.first)
+
+    def _check(self, tensors: Sequence[torch.Tensor]) -> None:
+        if [tuple(tensor.shape) for tensor in tensors] != self._shapes:
+            raise ValueError("powersgd: the tensors are not of the shapes that the state was made for")
+        for tensor in tensors:
+            if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+                raise ValueError(f"powersgd: tensors must be float32 and contiguous, not {tensor.dtype}")

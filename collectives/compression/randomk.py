@@ -1,0 +1,66 @@
+"""Numbers drawn by lot, the same on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from collectives.compression.sparse import Sparse, State
+from collectives.kernels.wire import pad16
+
+
+@dataclass(frozen=True)
+class RandomK(Sparse):
+    """k = ceil(ratio * n) numbers, one from each of k parts of the buffer; which ones follows from n, seed and step
+    alone.
+
+    So no indices are sent, and codes of ranks that agree on the codec can be added as they are: a wire is k float32
+    (and zeros up to 16 bytes). The decoder must know what the encoder drew, which is why seed and step are settings and
+    encode's seed, which differs from rank to rank, is not used: call `at(step)` for the codec of a step.
+
+    Every number is drawn with probability k / n. As it stands biased, for error feedback, with contraction delta = k /
+    n in the mean; multiplied by n / k (decode's scale) unbiased, omega = n / k - 1 (Stich et al. 2018; Wangni et al.
+    2018). If any number is not finite, whether it was drawn or not, all that is sent is NaN, so that every rank sees
+    it.
+    """
+
+    name: ClassVar[str] = "randomk"
+    summable: ClassVar[bool] = True
+    ratio: float = 0.01
+    seed: int = 0
+    step: int = 0
+
+    def at(self, step: int) -> RandomK:
+        """This codec in the step of that number, on all ranks."""
+        return replace(self, step=step)
+
+    def wire_bytes(self, numel: int) -> int:
+        return pad16(4 * self.count(numel))
+
+    def encode(
+        self,
+        values: torch.Tensor,
+        wire: torch.Tensor,
+        *,
+        residual: torch.Tensor | None = None,
+        seed: int = 0,
+        state: State | None = None,
+    ) -> None:
+        kernels = self._kernels(wire, values, residual)
+        kernels.randomk_encode(values, residual, wire, self.count(values.numel()), self._draw())
+
+    def decode(self, wire: torch.Tensor, out: torch.Tensor, *, add: bool = False, scale: float = 1.0) -> None:
+        kernels = self._kernels(wire, out)
+        kernels.randomk_decode(wire, out, self.count(out.numel()), self._draw(), add, scale)
+
+    def _draw(self) -> int:
+        """The seed of this step's draw. Mixed once more than that of a rounding: otherwise steps would draw alike,
+        shifted.
+        """
+        low = 0xFFFFFFFF
+        x = (self.step * 0x9E3779B9 + self.seed) & low
+        x = ((x ^ (x >> 16)) * 0x7FEB352D) & low
+        x = ((x ^ (x >> 15)) * 0x846CA68B) & low
+        return x ^ (x >> 16)

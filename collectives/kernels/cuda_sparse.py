@@ -1,0 +1,168 @@
+"""Launches of sparse.cu: the functions of collectives.kernels.reference_sparse, which says what they write, on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from collectives.kernels import reference_sparse
+from collectives.kernels.cuda_source import THREADS, Launch, literal
+
+# As in sparse.cu.
+_CHUNK = 8192
+_MOST_BLOCKS = 1024
+_SCRATCH = np.dtype([("state", "u4", 16), ("histograms", "u4", 2048 + 1024 + 1024), ("counts", "u4", 2 * _MOST_BLOCKS)])
+_SELECTION = np.dtype(
+    [(name, "u8") for name in ("values", "residual", "momentum", "tau", "wire", "scratch", "marks")]
+    + [("numel", "i8")]
+    + [(name, "i4") for name in ("k", "slack", "chunks", "header", "slots")]
+    + [("decay", "f4"), ("seed", "u4"), ("scale", "f4")]
+)
+_HEADER = 16  # bytes of a threshold's wire before its indices
+
+
+class Sparse:
+    """How many numbers reach a threshold is known to the GPU alone. Indices outside of `out` are passed over."""
+
+    blocks: ClassVar[int] = _MOST_BLOCKS  # of a launch over all numbers, at most
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+
+    def topk_encode(self, values: torch.Tensor, residual: torch.Tensor | None, wire: torch.Tensor, k: int) -> None:
+        self._select(values, residual, wire, k)
+
+    def topk_decode(self, wire: torch.Tensor, out: torch.Tensor, k: int, add: bool, scale: float) -> None:
+        self._scatter(f"scatter<{literal(add)}>", wire, out, add, k=k, slots=_slots(k), scale=scale)
+
+    def dgc_encode(
+        self,
+        values: torch.Tensor,
+        residual: torch.Tensor,
+        wire: torch.Tensor,
+        k: int,
+        momentum: torch.Tensor,
+        decay: float,
+    ) -> None:
+        self._select(values, residual, wire, k, momentum=momentum, decay=decay)
+
+    def threshold_encode(
+        self,
+        values: torch.Tensor,
+        residual: torch.Tensor | None,
+        wire: torch.Tensor,
+        k: int,
+        slack: int,
+        tau: torch.Tensor | None,
+    ) -> None:
+        self._select(values, residual, wire, k, slack=slack, tau=tau, header=_HEADER)
+
+    def threshold_decode(
+        self, wire: torch.Tensor, out: torch.Tensor, k: int, slack: int, add: bool, scale: float
+    ) -> None:
+        room = k + slack
+        kernel = f"scatter<{literal(add)}>"
+        self._scatter(kernel, wire, out, add, k=room, slots=_slots(room), header=_HEADER, scale=scale)
+
+    def randomk_encode(
+        self, values: torch.Tensor, residual: torch.Tensor | None, wire: torch.Tensor, k: int, seed: int
+    ) -> None:
+        if values.numel() == 0:
+            wire.zero_()
+            return
+        blocks, chunks = self._runs(values.numel())
+        scratch = torch.zeros(_SCRATCH["state"].itemsize, dtype=torch.uint8, device=values.device)
+        tensors = {"values": values, "residual": residual, "wire": wire, "scratch": scratch}
+        parameters = _parameters(
+            tensors, numel=values.numel(), k=k, slots=_slots(k), chunks=chunks, seed=seed & 0xFFFFFFFF
+        )
+        touched, feedback = _present(tensors), literal(residual is not None)
+        self._launch("sparse", f"examine<{feedback}>", blocks, parameters, touched)
+        self._launch("sparse", f"draw<{feedback}>", blocks, parameters, touched)
+
+    def randomk_decode(self, wire: torch.Tensor, out: torch.Tensor, k: int, seed: int, add: bool, scale: float) -> None:
+        self._scatter(f"place<{literal(add)}>", wire, out, add, k=k, seed=seed & 0xFFFFFFFF, scale=scale)
+
+    powersgd_orthonormalize = staticmethod(reference_sparse.powersgd_orthonormalize)
+    powersgd_multiply = staticmethod(reference_sparse.powersgd_multiply)
+
+    def _select(
+        self,
+        values: torch.Tensor,
+        residual: torch.Tensor | None,
+        wire: torch.Tensor,
+        k: int,
+        *,
+        momentum: torch.Tensor | None = None,
+        decay: float = 0.0,
+        slack: int = 0,
+        tau: torch.Tensor | None = None,
+        header: int = 0,
+    ) -> None:
+        if values.numel() == 0:
+            wire.zero_()
+            return
+        blocks, chunks = self._runs(values.numel())
+        scratch = torch.zeros(_SCRATCH.itemsize, dtype=torch.uint8, device=values.device)
+        marks = torch.empty(-(-values.numel() // _CHUNK) * _CHUNK // 8, dtype=torch.uint8, device=values.device)
+        tensors = {
+            "values": values,
+            "residual": residual,
+            "momentum": momentum,
+            "tau": tau,
+            "wire": wire,
+            "scratch": scratch,
+            "marks": marks,
+        }
+        parameters = _parameters(
+            tensors,
+            numel=values.numel(),
+            k=k,
+            slack=slack,
+            chunks=chunks,
+            header=header,
+            slots=_slots(k + slack),
+            decay=decay,
+        )
+        feedback = literal(residual is not None)
+        both = f"{feedback}, {literal(momentum is not None)}"
+        first = [f"accumulate<{both}>"] if tau is None else [f"reach<{feedback}>", f"reconsider<{feedback}>"]
+        for kernel in (*first, *(f"{step}<{feedback}>" for step in ("mark", "refine", "count")), f"emit<{both}>"):
+            self._launch("sparse", kernel, blocks, parameters, _present(tensors))
+
+    def _runs(self, numel: int) -> tuple[int, int]:
+        """Blocks of a launch over all numbers, and the chunks of each."""
+        chunks = -(-numel // _CHUNK)
+        each = -(-chunks // self.blocks)
+        return -(-chunks // each), each
+
+    def _scatter(self, kernel: str, wire: torch.Tensor, out: torch.Tensor, add: bool, k: int, **numbers: float) -> None:
+        if not add:
+            out.zero_()
+        if k > 0:
+            tensors = {"residual": out, "wire": wire}
+            parameters = _parameters(tensors, numel=out.numel(), k=k, **numbers)
+            self._launch("sparse", kernel, -(-k // THREADS), parameters, _present(tensors))
+
+
+def _parameters(tensors: Mapping[str, torch.Tensor | None], **numbers: float) -> NDArray[np.void]:
+    """What a kernel is given; what is not named is 0."""
+    selection: NDArray[np.void] = np.zeros((), _SELECTION)
+    for name, tensor in tensors.items():
+        selection[name] = 0 if tensor is None else tensor.data_ptr()
+    for name, number in numbers.items():
+        selection[name] = number
+    return selection
+
+
+def _present(tensors: Mapping[str, torch.Tensor | None]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors.values() if tensor is not None]
+
+
+def _slots(entries: int) -> int:
+    """int32 or float32 in a section of a wire, which ends at a multiple of 16 bytes."""
+    return -(-entries // 4) * 4

@@ -1,0 +1,357 @@
+"""The dense quantizers in plain torch, on any device: what every other kernel module must write and read, byte for byte.
+
+<codec>_encode(values, residual, wire, <parameters>, seed) and <codec>_decode(wire, out, <parameters>, add, scale), with tensors
+as in collectives.compression.codec; decoders take only the parameters that they need. All arithmetic is float32, rounded to
+nearest even after every operation, none fused, denormals kept.
+
+A wire is [codes][scales, one per block], each section filled up with zero bytes to a multiple of 16. A block with a NaN, an Inf
+or a magnitude of 2^127 or more is *not finite*: its scale is NaN and its codes are 0, so that all of it decodes to NaN. A block
+(of a codec that divides by the scale) whose largest magnitude is below 2^-100 is zero: scale and codes are 0. The limits keep
+every scale, inverse and product below finite, and scales out of the denormals.
+
+The residual becomes what the code lost, and 0 where what decodes is not finite: a lost step must not poison the next.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from collectives.kernels.wire import pad16
+
+SMALLEST = 2.0**-100
+LARGEST = 2.0**127
+
+#: Partial sums in a block: element e is added to partial e % 128.
+PARTIALS = 128
+
+
+class Float8(NamedTuple):
+    dtype: torch.dtype
+    largest: float
+
+
+FLOAT8 = {"e4m3": Float8(torch.float8_e4m3fn, 448.0), "e5m2": Float8(torch.float8_e5m2, 57344.0)}
+
+#: natural: code 1 stands for 2^NATURAL_LEAST, code 126 for 2^(NATURAL_LEAST + 125).
+NATURAL_LEAST = -76
+_NATURAL_NAN = 127
+
+
+# Common parts
+
+
+def random_bits(numel: int, seed: int, device: torch.device) -> Tensor:
+    """(numel,) int64, 32 random bits for each index: Wellons' lowbias32 (2018) of index * 0x9E3779B9 + seed."""
+    low = 0xFFFFFFFF
+    x = (torch.arange(numel, device=device) * 0x9E3779B9 + seed) & low
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & low
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & low
+    return x ^ (x >> 16)
+
+
+def uniform(numel: int, seed: int, device: torch.device) -> Tensor:
+    """(numel,) float32 in [0, 1), in steps of 2^-24."""
+    return (random_bits(numel, seed, device) >> 8).to(torch.float32) * 2.0**-24
+
+
+def in_blocks(flat: Tensor, block: int) -> Tensor:
+    """(blocks, block); what is missing of the last one is 0."""
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-(-flat.numel() // block), block)
+
+
+def block_sums(terms: Tensor) -> Tensor:
+    """(blocks, 1) sums of the rows of (blocks, block), in the stated order: 128 partials, then a tree."""
+    partials = terms.new_zeros(len(terms), PARTIALS)
+    for row in torch.nn.functional.pad(terms, (0, -terms.shape[1] % PARTIALS)).split(PARTIALS, dim=1):
+        partials = partials + row
+    sums = (partials[:, 0::4] + partials[:, 1::4]) + (partials[:, 2::4] + partials[:, 3::4])
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return sums
+
+
+def stochastic(numbers: Tensor, random: Tensor) -> Tensor:
+    """Integers (float32) of which the numbers are the mean: rounded up where the uniform `random` is below the fraction."""
+    below = numbers.floor()
+    return below + (random < numbers - below)
+
+
+def corrected(values: Tensor, residual: Tensor | None) -> Tensor:
+    return values.clone() if residual is None else values + residual
+
+
+def largest_magnitudes(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """(maximum, finite), each (blocks, 1). The maximum is 0 for a block that is zero or not finite."""
+    maximum = blocks.abs().amax(1, keepdim=True)
+    finite = maximum < LARGEST  # NaN is not below
+    return torch.where(finite & (maximum >= SMALLEST), maximum, torch.zeros_like(maximum)), finite
+
+
+def quotient(numerator: float, maximum: Tensor) -> Tensor:
+    """numerator / maximum, and 0 for 0. One division: torch makes of `number / tensor` a reciprocal and a product."""
+    return torch.where(maximum > 0, torch.full_like(maximum, numerator) / maximum, torch.zeros_like(maximum))
+
+
+def divided(numbers: Tensor, divisor: float) -> Tensor:
+    """numbers / divisor. One division: torch makes a product of `tensor / number` on a GPU."""
+    return numbers / torch.full_like(numbers, divisor)
+
+
+def square_root(numbers: Tensor) -> Tensor:
+    """Rounded to nearest, as IEEE has it; torch's own in float32 may be a unit off."""
+    return numbers.to(torch.float64).sqrt().to(torch.float32)
+
+
+def sections(wire: Tensor, code_bytes: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales (with their padding) of a wire, as bytes."""
+    return wire[:code_bytes], wire[pad16(code_bytes) :]
+
+
+def write(wire: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """codes: bytes. scales: of any dtype."""
+    wire.zero_()
+    code_bytes, scale_bytes = sections(wire, codes.numel())
+    code_bytes.copy_(codes)
+    scales = scales.contiguous().view(-1).view(torch.uint8)
+    scale_bytes[: scales.numel()].copy_(scales)
+
+
+def with_nan(scales: Tensor, finite: Tensor) -> Tensor:
+    return torch.where(finite, scales, torch.full_like(scales, float("nan")))
+
+
+def keep_loss(residual: Tensor | None, corrected: Tensor, decoded: Tensor) -> None:
+    if residual is not None:
+        residual.copy_(torch.where(decoded.isfinite(), corrected - decoded, torch.zeros_like(decoded)))
+
+
+def put(out: Tensor, decoded: Tensor, add: bool, scale: float) -> None:
+    out.copy_(out + decoded * scale if add else decoded * scale)
+
+
+def scaled(codes: Tensor, scales: Tensor, numel: int) -> Tensor:
+    """codes (blocks, block) float32 times scales (blocks, 1) float32, the first numel of them, flat."""
+    return (codes * scales).view(-1)[:numel]
+
+
+def scales_of(wire: Tensor, code_bytes: int, blocks: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return sections(wire, code_bytes)[1].view(dtype)[:blocks].view(-1, 1).to(torch.float32)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Integers of so many bits, the first one in the lowest bits of the first byte; the last byte is filled up with zeros."""
+    per_byte = 8 // bits
+    digits = in_blocks(codes.to(torch.int64) & (2**bits - 1), per_byte)
+    shifts = torch.arange(per_byte, device=codes.device) * bits
+    return digits.bitwise_left_shift(shifts).sum(1).to(torch.uint8)
+
+
+def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
+    """The (numel,) unsigned integers that pack() was given, int64."""
+    shifts = torch.arange(8 // bits, device=packed.device) * bits
+    codes: Tensor = packed.to(torch.int64).view(-1, 1).bitwise_right_shift(shifts) & (2**bits - 1)
+    return codes.view(-1)[:numel]
+
+
+def signed(codes: Tensor, bits: int) -> Tensor:
+    """Two's complement integers as float32."""
+    return torch.where(codes >= 2 ** (bits - 1), codes - 2**bits, codes).to(torch.float32)
+
+
+# Casts. A number that the format cannot hold becomes Inf; NaN has one code (0x7E00, 0x7FC0).
+
+
+def _cast_encode(values: Tensor, residual: Tensor | None, wire: Tensor, dtype: torch.dtype) -> None:
+    c = corrected(values, residual)
+    codes = torch.where(c.isnan(), torch.full_like(c, float("nan"), dtype=dtype), c.to(dtype))
+    write(wire, codes.view(torch.uint8), codes[:0])
+    keep_loss(residual, c, codes.to(torch.float32))
+
+
+def _cast_decode(wire: Tensor, out: Tensor, dtype: torch.dtype, add: bool, scale: float) -> None:
+    put(out, wire.view(dtype)[: out.numel()].to(torch.float32), add, scale)
+
+
+def fp16_encode(values: Tensor, residual: Tensor | None, wire: Tensor, seed: int) -> None:
+    _cast_encode(values, residual, wire, torch.float16)
+
+
+def fp16_decode(wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
+    _cast_decode(wire, out, torch.float16, add, scale)
+
+
+def bf16_encode(values: Tensor, residual: Tensor | None, wire: Tensor, seed: int) -> None:
+    _cast_encode(values, residual, wire, torch.bfloat16)
+
+
+def bf16_decode(wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
+    _cast_decode(wire, out, torch.bfloat16, add, scale)
+
+
+# fp8: scale = maximum / largest number of the format; code = the format's number nearest to c * (largest / maximum).
+
+
+def fp8_encode(values: Tensor, residual: Tensor | None, wire: Tensor, format: str, block: int, seed: int) -> None:
+    dtype, largest = FLOAT8[format]
+    blocks = in_blocks(corrected(values, residual), block)
+    maximum, finite = largest_magnitudes(blocks)
+    codes = torch.where(finite, blocks * quotient(largest, maximum), torch.zeros_like(blocks))
+    codes = codes.clamp(-largest, largest).to(dtype).view(torch.uint8)
+    write(wire, codes.view(-1)[: values.numel()], with_nan(divided(maximum, largest), finite))
+    _keep_dense_loss(residual, blocks, codes.view(dtype).to(torch.float32), with_nan(divided(maximum, largest), finite))
+
+
+def fp8_decode(wire: Tensor, out: Tensor, format: str, block: int, add: bool, scale: float) -> None:
+    codes = in_blocks(wire[: out.numel()].view(FLOAT8[format].dtype).to(torch.float32), block)
+    put(out, scaled(codes, scales_of(wire, out.numel(), len(codes)), out.numel()), add, scale)
+
+
+def _keep_dense_loss(residual: Tensor | None, blocks: Tensor, codes: Tensor, scales: Tensor) -> None:
+    if residual is not None:
+        n = residual.numel()
+        keep_loss(residual, blocks.view(-1)[:n], scaled(codes, scales, n))
+
+
+# int8: scale = maximum / 127, code = c * (127 / maximum) as an integer.
+
+
+def _integers(blocks: Tensor, inverse: Tensor, finite: Tensor, limit: int, stochastically: bool, seed: int) -> Tensor:
+    """(blocks, block) float32."""
+    numbers = torch.where(finite, blocks * inverse, torch.zeros_like(blocks))
+    if stochastically:
+        numbers = stochastic(numbers, uniform(blocks.numel(), seed, blocks.device).view_as(blocks))
+    return numbers.round().clamp(-limit, limit).to(torch.int8).to(torch.float32)  # an integer zero has no sign
+
+
+def int8_encode(values: Tensor, residual: Tensor | None, wire: Tensor, block: int, stochastic: bool, seed: int) -> None:
+    blocks = in_blocks(corrected(values, residual), block)
+    maximum, finite = largest_magnitudes(blocks)
+    codes = _integers(blocks, quotient(127.0, maximum), finite, 127, stochastic, seed)
+    scales = with_nan(divided(maximum, 127.0), finite)
+    write(wire, codes.to(torch.int8).view(torch.uint8).view(-1)[: values.numel()], scales)
+    _keep_dense_loss(residual, blocks, codes, scales)
+
+
+def int8_decode(wire: Tensor, out: Tensor, block: int, add: bool, scale: float) -> None:
+    codes = in_blocks(wire[: out.numel()].view(torch.int8).to(torch.float32), block)
+    put(out, scaled(codes, scales_of(wire, out.numel(), len(codes)), out.numel()), add, scale)
+
+
+# int4: scale = maximum / 7, rounded up to bfloat16; code = c * (1 / scale) as an integer; two codes a byte.
+
+
+def _bfloat16_above(numbers: Tensor) -> Tensor:
+    """The bfloat16 that is not below a positive float32, as a float32."""
+    return ((numbers.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+
+
+def int4_encode(values: Tensor, residual: Tensor | None, wire: Tensor, block: int, stochastic: bool, seed: int) -> None:
+    blocks = in_blocks(corrected(values, residual), block)
+    maximum, finite = largest_magnitudes(blocks)
+    scales = _bfloat16_above(divided(maximum, 7.0))
+    codes = _integers(blocks, quotient(1.0, scales), finite, 7, stochastic, seed)
+    write(wire, pack(codes.view(-1)[: values.numel()], 4), with_nan(scales.to(torch.bfloat16), finite))
+    _keep_dense_loss(residual, blocks, codes, with_nan(scales, finite))
+
+
+def int4_decode(wire: Tensor, out: Tensor, block: int, add: bool, scale: float) -> None:
+    code_bytes = (out.numel() + 1) // 2
+    codes = in_blocks(signed(unpack(wire[:code_bytes], 4, out.numel()), 4), block)
+    put(out, scaled(codes, scales_of(wire, code_bytes, len(codes), torch.bfloat16), out.numel()), add, scale)
+
+
+# onebit: scale = mean magnitude of the block, bit = (c >= 0). Not finite: the sum of magnitudes is not.
+
+
+def _lengths(numel: int, block: int, device: torch.device) -> Tensor:
+    """(blocks, 1) float32: how many elements each block has."""
+    starts = torch.arange(0, numel, block, device=device)
+    return (numel - starts).clamp(max=block).to(torch.float32).view(-1, 1)
+
+
+def onebit_encode(values: Tensor, residual: Tensor | None, wire: Tensor, block: int, seed: int) -> None:
+    blocks = in_blocks(corrected(values, residual), block)
+    sums = block_sums(blocks.abs())
+    finite = sums.isfinite()
+    bits = ((blocks >= 0) & finite).to(torch.float32)
+    scales = with_nan(sums / _lengths(values.numel(), block, values.device), finite)
+    write(wire, pack(bits.view(-1)[: values.numel()], 1), scales)
+    _keep_dense_loss(residual, blocks, 2 * bits - 1, scales)
+
+
+def onebit_decode(wire: Tensor, out: Tensor, block: int, add: bool, scale: float) -> None:
+    code_bytes = (out.numel() + 7) // 8
+    codes = in_blocks(2.0 * unpack(wire[:code_bytes], 1, out.numel()) - 1.0, block)
+    put(out, scaled(codes, scales_of(wire, code_bytes, len(codes)), out.numel()), add, scale)
+
+
+# qsgd: scale = norm / levels; code = sign and |c| * (levels / norm) rounded stochastically; two codes a byte.
+
+
+def qsgd_encode(values: Tensor, residual: Tensor | None, wire: Tensor, levels: int, block: int, seed: int) -> None:
+    """Squares are of c over the power of two at or below the block's maximum, so that they neither overflow nor vanish."""
+    blocks = in_blocks(corrected(values, residual), block)
+    maximum, finite = largest_magnitudes(blocks)
+    power = torch.where(maximum > 0, (maximum.view(torch.int32) & 0x7F800000).view(torch.float32), maximum + 1)
+    norm = torch.where(maximum > 0, square_root(block_sums((blocks * (1 / power)).square())) * power, maximum)
+    finite = finite & (norm < LARGEST)
+    levels_up = torch.where(finite, blocks.abs() * quotient(float(levels), norm), torch.zeros_like(blocks))
+    levels_up = stochastic(levels_up, uniform(blocks.numel(), seed, blocks.device).view_as(blocks)).clamp(max=levels)
+    codes = torch.where(blocks.signbit(), 0 - levels_up, levels_up)
+    scales = with_nan(divided(norm, levels), finite)
+    write(wire, pack(codes.view(-1)[: values.numel()], 4), scales)
+    _keep_dense_loss(residual, blocks, codes, scales)
+
+
+def qsgd_decode(wire: Tensor, out: Tensor, block: int, add: bool, scale: float) -> None:
+    code_bytes = (out.numel() + 1) // 2
+    codes = in_blocks(signed(unpack(wire[:code_bytes], 4, out.numel()), 4), block)
+    put(out, scaled(codes, scales_of(wire, code_bytes, len(codes)), out.numel()), add, scale)
+
+
+# terngrad: scale = maximum; code = sign with probability |c| / maximum, else 0; four codes a byte, two's complement.
+
+
+def terngrad_encode(values: Tensor, residual: Tensor | None, wire: Tensor, block: int, seed: int) -> None:
+    blocks = in_blocks(corrected(values, residual), block)
+    maximum, finite = largest_magnitudes(blocks)
+    kept = uniform(blocks.numel(), seed, blocks.device).view_as(blocks) < blocks.abs() * quotient(1.0, maximum)
+    codes = torch.where(kept & finite, torch.where(blocks < 0, -1.0, 1.0), 0.0)
+    scales = with_nan(maximum, finite)
+    write(wire, pack(codes.view(-1)[: values.numel()], 2), scales)
+    _keep_dense_loss(residual, blocks, codes, scales)
+
+
+def terngrad_decode(wire: Tensor, out: Tensor, block: int, add: bool, scale: float) -> None:
+    code_bytes = (out.numel() + 3) // 4
+    codes = in_blocks(signed(unpack(wire[:code_bytes], 2, out.numel()), 2), block)
+    put(out, scaled(codes, scales_of(wire, code_bytes, len(codes)), out.numel()), add, scale)
+
+
+# natural: one byte, bit 7 the sign, the rest an exponent (0: zero, 127: NaN and Inf). 23 random bits are added to the mantissa; a
+# carry rounds the magnitude up to the next power of two.
+
+
+def natural_encode(values: Tensor, residual: Tensor | None, wire: Tensor, seed: int) -> None:
+    c = corrected(values, residual)
+    magnitude = c.abs().view(torch.int32).to(torch.int64)
+    exponent = ((magnitude + (random_bits(c.numel(), seed, c.device) >> 9)) >> 23) - 127
+    codes = (exponent - NATURAL_LEAST + 1).clamp(0, _NATURAL_NAN - 1) + 128 * c.signbit()
+    codes = torch.where(c.isfinite(), codes, _NATURAL_NAN).to(torch.uint8)
+    write(wire, codes, codes[:0])
+    keep_loss(residual, c, _powers(codes))
+
+
+def natural_decode(wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
+    put(out, _powers(wire[: out.numel()]), add, scale)
+
+
+def _powers(codes: Tensor) -> Tensor:
+    exponent = codes.to(torch.int64) & 127
+    magnitude = torch.exp2((exponent - 1 + NATURAL_LEAST).to(torch.float64)).to(torch.float32)
+    magnitude = torch.where(exponent == 0, 0.0, torch.where(exponent == _NATURAL_NAN, float("nan"), magnitude))
+    return torch.where(codes >= 128, -magnitude, magnitude)

@@ -1,0 +1,193 @@
+"""What the CUDA kernels must do, on the machine and on a GPU: as the reference does, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collectives.compression.casts import BFloat16, Float16
+from collectives.compression.dense import Dense
+from collectives.compression.dgc import DGC
+from collectives.compression.fp8 import Float8
+from collectives.compression.integers import Int4, Int8
+from collectives.compression.onebit import OneBit
+from collectives.compression.randomk import RandomK
+from collectives.compression.sparse import Sparse
+from collectives.compression.stochastic import QSGD, Natural, TernGrad
+from collectives.compression.threshold import Threshold
+from collectives.compression.topk import TopK
+from collectives.kernels import reference, reference_sparse
+from collectives.kernels.cuda import CudaKernels
+
+DENSE: tuple[Dense, ...] = (
+    Float16(),
+    BFloat16(),
+    Float8(),
+    Float8("e5m2", block=128),
+    Int8(),
+    Int8(block=1024, stochastic=True),
+    Int4(),
+    Int4(block=16, stochastic=True),
+    OneBit(),
+    OneBit(block=32),
+    QSGD(),
+    QSGD(levels=3, block=64),
+    TernGrad(),
+    TernGrad(block=1024),
+    Natural(),
+)
+SPARSE: tuple[Sparse, ...] = (TopK(), TopK(0.4), DGC(), Threshold(0.05), RandomK())
+
+#: Around the ends of lanes, vectors, blocks and tiles; of more than one block of threads.
+DENSE_NUMELS = (1, 3, 4, 17, 127, 128, 129, 511, 512, 513, 1024, 1500, 9001)
+SPARSE_NUMELS = (1, 31, 33, 1024, 1025, 8192, 20_001)
+KINDS = ("gaussian", "wide", "ties", "few", "constant", "denormal", "large", "not finite", "any bits")
+SEED = 0xFEDC_BA98
+
+
+def numbers(numel: int, kind: str, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x, other = torch.randn(numel, generator=generator), torch.rand(numel, generator=generator)
+    if kind == "any bits":
+        return torch.randint(-(2**31), 2**31, (numel,), generator=generator).to(torch.int32).view(torch.float32)
+    made = {
+        "gaussian": lambda: x,
+        "wide": lambda: x * torch.exp(20 * other - 10) * (other > 0.1),
+        "ties": lambda: (x * 2).round(),
+        "few": lambda: torch.where(other < 0.01, x, torch.where(other < 0.5, 0.0, -0.0)),
+        "constant": lambda: torch.full((numel,), -0.3),
+        "denormal": lambda: x * 1e-40,
+        "large": lambda: x * 2.0**126,
+        "not finite": lambda: torch.where(other < 0.01, torch.where(x > 0, float("inf"), float("nan")), x),
+    }
+    return made[kind]()
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, with one NaN for all."""
+    a, b = (torch.where(t.isnan(), torch.full_like(t, float("nan")), t).view(torch.int32) for t in (a.cpu(), b.cpu()))
+    return torch.equal(a, b)
+
+
+class Pair:
+    """The reference on the CPU and the kernels on a device, given the same, as if each had its own memory."""
+
+    def __init__(self, kernels: CudaKernels, device: str) -> None:
+        self.kernels, self.device = kernels, torch.device(device)
+        self.failures: list[str] = []
+
+    def both(self, function: str, *arguments: Any, at: int = 0) -> list[Tensor]:
+        """Call a function on both sides: the tensors on the reference's side when it is done.
+
+        at: elements by which float32 tensors miss a multiple of 16 bytes on the device.
+        """
+        module = reference if hasattr(reference, function) else reference_sparse
+        expected = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
+        actual = [self._placed(a, at) if isinstance(a, Tensor) else a for a in arguments]
+        getattr(module, function)(*expected)
+        getattr(self.kernels, function)(*actual)
+        for position, (e, a) in enumerate(zip(expected, actual, strict=True)):
+            if isinstance(e, Tensor) and not (torch.equal(e, a.cpu()) if e.dtype == torch.uint8 else same(e, a)):
+                rest = [a for a in arguments if not isinstance(a, Tensor)]
+                self.failures.append(f"{function}, {len(arguments[0])}, {rest}, at={at}: argument {position} differs")
+        return [e for e in expected if isinstance(e, Tensor)]
+
+    def _placed(self, tensor: Tensor, at: int) -> Tensor:
+        shift = at if tensor.dtype == torch.float32 else 0
+        room = torch.empty(tensor.numel() + shift, dtype=tensor.dtype, device=self.device)
+        room[shift:] = tensor
+        return room[shift:]
+
+
+def _unwritten(nbytes: int) -> Tensor:
+    return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
+
+
+def check_dense(kernels: CudaKernels, device: str, codec: Dense, numels: tuple[int, ...] = DENSE_NUMELS) -> list[str]:
+    """What differs."""
+    pair = Pair(kernels, device)
+    for turn, numel in enumerate(numels):
+        for kind in KINDS if numel > 1024 else (KINDS[turn % len(KINDS)],):
+            values, before = numbers(numel, kind, turn), numbers(numel, "wide", turn + 1)
+            feedback, at = numbers(numel, "gaussian", turn + 2) if turn % 2 else None, turn % 3
+            encoded = (values, feedback, _unwritten(codec.wire_bytes(numel)), *codec._encoder(), SEED)
+            wire = pair.both(f"{codec.name}_encode", *encoded, at=at)[-1]
+            for add in (False, True):
+                pair.both(f"{codec.name}_decode", wire, before, *codec._decoder(), add, 0.3, at=at)
+    return pair.failures
+
+
+def check_sparse(
+    kernels: CudaKernels, device: str, codec: Sparse, numels: tuple[int, ...] = SPARSE_NUMELS
+) -> list[str]:
+    pair = Pair(kernels, device)
+    for turn, numel in enumerate(numels):
+        k = codec.count(numel)
+        for place, kind in enumerate(KINDS if numel > 1025 else (KINDS[turn % len(KINDS)],)):
+            feedback = (turn + place) % 2 == 1 or codec.name == "dgc"
+            residual = numbers(numel, "gaussian", turn + 2) if feedback else None
+            wire = _unwritten(codec.wire_bytes(numel))
+            _SPARSE[codec.name](pair, codec, k, numbers(numel, kind, turn), residual, wire)
+    return pair.failures
+
+
+def _topk(pair: Pair, codec: Any, k: int, values: Tensor, residual: Tensor | None, wire: Tensor) -> None:
+    *_, wire = pair.both("topk_encode", values, residual, wire, k, at=len(values) % 3)
+    for add in (False, True):
+        pair.both("topk_decode", wire, numbers(len(values), "wide"), k, add, 0.3)
+
+
+def _dgc(pair: Pair, codec: Any, k: int, values: Tensor, residual: Tensor | None, wire: Tensor) -> None:
+    pair.both("dgc_encode", values, residual, wire, k, numbers(len(values), "gaussian", 7), 0.9)
+
+
+def _threshold(pair: Pair, codec: Any, k: int, values: Tensor, residual: Tensor | None, wire: Tensor) -> None:
+    """Without a tau; with one that has nothing yet, then its own; with a bad one."""
+    slack = codec.slack(len(values))
+    pair.both("threshold_encode", values, residual, wire, k, slack, None)
+    for first in (0.0, 1e-3):
+        tau = torch.tensor([first])
+        for _ in range(2):
+            *_, sent, tau = pair.both("threshold_encode", values, residual, wire, k, slack, tau)
+    for add in (False, True):
+        pair.both("threshold_decode", sent, numbers(len(values), "wide"), k, slack, add, 0.3)
+
+
+def _randomk(pair: Pair, codec: Any, k: int, values: Tensor, residual: Tensor | None, wire: Tensor) -> None:
+    *_, wire = pair.both("randomk_encode", values, residual, wire, k, SEED)
+    for add in (False, True):
+        pair.both("randomk_decode", wire, numbers(len(values), "wide"), k, SEED, add, 0.3)
+
+
+_SPARSE: dict[str, Callable[..., None]] = {
+    "topk": _topk,
+    "dgc": _dgc,
+    "threshold": _threshold,
+    "randomk": _randomk,
+}
+
+
+def check_many(kernels: CudaKernels, device: str) -> list[str]:
+    """More tensors than one launch takes, some of them empty, each with its own seed."""
+    codec, numels = Int8(stochastic=True), [(7 * i * i) % 700 for i in range(100)]
+    values = [numbers(numel, "wide", i) for i, numel in enumerate(numels)]
+    residuals = [numbers(numel, "gaussian", -i) for i, numel in enumerate(numels)]
+    wires = [_unwritten(codec.wire_bytes(numel)) for numel in numels]
+    seeds = [SEED - i for i in range(len(numels))]
+    there = [[t.to(device, copy=True) for t in tensors] for tensors in (values, residuals, wires)]
+    kernels.int8_encode(*there, *codec._encoder(), seeds)
+    outs = [torch.zeros_like(t) for t in there[0]]
+    kernels.int8_decode(there[2], outs, *codec._decoder(), False, 1.0)
+
+    def differences() -> Iterator[str]:
+        for i, (v, r, w, seed) in enumerate(zip(values, residuals, wires, seeds, strict=True)):
+            reference.int8_encode(v, r, w, *codec._encoder(), seed)
+            out = torch.zeros_like(v)
+            reference.int8_decode(w, out, *codec._decoder(), False, 1.0)
+            if not (torch.equal(w, there[2][i].cpu()) and same(r, there[1][i]) and same(out, outs[i])):
+                yield f"tensor {i} of {len(numels)}, {len(v)} numbers"
+
+    return list(differences())

@@ -1,0 +1,106 @@
+"""The CUDA kernels on a GPU: the checks that they pass on the machine in numpy, and what only a GPU can show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from collectives.compression.dense import Dense
+from collectives.compression.integers import Int8
+from collectives.compression.sparse import Sparse
+from collectives.compression.threshold import Threshold
+from collectives.kernels import cpu_quantize
+from collectives.kernels.cuda import CudaKernels, cuda_kernels
+from tests.cuda_machine.cases import DENSE, SPARSE, check_dense, check_many, check_sparse, numbers
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+LARGE = 3_000_001
+
+
+@pytest.fixture(scope="module")
+def kernels() -> CudaKernels:
+    found = cuda_kernels()
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+def ids(codec: Dense | Sparse) -> str:
+    return repr(codec)
+
+
+@pytest.mark.parametrize("codec", DENSE, ids=ids)
+def test_dense(kernels: CudaKernels, codec: Dense) -> None:
+    assert check_dense(kernels, "cuda", codec) == []
+    assert check_dense(kernels, "cuda", codec, (LARGE,)) == []
+
+
+@pytest.mark.parametrize("codec", SPARSE, ids=ids)
+def test_sparse(kernels: CudaKernels, codec: Sparse) -> None:
+    assert check_sparse(kernels, "cuda", codec) == []
+    assert check_sparse(kernels, "cuda", codec, (LARGE, 10 * LARGE)) == []
+
+
+def test_many_tensors_in_one_launch(kernels: CudaKernels) -> None:
+    assert check_many(kernels, "cuda") == []
+
+
+def test_decodes_what_the_cpu_encoded(kernels: CudaKernels) -> None:
+    codec, values = Int8(), numbers(LARGE, "wide")
+    wire = torch.empty(codec.wire_bytes(LARGE), dtype=torch.uint8)
+    cpu_quantize.int8_encode(values, None, wire, *codec._encoder(), 0)
+    here, there = torch.empty(LARGE), torch.empty(LARGE, device="cuda")
+    cpu_quantize.int8_decode(wire, here, *codec._decoder(), False, 1.0)
+    kernels.int8_decode(wire.cuda(), there, *codec._decoder(), False, 1.0)
+    assert torch.equal(here, there.cpu())
+
+
+def test_in_a_graph(kernels: CudaKernels) -> None:
+    """Captured once, then replayed on other numbers: nothing is synchronised, and nothing goes through the host."""
+    dense, sparse, numel = Int8(), Threshold(), 100_000
+    values, residual = torch.zeros(numel, device="cuda"), torch.zeros(numel, device="cuda")
+    wire = torch.zeros(dense.wire_bytes(numel), dtype=torch.uint8, device="cuda")
+    few = torch.zeros(sparse.wire_bytes(numel), dtype=torch.uint8, device="cuda")
+    tau, out = torch.zeros(1, device="cuda"), torch.zeros(numel, device="cuda")
+    k, slack = sparse.count(numel), sparse.slack(numel)
+
+    def step() -> None:
+        kernels.int8_encode(values, residual, wire, *dense._encoder(), 0)
+        kernels.int8_decode(wire, out, *dense._decoder(), False, 1.0)
+        kernels.threshold_encode(out, None, few, k, slack, tau)
+        kernels.threshold_decode(few, out, k, slack, False, 1.0)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for turn in range(3):
+        values.copy_(numbers(numel, "gaussian", turn))
+        residual.zero_()
+        tau.zero_()
+        graph.replay()
+        replayed = out.clone(), wire.clone(), few.clone(), residual.clone()
+        residual.zero_()
+        tau.zero_()
+        step()
+        assert all(torch.equal(a, b) for a, b in zip(replayed, (out, wire, few, residual), strict=True))
+        assert int(few[:4].view(torch.int32)) == k
+
+
+def test_on_the_current_stream(kernels: CudaKernels) -> None:
+    """What was enqueued before it is seen, and what comes after sees its result."""
+    codec, numel = Int8(), 1 << 20
+    wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        values, product = torch.zeros(numel, device="cuda"), torch.ones(2048, 2048, device="cuda")
+        for _ in range(20):
+            product = product @ product / 2048
+        values += product[0, 0]
+        out = torch.empty_like(values)
+        kernels.int8_encode(values, None, wire, *codec._encoder(), 0)
+        kernels.int8_decode(wire, out, *codec._decoder(), False, 1.0)
+        assert torch.equal(out, torch.ones_like(out))

@@ -1,0 +1,315 @@
+"""The sparse codecs: the compiled ones against the reference, byte for byte; both against the definitions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from collectives.compression import sparse
+from collectives.compression.dgc import DGC
+from collectives.compression.kernels_for import kernels_for
+from collectives.compression.randomk import RandomK
+from collectives.compression.sparse import Sparse, State
+from collectives.compression.threshold import Threshold
+from collectives.compression.topk import TopK
+from collectives.kernels import reference_sparse
+
+cpu_sparse = pytest.importorskip("collectives.kernels.cpu_sparse")
+
+CODECS: list[Sparse] = [
+    TopK(),
+    TopK(0.3),
+    TopK(1.0),
+    Threshold(),
+    Threshold(0.2),
+    RandomK(),
+    RandomK(0.4, seed=2**32 - 1, step=7),
+    DGC(),
+    DGC(0.1, momentum=0.5),
+]
+FINITE = ("gaussian", "heavy-tailed", "few", "constant", "zeros", "levels", "denormal")
+KINDS = (*FINITE, "sums overflow", "not finite", "mostly not finite", "any bits")
+NUMELS = (0, 1, 2, 3, 63, 64, 65, 130, 1000, 4096, 4097, 20_011)
+LARGE = 300_007
+
+
+def numbers(numel: int, kind: str, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator)
+    other = torch.rand(numel, generator=generator)
+    if kind == "heavy-tailed":
+        return x / (other**3 + 1e-9)
+    if kind == "few":
+        return x * (other < 0.002)
+    if kind == "constant":
+        return torch.full((numel,), -0.3)
+    if kind == "zeros":
+        return torch.where(other < 0.5, 0.0, -0.0)
+    if kind == "levels":
+        return (x * 1.5).round()
+    if kind == "denormal":
+        return x * 1e-40
+    if kind == "sums overflow":
+        return x * 2.0**126
+    if kind == "any bits":
+        return torch.randint(-(2**31), 2**31, (numel,), generator=generator).to(torch.int32).view(torch.float32)
+    share = {"not finite": 0.002, "mostly not finite": 0.45}.get(kind, 0.0)
+    x[other < share] = math.nan
+    x[other > 1 - share] = -math.inf
+    return x
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """With one NaN for all."""
+    return torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor).view(torch.int32)
+
+
+def new_state(codec: Sparse, numel: int) -> State | None:
+    return codec.new_state(numel, torch.device("cpu")) if isinstance(codec, Threshold | DGC) else None
+
+
+def encoded(codec: Sparse, values: Tensor, residual: Tensor | None = None, state: State | None = None) -> Tensor:
+    wire = torch.full((codec.wire_bytes(values.numel()),), 0xAA, dtype=torch.uint8)
+    codec.encode(values, wire, residual=residual, state=state)  # type: ignore[call-arg]
+    return wire
+
+
+def decoded(codec: Sparse, wire: Tensor, numel: int) -> Tensor:
+    out = torch.full((numel,), math.nan)
+    codec.decode(wire, out)
+    return out
+
+
+@pytest.fixture
+def by_reference(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """While `on`, codecs work by the reference."""
+    switch = SimpleNamespace(on=False)
+
+    def choose(device: torch.device, family: str) -> object:
+        return reference_sparse if switch.on else kernels_for(device, "sparse")
+
+    monkeypatch.setattr(sparse, "kernels_for", choose)
+    return switch
+
+
+def all_bits(codec: Sparse, inputs: list[Tensor], residual: Tensor | None, state: State | None) -> list[list[Tensor]]:
+    """Of everything that comes out when these are encoded one after the other."""
+    steps = []
+    for values in inputs:
+        wire = encoded(codec, values, residual, state)
+        outs = [torch.full_like(values, 0.1) for _ in range(3)]
+        codec.decode(wire, outs[0])
+        codec.decode(wire, outs[1], scale=0.37)
+        codec.decode(wire, outs[2], add=True, scale=0.37)
+        left = [] if residual is None else [residual]
+        steps.append([wire.clone(), *map(bits, [*outs, *left, *(state or {}).values()])])
+    return steps
+
+
+def same_as_reference(codec: Sparse, inputs: list[Tensor], residual: Tensor | None, switch: SimpleNamespace) -> None:
+    results = []
+    for switch.on in (False, True):
+        own = None if residual is None else residual.clone()
+        state = None if isinstance(codec, DGC) and residual is None else new_state(codec, inputs[0].numel())
+        results.append(all_bits(codec, inputs, own, state))
+    switch.on = False
+    for step, (compiled, expected) in enumerate(zip(*results, strict=True)):
+        for place, (a, b) in enumerate(zip(compiled, expected, strict=True)):
+            assert torch.equal(a, b), (codec, len(inputs[0]), step, place, residual is not None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_same_bytes_as_the_reference(codec: Sparse, kind: str, by_reference: SimpleNamespace) -> None:
+    for numel in NUMELS:
+        inputs = [numbers(numel, kind, seed=numel + step) for step in range(3)]
+        for residual in (None, 0.3 * numbers(numel, kind, seed=numel + 9)):
+            same_as_reference(codec, inputs, residual, by_reference)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("codec", [TopK(), Threshold(), RandomK(), DGC()], ids=str)
+def test_same_bytes_as_the_reference_by_a_guess(codec: Sparse, kind: str, by_reference: SimpleNamespace) -> None:
+    same_as_reference(codec, [numbers(LARGE, kind, step) for step in range(2)], numbers(LARGE, kind, 9), by_reference)
+
+
+def sampled(numel: int) -> Tensor:
+    """Where the CPU's top-k looks for its guess."""
+    samples = max(numel // 256, 1024)
+    return torch.tensor([s * numel // samples + cpu_sparse._mix(s, 0) % (numel // samples) for s in range(samples)])
+
+
+@pytest.mark.parametrize("kind", ["few reach it", "many reach it", "all are equal"])
+def test_bad_guesses_change_nothing(kind: str, by_reference: SimpleNamespace) -> None:
+    values = numbers(LARGE, "gaussian")
+    places = sampled(LARGE)
+    if kind == "few reach it":
+        values[places] *= 1000
+    elif kind == "many reach it":
+        values[places] = 0
+    else:
+        values[values < 3] = 2.5
+    assert (cpu_sparse._key(values.view(torch.int32)[places[0]].item()) == 0) is (kind == "many reach it")
+    for residual in (None, torch.zeros(LARGE)):
+        same_as_reference(TopK(), [values], residual, by_reference)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 700), st.sampled_from([0.001, 0.01, 0.1, 0.5, 1.0]), st.sampled_from(KINDS), st.integers(0, 99))
+def test_topk_sends_the_largest_by_lowest_index(numel: int, ratio: float, kind: str, seed: int) -> None:
+    values, codec = numbers(numel, kind, seed), TopK(ratio)
+    k = codec.count(numel)
+    wire = encoded(codec, values)
+    rank = [math.inf if math.isnan(x) else abs(x) for x in values.tolist()]
+    not_a_number = [math.isnan(x) for x in values.tolist()]
+    order = sorted(range(numel), key=lambda i: (not not_a_number[i], -rank[i], i))
+    indices = wire[: len(wire) // 2].view(torch.int32)[:k]
+    assert indices.tolist() == sorted(order[:k])
+    assert torch.equal(bits(wire[len(wire) // 2 :].view(torch.float32)[:k]), bits(values[indices.long()]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6000), st.sampled_from([0.001, 0.01, 0.1, 1.0]), st.sampled_from(FINITE), st.integers(0, 99))
+def test_contraction(numel: int, ratio: float, kind: str, seed: int) -> None:
+    values = numbers(numel, kind, seed)
+    for codec in (TopK(ratio), Threshold(ratio), DGC(ratio)):
+        state = new_state(codec, numel)
+        for _ in range(1 if isinstance(codec, DGC) else 3):
+            got = decoded(codec, encoded(codec, values, torch.zeros(numel), state), numel).double()
+            delta = (codec.count(numel) - codec.count(numel) // 20) / numel
+            lost = (values.double() - got).square().sum()
+            assert lost <= (1 - delta) * values.double().square().sum() * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("numel", [1, 100, 5000, LARGE])
+def test_error_feedback_telescopes(codec: Sparse, numel: int) -> None:
+    """The sum of what was decoded is the sum of what was given (of its momentum), less what is left; exact in integers."""
+    codec = replace(codec, momentum=0.0) if isinstance(codec, DGC) else codec
+    state, residual = new_state(codec, numel), torch.zeros(numel)
+    given_sum, decoded_sum = torch.zeros(numel), torch.zeros(numel)
+    for step in range(12):
+        if isinstance(codec, RandomK):
+            codec = codec.at(step)
+        values = (100 * numbers(numel, "gaussian", step)).round()
+        given_sum += values
+        codec.decode(encoded(codec, values, residual, state), decoded_sum, add=True)
+    assert torch.equal(decoded_sum, given_sum - residual)
+
+
+@pytest.mark.parametrize("kind", ["not finite", "mostly not finite"])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_what_is_not_finite_arrives_and_does_not_stay(codec: Sparse, kind: str) -> None:
+    numel, state = 5000, new_state(codec, 5000)
+    residual = torch.zeros(numel)
+    arrived = decoded(codec, encoded(codec, numbers(numel, kind), residual, state), numel)
+    assert not arrived.isfinite().all()
+    assert residual.isfinite().all()
+    for tensor in (state or {}).values():
+        assert tensor.isfinite().all()
+    assert decoded(codec, encoded(codec, numbers(numel, "gaussian"), residual, state), numel).isfinite().all()
+
+
+def test_one_nan_reaches_everyone_even_if_it_is_not_drawn() -> None:
+    for place in (0, 1, 4097, 20_010):
+        values = torch.ones(20_011)
+        values[place] = math.nan
+        assert encoded(RandomK(), values).view(torch.float32)[:201].isnan().all()
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("numel", [1, 10, 5000, LARGE])
+def test_threshold_sends_within_five_percent(numel: int, feedback: bool) -> None:
+    codec, state = Threshold(), new_state(Threshold(), numel)
+    residual = torch.zeros(numel) if feedback else None
+    k, counts = codec.count(numel), []
+    for step in range(30):
+        factor = {10: 0.01, 15: 1000.0, 20: 0.0}.get(step, 1.0)
+        wire = encoded(codec, factor * numbers(numel, "gaussian", step), residual, state)
+        counts.append(int(wire[:4].view(torch.int32)))
+    assert all(abs(count - k) <= 0.05 * k for count in counts)
+    if numel == LARGE and not feedback:  # tau is in use, as it need not move
+        assert counts.count(k) < 15
+
+
+def test_threshold_without_state_is_topk() -> None:
+    values = numbers(5000, "levels")
+    assert torch.equal(
+        decoded(Threshold(), encoded(Threshold(), values), 5000), decoded(TopK(), encoded(TopK(), values), 5000)
+    )
+
+
+@pytest.mark.parametrize(("numel", "ratio"), [(1, 0.5), (7, 0.3), (40, 0.1), (41, 0.99), (64, 1.0)])
+def test_randomk_draws_every_number_alike(numel: int, ratio: float) -> None:
+    """Unbiased when multiplied by n / k."""
+    codec, draws = RandomK(ratio, seed=3), 4000
+    k = codec.count(numel)
+    total = torch.zeros(numel)
+    for step in range(draws):
+        once = decoded(codec.at(step), encoded(codec.at(step), torch.ones(numel)), numel)
+        assert int(once.sum()) == k
+        total += once
+    deviation = math.sqrt(draws * k / numel * (1 - k / numel))
+    assert (total - draws * k / numel).abs().max() <= 5 * deviation
+
+
+def test_randomk_codes_can_be_added() -> None:
+    codec = RandomK(0.1, step=4)
+    a, b = (10 * numbers(1000, "gaussian", 1)).round(), (10 * numbers(1000, "gaussian", 2)).round()
+    wires = [encoded(codec, values).view(torch.float32) for values in (a, b)]
+    both = decoded(codec, (wires[0] + wires[1]).view(torch.uint8), 1000)
+    assert torch.equal(both, decoded(codec, encoded(codec, a + b), 1000))
+
+
+def test_dgc_is_momentum_then_topk_with_both_cleared() -> None:
+    numel, codec = 1000, DGC(0.05, momentum=0.5)
+    state, velocity = new_state(codec, numel), torch.zeros(numel)
+    u, v = torch.zeros(numel), torch.zeros(numel)
+    for step in range(5):
+        gradient = (64 * numbers(numel, "gaussian", step)).round()
+        u = 0.5 * u + gradient
+        v = v + u
+        got = decoded(codec, encoded(codec, gradient, velocity, state), numel)
+        sent = got != 0
+        assert int(sent.sum()) == codec.count(numel)
+        assert torch.equal(got, v * sent)
+        u, v = u * ~sent, v * ~sent
+        assert torch.equal(velocity, v)
+
+
+def test_dgc_warms_up_in_stages() -> None:
+    codec = DGC(0.001, warmup_steps=8)
+    ratios = [codec.at(step).ratio for step in range(10)]
+    assert ratios == [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625, 0.00390625, 0.00390625, 0.001, 0.001]
+    assert codec.at(8) == DGC(0.001)
+    assert DGC(0.5, warmup_steps=8).at(0).ratio == 0.5
+
+
+def test_dgc_needs_error_feedback() -> None:
+    with pytest.raises(ValueError, match="error feedback"):
+        encoded(DGC(), torch.ones(5), None, new_state(DGC(), 5))
+
+
+@pytest.mark.parametrize("codec", [TopK(), Threshold()], ids=str)
+def test_a_wire_of_another_length_is_refused(codec: Sparse) -> None:
+    wire = encoded(codec, numbers(1000, "constant"))
+    wire[16 if isinstance(codec, Threshold) else 0 :].view(torch.int32)[3] = 1000
+    with pytest.raises(ValueError, match="indices outside of"):
+        decoded(codec, wire, 1000)
+    with pytest.raises(ValueError, match="contiguous bytes"):
+        decoded(codec, wire[:-16], 1000)
+    with pytest.raises(ValueError, match="must be float32"):
+        codec.encode(torch.ones(1000, dtype=torch.float64), wire)
+
+
+@pytest.mark.parametrize("ratio", [0.0, -0.1, 1.5, math.nan])
+def test_ratio_is_checked(ratio: float) -> None:
+    with pytest.raises(ValueError, match="ratio must be"):
+        TopK(ratio)

@@ -1,0 +1,279 @@
+"""PowerSGD: factors of gradients summed over ranks, which here are threads of one process."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from collectives.compression.powersgd import PowerSGD, PowerSGDState
+from collectives.kernels import reference_sparse
+
+cpu_sparse = pytest.importorskip("collectives.kernels.cpu_sparse")
+
+CPU = torch.device("cpu")
+SHAPES = [(40, 30), (7,), (40, 30), (16, 4, 3, 3), (3, 5), (), (50, 40), (0, 9)]
+
+
+class World:
+    """Ranks that sum a tensor by meeting."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.given = size, list[Tensor]()
+        self._barrier = threading.Barrier(size, timeout=30)
+
+    def allreduce(self, rank: int) -> Callable[[Tensor], None]:
+        def meet(tensor: Tensor) -> None:
+            if self._barrier.wait() == 0:
+                self.given = [torch.empty(0)] * self.size
+            self._barrier.wait()
+            self.given[rank] = tensor.clone()
+            self._barrier.wait()
+            tensor.copy_(torch.stack(self.given).sum(0))
+
+        return meet
+
+    def run(self, function: Callable[[int], list[Tensor]]) -> list[list[Tensor]]:
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(function, range(self.size)))
+
+    def exchange(self, states: Sequence[PowerSGDState], inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The result, once it is seen to be the same on all ranks."""
+
+        def one(rank: int) -> list[Tensor]:
+            tensors = [tensor.clone() for tensor in inputs[rank]]
+            states[rank].exchange(tensors, self.allreduce(rank))
+            return tensors
+
+        results = self.run(one)
+        for other in results[1:]:
+            assert all(map(torch.equal, map(bits, other), map(bits, results[0])))
+        return results[0]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """With one NaN for all."""
+    return torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor).view(torch.int32)
+
+
+def gradients(rank: int, step: int, shapes: Sequence[Sequence[int]] = SHAPES) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return [torch.randn(tuple(shape), generator=generator) for shape in shapes]
+
+
+def of_rank(rank: int, rows: int, columns: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, rank, generator=generator) @ torch.randn(rank, columns, generator=generator)
+
+
+def errors(state: PowerSGDState) -> list[Tensor]:
+    return [tensor for name, tensor in state.state_dict().items() if name.startswith("error")]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_results_and_errors_add_up_to_the_gradients(size: int, rank: int) -> None:
+    """Summed over ranks and steps; exactly for what is not compressed."""
+    codec, world = PowerSGD(rank), World(size)
+    states = [codec.new_state(SHAPES, CPU) for _ in range(size)]
+    given, received = (list(map(torch.zeros, SHAPES)) for _ in range(2))
+    for step in range(6):
+        inputs = [gradients(r, step) for r in range(size)]
+        result = world.exchange(states, inputs)
+        for i, shape in enumerate(SHAPES):
+            total = torch.stack([inputs[r][i] for r in range(size)]).sum(0)
+            if not codec.compresses(shape):
+                assert torch.equal(result[i], total)
+            given[i] += total
+            received[i] += result[i]
+    left = {
+        shape: sum(e.sum(0) for s in states for e in errors(s) if e.shape[1] == shape[0]) for shape in SHAPES if shape
+    }
+    for shape in {shape for shape in SHAPES if codec.compresses(shape)}:
+        alike = [i for i, other in enumerate(SHAPES) if other == shape]
+        lost = sum(given[i] - received[i] for i in alike)
+        assert isinstance(lost, Tensor)
+        torch.testing.assert_close(lost.view(shape[0], -1), left[shape], rtol=1e-4, atol=1e-3)
+
+
+def test_which_tensors_are_compressed() -> None:
+    assert [shape for shape in SHAPES if PowerSGD(6).compresses(shape)] == [(40, 30), (40, 30), (50, 40)]
+    assert [shape for shape in SHAPES if PowerSGD(1).compresses(shape)] == [(40, 30), (40, 30), (16, 4, 3, 3), (50, 40)]
+    assert not PowerSGD(1).compresses((10, 0))
+    assert not PowerSGD(1).compresses((1000, 1))
+
+
+def test_wire_bytes_are_what_is_summed() -> None:
+    codec, sizes = PowerSGD(2), list[int]()
+    codec.new_state(SHAPES, CPU).exchange(gradients(0, 0), lambda tensor: sizes.append(4 * tensor.numel()))
+    assert len(sizes) == 2
+    assert sum(sizes) == codec.wire_bytes(SHAPES)
+
+
+def test_nothing_to_compress_is_one_sum() -> None:
+    sums = list[int]()
+    for shapes in ([(3,), (2, 2)], []):
+        PowerSGD().new_state(shapes, CPU).exchange(gradients(0, 0, shapes), lambda tensor: sums.append(tensor.numel()))
+    assert sums == [7, 0]
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_sum_of_that_rank_is_exact(rank: int) -> None:
+    """The ranks' own gradients have another: with feedback they add up."""
+    world, codec, shape = World(2), PowerSGD(rank), (60, 50)
+    other = of_rank(6, *shape, seed=5)
+    inputs = [[of_rank(rank, *shape, seed=1) + other], [-other]]
+    result = world.exchange([codec.new_state([shape], CPU) for _ in range(2)], inputs)
+    torch.testing.assert_close(result[0], inputs[0][0] + inputs[1][0], rtol=1e-4, atol=1e-4)
+
+
+def test_iteration_goes_on_to_the_largest_singular_values() -> None:
+    generator = torch.Generator().manual_seed(2)
+    u = torch.linalg.qr(torch.randn(60, 50, generator=generator)).Q
+    v = torch.linalg.qr(torch.randn(50, 50, generator=generator)).Q
+    values = 0.8 ** torch.arange(50)
+    gradient = u * values @ v.T
+    state = PowerSGD(4).new_state([gradient.shape], CPU)
+    first = gradient.clone()
+    state.exchange([first], lambda tensor: tensor)
+    for _ in range(30):
+        for error in errors(state):
+            error.zero_()  # the matrix stays the same
+        last = gradient.clone()
+        state.exchange([last], lambda tensor: tensor)
+    best = float(values[4:].norm())
+    assert best * (1 - 1e-4) <= float((gradient - last).norm()) <= best * 1.01 < float((gradient - first).norm())
+
+
+def test_errors_stay_bounded_where_ranks_differ() -> None:
+    world, codec, shape = World(2), PowerSGD(2), (40, 40)
+    states = [codec.new_state([shape], CPU) for _ in range(2)]
+    common, own = of_rank(2, *shape, seed=1), of_rank(2, *shape, seed=2)
+    for _ in range(40):
+        world.exchange(states, [[common + own], [common - own]])
+    for state in states:
+        assert float(errors(state)[0].norm()) < 45 * float(own.norm())
+
+
+@pytest.mark.parametrize("kind", ["zeros", "one rank", "tiny", "huge", "a single number"])
+def test_odd_gradients(kind: str) -> None:
+    shape, gradient = (40, 30), torch.zeros(40, 30)
+    if kind == "one rank":
+        gradient = of_rank(1, *shape, seed=3)
+    elif kind == "tiny":
+        gradient = of_rank(2, *shape, seed=3) * 1e-36
+    elif kind == "huge":
+        gradient = of_rank(2, *shape, seed=3) * 1e34
+    elif kind == "a single number":
+        gradient[7, 9] = -3
+    state = PowerSGD(4).new_state([shape], CPU)
+    for _ in range(3):
+        result = gradient.clone()
+        state.exchange([result], lambda tensor: tensor)
+        assert float((result - gradient).double().norm()) <= 1e-5 * float(gradient.double().norm())
+    later = of_rank(4, *shape, seed=4)
+    result = later.clone()
+    for error in errors(state):
+        error.zero_()
+    state.exchange([result], lambda tensor: tensor)
+    assert float((result - later).norm()) <= 1e-3 * float(later.norm())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_reaches_all_ranks_and_does_not_stay(bad: float) -> None:
+    world, codec, shapes = World(2), PowerSGD(2), [(40, 30), (40, 30), (9,)]
+    states = [codec.new_state(shapes, CPU) for _ in range(2)]
+    world.exchange(states, [gradients(r, 0, shapes) for r in range(2)])
+    inputs = [gradients(r, 1, shapes) for r in range(2)]
+    inputs[1][0][3] = bad
+    result = world.exchange(states, inputs)
+    assert result[0].isnan().all()
+    assert result[1].isfinite().all()
+    assert all(tensor.isfinite().all() for state in states for tensor in state.state_dict().values())
+    assert all(not error[0].any() and error[1].any() for state in states for error in errors(state))
+    assert world.exchange(states, [gradients(r, 2, shapes) for r in range(2)])[0].isfinite().all()
+
+
+def test_a_saved_state_goes_on_with_the_same_bits() -> None:
+    state = PowerSGD(2).new_state(SHAPES, CPU)
+    state.exchange(gradients(0, 0), lambda tensor: tensor)
+    saved = {name: tensor.clone() for name, tensor in state.state_dict().items()}
+    restored = PowerSGD(2).new_state(SHAPES, CPU)
+    restored.load_state_dict(saved)
+    results = []
+    for one in (state, restored):
+        tensors = gradients(0, 1)
+        one.exchange(tensors, lambda tensor: tensor)
+        results.append([*tensors, *one.state_dict().values()])
+    assert all(map(torch.equal, *results))
+    with pytest.raises(ValueError, match="other shapes or of another rank"):
+        PowerSGD(3).new_state(SHAPES, CPU).load_state_dict(saved)
+
+
+def test_tensors_are_checked() -> None:
+    state = PowerSGD(1).new_state([(40, 30)], CPU)
+    with pytest.raises(ValueError, match="not of the shapes"):
+        state.exchange([torch.zeros(30, 40)], lambda tensor: tensor)
+    with pytest.raises(ValueError, match="contiguous"):
+        state.exchange([torch.zeros(30, 40).t()], lambda tensor: tensor)
+    with pytest.raises(ValueError, match="rank must be"):
+        PowerSGD(0)
+
+
+def factors(batch: int, rank: int, length: int, kind: str) -> Tensor:
+    generator = torch.Generator().manual_seed(length)
+    x = torch.randn(batch, rank, length, generator=generator)
+    if kind == "dependent" and rank > 1:
+        x[:, -1] = 3 * x[:, 0]
+    elif kind == "zeros":
+        x[0] = 0
+    elif kind == "denormal":
+        x *= 1e-41
+    elif kind == "near the largest":
+        x *= 1e37
+    elif kind == "not finite":
+        x[0, 0, length // 2] = math.inf
+        x[-1, -1, 0] = math.nan
+    return x
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "dependent", "zeros", "denormal", "near the largest", "not finite"])
+@pytest.mark.parametrize("rank", [1, 2, 4, 5])
+@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 1000])
+def test_factors_have_the_same_bits_as_the_reference(length: int, rank: int, kind: str) -> None:
+    left, right = factors(3, rank, length, kind), factors(3, rank, 33, kind)
+    results = []
+    for kernels in (cpu_sparse, reference_sparse):
+        vectors, product = left.clone(), torch.full((length, 33), 0.1)
+        kernels.powersgd_orthonormalize(vectors)
+        kernels.powersgd_multiply(left[1], right[1], product)
+        results.append([bits(vectors), bits(product)])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "dependent", "zeros", "denormal", "near the largest", "not finite"])
+def test_vectors_are_orthonormal_or_zero(kind: str) -> None:
+    vectors = factors(3, 4, 500, kind)
+    cpu_sparse.powersgd_orthonormalize(vectors)
+    products = vectors @ vectors.transpose(1, 2)
+    expected = torch.eye(4).repeat(3, 1, 1)
+    if kind == "dependent":
+        expected[:, 3] = 0
+    elif kind == "zeros":
+        expected[0] = 0
+    elif kind == "not finite":
+        assert not vectors[0].isfinite().all()
+        assert not vectors[2].isfinite().all()
+        products, expected = products[1:2], expected[1:2]
+    torch.testing.assert_close(products, expected, atol=1e-5, rtol=0)
+
+
+def test_the_product_is_one() -> None:
+    left, right, out = torch.randn(4, 37), torch.randn(4, 5000), torch.empty(37, 5000)
+    cpu_sparse.powersgd_multiply(left, right, out)
+    torch.testing.assert_close(out, left.T @ right)
