@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from collectives.kernels import one_at_a_time
+from collectives.kernels import cpu_arithmetic
 from collectives.transport.allocation import ELSEWHERE, Allocations
 from collectives.transport.local_group import LocalGroup
 
@@ -25,7 +25,6 @@ class SharedMemory:
         self._allocations = Allocations(group)
         self._kernels = group.kernels
         self._arithmetic: dict[torch.dtype, int] = {}
-        self._functions: list[object] = []
         self._sequence = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
@@ -35,10 +34,7 @@ class SharedMemory:
     def prepare(self, dtype: torch.dtype) -> None:
         """Compile what a dtype needs, or load it from the disk. Not to be done when others wait."""
         if dtype not in self._arithmetic:
-            with one_at_a_time():
-                function = self._kernels.arithmetic(dtype)
-            self._functions.append(function)
-            self._arithmetic[dtype] = function.address
+            self._arithmetic[dtype] = cpu_arithmetic(dtype).address
 
     def allreduce(self, flat: torch.Tensor, op: str, fingerprint: int, deadline: float) -> None:
         """Reduce a contiguous tensor over the ranks of the host, in place; 'average' divides too.

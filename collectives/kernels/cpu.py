@@ -326,7 +326,8 @@ def arithmetic(dtype: torch.dtype) -> Any:
     SIZE,
     SPINS,  # beats that a wait spins before it gives way
     BLOCK,  # bytes that are reduced at once, so that they stay in the first-level cache
-    ABORTED,  # address of the word that ends all waits
+    ABORTED,  # 1 when this process is to wait no more
+    PATIENT,  # 1 when the last wait has been long: sleep at once
     RANKS,  # address of the ranks' lines, RANK_BYTES each
     WHOLE,  # address of two slots a rank for small messages
     WHOLE_BYTES,  # of a slot
@@ -349,7 +350,7 @@ def arithmetic(dtype: torch.dtype) -> Any:
     WAIT_LEAST,
     NEWS,  # 1 when a rank has announced a version that is not KNOWN
     FIELDS,
-) = range(27)
+) = range(28)
 
 # A rank's lines in the segment, each apart from the others, so that no two processes write to one cache line.
 LINE = 128
@@ -364,6 +365,7 @@ SEQUENCE_SHIFT = 31
 _SLICE_NS = 50_000_000
 _YIELD_NS = 10_000_000
 _SLEEP_US = 100
+_LONG_SLEEP_US = 500
 
 
 @njit
@@ -387,12 +389,14 @@ def _rest(context, beats, since):
     if beats < _field(context, SPINS):
         pause()
         return FINISHED
-    if load(_field(context, ABORTED)) != 0:
+    if _field(context, ABORTED) != 0:
         return STOPPED
     waited = monotonic_ns() - since
     if waited > _SLICE_NS:
         return PENDING
-    if waited < _YIELD_NS:
+    if _field(context, PATIENT) != 0:
+        sleep_us(_LONG_SLEEP_US)
+    elif waited < _YIELD_NS:
         give_way()
     else:
         sleep_us(_SLEEP_US)

@@ -16,7 +16,6 @@ from collectives.errors import LinkError, ranks_text
 from collectives.transport.segment import Segment
 
 _PAGE = 4096
-_ABORT_WORD = 64
 
 #: Shared tensors that a rank may have at a time.
 SLOTS = 256
@@ -38,8 +37,8 @@ _BLOCK_BYTES = 8 << 10
 #: How long close() waits for a kernel to return, which takes it 50 ms after an abort.
 _LEAVE_S = 1.0
 
-#: What a rank says of itself in its line STATE: 0 at first.
-_LEAVING, _GONE = 1, 2
+#: What a rank says of itself in its line STATE, 0 at first: it will begin nothing more; it waits for nobody any more; it has closed.
+_LEAVING, _BROKEN, _GONE = 1, 2, 3
 
 #: Beats that a wait spins: about 20 us where every rank has a core, next to nothing where they share them.
 _SPINS, _SPINS_SHARING = 1000, 20
@@ -105,7 +104,6 @@ class LocalGroup:
             (kernels.SIZE, self.size),
             (kernels.SPINS, _SPINS if self.size <= cores else _SPINS_SHARING),
             (kernels.BLOCK, _BLOCK_BYTES),
-            (kernels.ABORTED, self.base + _ABORT_WORD),
             (kernels.RANKS, self.base + _PAGE),
             (kernels.WHOLE, self.base + self.plan.whole),
             (kernels.WHOLE_BYTES, _WHOLE_BYTES),
@@ -142,6 +140,8 @@ class LocalGroup:
             lost: set[int] = set()
             while (status := kernel(*arguments)) != self.kernels.FINISHED:
                 lost = self._check(status, deadline, lost)
+                self.context[self.kernels.PATIENT] = 1
+            self.context[self.kernels.PATIENT] = 0
 
     def _check(self, status: int, deadline: float, lost: set[int]) -> set[int]:
         """Raise the LinkError that a kernel's status means, if any. Returns who of those awaited is lost.
@@ -155,15 +155,14 @@ class LocalGroup:
         if status == kernels.DISAGREED:
             raise LinkError(peer, timed_out=False, detail=f"rank {peer} called something else")
         if status == kernels.STOPPED:
-            # Some other rank's time was up, or a peer of its was gone: whom this one waited for may be to blame, and may not.
-            raise LinkError(peer, timed_out=True, detail="another rank of this host gave up", awaited=awaited)
+            raise LinkError(None, timed_out=True, detail="this rank gave up", awaited=awaited)
         if gone := awaited & lost:
-            how = "process has ended" if gone & self.dead() else "Communicator is closed"
+            how = "process has ended" if gone & self.dead() else "Communicator is closed or broken"
             raise LinkError(min(gone), timed_out=False, detail=f"{ranks_text(gone)}: the {how}")
         if time.monotonic() >= deadline:
             detail = f"nothing came from {ranks_text(awaited)}"
             raise LinkError(peer, timed_out=True, detail=detail, awaited=awaited)
-        return awaited & (self.dead() | self._left(_GONE if self._leaving else _LEAVING))
+        return awaited & (self.dead() | self._left(_BROKEN if self._leaving else _LEAVING))
 
     def _awaited(self) -> set[int]:
         """Whom the kernel that has just returned was waiting for."""
@@ -173,7 +172,8 @@ class LocalGroup:
             return {self.members[peer]}
         line, least = int(self.context[kernels.WAIT_LINE]), int(self.context[kernels.WAIT_LEAST])
         behind = {rank for member, rank in enumerate(self.members) if self.word(member, line).value < least}
-        return behind or set(self.members) - {self.members[self.index]}
+        others = set(self.members) - {self.members[self.index]}
+        return behind & others or others
 
     def dead(self) -> set[int]:
         """Ranks whose process has ended."""
@@ -186,7 +186,7 @@ class LocalGroup:
         """The other ranks that will not answer any more."""
         if self._segment.address is None:
             return set()
-        return (self.dead() | self._left(_GONE)) - {self.members[self.index]}
+        return (self.dead() | self._left(_BROKEN)) - {self.members[self.index]}
 
     def _left(self, least: int) -> set[int]:
         line = self.kernels.STATE
@@ -202,10 +202,11 @@ class LocalGroup:
         self._segment.seal_off()
 
     def abort(self) -> None:
-        """End all waits in the segment, of every rank."""
+        """End this rank's wait, and the others' waits for it."""
         with self._lock:
             if self._segment.address is not None:
-                ctypes.c_int64.from_address(self.base + _ABORT_WORD).value = 1
+                self.word(self.index, self.kernels.STATE).value = _BROKEN
+                self.context[self.kernels.ABORTED] = 1
 
     def close(self) -> None:
         """Leave. The memory is unmapped, unless a kernel still runs in it: then it lasts as long as the process."""
