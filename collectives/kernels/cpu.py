@@ -325,6 +325,7 @@ def arithmetic(dtype: torch.dtype) -> Any:
     RANK,  # of this process among those of the segment
     SIZE,
     SPINS,  # beats that a wait spins before it gives way
+    YIELD_NS,  # how long a wait gives way before it sleeps
     BLOCK,  # bytes that are reduced at once, so that they stay in the first-level cache
     ABORTED,  # 1 when this process is to wait no more
     PATIENT,  # 1 when the last wait has been long: sleep at once
@@ -350,7 +351,7 @@ def arithmetic(dtype: torch.dtype) -> Any:
     WAIT_LEAST,
     NEWS,  # 1 when a rank has announced a version that is not KNOWN
     FIELDS,
-) = range(28)
+) = range(29)
 
 # A rank's lines in the segment, each apart from the others, so that no two processes write to one cache line.
 LINE = 128
@@ -363,7 +364,6 @@ FINISHED, PENDING, STOPPED, DISAGREED = range(4)
 
 SEQUENCE_SHIFT = 31
 _SLICE_NS = 50_000_000
-_YIELD_NS = 10_000_000
 _SLEEP_US = 100
 _LONG_SLEEP_US = 500
 
@@ -396,7 +396,7 @@ def _rest(context, beats, since):
         return PENDING
     if _field(context, PATIENT) != 0:
         sleep_us(_LONG_SLEEP_US)
-    elif waited < _YIELD_NS:
+    elif waited < _field(context, YIELD_NS):
         give_way()
     else:
         sleep_us(_SLEEP_US)

@@ -44,6 +44,11 @@ _LEAVING, _BROKEN, _GONE = 1, 2, 3
 _SPINS, _SPINS_SHARING = 1000, 20
 
 
+#: How long a wait gives way before it sleeps. Next to nothing where the backend's threads bring what comes from other hosts: to
+#: give way still takes them half a core.
+_YIELD_NS, _YIELD_NS_BESIDE_THREADS = 10_000_000, 100_000
+
+
 def _power_of_two(wanted: int, least: int, most: int) -> int:
     return max(least, min(most, 1 << max(0, wanted.bit_length() - 1)))
 
@@ -65,7 +70,8 @@ class _Plan:
 class LocalGroup:
     """The ranks of one host, their common segment, and who of them is alive.
 
-    name: of the segment. members: the host's ranks in the world, ascending; pids: their processes.
+    name: of the segment. members: the host's ranks in the world, ascending; pids: their processes. everyone: whether the world has
+    no other ranks.
     """
 
     def __init__(
@@ -76,6 +82,8 @@ class LocalGroup:
         pids: Sequence[int],
         members: Sequence[int],
         rank: int,
+        *,
+        everyone: bool,
     ) -> None:
         self.kernels = kernels
         self.name = name
@@ -103,6 +111,7 @@ class LocalGroup:
             (kernels.RANK, self.index),
             (kernels.SIZE, self.size),
             (kernels.SPINS, _SPINS if self.size <= cores else _SPINS_SHARING),
+            (kernels.YIELD_NS, _YIELD_NS if everyone else _YIELD_NS_BESIDE_THREADS),
             (kernels.BLOCK, _BLOCK_BYTES),
             (kernels.RANKS, self.base + _PAGE),
             (kernels.WHOLE, self.base + self.plan.whole),

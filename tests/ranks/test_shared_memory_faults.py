@@ -84,7 +84,8 @@ def live(name: str, maker: int, descriptor: int, rank: int, pids: list[int], giv
     kernels = cpu_kernels()
     assert not isinstance(kernels, str)
     nbytes = LocalGroup.segment_bytes(kernels, len(pids))
-    group = LocalGroup(kernels, Segment.open(maker, descriptor, name, nbytes), name, pids, range(len(pids)), rank)
+    segment = Segment.open(maker, descriptor, name, nbytes)
+    group = LocalGroup(kernels, segment, name, pids, range(len(pids)), rank, everyone=True)
     for other in range(len(pids)):
         if other != rank:
             group.watch(other)
