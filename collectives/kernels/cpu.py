@@ -349,7 +349,7 @@ def arithmetic(dtype: torch.dtype) -> Any:
     PEER,  # whom the last wait for a message was for; -1 where it was for all whose word in WAIT_LINE was below WAIT_LEAST
     WAIT_LINE,
     WAIT_LEAST,
-    NEWS,  # 1 when a rank has announced a version that is not KNOWN
+    NEWS,  # 1 when a rank has announced a version that is not KNOWN, in this operation
     FIELDS,
 ) = range(29)
 
@@ -360,7 +360,7 @@ DONE, STAGED, REDUCED, COPIED, STATE, VERSION = (line * LINE for line in range(2
 RANK_BYTES = 8 * LINE
 
 # What a kernel returns.
-FINISHED, PENDING, STOPPED, DISAGREED = range(4)
+FINISHED, FINISHED_WITH_NEWS, PENDING, STOPPED, DISAGREED = range(5)
 
 SEQUENCE_SHIFT = 31
 _SLICE_NS = 50_000_000
@@ -658,7 +658,7 @@ def allreduce(context, data, nbytes, itemsize, function, op, divisor, word, slot
         if small:
             _reduce_whole(context, parity, data, nbytes, itemsize, function, op, divisor)
             _set(context, PHASE, _START)
-            return FINISHED
+            return FINISHED + _field(context, NEWS)
         if _field(context, DIRECT) == 1:
             _reduce_without_copy(context, header, nbytes, itemsize, function, op, divisor)
             store(_line(context, rank, DONE), word)
@@ -675,6 +675,7 @@ def allreduce(context, data, nbytes, itemsize, function, op, divisor, word, slot
         status = _wait_for_line(context, DONE, word >> SEQUENCE_SHIFT << SEQUENCE_SHIFT)
     if status == FINISHED:
         _set(context, PHASE, _START)
+        status += _field(context, NEWS)
     return status
 
 

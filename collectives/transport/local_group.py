@@ -37,7 +37,7 @@ _BLOCK_BYTES = 8 << 10
 #: How long close() waits for a kernel to return, which takes it 50 ms after an abort.
 _LEAVE_S = 1.0
 
-#: What a rank says of itself in its line STATE, 0 at first: it will begin nothing more; it waits for nobody any more; it has closed.
+#: What a rank says of itself in its line STATE, 0 at first: that it begins nothing more, waits for nobody any more, has closed.
 _LEAVING, _BROKEN, _GONE = 1, 2, 3
 
 #: Beats that a wait spins: about 20 us where every rank has a core, next to nothing where they share them.
@@ -70,8 +70,8 @@ class _Plan:
 class LocalGroup:
     """The ranks of one host, their common segment, and who of them is alive.
 
-    name: of the segment. members: the host's ranks in the world, ascending; pids: their processes. everyone: whether the world has
-    no other ranks.
+    name: of the segment. members: the host's ranks in the world, ascending; pids: their processes. everyone: whether the
+    world has no other ranks.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class LocalGroup:
         self.context = np.zeros(kernels.FIELDS, dtype=np.int64)
         self.context_address: int = self.context.ctypes.data
         self._segment = segment
+        self._pending: int = kernels.PENDING
         self._leaving = False
         self._lock = threading.Lock()
         self._running = threading.Lock()
@@ -141,16 +142,21 @@ class LocalGroup:
         """The first word in a line of a member (its place among members)."""
         return ctypes.c_int64.from_address(self.base + _PAGE + member * self.kernels.RANK_BYTES + line)
 
-    def run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> None:
-        """Call a kernel until it is through. Raises LinkError when it cannot be: see Pending.wait."""
+    def run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> bool:
+        """Call a kernel until it is through; whether others have announced something new. Raises LinkError when it cannot be:
+        see Pending.wait."""
         with self._running:
             if self._segment.address is None:
                 raise LinkError(None, timed_out=False, detail="this rank has closed its Communicator")
-            lost: set[int] = set()
-            while (status := kernel(*arguments)) != self.kernels.FINISHED:
-                lost = self._check(status, deadline, lost)
-                self.context[self.kernels.PATIENT] = 1
-            self.context[self.kernels.PATIENT] = 0
+            status = kernel(*arguments)
+            if status >= self._pending:
+                lost: set[int] = set()
+                while status >= self._pending:
+                    lost = self._check(status, deadline, lost)
+                    self.context[self.kernels.PATIENT] = 1
+                    status = kernel(*arguments)
+                self.context[self.kernels.PATIENT] = 0
+        return bool(status)
 
     def _check(self, status: int, deadline: float, lost: set[int]) -> set[int]:
         """Raise the LinkError that a kernel's status means, if any. Returns who of those awaited is lost.

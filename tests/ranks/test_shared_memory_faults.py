@@ -66,7 +66,7 @@ def exchange(group: LocalGroup, shared: SharedMemory, rank: int, give_up: bool, 
         if give_up and own.random() < 0.1:
             raise GivesUpError
         if same.random() < 0.7:
-            shared.allreduce(tensor, "sum", number, deadline)
+            shared.allreduce(tensor, shared.reduction(numel, torch.float32, "sum"), number, deadline)
             expected = group.size * (group.size + 1) / 2
         else:
             received = torch.empty(numel)
