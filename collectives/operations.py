@@ -71,6 +71,7 @@ class Operations:
         self._board = Board(store, transport.rank, transport.size)
         self._queue = WorkQueue("gradwire")
         self._sequence = 0
+        self._beside_work = False
         self._failure: CollectiveError | None = None
         self._closed = False
         self._leaving = False
@@ -96,11 +97,11 @@ class Operations:
         self._sequence += 1
         if not async_op and self._queue.enter():
             try:
-                self._take_turn(sequence, call, body)
+                self._take_turn(sequence, call, body, beside_work=False)
             finally:
                 self._queue.leave()
             return None
-        work = Work(self._rank, call, lambda: self._take_turn(sequence, call, body))
+        work = Work(self._rank, call, lambda: self._take_turn(sequence, call, body, beside_work=True))
         self._queue.submit(work)
         if async_op:
             return work
@@ -122,6 +123,8 @@ class Operations:
         sequence = self._sequence
         self._sequence = sequence + 1
         deadline = time.monotonic() + self._timeout_s
+        if self._beside_work:
+            self._wait_beside_work(False)
         try:
             body(first, second, tag_of(sequence, call_digest), deadline)
         except BaseException as error:
@@ -130,16 +133,23 @@ class Operations:
             self._queue.leave()
         return True
 
-    def _take_turn(self, sequence: int, call: str, body: Callable[[Turn], None]) -> None:
+    def _take_turn(self, sequence: int, call: str, body: Callable[[Turn], None], *, beside_work: bool) -> None:
         if self._failure is not None:
             raise CollectiveError(
                 f"not run, the Communicator broke before ({self._failure})", rank=self._rank, operation=call
             ) from self._failure
         turn = Turn(sequence, call, time.monotonic() + self._timeout_s)
+        if beside_work != self._beside_work:
+            self._wait_beside_work(beside_work)
         try:
             body(turn)
         except BaseException as error:
             raise self._failed(error, turn) from None
+
+    def _wait_beside_work(self, beside_work: bool) -> None:
+        """Operations on the queue's thread run while the caller computes; in the caller's, nothing else has anything to do."""
+        self._beside_work = beside_work
+        self._transport.wait_beside_work(beside_work)
 
     def _failed(self, error: BaseException, turn: Turn) -> BaseException:
         """What to raise for what went wrong in a turn. All but a Mismatch breaks the Communicator: that one was found before any

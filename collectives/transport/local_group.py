@@ -44,9 +44,9 @@ _LEAVING, _BROKEN, _GONE = 1, 2, 3
 _SPINS, _SPINS_SHARING = 1000, 20
 
 
-#: How long a wait gives way before it sleeps. Next to nothing where the backend's threads bring what comes from other hosts: to
-#: give way still takes them half a core.
-_YIELD_NS, _YIELD_NS_BESIDE_THREADS = 10_000_000, 100_000
+#: How long a wait gives way before it sleeps. Next to nothing beside threads that have work to do, the caller's own or the
+#: backend's that brings what comes from other hosts: to give way still takes them half a core.
+_YIELD_NS, _YIELD_NS_BESIDE_THREADS = 10_000_000, 20_000
 
 
 def _power_of_two(wanted: int, least: int, most: int) -> int:
@@ -107,12 +107,10 @@ class LocalGroup:
         self.base = segment.address
         self.whole_bytes = _WHOLE_BYTES
         self.rings = self.base + self.plan.rings
-        cores = len(os.sched_getaffinity(0))
+        self._everyone = everyone
         for field, value in (
             (kernels.RANK, self.index),
             (kernels.SIZE, self.size),
-            (kernels.SPINS, _SPINS if self.size <= cores else _SPINS_SHARING),
-            (kernels.YIELD_NS, _YIELD_NS if everyone else _YIELD_NS_BESIDE_THREADS),
             (kernels.BLOCK, _BLOCK_BYTES),
             (kernels.RANKS, self.base + _PAGE),
             (kernels.WHOLE, self.base + self.plan.whole),
@@ -125,12 +123,20 @@ class LocalGroup:
             (kernels.KNOWN, self.known.ctypes.data),
         ):
             self.context[field] = value
+        self.wait_beside_work(False)
 
     @staticmethod
     def segment_bytes(kernels: ModuleType, size: int) -> int:
         """How long the segment of `size` ranks must be."""
         nbytes: int = _Plan(kernels, size).nbytes
         return nbytes
+
+    def wait_beside_work(self, beside_work: bool) -> None:
+        """Whether waits from now on are to leave the cores to other threads of this process."""
+        a_core_each = self.size <= len(os.sched_getaffinity(0)) and not beside_work
+        alone = self._everyone and not beside_work
+        self.context[self.kernels.SPINS] = _SPINS if a_core_each else _SPINS_SHARING
+        self.context[self.kernels.YIELD_NS] = _YIELD_NS if alone else _YIELD_NS_BESIDE_THREADS
 
     def watch(self, member: int) -> None:
         """Notice when the process of a member, by its rank, ends."""

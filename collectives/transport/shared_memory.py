@@ -76,6 +76,10 @@ class SharedMemoryTransport:
     def lost_peers(self) -> set[int]:
         return self._group.lost()
 
+    def wait_beside_work(self, beside_work: bool) -> None:
+        """See LocalGroup."""
+        self._group.wait_beside_work(beside_work)
+
     def leave(self) -> None:
         """See LocalGroup."""
         self._group.leave()
