@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -36,7 +37,8 @@ OURS, DDP, COMPUTE = "gradwire", "ddp", "compute"
 class StepRow:
     """One competitor. step_ms, p99_ms: median and 99th percentile of the turns, per step, on the slowest rank.
 
-    beyond_compute_over_ddp: what a step takes beyond computing, over the same of DDP's. loss: of the last step, averaged over the ranks. replicas_identical: the ranks' weights at the end, to the bit.
+    beyond_compute_over_ddp: the median of what a step takes longer than `compute` in the same round, over DDP's. loss: of the last step, averaged over the
+    ranks. replicas_identical: the ranks' weights at the end, to the bit.
     """
 
     competitor: str
@@ -108,6 +110,7 @@ def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[Step
     turns, _ = take_turns(list(competitors.values()), lambda: None, lambda: 0, distributed_machine(device), protocol)
     seconds = dict(zip(competitors, slowest_rank(turns / chosen.steps, device), strict=True))
     median = {name: median_and_p99(times)[0] for name, times in seconds.items()}
+    beyond = {name: float(np.median(times - seconds[COMPUTE])) for name, times in seconds.items()}  # in the same round
     rows: list[StepRow] = []
     for name, competitor in competitors.items():
         loss = hvd.allreduce(torch.tensor(competitor.loss, dtype=torch.float64, device=device), op=hvd.Average)
@@ -121,7 +124,7 @@ def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[Step
                 tokens_per_s=task.items_per_step / median[name],
                 time_over_ddp=median[name] / median[DDP],
                 time_over_compute=median[name] / median[COMPUTE],
-                beyond_compute_over_ddp=(median[name] - median[COMPUTE]) / (median[DDP] - median[COMPUTE]),
+                beyond_compute_over_ddp=beyond[name] / beyond[DDP],
                 loss=float(loss),
                 replicas_identical=len(set(digests)) == 1,
             )
