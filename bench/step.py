@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -36,7 +37,8 @@ OURS, DDP, COMPUTE = "gradwire", "ddp", "compute"
 class StepRow:
     """One competitor. step_ms, p99_ms: median and 99th percentile of the turns, per step, on the slowest rank.
 
-    loss: of the last step, averaged over the ranks. replicas_identical: the ranks' weights at the end, to the bit.
+    beyond_compute_over_ddp: the median of what a step takes longer than `compute` in the same round, over DDP's. loss: of the last step, averaged over the
+    ranks. replicas_identical: the ranks' weights at the end, to the bit.
     """
 
     competitor: str
@@ -46,6 +48,7 @@ class StepRow:
     tokens_per_s: float
     time_over_ddp: float
     time_over_compute: float
+    beyond_compute_over_ddp: float
     loss: float
     replicas_identical: bool
 
@@ -107,6 +110,7 @@ def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[Step
     turns, _ = take_turns(list(competitors.values()), lambda: None, lambda: 0, distributed_machine(device), protocol)
     seconds = dict(zip(competitors, slowest_rank(turns / chosen.steps, device), strict=True))
     median = {name: median_and_p99(times)[0] for name, times in seconds.items()}
+    beyond = {name: float(np.median(times - seconds[COMPUTE])) for name, times in seconds.items()}  # in the same round
     rows: list[StepRow] = []
     for name, competitor in competitors.items():
         loss = hvd.allreduce(torch.tensor(competitor.loss, dtype=torch.float64, device=device), op=hvd.Average)
@@ -120,6 +124,7 @@ def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[Step
                 tokens_per_s=task.items_per_step / median[name],
                 time_over_ddp=median[name] / median[DDP],
                 time_over_compute=median[name] / median[COMPUTE],
+                beyond_compute_over_ddp=beyond[name] / beyond[DDP],
                 loss=float(loss),
                 replicas_identical=len(set(digests)) == 1,
             )
@@ -135,11 +140,11 @@ def format_table(rows: Sequence[StepRow], interval: tuple[float, float] | None, 
         f" world size {ours.world_size} backend {meta['backend']}, {meta['rounds']} turns of {meta['steps']} steps",
         *([f"# Network: {meta['network']}"] if meta["network"] else []),
         "#",
-        "#             step      p99             time over  time over",
-        "#             (ms)     (ms)  tokens/s         ddp    compute     loss  replicas",
+        "#             step      p99             time over  time over  beyond compute",
+        "#             (ms)     (ms)  tokens/s         ddp    compute    over ddp's      loss  replicas",
         *(
             f"  {row.competitor:8} {row.step_ms:8.2f} {row.p99_ms:8.2f} {row.tokens_per_s:9.0f}"
-            f" {row.time_over_ddp:11.3f} {row.time_over_compute:10.3f} {row.loss:8.4f}"
+            f" {row.time_over_ddp:11.3f} {row.time_over_compute:10.3f} {row.beyond_compute_over_ddp:13.3f} {row.loss:9.4f}"
             f"  {'identical' if row.replicas_identical else 'differ'}"
             for row in rows
         ),

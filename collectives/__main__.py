@@ -54,7 +54,7 @@ def _report(communicator: Communicator) -> str:
         source = variable if os.environ.get(variable) else "built in"
         lines.append(f"  {collective:<15}{_range(table)}   ({source}; {variable} overrides)")
     known = sorted({name for planners in PLANNERS.values() for name in planners})
-    return "\n".join([*lines, "", f"algorithms known: {', '.join(known)}, native"])
+    return "\n".join([*lines, "", f"algorithms known: {', '.join(known)}, shared, native"])
 
 
 def main() -> None:

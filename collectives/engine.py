@@ -1,35 +1,28 @@
-"""What stands behind the verbs: operations in order, their buffers, schedules, deadlines and failures."""
+"""What stands behind the verbs: how the body of an operation moves its buffers."""
 
 from __future__ import annotations
 
-import atexit
 import math
-import time
-import weakref
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch.distributed.distributed_c10d import Store
 
 from collectives.algorithms import PLANNERS
-from collectives.diagnostics.postmortem import Board, Report, verdict
-from collectives.errors import CollectiveError, CollectiveTimeout, LinkError, Mismatch
 from collectives.execute import Program, Scratch, execute, lay_out
 from collectives.native import Call
+from collectives.operations import Operations, Turn, digest
 from collectives.reduction import COMBINE, carried
 from collectives.schedule import Place, Schedule
 from collectives.selection import SHARED, Table, choose
-from collectives.shared import SharedMemory
+from collectives.shared import Reduction, SharedMemory
 from collectives.spans import Layout, consecutive, segments_of_blocks, segments_of_buffer
 from collectives.staging import Buffer
 from collectives.topology import Topology
 from collectives.transport.process_group import ProcessGroupTransport
 from collectives.transport.routing import RoutingTransport
-from collectives.work import Work, WorkQueue
+from collectives.work import Work
 
 NATIVE = "native"
 
@@ -37,25 +30,6 @@ NATIVE = "native"
 _IN_SHARED_MEMORY = ("allreduce", "barrier")
 
 _CACHED_PROGRAMS = 256
-
-#: How long close() waits for what is queued, and then for the other ranks.
-_DRAIN_S = 5.0
-_MEET_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One operation's turn: its number, what was called (the same on all ranks), its deadline (time.monotonic())."""
-
-    sequence: int
-    call: str
-    deadline: float
-
-    @property
-    def tag(self) -> int:
-        """Marks this operation's messages. Ranks that call different things use different tags, so their messages never
-        meet: nobody takes a message of another shape for his own. Segment i of a buffer adds i, within 31 bits."""
-        return zlib.crc32(f"{self.sequence} {self.call}".encode()) % 2**30
 
 
 def legal_algorithms(*, shared: bool) -> dict[str, tuple[str, ...]]:
@@ -91,24 +65,16 @@ class Engine:
         self.device_types = ("cpu", "cuda") if "cpu" in transport.backends else ("cuda",)
         self.control_device = self.device_types[0]
         self._via_host = "cuda" not in transport.backends
-        self._timeout_s = timeout_s
+        self._operations = Operations(transport, store, timeout_s)
         self._segment_bytes = segment_bytes
         self._transport = transport
         self._shared = shared
         self._algorithms = algorithms
-        self._board = Board(store, self.rank, self.size)
         self.tables = tables
-        self._queue = WorkQueue("gradwire")
-        self._sequence = 0
         self._scratch = Scratch()
         self._schedules: dict[tuple[str, str, int], Schedule] = {}
         self._programs: OrderedDict[tuple[object, ...], Program] = OrderedDict()
-        self._calls: dict[tuple[torch.dtype, torch.Size, Hashable], tuple[str, str]] = {}
-        self._failure: CollectiveError | None = None
-        self._closed = False
-        self._leaving = False
-        self._at_exit = partial(_leave, weakref.ref(self))
-        atexit.register(self._at_exit)
+        self._calls: dict[tuple[torch.dtype, torch.Size, Hashable], tuple[str, int, Reduction]] = {}
 
     def algorithms(self, collective: str) -> tuple[str, ...]:
         """The names that a collective has. Raises ValueError for an unknown collective."""
@@ -153,84 +119,28 @@ class Engine:
             self._schedules[key] = PLANNERS[collective][algorithm](place)
         return self._schedules[key]
 
-    # Operations
-
     def submit(self, call: str, body: Callable[[Turn], None], *, async_op: bool) -> Work | None:
-        """Run `body` when its turn comes; with async_op return its handle at once. Turns are numbered in order of issue."""
-        if self._failure is not None:
-            raise CollectiveError(
-                f"the Communicator is broken since an earlier failure ({self._failure}); make a new one",
-                rank=self.rank,
-                operation=call,
-            ) from self._failure
-        if self._closed:
-            raise CollectiveError("the Communicator is closed", rank=self.rank, operation=call)
-        sequence = self._sequence
-        self._sequence += 1
-        if not async_op and self._queue.enter():
-            try:
-                self._take_turn(sequence, call, body)
-            finally:
-                self._queue.leave()
-            return None
-        work = Work(self.rank, call, lambda: self._take_turn(sequence, call, body))
-        self._queue.submit(work)
-        if async_op:
-            return work
-        work.wait()
-        return None
+        """See Operations."""
+        return self._operations.submit(call, body, async_op=async_op)
 
     def remember(self, tensor: torch.Tensor, key: Hashable, call: str, op: str) -> None:
         """Let repeat() take the next calls with a tensor of this dtype and shape. key: all else that a caller gives."""
-        if tensor.dtype is not torch.bool:
+        if self._shared is not None and tensor.dtype is not torch.bool:
             if len(self._calls) == _CACHED_PROGRAMS:
                 self._calls.clear()
-            self._calls[tensor.dtype, tensor.shape, key] = (call, op)
+            reduction = self._shared.reduction(tensor.numel(), tensor.dtype, op)
+            self._calls[tensor.dtype, tensor.shape, key] = (call, digest(call), reduction)
 
     def repeat(self, tensor: torch.Tensor, key: Hashable) -> bool:
         """Allreduce in shared memory without the preparations, where an equal call has been remembered, and nothing stands
         in the way; False, with nothing done, where not. What it saves is most of the time of a small message."""
-        if not self._calls or type(tensor) is not torch.Tensor:
+        if self._shared is None or type(tensor) is not torch.Tensor:
             return False
         known = self._calls.get((tensor.dtype, tensor.shape, key))
         if known is None or not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
             return False
-        if self._failure is not None or self._closed or not self._queue.enter():
-            return False
-        call, op = known
-        sequence = self._sequence
-        self._sequence += 1
-        try:
-            self._take_turn(sequence, call, lambda turn: self.in_shared_memory(turn, tensor, op))
-        finally:
-            self._queue.leave()
-        return True
-
-    def _take_turn(self, sequence: int, call: str, body: Callable[[Turn], None]) -> None:
-        if self._failure is not None:
-            raise CollectiveError(
-                f"not run, the Communicator broke before ({self._failure})", rank=self.rank, operation=call
-            ) from self._failure
-        turn = Turn(sequence, call, time.monotonic() + self._timeout_s)
-        try:
-            body(turn)
-        except LinkError as error:
-            self._failure = self._explain(error, turn)
-            raise self._failure from None
-        except Mismatch:
-            raise  # found before any of the data was sent, by all ranks alike
-        except BaseException as error:
-            self._failure = CollectiveError(f"interrupted by {error!r}", rank=self.rank, operation=call)
-            self._transport.abort()
-            raise
-
-    def _explain(self, error: LinkError, turn: Turn) -> CollectiveError:
-        if self._leaving:
-            return CollectiveError("this process is exiting", rank=self.rank, operation=turn.call)
-        peers = set(range(self.size)) - {self.rank}
-        report = Report.of(error, turn.sequence, turn.call, peers, self._transport.lost_peers())
-        reports = self._board.exchange(report, after_writing=self._transport.abort)
-        return verdict(reports, self.rank, self._timeout_s, str(error))
+        call, call_digest, reduction = known
+        return self._operations.run_now(call, call_digest, self._shared.allreduce, tensor, reduction)
 
     # What bodies are made of
 
@@ -302,7 +212,7 @@ class Engine:
     def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
         """See to it that the kernels for these dtypes are compiled, before anyone's clock runs."""
         assert self._shared is not None
-        if self._failure is not None or self._closed:
+        if not self._operations.usable:
             return  # submit() tells
         for dtype in dtypes:
             self._shared.prepare(torch.uint8 if dtype is torch.bool else dtype)
@@ -311,7 +221,8 @@ class Engine:
         """Reduce a contiguous tensor in place; an average is divided too."""
         assert self._shared is not None
         moved, op = carried(flat, op)
-        self._shared.allreduce(moved, op, turn.tag, turn.deadline)
+        reduction = self._shared.reduction(moved.numel(), moved.dtype, op)
+        self._shared.allreduce(moved, reduction, turn.tag, turn.deadline)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """In shared memory where there is any."""
@@ -338,47 +249,9 @@ class Engine:
             scratch=self._scratch,
         )
 
-    # The end
-
     def close(self) -> None:
-        """Finish what is queued, meet the other ranks, give the group back; a few seconds at most, whatever happened.
-
-        Meeting keeps a fast rank from closing connections on which a slow one still receives. A rank that does not come
-        within the few seconds, or a failure, ends the connections instead.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        atexit.unregister(self._at_exit)
-        drained = self._failure is None and self._queue.close(_DRAIN_S)
-        if drained and self._failure is None:
-            turn = Turn(self._sequence, "close", time.monotonic() + _MEET_S)
-            self._transport.leave()
-            try:
-                self.meet(turn)
-            except LinkError as error:
-                self._failure = CollectiveTimeout(_MEET_S, (), rank=self.rank, operation=f"close ({error})")
-        else:
-            self._failure = self._failure or CollectiveError("closed while running", rank=self.rank, operation="close")
-            self._transport.abort()
-            self._queue.close(_DRAIN_S)
-        if self._shared is not None:
-            self._shared.close()
-        self._transport.close()
-
-    def _leave(self) -> None:
-        """The interpreter exits with the Communicator open: let go of what runs, without a report, as a dead process would.
-
-        A thread that is still inside the backend when the interpreter is gone would end the process with an abort.
-        """
-        self._leaving = True
-        if self._queue.busy():
-            self._transport.abort()
-            self._queue.close(_DRAIN_S)
-
-
-def _leave(engine: weakref.ref[Engine]) -> None:
-    """What atexit calls; it must not keep an engine alive that nobody uses any more."""
-    alive = engine()
-    if alive is not None:
-        alive._leave()
+        """Finish what is queued, meet the other ranks, give the group back; a few seconds at most, whatever happened."""
+        if self._operations.close(self.meet):
+            if self._shared is not None:
+                self._shared.close()
+            self._transport.close()

@@ -84,7 +84,9 @@ def _join(
     if segment is None:
         nbytes = LocalGroup.segment_bytes(kernels, len(members))
         segment = Segment.open(first["pid"], first["descriptor"], first["name"], nbytes)
-    group = LocalGroup(kernels, segment, first["name"], [cards[member]["pid"] for member in members], members, rank)
+    pids = [cards[member]["pid"] for member in members]
+    everyone = len(members) == len(cards)
+    group = LocalGroup(kernels, segment, first["name"], pids, members, rank, everyone=everyone)
     try:
         for member in members:
             if member != rank:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from collectives.kernels import one_at_a_time
+from collectives.kernels import cpu_arithmetic
 from collectives.transport.allocation import ELSEWHERE, Allocations
 from collectives.transport.local_group import LocalGroup
 
-_FINGERPRINT_BITS = 31
+
+class Reduction(NamedTuple):
+    """What tensors of one size and dtype need: function, the address of the dtype's arithmetic; op, its code there."""
+
+    nbytes: int
+    itemsize: int
+    function: int
+    op: int
+    divisor: int
 
 
 class SharedMemory:
@@ -25,8 +35,8 @@ class SharedMemory:
         self._allocations = Allocations(group)
         self._kernels = group.kernels
         self._arithmetic: dict[torch.dtype, int] = {}
-        self._functions: list[object] = []
         self._sequence = 0
+        self._shift: int = self._kernels.SEQUENCE_SHIFT
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """See Allocations.empty."""
@@ -35,36 +45,23 @@ class SharedMemory:
     def prepare(self, dtype: torch.dtype) -> None:
         """Compile what a dtype needs, or load it from the disk. Not to be done when others wait."""
         if dtype not in self._arithmetic:
-            with one_at_a_time():
-                function = self._kernels.arithmetic(dtype)
-            self._functions.append(function)
-            self._arithmetic[dtype] = function.address
+            self._arithmetic[dtype] = cpu_arithmetic(dtype).address
 
-    def allreduce(self, flat: torch.Tensor, op: str, fingerprint: int, deadline: float) -> None:
-        """Reduce a contiguous tensor over the ranks of the host, in place; 'average' divides too.
+    def reduction(self, numel: int, dtype: torch.dtype, op: str) -> Reduction:
+        """The reduction of tensors of a kind that has been prepared; 'average' divides too."""
+        divisor = self.group.size if op == "average" else 1
+        address = self._arithmetic[dtype]
+        return Reduction(numel * dtype.itemsize, dtype.itemsize, address, self._kernels.OPS[op], divisor)
 
-        fingerprint: equal on all ranks that call the same thing. Raises LinkError.
+    def allreduce(self, flat: torch.Tensor, reduction: Reduction, tag: int, deadline: float) -> None:
+        """Reduce a contiguous tensor over the ranks of the host, in place.
+
+        tag: of 30 bits, equal on all ranks that call the same thing. Raises LinkError.
         """
-        self._sequence += 1
-        nbytes = flat.numel() * flat.element_size()
-        place = ELSEWHERE
-        if nbytes > self.group.whole_bytes:
-            place = self._allocations.place(flat)
-        arguments = (
-            self.group.context_address,
-            flat.data_ptr(),
-            nbytes,
-            flat.element_size(),
-            self._arithmetic[flat.dtype],
-            self._kernels.OPS[op],
-            self.group.size if op == "average" else 1,
-            self._sequence << _FINGERPRINT_BITS | fingerprint % 2**_FINGERPRINT_BITS,
-            place.slot,
-            place.offset,
-            place.born,
-        )
-        self.group.run(self._kernels.allreduce, arguments, deadline)
-        if self.group.context[self._kernels.NEWS]:
+        self._sequence = sequence = self._sequence + 1
+        place = self._allocations.place(flat) if reduction.nbytes > self.group.whole_bytes else ELSEWHERE
+        arguments = (self.group.context_address, flat.data_ptr(), *reduction, sequence << self._shift | tag, *place)
+        if self.group.run(self._kernels.allreduce, arguments, deadline):
             self._allocations.follow()
 
     def close(self) -> None:

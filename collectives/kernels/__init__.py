@@ -4,29 +4,57 @@ from __future__ import annotations
 
 import fcntl
 import importlib
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import torch
 
 _SOURCE = Path(__file__).with_name("cpu.py")
 
-
-@contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Processes of one machine compile one after the other, so that all but the first find the result on the disk."""
-    with _SOURCE.open() as source:
-        fcntl.flock(source, fcntl.LOCK_EX)
-        yield
+#: What one process may take to compile; one that holds the lock for longer has been stopped.
+_COMPILE_S = 60.0
+_POLL_S = 0.01
 
 
+@cache
 def cpu_kernels() -> ModuleType | str:
     """The module collectives.kernels.cpu, its kernels compiled or loaded from the disk; or why there is none."""
     try:
         importlib.import_module("numba")  # takes a while, and needs no lock
 
-        with one_at_a_time():
+        with _one_at_a_time():
             from collectives.kernels import cpu
     except ImportError as error:
         return f"{error}: pip install numba"
     return cpu
+
+
+@cache
+def cpu_arithmetic(dtype: torch.dtype) -> Any:
+    """The C function of collectives.kernels.cpu that reduces a dtype, compiled or loaded from the disk."""
+    kernels = cpu_kernels()
+    assert not isinstance(kernels, str)
+    with _one_at_a_time():
+        return kernels.arithmetic(dtype)
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Processes of one machine compile one after the other, so that all but the first find the result on the disk.
+
+    When the first one takes too long, they compile at the same time, which costs time and nothing else.
+    """
+    deadline = time.monotonic() + _COMPILE_S
+    with _SOURCE.open() as source:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(source, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_POLL_S)
+        yield

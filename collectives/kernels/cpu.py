@@ -325,8 +325,10 @@ def arithmetic(dtype: torch.dtype) -> Any:
     RANK,  # of this process among those of the segment
     SIZE,
     SPINS,  # beats that a wait spins before it gives way
+    YIELD_NS,  # how long a wait gives way before it sleeps
     BLOCK,  # bytes that are reduced at once, so that they stay in the first-level cache
-    ABORTED,  # address of the word that ends all waits
+    ABORTED,  # 1 when this process is to wait no more
+    PATIENT,  # 1 when the last wait has been long: sleep at once
     RANKS,  # address of the ranks' lines, RANK_BYTES each
     WHOLE,  # address of two slots a rank for small messages
     WHOLE_BYTES,  # of a slot
@@ -347,9 +349,9 @@ def arithmetic(dtype: torch.dtype) -> Any:
     PEER,  # whom the last wait for a message was for; -1 where it was for all whose word in WAIT_LINE was below WAIT_LEAST
     WAIT_LINE,
     WAIT_LEAST,
-    NEWS,  # 1 when a rank has announced a version that is not KNOWN
+    NEWS,  # 1 when a rank has announced a version that is not KNOWN, in this operation
     FIELDS,
-) = range(27)
+) = range(29)
 
 # A rank's lines in the segment, each apart from the others, so that no two processes write to one cache line.
 LINE = 128
@@ -358,12 +360,12 @@ DONE, STAGED, REDUCED, COPIED, STATE, VERSION = (line * LINE for line in range(2
 RANK_BYTES = 8 * LINE
 
 # What a kernel returns.
-FINISHED, PENDING, STOPPED, DISAGREED = range(4)
+FINISHED, FINISHED_WITH_NEWS, PENDING, STOPPED, DISAGREED = range(5)
 
 SEQUENCE_SHIFT = 31
 _SLICE_NS = 50_000_000
-_YIELD_NS = 10_000_000
 _SLEEP_US = 100
+_LONG_SLEEP_US = 500
 
 
 @njit
@@ -387,12 +389,14 @@ def _rest(context, beats, since):
     if beats < _field(context, SPINS):
         pause()
         return FINISHED
-    if load(_field(context, ABORTED)) != 0:
+    if _field(context, ABORTED) != 0:
         return STOPPED
     waited = monotonic_ns() - since
     if waited > _SLICE_NS:
         return PENDING
-    if waited < _YIELD_NS:
+    if _field(context, PATIENT) != 0:
+        sleep_us(_LONG_SLEEP_US)
+    elif waited < _field(context, YIELD_NS):
         give_way()
     else:
         sleep_us(_SLEEP_US)
@@ -654,7 +658,7 @@ def allreduce(context, data, nbytes, itemsize, function, op, divisor, word, slot
         if small:
             _reduce_whole(context, parity, data, nbytes, itemsize, function, op, divisor)
             _set(context, PHASE, _START)
-            return FINISHED
+            return FINISHED + _field(context, NEWS)
         if _field(context, DIRECT) == 1:
             _reduce_without_copy(context, header, nbytes, itemsize, function, op, divisor)
             store(_line(context, rank, DONE), word)
@@ -671,6 +675,7 @@ def allreduce(context, data, nbytes, itemsize, function, op, divisor, word, slot
         status = _wait_for_line(context, DONE, word >> SEQUENCE_SHIFT << SEQUENCE_SHIFT)
     if status == FINISHED:
         _set(context, PHASE, _START)
+        status += _field(context, NEWS)
     return status
 
 

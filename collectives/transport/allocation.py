@@ -12,7 +12,7 @@ import math
 import threading
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +23,7 @@ from collectives.transport.segment import Segment
 _GENERATION, _DESCRIPTOR, _NBYTES = range(3)
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a tensor lies: the slot of its rank, bytes from the beginning of it, and the version it came with."""
 
     slot: int
@@ -89,7 +88,7 @@ class Allocations:
 
     def follow(self) -> None:
         """Map what the others have announced, and unmap what they have given up. After an operation, on every rank."""
-        group, kernels = self._group, self._group.kernels
+        group = self._group
         for member in range(group.size):
             if member == group.index:
                 group.known[member] = int(self._announced[member])
@@ -105,7 +104,6 @@ class Allocations:
                         segment.close()
                     self._theirs[member, slot] = self._map(member, slot)
             group.known[member] = announced
-        group.context[kernels.NEWS] = 0
 
     def close(self) -> None:
         """Unmap the others' tensors. This rank's own live on as ordinary tensors."""

@@ -16,7 +16,6 @@ from collectives.errors import LinkError, ranks_text
 from collectives.transport.segment import Segment
 
 _PAGE = 4096
-_ABORT_WORD = 64
 
 #: Shared tensors that a rank may have at a time.
 SLOTS = 256
@@ -38,11 +37,16 @@ _BLOCK_BYTES = 8 << 10
 #: How long close() waits for a kernel to return, which takes it 50 ms after an abort.
 _LEAVE_S = 1.0
 
-#: What a rank says of itself in its line STATE: 0 at first.
-_LEAVING, _GONE = 1, 2
+#: What a rank says of itself in its line STATE, 0 at first: that it begins nothing more, waits for nobody any more, has closed.
+_LEAVING, _BROKEN, _GONE = 1, 2, 3
 
 #: Beats that a wait spins: about 20 us where every rank has a core, next to nothing where they share them.
 _SPINS, _SPINS_SHARING = 1000, 20
+
+
+#: How long a wait gives way before it sleeps. Next to nothing beside threads that have work to do, the caller's own or the
+#: backend's that brings what comes from other hosts: to give way still takes them half a core.
+_YIELD_NS, _YIELD_NS_BESIDE_THREADS = 10_000_000, 20_000
 
 
 def _power_of_two(wanted: int, least: int, most: int) -> int:
@@ -66,7 +70,8 @@ class _Plan:
 class LocalGroup:
     """The ranks of one host, their common segment, and who of them is alive.
 
-    name: of the segment. members: the host's ranks in the world, ascending; pids: their processes.
+    name: of the segment. members: the host's ranks in the world, ascending; pids: their processes. everyone: whether the
+    world has no other ranks.
     """
 
     def __init__(
@@ -77,6 +82,8 @@ class LocalGroup:
         pids: Sequence[int],
         members: Sequence[int],
         rank: int,
+        *,
+        everyone: bool,
     ) -> None:
         self.kernels = kernels
         self.name = name
@@ -90,6 +97,7 @@ class LocalGroup:
         self.context = np.zeros(kernels.FIELDS, dtype=np.int64)
         self.context_address: int = self.context.ctypes.data
         self._segment = segment
+        self._pending: int = kernels.PENDING
         self._leaving = False
         self._lock = threading.Lock()
         self._running = threading.Lock()
@@ -99,13 +107,11 @@ class LocalGroup:
         self.base = segment.address
         self.whole_bytes = _WHOLE_BYTES
         self.rings = self.base + self.plan.rings
-        cores = len(os.sched_getaffinity(0))
+        self._everyone = everyone
         for field, value in (
             (kernels.RANK, self.index),
             (kernels.SIZE, self.size),
-            (kernels.SPINS, _SPINS if self.size <= cores else _SPINS_SHARING),
             (kernels.BLOCK, _BLOCK_BYTES),
-            (kernels.ABORTED, self.base + _ABORT_WORD),
             (kernels.RANKS, self.base + _PAGE),
             (kernels.WHOLE, self.base + self.plan.whole),
             (kernels.WHOLE_BYTES, _WHOLE_BYTES),
@@ -117,12 +123,20 @@ class LocalGroup:
             (kernels.KNOWN, self.known.ctypes.data),
         ):
             self.context[field] = value
+        self.wait_beside_work(False)
 
     @staticmethod
     def segment_bytes(kernels: ModuleType, size: int) -> int:
         """How long the segment of `size` ranks must be."""
         nbytes: int = _Plan(kernels, size).nbytes
         return nbytes
+
+    def wait_beside_work(self, beside_work: bool) -> None:
+        """Whether waits from now on are to leave the cores to other threads of this process."""
+        a_core_each = self.size <= len(os.sched_getaffinity(0)) and not beside_work
+        alone = self._everyone and not beside_work
+        self.context[self.kernels.SPINS] = _SPINS if a_core_each else _SPINS_SHARING
+        self.context[self.kernels.YIELD_NS] = _YIELD_NS if alone else _YIELD_NS_BESIDE_THREADS
 
     def watch(self, member: int) -> None:
         """Notice when the process of a member, by its rank, ends."""
@@ -134,14 +148,21 @@ class LocalGroup:
         """The first word in a line of a member (its place among members)."""
         return ctypes.c_int64.from_address(self.base + _PAGE + member * self.kernels.RANK_BYTES + line)
 
-    def run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> None:
-        """Call a kernel until it is through. Raises LinkError when it cannot be: see Pending.wait."""
+    def run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> bool:
+        """Call a kernel until it is through; whether others have announced something new. Raises LinkError when it cannot be:
+        see Pending.wait."""
         with self._running:
             if self._segment.address is None:
                 raise LinkError(None, timed_out=False, detail="this rank has closed its Communicator")
-            lost: set[int] = set()
-            while (status := kernel(*arguments)) != self.kernels.FINISHED:
-                lost = self._check(status, deadline, lost)
+            status = kernel(*arguments)
+            if status >= self._pending:
+                lost: set[int] = set()
+                while status >= self._pending:
+                    lost = self._check(status, deadline, lost)
+                    self.context[self.kernels.PATIENT] = 1
+                    status = kernel(*arguments)
+                self.context[self.kernels.PATIENT] = 0
+        return bool(status)
 
     def _check(self, status: int, deadline: float, lost: set[int]) -> set[int]:
         """Raise the LinkError that a kernel's status means, if any. Returns who of those awaited is lost.
@@ -155,15 +176,14 @@ class LocalGroup:
         if status == kernels.DISAGREED:
             raise LinkError(peer, timed_out=False, detail=f"rank {peer} called something else")
         if status == kernels.STOPPED:
-            # Some other rank's time was up, or a peer of its was gone: whom this one waited for may be to blame, and may not.
-            raise LinkError(peer, timed_out=True, detail="another rank of this host gave up", awaited=awaited)
+            raise LinkError(None, timed_out=True, detail="this rank gave up", awaited=awaited)
         if gone := awaited & lost:
-            how = "process has ended" if gone & self.dead() else "Communicator is closed"
+            how = "process has ended" if gone & self.dead() else "Communicator is closed or broken"
             raise LinkError(min(gone), timed_out=False, detail=f"{ranks_text(gone)}: the {how}")
         if time.monotonic() >= deadline:
             detail = f"nothing came from {ranks_text(awaited)}"
             raise LinkError(peer, timed_out=True, detail=detail, awaited=awaited)
-        return awaited & (self.dead() | self._left(_GONE if self._leaving else _LEAVING))
+        return awaited & (self.dead() | self._left(_BROKEN if self._leaving else _LEAVING))
 
     def _awaited(self) -> set[int]:
         """Whom the kernel that has just returned was waiting for."""
@@ -173,7 +193,8 @@ class LocalGroup:
             return {self.members[peer]}
         line, least = int(self.context[kernels.WAIT_LINE]), int(self.context[kernels.WAIT_LEAST])
         behind = {rank for member, rank in enumerate(self.members) if self.word(member, line).value < least}
-        return behind or set(self.members) - {self.members[self.index]}
+        others = set(self.members) - {self.members[self.index]}
+        return behind & others or others
 
     def dead(self) -> set[int]:
         """Ranks whose process has ended."""
@@ -186,7 +207,7 @@ class LocalGroup:
         """The other ranks that will not answer any more."""
         if self._segment.address is None:
             return set()
-        return (self.dead() | self._left(_GONE)) - {self.members[self.index]}
+        return (self.dead() | self._left(_BROKEN)) - {self.members[self.index]}
 
     def _left(self, least: int) -> set[int]:
         line = self.kernels.STATE
@@ -202,10 +223,11 @@ class LocalGroup:
         self._segment.seal_off()
 
     def abort(self) -> None:
-        """End all waits in the segment, of every rank."""
+        """End this rank's wait, and the others' waits for it."""
         with self._lock:
             if self._segment.address is not None:
-                ctypes.c_int64.from_address(self.base + _ABORT_WORD).value = 1
+                self.word(self.index, self.kernels.STATE).value = _BROKEN
+                self.context[self.kernels.ABORTED] = 1
 
     def close(self) -> None:
         """Leave. The memory is unmapped, unless a kernel still runs in it: then it lasts as long as the process."""

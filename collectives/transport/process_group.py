@@ -139,6 +139,9 @@ class ProcessGroupTransport:
                 lost.add(peer)
         return lost
 
+    def wait_beside_work(self, beside_work: bool) -> None:
+        """The backend's threads sleep when they wait."""
+
     def leave(self) -> None:
         """Closed connections say it all."""
 

@@ -64,9 +64,10 @@ class SharedMemoryTransport:
             self._first += 1
 
     def sends(self) -> bool:
-        """Whether any message that was posted still has to leave this rank."""
-        rows = self._rows[self._first : self._count]
-        return bool(np.any((rows[:, self._kernels.ROW_SENDS] == 1) & (rows[:, self._kernels.ROW_DONE] == 0)))
+        """Whether any message that was posted is not all in its ring yet."""
+        kernels, rows = self._kernels, self._rows[self._first : self._count]
+        unsent = rows[:, kernels.ROW_MOVED] < rows[:, kernels.ROW_NBYTES]
+        return bool(np.any((rows[:, kernels.ROW_SENDS] == 1) & unsent))
 
     def nudge(self) -> None:
         """Move what can be moved at once."""
@@ -74,6 +75,10 @@ class SharedMemoryTransport:
 
     def lost_peers(self) -> set[int]:
         return self._group.lost()
+
+    def wait_beside_work(self, beside_work: bool) -> None:
+        """See LocalGroup."""
+        self._group.wait_beside_work(beside_work)
 
     def leave(self) -> None:
         """See LocalGroup."""

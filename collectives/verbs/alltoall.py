@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from collectives import arguments, native
-from collectives.engine import NATIVE, Engine, Turn
+from collectives.engine import NATIVE, Engine
 from collectives.errors import Mismatch
+from collectives.operations import Turn
 from collectives.spans import consecutive
 from collectives.work import Work
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from collectives import native
-from collectives.engine import NATIVE, Engine, Turn
+from collectives.engine import NATIVE, Engine
+from collectives.operations import Turn
 from collectives.selection import SHARED
 from collectives.work import Work
 

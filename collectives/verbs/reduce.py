@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from collectives import arguments, native
-from collectives.engine import NATIVE, Engine, Turn
+from collectives.engine import NATIVE, Engine
+from collectives.operations import Turn
 from collectives.reduction import Op, check_arithmetic, finish, op_name
 from collectives.work import Work
 

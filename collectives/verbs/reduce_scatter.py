@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from collectives import arguments, native
-from collectives.engine import NATIVE, Engine, Turn
+from collectives.engine import NATIVE, Engine
+from collectives.operations import Turn
 from collectives.reduction import Op, check_arithmetic, finish, op_name
 from collectives.spans import consecutive
 from collectives.work import Work

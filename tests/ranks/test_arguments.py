@@ -11,6 +11,7 @@ from collectives.algorithms import PLANNERS
 from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
 from tests.ranks.exact import WORLDS, communicator, contribution, reduced
 
+IN_SHARED_MEMORY = ("allreduce", "barrier")
 ONE, TWO = torch.ones(1), torch.ones(2)
 Mistake = Callable[[Communicator], object]
 
@@ -136,7 +137,9 @@ def test_making_one(ranks: Worlds) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_names_of_algorithms(ranks: Worlds, world: int) -> None:
-    assert ranks(world).run(names_of_algorithms) == [{verb: (*PLANNERS[verb], "native") for verb in PLANNERS}] * world
+    shared = ("shared",) if world > 1 else ()
+    names = {verb: (*PLANNERS[verb], *(shared if verb in IN_SHARED_MEMORY else ()), "native") for verb in PLANNERS}
+    assert ranks(world).run(names_of_algorithms) == [names] * world
 
 
 def test_torch_names_of_ops(ranks: Worlds) -> None:

@@ -58,7 +58,7 @@ def test_every_algorithm_is_measured_and_right(collective: str, tmp_path: Path) 
         assert (row["collective"], row["world_size"], row["codec"], row["dtype"]) == (collective, 3, "none", "float32")
         assert 0 < row["time_us"] <= row["p99_us"]
         assert row["algbw_GBps"] == pytest.approx(row["bytes"] / row["time_us"] / 1e3)
-        assert row["algorithm"] in ("auto", "native", "torch") or row["wire_bytes"] > 0
+        assert row["algorithm"] in ("auto", "shared", "native", "torch") or row["wire_bytes"] > 0
     assert done.stdout.count("# Out of bounds values : 0 OK") == len(algorithms)
     assert [line.split()[2] for line in done.stdout.splitlines() if line.startswith("# Algorithm ")] == list(
         dict.fromkeys(row["algorithm"] for row in rows)

@@ -73,6 +73,7 @@ def test_a_rank_that_dies_is_reported(ranks: Worlds) -> None:
 
 def test_a_stopped_rank_hangs(failing_world: Callable[[int], World]) -> None:
     world = failing_world(2)
+    world.run(process_id)  # it has started
     world.start(stop_on, 0)
     stopped, running = world.collect(1.0)
     assert (stopped.status, running.status) == ("hung", "returned")

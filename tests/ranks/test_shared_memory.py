@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from collectives import CollectiveError, Communicator
 from collectives.environment import SHARED_MEMORY
@@ -72,6 +74,33 @@ def both_paths(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_both_paths_reduce_in_rank_order(ranks: Worlds, world: int, dtype: torch.dtype) -> None:
     ranks(world).run(both_paths, dtype)
+
+
+Case = tuple[int, torch.dtype, str, bool, bool]
+
+
+def one_after_the_other(cases: list[Case]) -> None:
+    with Communicator(timeout_s=TIMEOUT_S) as comm:
+        for numel, dtype, op, in_memory, asynchronous in cases:
+            mine, expected = contribution(comm.rank, numel, dtype), in_rank_order(comm.size, numel, dtype, op)
+            tensor = comm.empty(numel, dtype=dtype) if in_memory else torch.empty(numel, dtype=dtype)
+            tensor.copy_(mine)
+            work = comm.allreduce(tensor, op, async_op=asynchronous)
+            if work is not None:
+                work.wait()
+            assert torch.equal(tensor.nan_to_num(), expected.nan_to_num()), (numel, dtype, op, in_memory, asynchronous)
+
+
+NUMBERS = st.one_of(st.integers(0, 70), st.integers(2040, 2060), st.integers(0, 300_000))
+CASES = st.tuples(
+    NUMBERS, st.sampled_from(DTYPES), st.sampled_from(("sum", "min", "max", "product")), st.booleans(), st.booleans()
+)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.sampled_from(WORLDS), st.lists(CASES, min_size=1, max_size=12))
+def test_any_sequence_of_operations(ranks: Worlds, world: int, cases: list[Case]) -> None:
+    ranks(world).run(one_after_the_other, cases)
 
 
 def some_in_shared_memory() -> None:
