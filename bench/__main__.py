@@ -10,6 +10,7 @@ BENCHMARKS = (*COLLECTIVES, "step")
 USAGE = """\
 usage: torchrun --nproc-per-node 4 -m bench COLLECTIVE [flags]    a collective: time, bandwidth, correctness
        torchrun --nproc-per-node 2 -m bench step [flags]          a training step beside DDP's
+       python -m bench codec [flags]                              every codec's rates and errors, beside torch's operations
        python -m bench hosts [flags] -- COLLECTIVE|step|COMMAND   any of these on simulated hosts (root)
 
 COLLECTIVE is one of {collectives}."""
@@ -25,6 +26,10 @@ def main() -> int:
         from bench import step
 
         return step.main(arguments)
+    if name == "codec":
+        from bench import codec
+
+        return codec.main(arguments)
     if name == "hosts":
         from bench import hosts
 

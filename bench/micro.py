@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bench import mpi
+from bench import compressed, mpi
 from bench.cases import CASES, Buffers, Case, Job, torch_takes
 from bench.compare import format_comparison
 from bench.meta import device_name, software_and_machine
@@ -249,9 +249,14 @@ def main(name: str, arguments: Sequence[str]) -> int:
             if comm.rank == 0:
                 print("\n".join(format_header(name, chosen, meta, ranks)), flush=True)
             protocol = Protocol(chosen.iters, chosen.warmup_iters, chosen.check)
-            measured = measure(case, jobs, comm, algorithms, protocol, device, shared=chosen.shared)
+            if chosen.codec:
+                measured = compressed.measure(jobs, comm, chosen.codec, protocol, device)
+                rows = partial(compressed.report, comm, measured, chosen.codec)
+            else:
+                measured = measure(case, jobs, comm, algorithms, protocol, device, shared=chosen.shared)
+                rows = partial(report, case, comm, measured, algorithms)
             if comm.rank == 0:
-                save(chosen, report(case, comm, measured, algorithms), meta)
+                save(chosen, rows(), meta)
             return 1 if any(row.wrong for _, row, _ in measured) else 0
     finally:
         dist.destroy_process_group()

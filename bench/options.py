@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from bench.sizes import size_range
+from collectives.compression.codec import Codec
+from collectives.compression.registry import make_codec
 from collectives.sizes import parse_size
 
 NOT_HERE = """\
@@ -42,7 +44,7 @@ def _names(known: Sequence[str], text: str) -> list[str]:
     return list(known) if name == "all" else [name]
 
 
-def _size(text: str) -> int:
+def size(text: str) -> int:
     try:
         return parse_size(text)
     except ValueError as error:
@@ -55,10 +57,25 @@ def count_from(least: int, text: str) -> int:
     return int(text)
 
 
-def _picture(text: str) -> Path:
+def picture(text: str) -> Path:
     if find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("matplotlib is not installed: pip install 'gradwire[bench]'")
     return Path(text)
+
+
+def _codecs(text: str) -> dict[str, tuple[Codec, bool]]:
+    """By what they were called: the codec, and whether with error feedback."""
+    chosen: dict[str, tuple[Codec, bool]] = {}
+    for label in text.split(","):
+        name, plus, feedback = label.partition("+")
+        try:
+            codec = make_codec(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        if name == "none" or (plus and feedback != "ef"):
+            raise argparse.ArgumentTypeError(f"{label!r} is not a codec, or a codec and +ef; none is always compared")
+        chosen[label] = codec, bool(plus)
+    return chosen
 
 
 def parse_arguments(name: str, arguments: Sequence[str]) -> argparse.Namespace:
@@ -69,9 +86,9 @@ def parse_arguments(name: str, arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("-b", "--minbytes", type=_size, default="32M", help="smallest size, e.g. 8, 4K, 32M (default 32M)")
-    add("-e", "--maxbytes", type=_size, default="32M", help="largest size (default 32M)")
-    add("-i", "--stepbytes", type=_size, default="1M", help="from one size to the next (default 1M)")
+    add("-b", "--minbytes", type=size, default="32M", help="smallest size, e.g. 8, 4K, 32M (default 32M)")
+    add("-e", "--maxbytes", type=size, default="32M", help="largest size (default 32M)")
+    add("-i", "--stepbytes", type=size, default="1M", help="from one size to the next (default 1M)")
     add("-f", "--stepfactor", type=partial(count_from, 2), help="from one size to the next, instead of -i")
     add("-n", "--iters", type=partial(count_from, 1), default=20, help="timed turns of each competitor (default 20)")
     add("-w", "--warmup_iters", type=partial(count_from, 0), default=1, help="untimed turns before (default 1)")
@@ -81,6 +98,13 @@ def parse_arguments(name: str, arguments: Sequence[str]) -> argparse.Namespace:
     add("-o", "--op", type=ops, default="sum", help="sum, avg, min, max, prod or all, where one reduces (default sum)")
     add("-r", "--root", type=partial(count_from, 0), default=0, help="where there is one (default 0)")
     add("--algorithm", type=lambda text: text.split(","), help="comma-separated; default auto and all that are legal")
+    if name == "allreduce":
+        add(
+            "--codec",
+            type=_codecs,
+            help="comma-separated names, with +ef for error feedback: these, no compression and torch.distributed on gaussian"
+            " float32, with ratio and relative error; then #wrong is what differs from rank 0",
+        )
     add(
         "--peers",
         action="store_true",
@@ -94,8 +118,14 @@ def parse_arguments(name: str, arguments: Sequence[str]) -> argparse.Namespace:
     add("--backend", choices=("gloo", "nccl"), help="of torch.distributed; default nccl where every rank has a GPU")
     add("-T", "--timeout", type=float, default=300.0, help="of one collective, in seconds (default 300)")
     add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
-    add("--plot", type=_picture, metavar="FILE.png", help="draw time and bus bandwidth over size")
+    add("--plot", type=picture, metavar="FILE.png", help="draw time and bus bandwidth over size")
     chosen = parser.parse_args(arguments)
+    if name != "allreduce":
+        chosen.codec = None
+    elif chosen.codec:
+        compressible = chosen.datatype == ["float32"] and set(chosen.op) <= {"sum", "average"}
+        if not compressible or chosen.algorithm or chosen.peers or chosen.shared:
+            parser.error("--codec goes with float, sum and avg, and without --algorithm, --peers, --shared")
     try:
         chosen.sizes = size_range(chosen.minbytes, chosen.maxbytes, chosen.stepbytes, chosen.stepfactor)
     except ValueError as error:

@@ -41,7 +41,8 @@ def line_name(row: Row, rows: Sequence[Row], backend: str) -> str:
     told = {"native": f"native ({backend})", "torch": "torch.distributed"}.get(row.algorithm, row.algorithm)
     dtype = [row.dtype] if len({other.dtype for other in rows}) > 1 else []
     op = [row.op] if len({other.op for other in rows}) > 1 else []
-    return " ".join([told, *dtype, *op])
+    codec = [row.codec] if row.codec != "none" else []
+    return " ".join([told, *codec, *dtype, *op])
 
 
 def title(rows: Sequence[Row], meta: Mapping[str, Any]) -> str:
@@ -65,7 +66,8 @@ def draw(rows: Sequence[Row], meta: Mapping[str, Any], path: Path) -> None:
     time_panel, bandwidth_panel = figure.subplots(1, 2)
     colors = iter(OTHERS * len(lines))
     for name, line in lines.items():
-        style = STYLES.get(line[0].algorithm) or {"color": next(colors), "linewidth": 1.3, "marker": ".", "zorder": 4}
+        known = STYLES.get(line[0].algorithm) if line[0].codec == "none" else None
+        style = known or {"color": next(colors), "linewidth": 1.3, "marker": ".", "zorder": 4}
         sizes = [row.bytes for row in line]
         time_panel.plot(sizes, [row.time_us for row in line], label=name, **style)
         bandwidth_panel.plot(sizes, [row.busbw_GBps for row in line], **style)

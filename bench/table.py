@@ -12,7 +12,9 @@ class Row:
 
     bytes: of the whole array. time_us, p99_us: median and 99th percentile of turns, each as long as on its slowest
     rank. algbw_GBps, busbw_GBps: 1e9 bytes a second. wire_bytes: what the rank that sends most sends; None where the
-    backend decides. wrong: elements, over all ranks and checked turns; None where nothing was checked.
+    backend decides. wrong: elements, over all ranks and checked turns; None where nothing was checked. ratio: of the bytes
+    that float32 needs, 2(p-1)/p of the array, to wire_bytes; relative_error: in L2, against float64. Both None without
+    --codec.
     """
 
     collective: str
@@ -28,6 +30,8 @@ class Row:
     busbw_GBps: float  # noqa: N815
     wire_bytes: int | None
     wrong: int | None
+    ratio: float | None = None
+    relative_error: float | None = None
 
 
 COLUMNS = (
@@ -44,17 +48,21 @@ COLUMNS = (
     ("p99", "(us)", 9),
     ("wire", "(B)", 12),
 )
+CODEC_COLUMNS = (("ratio", "", 7), ("error", "", 9))
 
 
 def _line(cells: Iterable[str], mark: str) -> str:
-    return mark + "".join(f" {cell:>{width}}" for cell, (_, _, width) in zip(cells, COLUMNS, strict=True))
+    """With or without CODEC_COLUMNS, as there are cells."""
+    columns = (*COLUMNS, *CODEC_COLUMNS)
+    return mark + "".join(f" {cell:>{width}}" for cell, (_, _, width) in zip(cells, columns, strict=False))
 
 
-def format_heading(in_place: bool) -> list[str]:
+def format_heading(in_place: bool, *, codecs: bool = False) -> list[str]:
     place = "in-place" if in_place else "out-of-place"
     left = sum(width + 1 for _, _, width in COLUMNS[:5])
     measured = sum(width + 1 for _, _, width in COLUMNS[5:9])
-    names, units = [name for name, _, _ in COLUMNS], [unit for _, unit, _ in COLUMNS]
+    columns = (*COLUMNS, *CODEC_COLUMNS) if codecs else COLUMNS
+    names, units = [name for name, _, _ in columns], [unit for _, unit, _ in columns]
     return ["#", f"#{'':{left}}{place:^{measured}}".rstrip(), _line(names, "#"), _line(units, "#").rstrip()]
 
 
@@ -79,7 +87,9 @@ def format_row(row: Row, count: int, root: int) -> str:
         format_us(row.p99_us),
         "N/A" if row.wire_bytes is None else str(row.wire_bytes),
     )
-    return _line(cells, " ")
+    if row.relative_error is None:
+        return _line(cells, " ")
+    return _line((*cells, "N/A" if row.ratio is None else f"{row.ratio:.2f}", f"{row.relative_error:.2e}"), " ")
 
 
 def format_trailer(rows: Sequence[Row]) -> list[str]:

@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 
 from collectives import objects, verbs
+from collectives.compression.codec import Codec
+from collectives.compression.feedback import Feedback
+from collectives.compression.registry import make_codec
 from collectives.engine import Engine, legal_algorithms
 from collectives.environment import shared_memory_wanted
 from collectives.neighbours import connect_neighbours
@@ -136,16 +139,45 @@ class Communicator:
         *,
         prescale: float = 1.0,
         postscale: float = 1.0,
+        codec: str | Codec | None = None,
+        feedback: Feedback | None = None,
+        step: int = 0,
         algorithm: str = "auto",
         async_op: bool = False,
     ) -> Work | None:
         """Reduce `tensor` over all ranks, in place, the result on every rank.
 
         prescale and postscale (floating-point tensors only) multiply the contributions and the result.
+
+        codec: for the sum or average of floating-point tensors: what travels is not the numbers (as float32) but their codes, by
+        one of collectives.compression, or its name with the default settings. Ranks that give different ones get a Mismatch. A
+        codec whose codes can be added rides any algorithm; the others 'two_shot' (see collectives.compressed), between hosts
+        only where ranks share hosts and there are several. feedback: from new_feedback, for this buffer alone: adds what was
+        lost the last time. step: of training, for codecs that change or draw by it; with equal steps, runs repeat to the bit.
         """
+        if codec is not None or feedback is not None:
+            made = verbs.named_codec(self._engine, codec, feedback, step)
+            if made is not None:
+                return verbs.allreduce_compressed(
+                    self._engine,
+                    tensor,
+                    op,
+                    made,
+                    feedback=feedback,
+                    step=step,
+                    prescale=prescale,
+                    postscale=postscale,
+                    algorithm=algorithm,
+                    async_op=async_op,
+                )
         return verbs.allreduce(
             self._engine, [tensor], op, prescale=prescale, postscale=postscale, algorithm=algorithm, async_op=async_op
         )
+
+    def new_feedback(self, codec: str | Codec, numel: int, device: str | torch.device = "cpu") -> Feedback:
+        """Error feedback for allreduce(codec=codec) of one buffer of numel elements, on this rank. Not a collective call."""
+        made = make_codec(codec)
+        return Feedback(made, self._engine.sharing(made, numel), torch.device(device))
 
     def grouped_allreduce(
         self,

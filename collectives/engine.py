@@ -9,15 +9,19 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from collectives.algorithms import PLANNERS
+from collectives.algorithms import PLANNERS, hierarchical
+from collectives.compressed import TwoShot, Wires, effective, legal_with
+from collectives.compression.codec import Codec
+from collectives.compression.feedback import Feedback
+from collectives.compression.sharing import Sharing, share
 from collectives.execute import Program, Scratch, execute, lay_out
 from collectives.native import Call
 from collectives.operations import Operations, Turn, digest
 from collectives.reduction import COMBINE, carried
-from collectives.schedule import Place, Schedule
+from collectives.schedule import Place, Round, Schedule
 from collectives.selection import SHARED, Table, choose
 from collectives.shared import Reduction, SharedMemory
-from collectives.spans import Layout, consecutive, segments_of_blocks, segments_of_buffer
+from collectives.spans import Layout, Span, consecutive, segments_of_blocks, segments_of_buffer
 from collectives.staging import Buffer
 from collectives.topology import Topology
 from collectives.transport.process_group import ProcessGroupTransport
@@ -72,6 +76,9 @@ class Engine:
         self._algorithms = algorithms
         self.tables = tables
         self._scratch = Scratch()
+        self._wires = Wires(via_host=self._via_host)
+        self._sharings: OrderedDict[tuple[Codec, int], Sharing] = OrderedDict()
+        self._ready: set[tuple[type[Codec], str]] = set()
         self._schedules: dict[tuple[str, str, int], Schedule] = {}
         self._programs: OrderedDict[tuple[object, ...], Program] = OrderedDict()
         self._calls: dict[tuple[torch.dtype, torch.Size, Hashable], tuple[str, int, Reduction]] = {}
@@ -90,6 +97,18 @@ class Engine:
         if algorithm not in names:
             allowed = ", ".join(("auto", *names))
             raise ValueError(f"rank {self.rank}: {collective} has no algorithm {algorithm!r}; allowed are {allowed}")
+        return algorithm
+
+    def choose_for_codec(self, codec: Codec, algorithm: str, nbytes: int) -> str:
+        """choose, for an allreduce of codes of nbytes. Raises ValueError, which lists what the codec may ride."""
+        names = legal_with(codec, self.algorithms("allreduce"))
+        if algorithm == "auto":
+            return self.choose("allreduce", algorithm, nbytes) if codec.summable else names[0]
+        if algorithm not in names:
+            raise ValueError(
+                f"rank {self.rank}: codec {codec.name!r} cannot ride the algorithm {algorithm!r}; allowed are "
+                f"{', '.join(('auto', *names))}"
+            )
         return algorithm
 
     def choose_for_parts(self, collective: str, algorithm: str, lengths: Sequence[int], element_size: int) -> str:
@@ -188,6 +207,61 @@ class Engine:
         program = lay_out(self.schedule(collective, algorithm, root), [layout], [source_layout])
         self._execute(turn, program, source, destination, "sum")
 
+    def sharing(self, codec: Codec, numel: int) -> Sharing:
+        """Who encodes what of a buffer, laid out once."""
+        key = (codec, numel)
+        if key not in self._sharings:
+            self._sharings[key] = share(codec, numel, self.rank, self.topology.hosts, self._segment_bytes)
+            if len(self._sharings) > _CACHED_PROGRAMS:
+                self._sharings.popitem(last=False)
+        self._sharings.move_to_end(key)
+        return self._sharings[key]
+
+    def two_shot(
+        self,
+        turn: Turn,
+        flat: torch.Tensor,
+        codec: Codec,
+        *,
+        feedback: Feedback | None,
+        average: bool,
+        step: int,
+    ) -> None:
+        """Reduce a float32 buffer in place by codes; between hosts only, where ranks share hosts and there are several."""
+        sharing = feedback.sharing if feedback is not None else self.sharing(codec, flat.numel())
+        gather, spread = hierarchical.inside(Place(self.rank, self.size, 0, self.topology.hosts))
+        inside = sharing.parts != (Span(0, flat.numel()),)
+        if inside:
+            self._inside(turn, flat, sharing.parts, gather)
+        if sharing.group:
+            TwoShot(
+                flat,
+                effective(codec.at(step), sharing),
+                sharing,
+                self._transport,
+                self._wires,
+                feedback=feedback,
+                divisor=self.size if average else 1,
+                step=step,
+                tag=turn.tag,
+                deadline=turn.deadline,
+            ).run()
+        if inside:
+            self._inside(turn, flat, sharing.parts, spread)
+
+    def wire(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory for codes, until the next call."""
+        return self._wires.take(nbytes, device)[0][:nbytes]
+
+    def _inside(self, turn: Turn, flat: torch.Tensor, parts: Layout, steps: Round) -> None:
+        """One round inside the hosts, of blocks that are `parts`."""
+        buffer = self.buffer(flat)
+        schedule = Schedule(self.rank, self.size, len(parts), (steps,))
+        segment = max(1, self._segment_bytes // flat.element_size())
+        program = lay_out(schedule, segments_of_blocks(parts, segment))
+        self._execute(turn, program, buffer.flat, buffer.flat, "sum")
+        buffer.store()
+
     def meet(self, turn: Turn, algorithm: str = "recursive_doubling") -> None:
         """Return when every rank has come here."""
         token = torch.zeros(1, dtype=torch.uint8, device=self.control_device)
@@ -216,6 +290,15 @@ class Engine:
             return  # submit() tells
         for dtype in dtypes:
             self._shared.prepare(torch.uint8 if dtype is torch.bool else dtype)
+
+    def prepare_codec(self, codec: Codec, device: torch.device) -> None:
+        """The same for a codec's kernels."""
+        if (type(codec), device.type) not in self._ready:
+            numbers = torch.zeros(1, device=device)
+            wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8, device=device)
+            codec.encode(numbers, wire, residual=numbers.clone(), state=codec.new_state(1, device))
+            codec.decode(wire, numbers)
+            self._ready.add((type(codec), device.type))
 
     def in_shared_memory(self, turn: Turn, flat: torch.Tensor, op: str) -> None:
         """Reduce a contiguous tensor in place; an average is divided too."""

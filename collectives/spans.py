@@ -29,6 +29,13 @@ def split(span: Span, parts: int) -> Layout:
     return tuple(Span(a, b) for a, b in pairwise(cuts))
 
 
+def split_aligned(span: Span, parts: int, alignment: int) -> Layout:
+    """Cut a span into `parts` consecutive spans at multiples of `alignment` from its start, as equal as that allows."""
+    units = split(Span(0, -(-span.length // alignment)), parts)
+    cuts = [span.start] + [min(span.stop, span.start + unit.stop * alignment) for unit in units]
+    return tuple(Span(a, b) for a, b in pairwise(cuts))
+
+
 def consecutive(lengths: Sequence[int]) -> Layout:
     """Spans of the given lengths, one after the other from 0."""
     spans, start = [], 0

@@ -14,12 +14,11 @@ from collectives.schedule import Place, Round, Schedule, receive, reduce, send
 from collectives.spans import Span
 
 
-def allreduce(place: Place) -> Schedule:
+def inside(place: Place, across: int = 1) -> tuple[Round, Round]:
+    """The first round and the last, of shards of `across` blocks: each from the other ranks of a host to its driver, and back."""
     rank, hosts = place.rank, place.hosts
     local = next(host for host in hosts if rank in host)
     shards = min(len(host) for host in hosts)
-    across = len(hosts)
-    blocks = shards * across
 
     def shard(index: int) -> tuple[Span]:
         return (Span(index * across, (index + 1) * across),)
@@ -30,13 +29,22 @@ def allreduce(place: Place) -> Schedule:
 
     gather: Round = tuple(step for i, driver in driven for step in send(driver, shard(i)))
     spread: Round = tuple(step for i, driver in driven for step in receive(driver, shard(i)))
-    between: tuple[Round, ...] = ((),) * len(ring.allreduce(Place(0, across)).rounds)
     if mine < shards:
         gather += tuple(step for peer in peers for step in reduce(peer, shard(mine)))
         spread = tuple(step for peer in peers for step in send(peer, shard(mine))) + spread
+    return gather, spread
+
+
+def allreduce(place: Place) -> Schedule:
+    rank, hosts = place.rank, place.hosts
+    local = next(host for host in hosts if rank in host)
+    mine = local.index(rank)
+    across, shards = len(hosts), min(len(host) for host in hosts)
+    gather, spread = inside(place, across)
+    between: tuple[Round, ...] = ((),) * len(ring.allreduce(Place(0, across)).rounds)
+    if mine < shards:
         drivers = tuple(host[mine] for host in hosts)
         inner = ring.allreduce(Place(hosts.index(local), across))
-        between = inner.embedded(drivers, rank, place.size, mine * across, blocks).rounds
-    inside = any(len(host) > 1 for host in hosts)
-    rounds = (gather, *between, spread) if inside else between
-    return Schedule(rank, place.size, blocks, rounds)
+        between = inner.embedded(drivers, rank, place.size, mine * across, shards * across).rounds
+    rounds = (gather, *between, spread) if any(len(host) > 1 for host in hosts) else between
+    return Schedule(rank, place.size, shards * across, rounds)

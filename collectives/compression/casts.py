@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from collectives.compression.dense import Dense
 
 
@@ -18,6 +20,7 @@ class Float16(Dense):
 
     name: ClassVar[str] = "fp16"
     summable: ClassVar[bool] = True
+    wire_dtype: ClassVar[torch.dtype] = torch.float16
     bits: ClassVar[int] = 16
 
 
@@ -30,4 +33,5 @@ class BFloat16(Dense):
 
     name: ClassVar[str] = "bf16"
     summable: ClassVar[bool] = True
+    wire_dtype: ClassVar[torch.dtype] = torch.bfloat16
     bits: ClassVar[int] = 16

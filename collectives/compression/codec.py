@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
+
+#: What a codec remembers of earlier encodings of one part of a buffer, beside the residual: tensors, changed in place.
+State: TypeAlias = dict[str, torch.Tensor]
 
 
 class Codec(ABC):
     """A way to write n float32 numbers in `wire_bytes(n)` bytes.
 
     Codecs are values: frozen, without state, equal when their settings are. What an encoding lost is the caller's to keep, as the
-    residual of error feedback. The same input, seed and settings give the same bytes on every device.
+    residual of error feedback, and so is what the codec remembers, as its state. The same input, seed, state and settings give
+    the same bytes on every device.
 
-    name: in the registry. summable: whether codes may be added as they are.
+    name: in the registry. summable: whether codes may be added as they are, as numbers of wire_dtype.
     """
 
     name: ClassVar[str]
     summable: ClassVar[bool] = False
+    wire_dtype: ClassVar[torch.dtype] = torch.uint8
 
     @property
     def alignment(self) -> int:
         """Elements: a buffer that is encoded in parts is cut at multiples of this."""
         return 1
+
+    def at(self, step: int) -> Codec:
+        """The codec of a step, counted from 0, where that matters. Shards are cut for `self`, whatever the step."""
+        return self
+
+    def new_state(self, numel: int, device: torch.device) -> State | None:
+        """What encodings of a part of numel elements begin with; None for a codec that remembers nothing."""
+        return None
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:
@@ -31,13 +44,19 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(
-        self, values: torch.Tensor, wire: torch.Tensor, *, residual: torch.Tensor | None = None, seed: int = 0
+        self,
+        values: torch.Tensor,
+        wire: torch.Tensor,
+        *,
+        residual: torch.Tensor | None = None,
+        seed: int = 0,
+        state: State | None = None,
     ) -> None:
         """Write the code of `values` to `wire`.
 
         values: float32, 1-D, contiguous, (n,). wire: uint8, (wire_bytes(n),), its address a multiple of 16. residual: float32,
-        (n,), contiguous: then the code is that of values + residual, and residual becomes what the code lost of it. seed: 32 bits,
-        of stochastic rounding.
+        (n,), contiguous: then the code is that of values + residual, and residual becomes what the code lost of it. seed: 32
+        bits, of stochastic rounding. state: from new_state of this length; without it, nothing is remembered.
         """
 
     @abstractmethod

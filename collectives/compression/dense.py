@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from collectives.compression.codec import Codec
+from collectives.compression.codec import Codec, State
 from collectives.compression.kernels_for import kernels_for
 from collectives.kernels.wire import pad16
 
@@ -28,7 +28,13 @@ class Dense(Codec):
         return ()
 
     def encode(
-        self, values: torch.Tensor, wire: torch.Tensor, *, residual: torch.Tensor | None = None, seed: int = 0
+        self,
+        values: torch.Tensor,
+        wire: torch.Tensor,
+        *,
+        residual: torch.Tensor | None = None,
+        seed: int = 0,
+        state: State | None = None,
     ) -> None:
         self._check(values, wire)
         if residual is not None:

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from collectives.compression.sparse import Sparse, State
+from collectives.compression.codec import State
+from collectives.compression.sparse import Sparse
 from collectives.kernels.wire import pad16
 
 #: Of the numbers, sent in the first stage of the warm-up; each later stage sends a quarter of the one before.

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from collectives.compression.sparse import Sparse, State
+from collectives.compression.codec import State
+from collectives.compression.sparse import Sparse
 from collectives.kernels.wire import pad16
 
 
@@ -28,6 +29,7 @@ class RandomK(Sparse):
 
     name: ClassVar[str] = "randomk"
     summable: ClassVar[bool] = True
+    wire_dtype: ClassVar[torch.dtype] = torch.float32
     ratio: float = 0.01
     seed: int = 0
     step: int = 0

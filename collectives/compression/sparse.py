@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
-from typing import TypeAlias
 
 import torch
 
 from collectives.compression.codec import Codec
 from collectives.compression.kernels_for import kernels_for
-
-#: What a codec remembers of earlier encodings of one part of a buffer, beside the residual: tensors, changed in place.
-State: TypeAlias = dict[str, torch.Tensor]
 
 
 class Sparse(Codec):

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from collectives.compression.sparse import Sparse, State
+from collectives.compression.codec import State
+from collectives.compression.sparse import Sparse
 from collectives.kernels.wire import pad16
 
 

@@ -39,8 +39,8 @@ class CupyLaunch:
             function = self._functions.get((kernel, device))
             if function is None:
                 function = self._functions[kernel, device] = self._compile(family, kernel, device)
-            stream = self._cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream)
-            function((grid, 1, 1), (THREADS, 1, 1), (parameters,), stream=stream)
+            with self._cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream):
+                function((grid, 1, 1), (THREADS, 1, 1), (parameters,))
 
     def _compile(self, family: str, kernel: str, device: torch.device) -> Any:
         """Not by cupy.RawModule, which flushes denormals whatever options it is given."""

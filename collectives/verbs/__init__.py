@@ -5,7 +5,7 @@ What a verb promises stands at the method of Communicator that has its name.
 """
 
 from collectives.verbs.allgather import allgather
-from collectives.verbs.allreduce import allreduce
+from collectives.verbs.allreduce import allreduce, allreduce_compressed, named_codec
 from collectives.verbs.alltoall import alltoall
 from collectives.verbs.barrier import barrier
 from collectives.verbs.broadcast import broadcast
@@ -17,10 +17,12 @@ from collectives.verbs.scatter import scatter
 __all__ = [
     "allgather",
     "allreduce",
+    "allreduce_compressed",
     "alltoall",
     "barrier",
     "broadcast",
     "gather",
+    "named_codec",
     "reduce",
     "reduce_scatter",
     "scatter",

@@ -7,10 +7,15 @@ from collections.abc import Sequence
 import torch
 
 from collectives import arguments, native
+from collectives.compressed import TWO_SHOT
+from collectives.compression.codec import Codec
+from collectives.compression.feedback import Feedback
+from collectives.compression.registry import make_codec
 from collectives.engine import NATIVE, Engine
 from collectives.operations import Turn
 from collectives.reduction import Op, check_arithmetic, finish, op_name
 from collectives.selection import SHARED
+from collectives.staging import Buffer
 from collectives.work import Work
 
 
@@ -48,15 +53,114 @@ def allreduce(
             buffer = engine.buffer(*group)
             if prescale != 1.0:
                 buffer.flat.mul_(prescale)
-            if choice == SHARED:
-                engine.in_shared_memory(turn, buffer.flat, name)
-            elif choice == NATIVE:
-                moved, native_op = native.reducible(buffer.flat, name)
-                engine.native(turn, native.allreduce(moved, native_op), is_cuda=moved.is_cuda)
-                buffer.flat.copy_(moved)
-            else:
-                engine.over_buffer(turn, "allreduce", choice, buffer.flat, name)
+            _reduce(engine, turn, buffer.flat, name, choice)
             finish(buffer.flat, "sum" if choice == SHARED else name, engine.size, postscale)
             buffer.store()
 
     return engine.submit(call, body, async_op=async_op)
+
+
+def allreduce_compressed(
+    engine: Engine,
+    tensor: torch.Tensor,
+    op: Op,
+    codec: Codec,
+    *,
+    feedback: Feedback | None,
+    step: int,
+    prescale: float,
+    postscale: float,
+    algorithm: str = "auto",
+    async_op: bool = False,
+) -> Work | None:
+    """codec: other than 'none'."""
+    rank = engine.rank
+    name = op_name(rank, op)
+    arguments.check_written(engine, tensor)
+    check_arithmetic(rank, tensor.dtype, name, prescale, postscale)
+    if not tensor.dtype.is_floating_point or name not in ("sum", "average"):
+        raise ValueError(
+            f"rank {rank}: codec {codec.name!r} is for the sum or average of floating-point tensors, not for op {name!r} "
+            f"of {tensor.dtype}"
+        )
+    if feedback is not None:
+        _check_feedback(engine, feedback, codec, tensor)
+    present = codec.at(step)
+    chosen = engine.choose_for_codec(codec, algorithm, present.wire_bytes(tensor.numel()))
+    scales = f", prescale={prescale}, postscale={postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
+    corrected = ", error feedback" if feedback is not None else ""
+    call = f"allreduce({arguments.described(tensor)}, {name}{scales}, {chosen}, {present!r}{corrected})"
+    engine.prepare_codec(codec, tensor.device)
+    if chosen == SHARED:
+        engine.prepare([codec.wire_dtype])
+
+    def body(turn: Turn) -> None:
+        buffer = Buffer([tensor], via_host=False)
+        flat = buffer.flat.to(torch.float32)
+        if prescale != 1.0:
+            flat.mul_(prescale)
+        if chosen == TWO_SHOT:
+            engine.two_shot(turn, flat, codec, feedback=feedback, average=name == "average", step=step)
+        else:
+            _reduce_codes(engine, turn, flat, present, feedback, name, chosen)
+        finish(flat, "sum", engine.size, postscale)
+        if flat.dtype is not buffer.flat.dtype:
+            buffer.flat.copy_(flat)
+        buffer.store()
+
+    return engine.submit(call, body, async_op=async_op)
+
+
+def named_codec(engine: Engine, codec: str | Codec | None, feedback: Feedback | None, step: int) -> Codec | None:
+    """What a caller calls a codec; None for no compression. Raises ValueError for what is none."""
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"rank {engine.rank}: step={step!r}; a whole number from 0 is needed")
+    made = make_codec(codec) if codec is not None else None
+    if made is None or made.name == "none":
+        if feedback is not None:
+            raise ValueError(f"rank {engine.rank}: feedback needs a codec: without one nothing is lost")
+        return None
+    return made
+
+
+def _check_feedback(engine: Engine, feedback: Feedback, codec: Codec, tensor: torch.Tensor) -> None:
+    given = (feedback.codec, feedback.sharing.numel, feedback.device)
+    if given != (codec, tensor.numel(), tensor.device) or feedback.sharing != engine.sharing(codec, tensor.numel()):
+        raise ValueError(
+            f"rank {engine.rank}: feedback must be from this Communicator's new_feedback for {codec!r} and {tensor.numel()} "
+            f"elements on {tensor.device}; it is for {feedback.codec!r} and {feedback.sharing.numel} on {feedback.device}"
+        )
+
+
+def _reduce(engine: Engine, turn: Turn, flat: torch.Tensor, op: str, choice: str) -> None:
+    """By any algorithm, in place; 'shared' divides an average too."""
+    if choice == SHARED:
+        engine.in_shared_memory(turn, flat, op)
+    elif choice == NATIVE:
+        moved, native_op = native.reducible(flat, op)
+        engine.native(turn, native.allreduce(moved, native_op), is_cuda=moved.is_cuda)
+        flat.copy_(moved)
+    else:
+        engine.over_buffer(turn, "allreduce", choice, flat, op)
+
+
+def _reduce_codes(
+    engine: Engine, turn: Turn, flat: torch.Tensor, codec: Codec, feedback: Feedback | None, op: str, choice: str
+) -> None:
+    """Sum the codes as they are. Half precision could overflow where no result does: its numbers are first divided by a power
+    of two, which loses nothing."""
+    shrink = 1.0
+    if codec.wire_dtype is torch.float16:
+        shrink = 2.0 ** -(engine.size - 1).bit_length()
+    residual = feedback.worker if feedback is not None else None
+    scaled = [tensor for tensor in (flat, residual) if tensor is not None and shrink != 1.0]
+    for tensor in scaled:
+        tensor.mul_(shrink)
+    wire = engine.wire(codec.wire_bytes(flat.numel()), flat.device)
+    codec.encode(flat, wire, residual=residual)
+    for tensor in scaled[1:]:
+        tensor.div_(shrink)
+    codes = engine.buffer(wire.view(codec.wire_dtype))
+    _reduce(engine, turn, codes.flat, "sum", choice)
+    codes.store()
+    codec.decode(wire, flat, scale=1 / (shrink * (engine.size if op == "average" else 1)))

@@ -20,7 +20,7 @@ _NAN = np.array([0x7FFFFFFF], np.uint32).view(np.float32)
 
 def one_nan(value: Array) -> Array:
     """Whatever NaN went in, this one comes out."""
-    return np.where(np.isnan(value), _NAN, value) if value.dtype.kind == "f" else value
+    return np.where(np.isnan(value), _NAN, value)
 
 
 def _elementwise(function: Callable[..., Array], forms: tuple[str, ...], result: str | None = None) -> Handler:
@@ -30,8 +30,10 @@ def _elementwise(function: Callable[..., Array], forms: tuple[str, ...], result:
         if ".".join(modifiers) not in forms:
             raise PtxError("form")
         write = decoder.write(operands[0], result or modifiers[-1])
-        reads = [decoder.read(operand, modifiers[-1]) for operand in operands[1:]]
-        return lambda threads: write(threads, one_nan(function(*(read(threads) for read in reads))))
+        first, *rest = [decoder.read(operand, modifiers[-1]) for operand in operands[1:]]
+        if dtype_of(modifiers[-1]).kind == "f":
+            return lambda threads: write(threads, one_nan(function(first(threads), *[read(threads) for read in rest])))
+        return lambda threads: write(threads, function(first(threads), *[read(threads) for read in rest]))
 
     return handler
 

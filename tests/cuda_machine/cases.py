@@ -121,12 +121,17 @@ def check_dense(kernels: CudaKernels, device: str, codec: Dense, numels: tuple[i
 
 
 def check_sparse(
-    kernels: CudaKernels, device: str, codec: Sparse, numels: tuple[int, ...] = SPARSE_NUMELS
+    kernels: CudaKernels,
+    device: str,
+    codec: Sparse,
+    numels: tuple[int, ...] = SPARSE_NUMELS,
+    kinds: tuple[str, ...] = KINDS,
 ) -> list[str]:
+    """What differs."""
     pair = Pair(kernels, device)
     for turn, numel in enumerate(numels):
         k = codec.count(numel)
-        for place, kind in enumerate(KINDS if numel > 1025 else (KINDS[turn % len(KINDS)],)):
+        for place, kind in enumerate(kinds if numel > 1025 else (kinds[turn % len(kinds)],)):
             feedback = (turn + place) % 2 == 1 or codec.name == "dgc"
             residual = numbers(numel, "gaussian", turn + 2) if feedback else None
             wire = _unwritten(codec.wire_bytes(numel))

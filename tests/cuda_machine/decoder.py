@@ -110,13 +110,16 @@ class Decoder:
         stored = held if held.kind == "b" else np.dtype(f"u{held.itemsize}")
         extended = np.dtype(f"i{held.itemsize}") if dtype.kind == "i" else stored
 
-        def write(threads: Threads, value: Array) -> None:
+        def write_as_it_is(threads: Threads, value: Array) -> None:
+            threads.write(register, (value if value.dtype == dtype else value.astype(dtype)).view(stored))
+
+        def write_extended(threads: Threads, value: Array) -> None:
             value = value.astype(dtype, copy=False)
             if dtype.kind == "f":
                 value = value.view(f"u{dtype.itemsize}")
-            threads.write(register, value.astype(extended, copy=False).view(stored))
+            threads.write(register, value.astype(extended).view(stored))
 
-        return write
+        return write_as_it_is if dtype.itemsize == stored.itemsize else write_extended
 
     def vector(self, operand: str) -> list[str]:
         """The names in `{a, b}`, or of a single one."""

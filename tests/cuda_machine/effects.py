@@ -23,9 +23,15 @@ def _form(modifiers: list[str]) -> tuple[str, int, str]:
     return space, _VECTORS.get(words[-2], 1), kind
 
 
+def _of_active(threads: Threads, value: Array) -> Array:
+    if len(value) != len(threads.active):
+        value = np.broadcast_to(value, threads.active.shape)
+    return value[threads.active]
+
+
 def _cells(threads: Threads, space: str, addresses: Array, size: int, count: int) -> tuple[Array, Array]:
     """The memory and where in it the active threads' accesses begin."""
-    here = np.broadcast_to(addresses, threads.active.shape)[threads.active]
+    here = _of_active(threads, addresses)
     if space == "global":
         return threads.memory.view(here, size, count)
     return threads.shared.view(here, threads.block[threads.active], size, count)
@@ -69,6 +75,7 @@ def _load(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> 
 def _store(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> Action:
     space, count, kind = _form(modifiers)
     size, address = dtype_of(kind).itemsize, decoder.address(operands[0])
+    unsigned = np.dtype(f"u{size}")
     reads = [decoder.read(operand, kind) for operand in decoder.vector(operands[1])]
     if len(reads) != count or space == "param":
         raise PtxError("form")
@@ -76,7 +83,7 @@ def _store(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) ->
     def act(threads: Threads) -> None:
         cells, first = _cells(threads, space, address(threads), size, count)
         for part, read in enumerate(reads):
-            value = np.broadcast_to(read(threads), threads.active.shape)[threads.active].view(f"u{size}")
+            value = _of_active(threads, read(threads)).view(unsigned)
             cells[first + part] = value
             if (cells[first + part] != value).any():
                 raise MachineError("threads store different values at one address")
@@ -107,18 +114,36 @@ def _atomic(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -
     def act(threads: Threads) -> None:
         cells, places = _cells(threads, space, address(threads), dtype.itemsize, 1)
         cells = cells.view(dtype)
-        value = np.broadcast_to(read(threads), threads.active.shape)[threads.active]
+        value = _of_active(threads, read(threads))
         if write is None and isinstance(function, np.ufunc):
             function.at(cells, places, value)
             return
-        old = np.empty_like(value)
-        for turn, place in enumerate(places):
-            old[turn] = cells[place]
-            cells[place] = function(cells[place], value[turn])
+        old = (_add if operation == "add" else _in_turn)(cells, places, value, function)
         if write is not None:
             write(threads, _spread(threads, old))
 
     return act
+
+
+def _in_turn(cells: Array, places: Array, value: Array, function: Any) -> Array:
+    """What was there when it was each one's turn."""
+    old = np.empty_like(value)
+    for turn, place in enumerate(places):
+        old[turn] = cells[place]
+        cells[place] = function(cells[place], value[turn])
+    return old
+
+
+def _add(cells: Array, places: Array, value: Array, function: Any) -> Array:
+    """As _in_turn, at once: to what was there, those before one at the same place have added their values."""
+    order = np.argsort(places, kind="stable")
+    place, added = places[order], value[order]
+    before = np.cumsum(added, dtype=value.dtype) - added
+    first = np.searchsorted(place, place, side="left")
+    old = np.empty_like(value)
+    old[order] = cells[place] + (before - before[first])
+    np.add.at(cells, places, value)
+    return old
 
 
 def _warps(threads: Threads, mask: Array) -> Array:

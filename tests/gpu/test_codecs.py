@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -39,7 +43,24 @@ def test_dense(kernels: CudaKernels, codec: Dense) -> None:
 @pytest.mark.parametrize("codec", SPARSE, ids=ids)
 def test_sparse(kernels: CudaKernels, codec: Sparse) -> None:
     assert check_sparse(kernels, "cuda", codec) == []
-    assert check_sparse(kernels, "cuda", codec, (LARGE, 10 * LARGE)) == []
+    assert check_sparse(kernels, "cuda", codec, (LARGE,), ("gaussian", "ties", "few", "not finite")) == []
+    assert check_sparse(kernels, "cuda", codec, (10 * LARGE,), ("gaussian",)) == []
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
+def test_under_the_sanitizer(tool: str) -> None:
+    check = """if True:
+        from collectives.kernels.cuda import cuda_kernels
+        from tests.cuda_machine.cases import DENSE, SPARSE, check_dense, check_sparse
+        kernels = cuda_kernels()
+        for codec in DENSE:
+            assert check_dense(kernels, "cuda", codec, (3, 1500)) == []
+        for codec in SPARSE:
+            assert check_sparse(kernels, "cuda", codec, (20_001,), ("ties", "not finite")) == []"""
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", check]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_many_tensors_in_one_launch(kernels: CudaKernels) -> None:

@@ -16,7 +16,7 @@ from collectives.compression.sparse import Sparse
 from collectives.kernels import cuda
 from collectives.kernels.cuda import CudaKernels, cuda_kernels
 from collectives.kernels.cuda_source import source
-from tests.cuda_machine.cases import DENSE, SPARSE, Pair, check_dense, check_many, check_sparse
+from tests.cuda_machine.cases import DENSE, SPARSE, SPARSE_NUMELS, Pair, check_dense, check_many, check_sparse
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -49,8 +49,9 @@ def test_dense(codec: Dense, architecture: str) -> None:
 @pytest.mark.parametrize("codec", SPARSE, ids=ids)
 def test_sparse(codec: Sparse, order: Order) -> None:
     """In any order of the warps: where one needs what another has done, it waits for it."""
-    architecture = ARCHITECTURES[order is Order.TOGETHER]
-    assert check_sparse(CudaKernels(MachineLaunch(f"compute_{architecture}", order)), "cpu", codec) == []
+    together = order is Order.TOGETHER
+    launch = MachineLaunch(f"compute_{ARCHITECTURES[together]}", order)
+    assert check_sparse(CudaKernels(launch), "cpu", codec, SPARSE_NUMELS if together else (20_001,)) == []
 
 
 class FewBlocks(CudaKernels):
@@ -59,7 +60,7 @@ class FewBlocks(CudaKernels):
 
 @pytest.mark.parametrize("codec", SPARSE, ids=ids)
 def test_blocks_of_several_chunks(codec: Sparse) -> None:
-    assert check_sparse(FewBlocks(MachineLaunch()), "cpu", codec, (40_001,)) == []
+    assert check_sparse(FewBlocks(MachineLaunch()), "cpu", codec, (40_001,), ("ties", "not finite")) == []
 
 
 def test_many_tensors_in_one_launch() -> None:
@@ -97,7 +98,8 @@ def test_every_kernel_compiles_without_a_warning(architecture: str) -> None:
     for family in ("quantize", "sparse"):
         written = set(re.findall(r"__global__ void __launch_bounds__\(THREADS\) (\w+)\(", source(family)))
         assert written == {kernel.split("<")[0] for of, kernel in launched if of == family}
-    for family, kernel in sorted(launched):
+    alike = {re.sub(r"\d+|true|false", "", kernel): (family, kernel) for family, kernel in sorted(launched)}
+    for family, kernel in alike.values():
         assert compile_kernel(family, kernel, f"sm_{architecture}").log == "", kernel
 
 

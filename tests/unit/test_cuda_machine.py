@@ -81,7 +81,8 @@ class TestComputes:
         assert execute("data[i] = __ballot_sync(~0u, t % 3 == 0);", zeros())[0].item() == sum(
             1 << i for i in range(0, 31, 3)
         )
-        assert set(execute("data[i] = __reduce_max_sync(~0u, t * 7 % 61);", zeros()).tolist()) == {60, 58}
+        most = [max(i * 7 % 61 for i in lanes) for lanes in (range(32), range(32, 64)) for _ in lanes]
+        assert execute("data[i] = __reduce_max_sync(~0u, t * 7 % 61);", zeros()).tolist() == most
 
     def test_atomics(self) -> None:
         assert execute("atomicAdd(data + i % 3, i);", zeros()).tolist()[:3] == [sum(range(r, 64, 3)) for r in range(3)]
@@ -103,7 +104,7 @@ class TestStopsAt:
 
     def test_addresses_that_are_not_aligned(self) -> None:
         with pytest.raises(MachineError, match="aligned"):
-            execute("int4 v = *(int4*)(data + 1); data[i] = v.x;", zeros())
+            execute("int4 v = *(int4*)(data + 1); data[i] = v.x + v.y + v.z + v.w;", zeros())
 
     def test_shared_memory_that_is_not_there(self) -> None:
         with pytest.raises(MachineError, match="shared"):
@@ -133,7 +134,7 @@ class TestStopsAt:
             execute('asm("add.ftz.f32 %0, %0, %0;" : "+f"(data[i]));', torch.zeros(THREADS))
 
     def test_local_memory(self) -> None:
-        with pytest.raises(PtxError, match="local"):
+        with pytest.raises(PtxError, match="directive"):
             execute("int a[8]; for (int j = 0; j < 8; ++j) a[j] = data[j]; data[i] = a[data[i]];", zeros())
 
     def test_what_does_not_compile(self) -> None:

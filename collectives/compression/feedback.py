@@ -1,0 +1,60 @@
+"""Error feedback: what encodings lost of one buffer is added to it the next time."""
+
+from __future__ import annotations
+
+import torch
+
+from collectives.compression.codec import Codec, State
+from collectives.compression.sharing import Sharing
+from collectives.spans import Span
+
+
+class Feedback:
+    """What one rank keeps between the compressed allreduces of one buffer (Seide et al. 2014; the owner's: Tang et al. 2019).
+
+    worker: float32, (numel,): what this rank's encodings of its own numbers lost; zero where it encodes nothing, because another
+    rank of its host does. owner: float32: what its encodings of the sum of its shard lost, in the units of the result. shard:
+    where that is in the buffer. state: by chunk and shard, what the codec remembers.
+
+    As the sum of the workers' residuals over all ranks and the owners' side by side are all that was lost, the results of any
+    number of steps, with these, are the sum of what was given. Made by Communicator.new_feedback; belongs to an operation while
+    that runs.
+    """
+
+    def __init__(self, codec: Codec, sharing: Sharing, device: torch.device) -> None:
+        self.codec = codec
+        self.sharing = sharing
+        self.worker = torch.zeros(sharing.numel, device=device)
+        self.device = self.worker.device
+        self.owner = torch.zeros(sharing.shard.length, device=device)
+        self.state: list[list[State | None]] = [
+            [codec.new_state(span.length, device) if span.length else None for span in chunk]
+            for chunk in sharing.chunks
+        ]
+
+    @property
+    def shard(self) -> Span:
+        return self.sharing.shard
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """This rank's tensors, themselves, by name: what load_state_dict takes."""
+        named = {"worker": self.worker, "owner": self.owner}
+        for c, chunk in enumerate(self.state):
+            for s, state in enumerate(chunk):
+                named |= {f"state.{c}.{s}.{name}": tensor for name, tensor in (state or {}).items()}
+        return named
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Copy saved tensors into these. Raises ValueError for those of another buffer, codec, or world."""
+        mine = self.state_dict()
+        given = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        wanted = {name: tuple(tensor.shape) for name, tensor in mine.items()}
+        if given != wanted:
+            differing = sorted(name for name in given.keys() | wanted.keys() if given.get(name) != wanted.get(name))
+            raise ValueError(
+                f"{self.codec!r}: the saved residuals are not of this buffer, codec and number of ranks: "
+                f"{', '.join(differing[:4])} of shapes {[given.get(name) for name in differing[:4]]} instead of "
+                f"{[wanted.get(name) for name in differing[:4]]}"
+            )
+        for name, tensor in mine.items():
+            tensor.copy_(state[name])

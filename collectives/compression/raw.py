@@ -1,0 +1,47 @@
+"""Four bytes a number: no compression."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from collectives.compression.codec import Codec, State
+from collectives.kernels.wire import pad16
+
+
+@dataclass(frozen=True)
+class Raw(Codec):
+    """The numbers as they are; what a residual holds is sent with them. Unbiased, omega = 0."""
+
+    name: ClassVar[str] = "none"
+    summable: ClassVar[bool] = True
+    wire_dtype: ClassVar[torch.dtype] = torch.float32
+
+    def wire_bytes(self, numel: int) -> int:
+        return pad16(4 * numel)
+
+    def encode(
+        self,
+        values: torch.Tensor,
+        wire: torch.Tensor,
+        *,
+        residual: torch.Tensor | None = None,
+        seed: int = 0,
+        state: State | None = None,
+    ) -> None:
+        numbers, n = wire.view(torch.float32), values.numel()
+        numbers[n:] = 0
+        if residual is None:
+            numbers[:n].copy_(values)
+        else:
+            torch.add(values, residual, out=numbers[:n])
+            residual.zero_()
+
+    def decode(self, wire: torch.Tensor, out: torch.Tensor, *, add: bool = False, scale: float = 1.0) -> None:
+        numbers = wire.view(torch.float32)[: out.numel()]
+        if add:
+            out.add_(numbers if scale == 1 else numbers * scale)
+        else:
+            torch.mul(numbers, scale, out=out)

@@ -1,0 +1,52 @@
+"""All codecs, by the names that users give."""
+
+from __future__ import annotations
+
+from collectives.compression.casts import BFloat16, Float16
+from collectives.compression.codec import Codec
+from collectives.compression.dgc import DGC
+from collectives.compression.fp8 import Float8
+from collectives.compression.integers import Int4, Int8
+from collectives.compression.onebit import OneBit
+from collectives.compression.powersgd import PowerSGD
+from collectives.compression.randomk import RandomK
+from collectives.compression.raw import Raw
+from collectives.compression.stochastic import QSGD, Natural, TernGrad
+from collectives.compression.threshold import Threshold
+from collectives.compression.topk import TopK
+
+#: Those that write any buffer in fewer bytes, with their defaults.
+CODECS: dict[str, type[Codec]] = {
+    codec.name: codec
+    for codec in (
+        Raw,
+        Float16,
+        BFloat16,
+        Float8,
+        Int8,
+        Int4,
+        OneBit,
+        QSGD,
+        TernGrad,
+        Natural,
+        TopK,
+        Threshold,
+        RandomK,
+        DGC,
+    )
+}
+
+
+def make_codec(codec: str | Codec) -> Codec:
+    """The codec of a name, with its defaults; one that is given as such as it is.
+
+    Raises ValueError for an unknown name, and for 'powersgd', which is no codec of single buffers; both list the names.
+    """
+    if isinstance(codec, Codec):
+        return codec
+    names = ", ".join(CODECS)
+    if codec == PowerSGD.name or isinstance(codec, PowerSGD):
+        raise ValueError(f"powersgd compresses matrices, see PowerSGD.new_state; codecs of any buffer are {names}")
+    if codec not in CODECS:
+        raise ValueError(f"no codec is called {codec!r}; known are {names}, {PowerSGD.name}")
+    return CODECS[codec]()

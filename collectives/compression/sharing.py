@@ -1,0 +1,67 @@
+"""Who encodes what: a buffer cut into parts for the ranks of a host, shards for their owners, and chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from collectives.compression.codec import Codec
+from collectives.spans import Layout, Span, split_aligned
+
+#: A chunk is what is encoded at once. The longer its code, the longer its wire waits for the first and its ranks for the last;
+#: the more its numbers, the less of what is added up stays in the cache; the shorter both, the more messages.
+_MOST_WIRE_BYTES = 256 << 10
+_MOST_NUMBERS = 1 << 20
+
+_SAMPLE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What one rank does in a compressed allreduce of a buffer of `numel` elements; spans count elements of the buffer.
+
+    parts: of the buffer, that are summed uncompressed inside each host, each by a rank of its own; one where no ranks share a
+    host, or all do. group: the ranks that exchange codes of this rank's part, this one among them, one of each host; none where
+    a host has more ranks than there are parts. shards: of the part, by owner, in the order of the group. chunks: of all shards,
+    in the order of sending; each has one span for every shard, which may be empty.
+    """
+
+    numel: int
+    rank: int
+    parts: Layout
+    group: tuple[int, ...]
+    shards: Layout
+    chunks: tuple[Layout, ...]
+
+    @property
+    def shard(self) -> Span:
+        """The one that this rank owns."""
+        return self.shards[self.group.index(self.rank)] if self.group else Span(0, 0)
+
+    @property
+    def longest(self) -> int:
+        """The most elements that any chunk of a shard has."""
+        return max((span.length for chunk in self.chunks for span in chunk), default=0)
+
+
+def share(codec: Codec, numel: int, rank: int, hosts: Sequence[Sequence[int]], segment_bytes: int) -> Sharing:
+    """hosts: the ranks of each, as in Topology. segment_bytes: the most that a chunk's code should take."""
+    everything = Span(0, numel)
+    if len(hosts) == 1 or all(len(host) == 1 for host in hosts):
+        parts: Layout = (everything,)
+        group = tuple(sorted(member for host in hosts for member in host))
+        part = everything
+    else:
+        parts = split_aligned(everything, min(len(host) for host in hosts), codec.alignment)
+        index = next(list(host).index(rank) for host in hosts if rank in host)
+        if index >= len(parts):
+            return Sharing(numel, rank, parts, (), (), ())
+        group = tuple(host[index] for host in hosts)
+        part = parts[index]
+    shards = split_aligned(part, len(group), codec.alignment)
+    longest = max(shard.length for shard in shards)
+    wire_bytes = min(segment_bytes, _MOST_WIRE_BYTES)
+    wanted = min(_MOST_NUMBERS, wire_bytes * _SAMPLE // codec.wire_bytes(_SAMPLE))
+    count = max(1, -(-longest // max(codec.alignment, wanted)))
+    sliced = [split_aligned(shard, count, codec.alignment) for shard in shards]
+    return Sharing(numel, rank, parts, group, shards, tuple(zip(*sliced, strict=True)))

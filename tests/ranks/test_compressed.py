@@ -1,0 +1,370 @@
+"""Compressed allreduce against its model in one process, bit for bit; and what becomes of it when ranks differ or die."""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from collectives import Communicator, Mismatch, PeerLost
+from collectives.algorithms import PLANNERS
+from collectives.compression.codec import Codec
+from collectives.compression.dgc import DGC
+from collectives.compression.fp8 import Float8
+from collectives.compression.integers import Int4, Int8
+from collectives.compression.onebit import OneBit
+from collectives.compression.randomk import RandomK
+from collectives.compression.registry import CODECS, make_codec
+from collectives.compression.topk import TopK
+from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds
+from tests.ranks.exact import SEVERAL_SEGMENTS, Checks, contribution, on_host, reduced
+from tests.ranks.test_failures import DEADLINE_S, TIMEOUT_S, Witness, die, witness
+from tests.two_shot_model import TwoShotModel
+
+pytestmark = ON_EVERY_TRANSPORT
+
+WORLDS = (1, 2, 3, 4, 5, 8)
+COMPRESSING = [name for name in CODECS if name != "none"]
+SUMMABLE = [name for name in COMPRESSING if CODECS[name].summable]
+SEGMENT_BYTES = 2000
+LARGE = 100_003
+
+#: Settings other than the defaults, that take other ways through the code.
+SPECIAL: dict[str, Codec] = {
+    "int8, stochastic": Int8(block=64, stochastic=True),
+    "int4, stochastic": Int4(stochastic=True),
+    "e5m2": Float8(format="e5m2"),
+    "onebit, short blocks": OneBit(block=16),
+    "topk, half of it": TopK(ratio=0.5),
+    "dgc, warming up": DGC(ratio=0.01, warmup_steps=2),
+    "randomk, more of it": RandomK(ratio=0.3, seed=7),
+}
+
+
+def codec_named(name: str) -> Codec:
+    return SPECIAL.get(name) or make_codec(name)
+
+
+def communicator(segment_bytes: int = SEGMENT_BYTES) -> Communicator:
+    return Communicator(timeout_s=EXCHANGE_TIMEOUT_S, segment_bytes=segment_bytes)
+
+
+def inputs(size: int, numel: int, step: int) -> list[torch.Tensor]:
+    """Of every rank: numbers of very different magnitudes, some of them zero."""
+    generator = torch.Generator().manual_seed(1000 * step + numel)
+    numbers = [torch.randn(numel, generator=generator) ** 3 for _ in range(size)]
+    for rank, tensor in enumerate(numbers):
+        tensor[rank :: 7 + size] = 0
+    return numbers
+
+
+def same_as_model(name: str, numels: list[int]) -> list[str]:
+    """With and without error feedback; the residuals too."""
+    codec, checks = codec_named(name), Checks()
+    with communicator() as comm:
+        for numel in numels:
+            for op, with_feedback in (("sum", True), ("average", True), ("average", False)):
+                model = TwoShotModel(codec, numel, comm.topology.hosts, SEGMENT_BYTES, with_feedback=with_feedback)
+                feedback = comm.new_feedback(codec, numel) if with_feedback else None
+                for step in range(3):
+                    numbers = inputs(comm.size, numel, step)
+                    mine = numbers[comm.rank].clone()
+                    with checks.case(name=name, numel=numel, op=op, feedback=with_feedback, step=step):
+                        comm.allreduce(mine, op, codec=codec, feedback=feedback, step=step, algorithm="two_shot")
+                        checks.equal(mine, model.step(numbers, op, step))
+                        if feedback is not None and model.feedbacks is not None:
+                            wanted = model.feedbacks[comm.rank].state_dict()
+                            for key, tensor in feedback.state_dict().items():
+                                checks.equal(tensor, wanted[key])
+    return checks.failures
+
+
+def sizes(world: int) -> list[int]:
+    return sorted({0, 1, world - 1, world, world + 1, 2999})
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", [*COMPRESSING, *SPECIAL])
+def test_two_shot_equals_its_model(ranks: Worlds, world: int, name: str) -> None:
+    assert ranks(world).run(same_as_model, name, sizes(world)) == [[]] * world
+
+
+@pytest.mark.parametrize("world", [2, 5])
+@pytest.mark.parametrize("name", [*COMPRESSING, *SPECIAL])
+def test_two_shot_in_many_chunks(ranks: Worlds, world: int, name: str) -> None:
+    assert ranks(world).run(same_as_model, name, [LARGE]) == [[]] * world
+
+
+def same_as_model_on_hosts(host_of: str, name: str) -> list[str]:
+    with on_host(host_of[dist.get_rank()]):
+        return same_as_model(name, [0, 1, 7, 2999, 20_000])
+
+
+@pytest.mark.parametrize("host_of", ["ab", "aabb", "abab", "aaabb", "abaca"])
+@pytest.mark.parametrize("name", ["int8", "onebit, short blocks", "threshold", "dgc", "randomk", "int8, stochastic"])
+def test_full_precision_inside_hosts(ranks: Worlds, host_of: str, name: str) -> None:
+    assert ranks(len(host_of)).run(same_as_model_on_hosts, host_of, name) == [[]] * len(host_of)
+
+
+def digests(name: str, algorithm: str) -> list[str]:
+    """One of the bits of each result and of the residuals, at the end."""
+    codec, found = codec_named(name), []
+    with communicator() as comm:
+        feedback = comm.new_feedback(codec, LARGE)
+        for step in range(3):
+            mine = inputs(comm.size, LARGE, step)[comm.rank]
+            work = comm.allreduce(
+                mine, codec=codec, feedback=feedback, step=step, algorithm=algorithm, async_op=step == 1
+            )
+            if work is not None:
+                work.wait()
+            found.append(hashlib.sha256(mine.numpy().tobytes()).hexdigest())
+        return found
+
+
+@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("name", [*COMPRESSING, *SPECIAL])
+def test_bits_are_the_same_on_all_ranks_and_in_every_run(ranks: Worlds, world: int, name: str) -> None:
+    first, second = (ranks(world).run(digests, name, "auto") for _ in range(2))
+    assert first == [first[0]] * world
+    assert second == first
+
+
+def exact_sums(name: str, algorithm: str) -> list[str]:
+    """Numbers so small that their sums are exact in any float."""
+    codec, checks = make_codec(name), Checks()
+    with communicator(200) as comm:
+        for op in ("sum", "average"):
+            for numel in (0, 1, comm.size + 1, SEVERAL_SEGMENTS):
+                for step in (0, 1):
+                    mine = contribution(comm.rank, comm.size, numel, torch.float32)
+                    with checks.case(op=op, numel=numel, step=step):
+                        feedback = comm.new_feedback(codec, numel)
+                        comm.allreduce(mine, op, codec=codec, feedback=feedback, step=step, algorithm=algorithm)
+                        expected = reduced(comm.size, numel, torch.float32, op)
+                        if name == "randomk":
+                            assert bool((mine != 0).any()) or numel == 0
+                            expected = torch.where(mine != 0, expected, mine)
+                        tolerance = 0.01 if op == "average" and comm.size & (comm.size - 1) else 0
+                        if not torch.allclose(mine, expected, rtol=tolerance, atol=0):
+                            checks.equal(mine, expected)
+    return checks.failures
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("algorithm", [*PLANNERS["allreduce"], "native", "auto", "two_shot"])
+@pytest.mark.parametrize("name", SUMMABLE)
+def test_summable_codecs_ride_any_algorithm(ranks: Worlds, world: int, algorithm: str, name: str) -> None:
+    assert ranks(world).run(exact_sums, name, algorithm) == [[]] * world
+    found = ranks(world).run(digests, name, algorithm)
+    assert found == [found[0]] * world
+
+
+def sum_beyond_half_precision() -> list[str]:
+    checks = Checks()
+    with communicator() as comm:
+        mine = torch.full((SEVERAL_SEGMENTS,), 60000.0)
+        with checks.case():
+            comm.allreduce(mine, codec="fp16")
+            checks.equal(mine, torch.full((SEVERAL_SEGMENTS,), 60000.0 * comm.size))
+    return checks.failures
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_half_precision_does_not_overflow(ranks: Worlds, world: int) -> None:
+    assert ranks(world).run(sum_beyond_half_precision) == [[]] * world
+
+
+def lost_and_found(name: str, op: str) -> float:
+    """After some steps: the results, with all residuals, against the sum of all inputs; the largest difference, by the largest
+    input."""
+    steps, codec, numel = 8, codec_named(name), 5003
+    with communicator() as comm:
+        feedback = comm.new_feedback(codec, numel)
+        given, found = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+        for step in range(steps):
+            numbers = inputs(comm.size, numel, step)
+            given += torch.stack(numbers).to(torch.float64).sum(0)
+            comm.allreduce(numbers[comm.rank], op, codec=codec, feedback=feedback, step=step)
+            found += numbers[comm.rank]
+        workers, owners = feedback.worker.to(torch.float64), torch.zeros(numel, dtype=torch.float64)
+        owners[feedback.shard.start : feedback.shard.stop] = feedback.owner
+        comm.allreduce(workers)
+        comm.allreduce(owners)
+        if op == "average":
+            workers /= comm.size
+            given /= comm.size
+        return float((found + workers + owners - given).abs().max() / given.abs().max())
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("op", ["sum", "average"])
+@pytest.mark.parametrize("name", [name for name in (*COMPRESSING, *SPECIAL) if not name.startswith("dgc")])
+def test_error_feedback_telescopes(ranks: Worlds, world: int, op: str, name: str) -> None:
+    # What half precision loses in adding codes, nobody keeps.
+    tolerance = 2e-2 if name in ("fp16", "bf16") else 1e-4
+    assert max(ranks(world).run(lost_and_found, name, op)) < tolerance
+
+
+def error_feedback_on_hosts(host_of: str) -> float:
+    with on_host(host_of[dist.get_rank()]):
+        return lost_and_found("int4", "average")
+
+
+@pytest.mark.parametrize("host_of", ["aabb", "aaabb"])
+def test_error_feedback_telescopes_between_hosts(ranks: Worlds, host_of: str) -> None:
+    assert max(ranks(len(host_of)).run(error_feedback_on_hosts, host_of)) < 1e-4
+
+
+def poisoned(name: str, value: float) -> list[str]:
+    """One rank has a number that is not finite, once."""
+    codec, numel, at, complaints = codec_named(name), 4001, 1234, []
+    with communicator() as comm:
+        for algorithm in ("auto", "two_shot"):
+            feedback = comm.new_feedback(codec, numel)
+            for step in range(3):
+                mine = inputs(comm.size, numel, step)[comm.rank]
+                if step == 1 and comm.rank == comm.size - 1:
+                    mine[at] = value
+                comm.allreduce(mine, "average", codec=codec, feedback=feedback, step=step, algorithm=algorithm)
+                finite = mine.isfinite()
+                if bool(finite.all()) != (step != 1):
+                    complaints.append(f"{algorithm}: step {step}: {int((~finite).sum())} not finite")
+                if step == 1 and bool(finite[at]) and "randomk" not in name:
+                    complaints.append(f"{algorithm}: finite where it was not")
+            complaints += [key for key, tensor in feedback.state_dict().items() if not bool(tensor.isfinite().all())]
+    return complaints
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", [*COMPRESSING, *SPECIAL])
+def test_not_a_number_reaches_every_rank(ranks: Worlds, world: int, value: float, name: str) -> None:
+    assert ranks(world).run(poisoned, name, value) == [[]] * world
+
+
+def other_tensors() -> list[str]:
+    """Other dtypes, views, scales; and 'none', which is no codec."""
+    checks = Checks()
+    with communicator() as comm:
+        for dtype in (torch.float16, torch.bfloat16, torch.float64):
+            values = contribution(comm.rank, comm.size, 600, dtype).view(20, 30)
+            padded = torch.full((20, 60), 7, dtype=dtype)
+            padded[:, ::2] = values
+            flat = values.to(torch.float32).reshape(-1) * 0.5
+            with checks.case(dtype=dtype):
+                comm.allreduce(padded[:, ::2], codec="int8", prescale=0.5, postscale=4.0)
+                comm.allreduce(flat, codec="int8")
+                checks.equal(padded[:, ::2], (flat * 4.0).view(20, 30).to(dtype))
+                checks.equal(padded[:, 1::2], torch.full((20, 30), 7, dtype=dtype))
+        with checks.case(codec="none"):
+            mine = contribution(comm.rank, comm.size, 600, torch.int64)
+            comm.allreduce(mine, "max", codec="none")
+            checks.equal(mine, reduced(comm.size, 600, torch.int64, "max"))
+    return checks.failures
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_other_tensors(ranks: Worlds, world: int) -> None:
+    assert ranks(world).run(other_tensors) == [[]] * world
+
+
+ONES = torch.ones(3)
+MISTAKES: dict[str, tuple[str, Callable[[Communicator], object]]] = {
+    "unknown": ("'zip'.*int8.*powersgd", lambda c: c.allreduce(ONES, codec="zip")),
+    "no codec of buffers": ("matrices", lambda c: c.allreduce(ONES, codec="powersgd")),
+    "op": ("'max'", lambda c: c.allreduce(ONES, "max", codec="int8")),
+    "integers": ("int32", lambda c: c.allreduce(ONES.int(), codec="int8")),
+    "algorithm": ("'int8'.*'ring'.*auto, two_shot$", lambda c: c.allreduce(ONES, codec="int8", algorithm="ring")),
+    "algorithm without codec": ("'two_shot'", lambda c: c.allreduce(ONES, algorithm="two_shot")),
+    "feedback without codec": ("needs a codec", lambda c: c.allreduce(ONES, feedback=c.new_feedback("int8", 3))),
+    "feedback of another size": (
+        "Int8.*3 elements.*4 on",
+        lambda c: c.allreduce(ONES, codec="int8", feedback=c.new_feedback("int8", 4)),
+    ),
+    "feedback of another codec": (
+        "Int8.*Int4",
+        lambda c: c.allreduce(ONES, codec="int8", feedback=c.new_feedback("int4", 3)),
+    ),
+    "step": ("step=-1", lambda c: c.allreduce(ONES, codec="int8", step=-1)),
+}
+
+
+def make_mistakes() -> None:
+    with communicator() as comm:
+        for message, mistake in MISTAKES.values():
+            with pytest.raises(ValueError, match=message):
+                mistake(comm)
+        mine = contribution(comm.rank, comm.size, 100, torch.float32)
+        comm.allreduce(mine)
+        assert torch.equal(mine, reduced(comm.size, 100, torch.float32))
+
+
+def test_mistakes_are_found_before_anything_is_sent(ranks: Worlds) -> None:
+    ranks(2).run(make_mistakes)
+
+
+#: What rank 0 and the others call, and what tells them apart.
+DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "codec": ({"codec": "int8"}, {"codec": "int4"}, "Int8(", "Int4("),
+    "settings": ({"codec": Int8(block=128)}, {"codec": "int8"}, "block=128", "block=256"),
+    "whether": ({"codec": "onebit"}, {}, "OneBit", "float32[3000], sum, "),
+    "step": ({"codec": "randomk", "step": 3}, {"codec": "randomk", "step": 4}, "step=3", "step=4"),
+    "stage": ({"codec": DGC(warmup_steps=9)}, {"codec": DGC(warmup_steps=9), "step": 8}, "0.25", "0.001"),
+}
+
+
+def disagree(subject: str) -> Witness:
+    comm = Communicator(timeout_s=TIMEOUT_S)
+    first, others, _, _ = DISAGREEMENTS[subject]
+    for call in (first, others):  # compiled before any clock runs
+        if "codec" in call:
+            comm.allreduce(torch.ones(3000), codec=call["codec"])
+    return witness(comm, lambda: comm.allreduce(torch.ones(3000), **(first if comm.rank == 0 else others)))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_disagree_are_told_how(failing_world: Callable[[int], World], size: int) -> None:
+    worlds = {subject: failing_world(size) for subject in DISAGREEMENTS}
+    for subject, world in worlds.items():
+        world.start(disagree, subject)
+    for subject, world in worlds.items():
+        _, _, told_of_first, told_of_others = DISAGREEMENTS[subject]
+        for outcome in world.collect(DEADLINE_S):
+            assert outcome.status == "returned", (subject, outcome)
+            seen: Witness = outcome.value
+            assert seen.kind is Mismatch, (subject, seen)
+            calls = seen.attributes["calls"]
+            assert told_of_first in calls[0], calls
+            assert all(told_of_others in calls[rank] for rank in range(1, size)), calls
+            assert seen.complaints() == []
+
+
+def lose_a_rank(name: str) -> Witness:
+    """In the middle of a long operation, as likely as not."""
+    comm = Communicator(timeout_s=TIMEOUT_S, segment_bytes=1 << 14)
+    comm.allreduce(torch.ones(3000), codec=name)
+    feedback = comm.new_feedback(name, 1 << 20)
+    works = [
+        comm.allreduce(torch.ones(1 << 20), codec=name, feedback=feedback, step=step, async_op=True)
+        for step in range(6)
+    ]
+    assert all(works)
+    works[0].wait()  # type: ignore[union-attr]
+    if comm.rank == 1:
+        die()
+    return witness(comm, lambda: [work.wait() for work in works if work is not None])
+
+
+def test_a_rank_dies(failing_world: Callable[[int], World]) -> None:
+    worlds = {(name, size): failing_world(size) for name in ("int8", "topk", "bf16") for size in (2, 4)}
+    for (name, _), world in worlds.items():
+        world.start(lose_a_rank, name)
+    for (name, size), world in worlds.items():
+        for outcome in world.collect(DEADLINE_S, ranks=[rank for rank in range(size) if rank != 1]):
+            assert outcome.status == "returned", (name, outcome)
+            assert outcome.value.kind is PeerLost, (name, outcome.value)
+            assert outcome.value.attributes["ranks"] == (1,)
+            assert outcome.value.complaints() == []

@@ -1,0 +1,91 @@
+"""A compressed allreduce of all ranks in one process, one step after another: what the real one is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from collectives.compressed import effective, rounding_seed
+from collectives.compression.codec import Codec
+from collectives.compression.feedback import Feedback
+from collectives.compression.sharing import share
+from collectives.spans import Span
+
+CPU = torch.device("cpu")
+
+
+def encoded(codec: Codec, values: torch.Tensor, **how: object) -> torch.Tensor:
+    wire = torch.empty(codec.wire_bytes(values.numel()), dtype=torch.uint8)
+    codec.encode(values, wire, **how)  # type: ignore[arg-type]
+    return wire
+
+
+class TwoShotModel:
+    """hosts: the ranks of each. with_feedback: whether what is lost comes back in the next step."""
+
+    def __init__(
+        self, codec: Codec, numel: int, hosts: Sequence[Sequence[int]], segment_bytes: int, *, with_feedback: bool
+    ) -> None:
+        self.codec, self.hosts, self.numel = codec, hosts, numel
+        size = sum(len(host) for host in hosts)
+        self.sharings = [share(codec, numel, rank, hosts, segment_bytes) for rank in range(size)]
+        self.feedbacks = [Feedback(codec, sharing, CPU) for sharing in self.sharings] if with_feedback else None
+
+    def step(self, inputs: Sequence[torch.Tensor], op: str, step: int) -> torch.Tensor:
+        """The result that every rank must have of its input."""
+        result = torch.full((self.numel,), float("nan"))
+        divisor = len(inputs) if op == "average" else 1
+        sums = [self._inside_host(inputs, rank) for rank in range(len(inputs))]
+        for group in {sharing.group for sharing in self.sharings if sharing.group}:
+            chunks = self.sharings[group[0]].chunks
+            codec = effective(self.codec.at(step), self.sharings[group[0]])
+            for c, spans in enumerate(chunks):
+                for owner, span in enumerate(spans):
+                    if span.length:
+                        self._one(codec, group, sums, c, owner, span, divisor, step, result)
+        return result
+
+    def _inside_host(self, inputs: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+        """What a rank encodes: its own numbers, with those of the others of its host where there are several hosts."""
+        total = inputs[rank].clone()
+        if len(self.hosts) > 1:
+            for other in next(host for host in self.hosts if rank in host):
+                if other != rank:
+                    total += inputs[other]
+        return total
+
+    def _one(
+        self,
+        codec: Codec,
+        group: Sequence[int],
+        sums: Sequence[torch.Tensor],
+        c: int,
+        owner: int,
+        span: Span,
+        divisor: int,
+        step: int,
+        result: torch.Tensor,
+    ) -> None:
+        """One chunk of one owner."""
+        total = torch.zeros(span.length)
+        for position, rank in enumerate(group):
+            feedback = self.feedbacks[rank] if self.feedbacks else None
+            wire = encoded(
+                codec,
+                sums[rank][span.start : span.stop],
+                residual=feedback.worker[span.start : span.stop] if feedback else None,
+                seed=rounding_seed(step, rank, c, owner, 0),
+                state=feedback.state[c][owner] if feedback else None,
+            )
+            codec.decode(wire, total, add=position > 0)
+        total /= divisor
+        feedback = self.feedbacks[group[owner]] if self.feedbacks else None
+        start = span.start - self.sharings[group[owner]].shard.start
+        wire = encoded(
+            codec,
+            total,
+            residual=feedback.owner[start : start + span.length] if feedback else None,
+            seed=rounding_seed(step, group[owner], c, owner, 1),
+        )
+        codec.decode(wire, result[span.start : span.stop])

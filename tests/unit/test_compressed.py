@@ -1,0 +1,166 @@
+"""How buffers are shared out for compressed allreduce, and the two-shot on a hostile transport."""
+
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectives.compressed import TwoShot, Wires, effective, legal_with, rounding_seed
+from collectives.compression.dgc import DGC
+from collectives.compression.feedback import Feedback
+from collectives.compression.integers import Int4, Int8
+from collectives.compression.powersgd import PowerSGD
+from collectives.compression.randomk import RandomK
+from collectives.compression.registry import CODECS, make_codec
+from collectives.compression.sharing import share
+from collectives.compression.threshold import Threshold
+from tests.two_shot_model import CPU, TwoShotModel
+from tests.unit.in_process import Hub, InProcessTransport, run_ranks
+
+HOSTS = ([[0]], [[0, 1, 2]], [[0], [1], [2], [3]], [[0, 2], [1, 3]], [[0, 1, 4], [2, 3]], [[0, 3], [1], [2]])
+NAMES = [
+    "none",
+    "fp16",
+    "bf16",
+    "fp8",
+    "int8",
+    "int4",
+    "onebit",
+    "qsgd",
+    "terngrad",
+    "natural",
+    "topk",
+    "threshold",
+    "randomk",
+    "dgc",
+    "powersgd",
+]
+
+
+class TestRegistry:
+    def test_names(self) -> None:
+        assert [*CODECS, PowerSGD.name] == NAMES
+        assert all(make_codec(name).name == name for name in CODECS)
+
+    def test_codecs_pass(self) -> None:
+        codec = Int8(block=128)
+        assert make_codec(codec) is codec
+
+    def test_unknown_names_list_the_known(self) -> None:
+        with pytest.raises(ValueError, match=r"int9.*none, fp16.*powersgd"):
+            make_codec("int9")
+
+    def test_powersgd_is_no_codec_of_buffers(self) -> None:
+        with pytest.raises(ValueError, match="matrices"):
+            make_codec("powersgd")
+
+    def test_only_sums_ride_any_algorithm(self) -> None:
+        assert {name for name, codec in CODECS.items() if len(legal_with(codec(), ("ring",))) > 1} == {
+            "none",
+            "fp16",
+            "bf16",
+            "randomk",
+        }
+
+
+@given(
+    numel=st.integers(0, 5000),
+    hosts=st.sampled_from(HOSTS),
+    name=st.sampled_from(list(CODECS)),
+    segment_bytes=st.integers(1, 4096),
+)
+def test_shares_cover_the_buffer_once(numel: int, hosts: list[list[int]], name: str, segment_bytes: int) -> None:
+    codec = make_codec(name)
+    sharings = [share(codec, numel, rank, hosts, segment_bytes) for host in hosts for rank in host]
+    by_group = {sharing.group: sharing for sharing in sharings if sharing.group}
+    pieces = [span for sharing in by_group.values() for chunk in sharing.chunks for span in chunk if span.length]
+    cuts = sorted(pieces)
+    assert [span.start for span in cuts] == [0, *(span.stop for span in cuts[:-1])][: len(cuts)]
+    assert sum(span.length for span in cuts) == numel
+    assert all(span.start % codec.alignment == 0 for span in pieces)
+    for sharing in sharings:
+        assert all(by_group[sharing.group].chunks == sharing.chunks for _ in sharing.group)
+        owned = [chunk[sharing.group.index(sharing.rank)] for chunk in sharing.chunks] if sharing.group else []
+        assert sum(span.length for span in owned) == sharing.shard.length
+
+
+def test_seeds_differ() -> None:
+    seeds = {
+        rounding_seed(step, rank, chunk, shard, shot)
+        for step in range(4)
+        for rank in range(5)
+        for chunk in range(6)
+        for shard in range(5)
+        for shot in range(2)
+    }
+    assert len(seeds) == 4 * 5 * 6 * 5 * 2
+
+
+def test_what_is_shorter_as_it_is_goes_as_it_is() -> None:
+    few, many = (share(Int8(), numel, 0, [[0, 1]], 1 << 20) for numel in (8, 800))
+    assert effective(Int8(), few).name == "none"
+    assert effective(Int8(), many).name == "int8"
+    assert effective(DGC(ratio=1.0), many).name == "dgc", "whose momentum is part of the result"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("codec", [Int8(stochastic=True), Int4(), Threshold(), RandomK(ratio=0.2)])
+def test_every_order_of_messages_gives_the_result_of_the_model(
+    size: int, eager: bool, codec: Int8 | Int4 | Threshold | RandomK
+) -> None:
+    numel, hosts = 60_011, [[rank] for rank in range(size)]
+    model = TwoShotModel(codec, numel, hosts, 256, with_feedback=True)
+    assert len(model.sharings[0].chunks) > 5
+    hub = Hub(size, eager=eager)
+    feedbacks = [Feedback(codec, sharing, CPU) for sharing in model.sharings]
+    wires = [Wires(via_host=False) for _ in range(size)]
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        inputs = [torch.randn(numel, generator=generator) for _ in range(size)]
+        outputs = [tensor.clone() for tensor in inputs]
+
+        def run(rank: int, step: int = step, outputs: list[torch.Tensor] = outputs) -> None:
+            sharing = model.sharings[rank]
+            TwoShot(
+                outputs[rank],
+                effective(codec.at(step), sharing),
+                sharing,
+                InProcessTransport(hub, rank),
+                wires[rank],
+                feedback=feedbacks[rank],
+                divisor=size,
+                step=step,
+                tag=1000 * step,
+                deadline=time.monotonic() + 20,
+            ).run()
+
+        run_ranks(size, run)
+        expected = model.step(inputs, "average", step)
+        assert all(torch.equal(output, expected) for output in outputs)
+        assert model.feedbacks is not None
+        for mine, wanted in zip(feedbacks, model.feedbacks, strict=True):
+            saved = wanted.state_dict()
+            assert all(torch.equal(tensor, saved[name]) for name, tensor in mine.state_dict().items())
+
+
+class TestFeedback:
+    def test_saved_and_restored(self) -> None:
+        sharing = share(DGC(ratio=0.1), 3000, 1, [[0, 1]], 1000)
+        first, second = Feedback(DGC(ratio=0.1), sharing, CPU), Feedback(DGC(ratio=0.1), sharing, CPU)
+        for tensor in first.state_dict().values():
+            tensor.normal_()
+        saved = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+        assert {"worker", "owner", "state.0.0.momentum"} <= saved.keys()
+        second.load_state_dict(saved)
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in second.state_dict().items())
+
+    def test_of_another_world(self) -> None:
+        two, three = (share(Int8(), 3000, 0, hosts, 1000) for hosts in ([[0, 1]], [[0, 1, 2]]))
+        saved = Feedback(Int8(), two, CPU).state_dict()
+        with pytest.raises(
+            ValueError, match=r"number of ranks: owner of shapes \[\(1536,\)\] instead of \[\(1024,\)\]"
+        ):
+            Feedback(Int8(), three, CPU).load_state_dict(saved)
