@@ -125,7 +125,7 @@ class Engine:
 
     def remember(self, tensor: torch.Tensor, key: Hashable, call: str, op: str) -> None:
         """Let repeat() take the next calls with a tensor of this dtype and shape. key: all else that a caller gives."""
-        if self._shared is not None and tensor.dtype is not torch.bool:
+        if self._shared is not None and self._operations.usable and tensor.dtype is not torch.bool:
             if len(self._calls) == _CACHED_PROGRAMS:
                 self._calls.clear()
             reduction = self._shared.reduction(tensor.numel(), tensor.dtype, op)
