@@ -46,6 +46,7 @@ def _report(communicator: Communicator) -> str:
         f"GPUs       {', '.join(gpus) or 'none'}",
         f"ranks      {communicator.size}",
         *(f"host {i}     ranks {', '.join(map(str, host))}" for i, host in enumerate(communicator.topology.hosts)),
+        f"memory     {'shared' if communicator.shares_memory else 'not shared'} by ranks of one host",
         "",
         f"algorithm by message size in bytes ('auto'), for {communicator.size} ranks; start this under torchrun for more:",
     ]
