@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import time
 import weakref
 import zlib
@@ -81,6 +82,7 @@ class Operations:
         self._leaving = False
         self._at_exit = partial(_leave, weakref.ref(self))
         atexit.register(self._at_exit)
+        _all.add(self)
 
     @property
     def usable(self) -> bool:
@@ -200,6 +202,12 @@ class Operations:
             self._queue.close(_DRAIN_S)
         return True
 
+    def disown(self) -> None:
+        """This process is a fork of the one that made the Communicator: connections and their threads stayed there."""
+        self._failure = CollectiveError("this process is a fork of the rank", rank=self._rank, operation="fork")
+        self._closed = True
+        atexit.unregister(self._at_exit)
+
     def leave(self) -> None:
         """The interpreter exits with the Communicator open: let go of what runs, without a report, as a dead process would.
 
@@ -216,3 +224,14 @@ def _leave(operations: weakref.ref[Operations]) -> None:
     alive = operations()
     if alive is not None:
         alive.leave()
+
+
+_all: weakref.WeakSet[Operations] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for operations in list(_all):
+        operations.disown()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -219,7 +219,7 @@ def test_more_than_there_is(ranks: Worlds) -> None:
 
 
 def fork_in_the_middle() -> None:
-    """A child that drops what it inherited takes nothing from its parent."""
+    """A child that drops what it inherited takes nothing from its parent; what it calls is refused."""
     with Communicator(timeout_s=TIMEOUT_S) as comm:
         tensors = [comm.empty(5000), comm.empty(5000)]
         for turn in range(4):
@@ -232,8 +232,13 @@ def fork_in_the_middle() -> None:
                 if child == 0:
                     del tensor, tensors[0]
                     gc.collect()
-                    comm.close()
-                    os._exit(0)
+                    try:
+                        with pytest.raises(CollectiveError, match="fork"):
+                            comm.allreduce(tensors[0])
+                        comm.close()
+                        os._exit(0)
+                    finally:
+                        os._exit(1)
                 assert os.waitpid(child, 0)[1] == 0
         assert without_a_copy(comm)
 
