@@ -52,8 +52,8 @@ def _report(communicator: Communicator) -> str:
     ]
     for collective, table in communicator.tables.items():
         variable = TABLE_PREFIX + collective.upper()
-        source = variable if os.environ.get(variable) else "built in"
-        lines.append(f"  {collective:<15}{_range(table)}   ({source}; {variable} overrides)")
+        source = f"from {variable}" if os.environ.get(variable) else f"built in; {variable} overrides"
+        lines.append(f"  {collective:<15}{_range(table)}   ({source})")
     known = sorted({name for planners in PLANNERS.values() for name in planners})
     return "\n".join([*lines, "", f"algorithms known: {', '.join(known)}, shared, native"])
 
