@@ -39,7 +39,7 @@ def _report(communicator: Communicator) -> str:
     )
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]
     lines = [
-        f"gradwire   {importlib.metadata.version('gradwire')}",
+        f"gradwire   {_version('gradwire')}",
         f"torch      {torch.__version__}, backends {', '.join(backends)}",
         f"numba      {_version('numba')}",
         f"cupy       {_version('cupy')}",
