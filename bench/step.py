@@ -37,8 +37,8 @@ OURS, DDP, COMPUTE = "gradwire", "ddp", "compute"
 class StepRow:
     """One competitor. step_ms, p99_ms: median and 99th percentile of the turns, per step, on the slowest rank.
 
-    beyond_compute_over_ddp: the median of what a step takes longer than `compute` in the same round, over DDP's. loss: of the last step, averaged over the
-    ranks. replicas_identical: the ranks' weights at the end, to the bit.
+    beyond_compute_over_ddp: the median of what a step takes longer than `compute` in the same round, over DDP's. loss: of the
+    last step, averaged over the ranks. replicas_identical: the ranks' weights at the end, to the bit.
     """
 
     competitor: str

@@ -39,20 +39,21 @@ def _report(communicator: Communicator) -> str:
     )
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]
     lines = [
-        f"gradwire   {importlib.metadata.version('gradwire')}",
+        f"gradwire   {_version('gradwire')}",
         f"torch      {torch.__version__}, backends {', '.join(backends)}",
         f"numba      {_version('numba')}",
         f"cupy       {_version('cupy')}",
         f"GPUs       {', '.join(gpus) or 'none'}",
         f"ranks      {communicator.size}",
         *(f"host {i}     ranks {', '.join(map(str, host))}" for i, host in enumerate(communicator.topology.hosts)),
+        f"memory     {'shared' if communicator.shares_memory else 'not shared'} by ranks of one host",
         "",
         f"algorithm by message size in bytes ('auto'), for {communicator.size} ranks; start this under torchrun for more:",
     ]
     for collective, table in communicator.tables.items():
         variable = TABLE_PREFIX + collective.upper()
-        source = variable if os.environ.get(variable) else "built in"
-        lines.append(f"  {collective:<15}{_range(table)}   ({source}; {variable} overrides)")
+        source = f"from {variable}" if os.environ.get(variable) else f"built in; {variable} overrides"
+        lines.append(f"  {collective:<15}{_range(table)}   ({source})")
     known = sorted({name for planners in PLANNERS.values() for name in planners})
     return "\n".join([*lines, "", f"algorithms known: {', '.join(known)}, shared, native"])
 

@@ -86,6 +86,7 @@ class Communicator:
             neighbours.transport,
             connection.store,
             self.topology,
+            neighbours.local,
             neighbours.shared,
             algorithms=algorithms,
             tables=tables,
@@ -121,14 +122,22 @@ class Communicator:
         nothing is sent because memory is shared."""
         return self._engine.wire_bytes(collective, nbytes, algorithm)
 
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """An uninitialised CPU tensor that allreduce, among ranks of one host that share memory, reduces without copying it.
+    @property
+    def shares_memory(self) -> bool:
+        """Whether CPU tensors between this rank and others of its host go through memory that they share."""
+        return self._engine.shares_memory
 
-        An ordinary tensor otherwise, and where there is no memory to share. Not a collective call; the ranks that reduce it
-        should all have made theirs so. Its memory is given back with the tensor.
+    def empty(self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialised CPU tensor of a shape given as for torch.empty, that ranks of one host allreduce without copying it.
+
+        From the second allreduce on, that is: make it once and use it often. It is an ordinary tensor where there is no memory to
+        share, for more than 256 of them at a time, and where too little memory is left, for all of it is taken at once. Not a
+        collective call; the ranks that reduce it should all have made theirs so. Its memory is given back with the tensor.
+        After a fork, parent and child see the same numbers. Raises TypeError for a dtype that is not carried.
         """
         check_dtype(self.rank, dtype)
-        return self._engine.empty(shape, dtype)
+        sizes: Any = shape
+        return self._engine.empty(tuple(torch.empty(*sizes, device="meta").shape), dtype)
 
     # Reductions
 

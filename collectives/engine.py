@@ -24,6 +24,7 @@ from collectives.shared import Reduction, SharedMemory
 from collectives.spans import Layout, Span, consecutive, segments_of_blocks, segments_of_buffer
 from collectives.staging import Buffer
 from collectives.topology import Topology
+from collectives.transport.local_group import LocalGroup
 from collectives.transport.process_group import ProcessGroupTransport
 from collectives.transport.routing import RoutingTransport
 from collectives.work import Work
@@ -47,8 +48,9 @@ def legal_algorithms(*, shared: bool) -> dict[str, tuple[str, ...]]:
 class Engine:
     """Runs the operations of one Communicator. timeout_s and segment_bytes as there.
 
-    Attributes: rank, size, topology; device_types, the kinds of device whose tensors the group carries; control_device, the
-    one where what the framework itself sends (tokens, tables, pickled objects) lies; tables, what 'auto' runs.
+    Attributes: rank, size, topology; shares_memory, with the other ranks of the host; device_types, the kinds of device whose
+    tensors the group carries; control_device, the one where what the framework itself sends (tokens, tables, pickled objects)
+    lies; tables, what 'auto' runs.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Engine:
         transport: ProcessGroupTransport | RoutingTransport,
         store: Store,
         topology: Topology,
+        local: LocalGroup | None,
         shared: SharedMemory | None,
         *,
         algorithms: Mapping[str, tuple[str, ...]],
@@ -66,10 +69,11 @@ class Engine:
         self.rank = transport.rank
         self.size = transport.size
         self.topology = topology
+        self.shares_memory = local is not None
         self.device_types = ("cpu", "cuda") if "cpu" in transport.backends else ("cuda",)
         self.control_device = self.device_types[0]
         self._via_host = "cuda" not in transport.backends
-        self._operations = Operations(transport, store, timeout_s)
+        self._operations = Operations(transport, local, store, timeout_s)
         self._segment_bytes = segment_bytes
         self._transport = transport
         self._shared = shared
@@ -144,7 +148,7 @@ class Engine:
 
     def remember(self, tensor: torch.Tensor, key: Hashable, call: str, op: str) -> None:
         """Let repeat() take the next calls with a tensor of this dtype and shape. key: all else that a caller gives."""
-        if self._shared is not None and tensor.dtype is not torch.bool:
+        if self._shared is not None and self._operations.usable and tensor.dtype is not torch.bool:
             if len(self._calls) == _CACHED_PROGRAMS:
                 self._calls.clear()
             reduction = self._shared.reduction(tensor.numel(), tensor.dtype, op)

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
@@ -16,22 +15,26 @@ from collectives.kernels import cpu_kernels
 from collectives.rendezvous import join_host
 from collectives.shared import SharedMemory
 from collectives.topology import Topology
+from collectives.transport.local_group import LocalGroup
 from collectives.transport.process_group import ProcessGroupTransport
 from collectives.transport.routing import RoutingTransport
 from collectives.transport.shared_memory import SharedMemoryTransport
 
-#: What the first process on a machine may take to compile the kernels.
-_COMPILE_S = 120.0
-_LOOK_AGAIN = timedelta(seconds=1)
+#: What all processes of a machine may take to compile the kernels or load them, one after the other.
+_ALL_COMPILE_S = 120.0
+_LOOK_AGAIN_S = 0.005
+_LOOKS_AT_PEERS = 200
 _log = logging.getLogger("gradwire")
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """transport: for all ranks. shared: where all ranks share memory, what reduces directly in it."""
+    """transport: for all ranks. local: those of this host, where they share memory. shared: where all ranks do, what reduces
+    directly in it."""
 
     transport: ProcessGroupTransport | RoutingTransport
-    shared: SharedMemory | None
+    local: LocalGroup | None = None
+    shared: SharedMemory | None = None
 
     def close(self) -> None:
         """Give up what was connected, unused."""
@@ -51,35 +54,36 @@ def connect_neighbours(
     if not all(wanted):
         if any(wanted) and transport.rank == 0:
             refusing = ranks_text(rank for rank, asked in enumerate(wanted) if not asked)
-            _log.warning("no shared memory: %s=0 on %s", SHARED_MEMORY, refusing)
-        return Neighbours(transport, None)
+            _log.warning("gradwire: no shared memory: %s=0 on %s", SHARED_MEMORY, refusing)
+        return Neighbours(transport)
     if "cpu" not in transport.backends or all(len(host) == 1 for host in topology.hosts):
-        return Neighbours(transport, None)
+        return Neighbours(transport)
     try:
         kernels = cpu_kernels()
-        _meet(transport, store, time.monotonic() + timeout_s + _COMPILE_S)
+        _meet(transport, store, time.monotonic() + timeout_s + _ALL_COMPILE_S)
         group = join_host(transport, topology, kernels, time.monotonic() + timeout_s)
     except LinkError as error:
         message = f"the ranks did not come together within {timeout_s:g} s: {error}"
         raise CollectiveError(message, rank=transport.rank, operation="making a Communicator") from error
     if group is None:
-        return Neighbours(transport, None)
+        return Neighbours(transport)
     local = SharedMemoryTransport(group, transport.rank, transport.size)
     everyone = group.size == transport.size and "cuda" not in transport.backends
-    return Neighbours(RoutingTransport(local, transport, group.members), SharedMemory(group) if everyone else None)
+    return Neighbours(
+        RoutingTransport(local, transport, group.members), group, SharedMemory(group) if everyone else None
+    )
 
 
 def _meet(transport: ProcessGroupTransport, store: Store, deadline: float) -> None:
     """Until every rank has compiled: the backend's own collectives would not wait that long."""
     store.set(f"compiled/{transport.rank}", "")
     keys = [f"compiled/{rank}" for rank in range(transport.size)]
-    while True:
-        try:
-            return store.wait(keys, _LOOK_AGAIN)
-        except RuntimeError:
-            if lost := transport.lost_peers():
-                raise LinkError(min(lost), timed_out=False, detail=f"lost {ranks_text(lost)}") from None
-            if time.monotonic() >= deadline:
-                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                detail = f"{ranks_text(missing)} did not come"
-                raise LinkError(None, timed_out=True, detail=detail, awaited=missing) from None
+    looks = 0
+    while not store.check(keys):
+        time.sleep(_LOOK_AGAIN_S)
+        looks += 1
+        if looks % _LOOKS_AT_PEERS == 0 and (lost := transport.lost_peers()):
+            raise LinkError(min(lost), timed_out=False, detail=f"lost {ranks_text(lost)}")
+        if time.monotonic() >= deadline:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise LinkError(None, timed_out=True, detail=f"{ranks_text(missing)} did not come", awaited=missing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import time
 import weakref
 import zlib
@@ -15,6 +16,7 @@ from torch.distributed.distributed_c10d import Store
 
 from collectives.diagnostics.postmortem import Board, Report, verdict
 from collectives.errors import CollectiveError, CollectiveTimeout, LinkError, Mismatch
+from collectives.transport.local_group import LocalGroup
 from collectives.transport.process_group import ProcessGroupTransport
 from collectives.transport.routing import RoutingTransport
 from collectives.work import Work, WorkQueue
@@ -56,15 +58,18 @@ class Turn:
 
 
 class Operations:
-    """Runs operations in the order of issue. timeout_s: seconds that each may take from its start."""
+    """Runs operations in the order of issue. local: the ranks of this host, where they share memory. timeout_s: seconds that each
+    operation may take from its start."""
 
     def __init__(
         self,
         transport: ProcessGroupTransport | RoutingTransport,
+        local: LocalGroup | None,
         store: Store,
         timeout_s: float,
     ) -> None:
         self._transport = transport
+        self._local = local
         self._rank = transport.rank
         self._size = transport.size
         self._timeout_s = timeout_s
@@ -77,6 +82,7 @@ class Operations:
         self._leaving = False
         self._at_exit = partial(_leave, weakref.ref(self))
         atexit.register(self._at_exit)
+        _all.add(self)
 
     @property
     def usable(self) -> bool:
@@ -149,7 +155,8 @@ class Operations:
     def _wait_beside_work(self, beside_work: bool) -> None:
         """Operations on the queue's thread run while the caller computes; in the caller's, nothing else has anything to do."""
         self._beside_work = beside_work
-        self._transport.wait_beside_work(beside_work)
+        if self._local is not None:
+            self._local.wait_beside_work(beside_work)
 
     def _failed(self, error: BaseException, turn: Turn) -> BaseException:
         """What to raise for what went wrong in a turn. All but a Mismatch breaks the Communicator: that one was found before any
@@ -183,7 +190,8 @@ class Operations:
         drained = self._failure is None and self._queue.close(_DRAIN_S)
         if drained and self._failure is None:
             turn = Turn(self._sequence, "close", time.monotonic() + _MEET_S)
-            self._transport.leave()
+            if self._local is not None:
+                self._local.leave()
             try:
                 meet(turn)
             except LinkError as error:
@@ -193,6 +201,12 @@ class Operations:
             self._transport.abort()
             self._queue.close(_DRAIN_S)
         return True
+
+    def disown(self) -> None:
+        """This process is a fork of the one that made the Communicator: connections and their threads stayed there."""
+        self._failure = CollectiveError("this process is a fork of the rank", rank=self._rank, operation="fork")
+        self._closed = True
+        atexit.unregister(self._at_exit)
 
     def leave(self) -> None:
         """The interpreter exits with the Communicator open: let go of what runs, without a report, as a dead process would.
@@ -210,3 +224,14 @@ def _leave(operations: weakref.ref[Operations]) -> None:
     alive = operations()
     if alive is not None:
         alive.leave()
+
+
+_all: weakref.WeakSet[Operations] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for operations in list(_all):
+        operations.disown()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -54,8 +54,7 @@ def join_host(
                 problem = str(error)
         answers = _exchange(transport, {"why": problem and problem[:_LONGEST_REASON]}, deadline)
     except BaseException:
-        if segment is not None:
-            segment.close()
+        _give_up(group, segment)
         raise
     problems = {member: answers[member]["why"] for member in members if answers[member]["why"]}
     if group is not None and not problems:
@@ -64,11 +63,17 @@ def join_host(
         return group
     if rank == members[0] and len(members) > 1:
         member, why = next(iter(problems.items()))
-        _log.warning("ranks %s talk through sockets, not through shared memory: rank %d: %s", members, member, why)
+        _log.warning(
+            "gradwire: ranks %s talk through sockets, not through shared memory: rank %d: %s", members, member, why
+        )
+    _give_up(group, segment)
+    return None
+
+
+def _give_up(group: LocalGroup | None, segment: Segment | None) -> None:
     for made in (group, segment):
         if made is not None:
             made.close()
-    return None
 
 
 def _join(

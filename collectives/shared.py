@@ -36,7 +36,6 @@ class SharedMemory:
         self._kernels = group.kernels
         self._arithmetic: dict[torch.dtype, int] = {}
         self._sequence = 0
-        self._shift: int = self._kernels.SEQUENCE_SHIFT
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """See Allocations.empty."""
@@ -60,10 +59,10 @@ class SharedMemory:
         """
         self._sequence = sequence = self._sequence + 1
         place = self._allocations.place(flat) if reduction.nbytes > self.group.whole_bytes else ELSEWHERE
-        arguments = (self.group.context_address, flat.data_ptr(), *reduction, sequence << self._shift | tag, *place)
+        arguments = (self.group.context_address, flat.data_ptr(), *reduction, sequence, tag, *place)
         if self.group.run(self._kernels.allreduce, arguments, deadline):
             self._allocations.follow()
 
     def close(self) -> None:
-        """Leave; the group too."""
+        """Give up the others' tensors. This rank's own live on as ordinary ones."""
         self._allocations.close()

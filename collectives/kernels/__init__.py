@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ _POLL_S = 0.01
 @cache
 def cpu_kernels() -> ModuleType | str:
     """The module collectives.kernels.cpu, its kernels compiled or loaded from the disk; or why there is none."""
+    if sys.platform != "linux":
+        return "it needs Linux"
     try:
         importlib.import_module("numba")  # takes a while, and needs no lock
 
@@ -31,6 +34,8 @@ def cpu_kernels() -> ModuleType | str:
             from collectives.kernels import cpu
     except ImportError as error:
         return f"{error}: pip install numba"
+    except RuntimeError as error:  # Numba's, where it finds no place for what it compiles
+        return f"{error}: set NUMBA_CACHE_DIR to a folder that can be written"
     return cpu
 
 
@@ -47,7 +52,7 @@ def cpu_arithmetic(dtype: torch.dtype) -> Any:
 def _one_at_a_time() -> Iterator[None]:
     """Processes of one machine compile one after the other, so that all but the first find the result on the disk.
 
-    When the first one takes too long, they compile at the same time, which costs time and nothing else.
+    Where there are no locks, or the first one takes too long, they compile at the same time, which costs time and nothing else.
     """
     deadline = time.monotonic() + _COMPILE_S
     with _SOURCE.open() as source:
@@ -57,4 +62,6 @@ def _one_at_a_time() -> Iterator[None]:
                 break
             except BlockingIOError:
                 time.sleep(_POLL_S)
+            except OSError:  # a file system without locks
+                break
         yield

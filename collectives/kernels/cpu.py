@@ -362,7 +362,6 @@ RANK_BYTES = 8 * LINE
 # What a kernel returns.
 FINISHED, FINISHED_WITH_NEWS, PENDING, STOPPED, DISAGREED = range(5)
 
-SEQUENCE_SHIFT = 31
 _SLICE_NS = 50_000_000
 _SLEEP_US = 100
 _LONG_SLEEP_US = 500
@@ -403,6 +402,12 @@ def _rest(context, beats, since):
     return FINISHED
 
 
+@njit(types.void(int64, int64), cache=True)
+def publish(address, value):
+    """Set a word at which other processes look, after all that was written before."""
+    store(address, value)
+
+
 @njit
 def _waits_for_all(context, line, least):
     _set(context, PEER, -1)
@@ -411,7 +416,7 @@ def _waits_for_all(context, line, least):
 
 
 @njit
-def _wait_for_headers(context, header, word):
+def _wait_for_headers(context, header, sequence, tag):
     """Until every rank has written its header of this operation."""
     for peer in range(_field(context, SIZE)):
         theirs = _line(context, peer, header)
@@ -419,16 +424,16 @@ def _wait_for_headers(context, header, word):
         since = int64(0)
         while True:
             seen = load(theirs)
-            if seen == word:
+            if seen == sequence and load(theirs + 48) == tag:
                 break
-            if seen >> SEQUENCE_SHIFT >= word >> SEQUENCE_SHIFT:
+            if seen >= sequence:
                 _set(context, PEER, peer)
                 return DISAGREED
             if beats == 0:
                 since = monotonic_ns()
             status = _rest(context, beats, since)
             if status != FINISHED and load(theirs) == seen:  # what came before the end of the wait counts
-                _waits_for_all(context, header, word >> SEQUENCE_SHIFT << SEQUENCE_SHIFT)
+                _waits_for_all(context, header, sequence)
                 return status
             beats += 1
     return FINISHED
@@ -597,6 +602,7 @@ def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor):
             store(_line(context, rank, STAGED), before + staged)
             moved = True
         if moved:
+            _set(context, PATIENT, 0)
             beats = 0
             last_look = False
             status = FINISHED
@@ -626,15 +632,17 @@ def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor):
 _START, _ANNOUNCED, _STAGING_NOW, _REDUCED_NOW = range(4)
 
 
-@njit(int64(*[int64] * 11), nogil=True, cache=True)
-def allreduce(context, data, nbytes, itemsize, function, op, divisor, word, slot, offset, born):
+@njit(int64(*[int64] * 12), nogil=True, cache=True)
+def allreduce(context, data, nbytes, itemsize, function, op, divisor, sequence, tag, slot, offset, born):
     """Reduce `nbytes` at `data` over the ranks of a segment, in place. PENDING: call again with the same arguments.
 
-    word: what all ranks must agree on, the number of the operation above SEQUENCE_SHIFT. slot, offset, born: where the tensor
+    sequence, tag: what all ranks must agree on, the operation's number and what is called. slot, offset, born: where the tensor
     lies in this rank's shared allocations; slot is -1 for one that does not.
     """
     rank, phase = _field(context, RANK), _field(context, PHASE)
-    parity = (word >> SEQUENCE_SHIFT) & 1
+    if _field(context, ABORTED) != 0:
+        return STOPPED
+    parity = sequence & 1
     header = parity * LINE
     small = nbytes <= _field(context, WHOLE_BYTES)
     if phase == _START:
@@ -647,21 +655,23 @@ def allreduce(context, data, nbytes, itemsize, function, op, divisor, word, slot
         store(mine + 24, born)
         store(mine + 32, load(_line(context, rank, VERSION)))
         store(mine + 40, _field(context, FAILED))
-        store(mine, word)
+        store(mine + 48, tag)
+        store(mine, sequence)
         phase = _ANNOUNCED
         _set(context, PHASE, phase)
     if phase == _ANNOUNCED:
-        status = _wait_for_headers(context, header, word)
+        status = _wait_for_headers(context, header, sequence, tag)
         if status != FINISHED:
             return status
+        _set(context, PATIENT, 0)
         _read_headers(context, header)
         if small:
             _reduce_whole(context, parity, data, nbytes, itemsize, function, op, divisor)
             _set(context, PHASE, _START)
-            return FINISHED + _field(context, NEWS)
+            return FINISHED_WITH_NEWS if _field(context, NEWS) != 0 else FINISHED
         if _field(context, DIRECT) == 1:
             _reduce_without_copy(context, header, nbytes, itemsize, function, op, divisor)
-            store(_line(context, rank, DONE), word)
+            store(_line(context, rank, DONE), sequence)
             phase = _REDUCED_NOW
         else:
             _set(context, MINE_STAGED, 0)
@@ -672,10 +682,10 @@ def allreduce(context, data, nbytes, itemsize, function, op, divisor, word, slot
     if phase == _STAGING_NOW:
         status = _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor)
     else:
-        status = _wait_for_line(context, DONE, word >> SEQUENCE_SHIFT << SEQUENCE_SHIFT)
+        status = _wait_for_line(context, DONE, sequence)
     if status == FINISHED:
         _set(context, PHASE, _START)
-        status += _field(context, NEWS)
+        return FINISHED_WITH_NEWS if _field(context, NEWS) != 0 else FINISHED
     return status
 
 
@@ -803,6 +813,8 @@ def _move_some(context, rings, capacity, table, first, count, blocked):
 @njit(int64(*[int64] * 8), nogil=True, cache=True)
 def move(context, rings, capacity, table, first, count, blocked, wanted):
     """Move the messages in rows [first, count) until row `wanted` is done; with wanted = -1 only what can be moved at once."""
+    if _field(context, ABORTED) != 0:
+        return STOPPED
     beats = 0
     since = int64(0)
     while True:
@@ -813,6 +825,7 @@ def move(context, rings, capacity, table, first, count, blocked, wanted):
         if wanted < 0 or load(table + 8 * ROW_FIELDS * wanted + 8 * ROW_DONE) != 0:
             return FINISHED
         if moves > 0:
+            _set(context, PATIENT, 0)
             beats = 0
             continue
         if beats == 0:

@@ -8,10 +8,12 @@ the next one on uses it. As all ranks have read the same announcements, all know
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import threading
 import weakref
 from collections import deque
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +21,8 @@ import torch
 
 from collectives.transport.local_group import SLOT_FIELDS, SLOTS, LocalGroup
 from collectives.transport.segment import Segment
+
+_log = logging.getLogger("gradwire")
 
 _GENERATION, _DESCRIPTOR, _NBYTES = range(3)
 
@@ -33,6 +37,12 @@ class Place(NamedTuple):
 
 #: Of a tensor that the others cannot see.
 ELSEWHERE = Place(-1, 0, 0)
+
+
+def _memory_left() -> int:
+    """Bytes that the machine could give out now."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 class Allocations:
@@ -57,9 +67,11 @@ class Allocations:
         """A tensor that the others will see; None where there is no room for it. Its memory is given back with it."""
         nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
+            if self._closed or nbytes == 0 or nbytes > _memory_left() // self._group.size:
+                return None
             self._reap()
             free = [slot for slot in range(SLOTS) if slot not in self._own]
-            if self._closed or not free or nbytes == 0:
+            if not free:
                 return None
             slot, version = free[0], self._version + 1
             try:
@@ -71,7 +83,8 @@ class Allocations:
             self._own[slot] = segment
             self._by_address[segment.address] = (slot, version)
             self._group.bases[self._group.index * SLOTS + slot] = segment.address
-            self._mine[slot] = (version, segment.descriptor, nbytes, 0)
+            self._mine[slot, _DESCRIPTOR:] = (segment.descriptor, nbytes, 0)
+            self._group.kernels.publish(self._mine[slot, _GENERATION:].ctypes.data, version)
             self._publish(version)
         finalizer = weakref.finalize(memory, self._free, slot, segment, segment.address)
         finalizer.atexit = False
@@ -106,18 +119,22 @@ class Allocations:
             group.known[member] = announced
 
     def close(self) -> None:
-        """Unmap the others' tensors. This rank's own live on as ordinary tensors."""
+        """Unmap the others' tensors, unless a kernel still runs. This rank's own live on as ordinary tensors."""
         with self._lock:
+            self._closed = True
+            if not self._group.stop():
+                return
             for _, segment in self._theirs.values():
                 if segment is not None:
                     segment.close()
             self._theirs.clear()
             for segment in self._own.values():
                 segment.seal_off()
-            self._closed = True
 
     def _free(self, slot: int, segment: Segment, address: int) -> None:
         """The tensor is gone. Its slot is not: what it announces must change in an order that a finalizer cannot keep."""
+        if not self._group.is_ours:
+            return  # a forked child's copy of it: the tensor lives on in its owner
         with self._lock:
             del self._by_address[address]
             if not self._closed:
@@ -128,7 +145,7 @@ class Allocations:
 
     def _reap(self) -> None:
         """Announce that slots have become free."""
-        if self._freed:
+        if self._freed and not self._closed:
             with self._lock:
                 while self._freed:
                     del self._own[self._freed.popleft()]
@@ -136,7 +153,8 @@ class Allocations:
 
     def _publish(self, version: int) -> None:
         self._version = version
-        self._group.word(self._group.index, self._group.kernels.VERSION).value = version
+        group, kernels = self._group, self._group.kernels
+        kernels.publish(group.base + group.index * kernels.RANK_BYTES + kernels.VERSION, version)
 
     def _name(self, member: int, generation: int) -> str:
         return f"{self._group.name}-{member}-{generation}"
@@ -150,8 +168,10 @@ class Allocations:
             try:
                 name = self._name(member, generation)
                 segment = Segment.open(group.pids[member], int(row[_DESCRIPTOR]), name, int(row[_NBYTES]))
-            except OSError:
+            except OSError as error:
                 if int(row[_GENERATION]) == generation:
+                    if not group.context[group.kernels.FAILED]:
+                        _log.warning("gradwire: tensors in shared memory are copied from now on: %s", error)
                     group.context[group.kernels.FAILED] = 1
                     return generation, None
                 continue  # its owner gave it up in the meantime

@@ -7,6 +7,7 @@ import os
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
@@ -15,8 +16,6 @@ import numpy as np
 from collectives.errors import LinkError, ranks_text
 from collectives.transport.segment import Segment
 
-_PAGE = 4096
-
 #: Shared tensors that a rank may have at a time.
 SLOTS = 256
 SLOT_FIELDS = 4
@@ -24,8 +23,8 @@ SLOT_FIELDS = 4
 #: Messages up to so many bytes are reduced whole by every rank; more would move more than the exchange of halves.
 _WHOLE_BYTES = 8 << 10
 
-#: Chunks of an allreduce in flight: while one is copied out, the next are reduced and staged.
-_DEPTH = 8
+#: Chunks of an allreduce in flight: while one is copied out, the next are reduced and staged. Fewer among many ranks.
+_DEPTH, _SMALLEST_DEPTH = 8, 2
 
 #: What is staged, and what is in the rings, should stay in the caches, and fit the 64 MB that containers tend to have.
 _STAGING_BYTES, _SMALLEST_CHUNK, _LARGEST_CHUNK = 8 << 20, 4 << 10, 64 << 10
@@ -57,13 +56,13 @@ class _Plan:
     """Where everything lies in the segment of `size` ranks, in bytes from its beginning."""
 
     def __init__(self, kernels: ModuleType, size: int) -> None:
-        self.chunk_bytes = _power_of_two(_STAGING_BYTES // (_DEPTH * size * size), _SMALLEST_CHUNK, _LARGEST_CHUNK)
+        self.depth = max(_SMALLEST_DEPTH, min(_DEPTH, 8 * _DEPTH // size))
+        self.chunk_bytes = _power_of_two(_STAGING_BYTES // (self.depth * size * size), _SMALLEST_CHUNK, _LARGEST_CHUNK)
         self.ring_bytes = _power_of_two(_RINGS_BYTES // max(1, size * (size - 1)), _SMALLEST_RING, _LARGEST_RING)
-        self.tables = _PAGE + size * kernels.RANK_BYTES
+        self.tables = size * kernels.RANK_BYTES
         self.whole = self.tables + size * SLOTS * SLOT_FIELDS * 8
         self.staging = self.whole + 2 * size * _WHOLE_BYTES
-        self.whole_bytes = _WHOLE_BYTES
-        self.rings = self.staging + _DEPTH * size * size * self.chunk_bytes
+        self.rings = self.staging + self.depth * size * size * self.chunk_bytes
         self.nbytes = self.rings + size * size * (kernels.RING_BYTES + self.ring_bytes)
 
 
@@ -101,6 +100,8 @@ class LocalGroup:
         self._leaving = False
         self._lock = threading.Lock()
         self._running = threading.Lock()
+        self._stopped = False
+        self._process = os.getpid()
         self._processes = select.poll()
         self._members_by_descriptor: dict[int, int] = {}
         assert segment.address is not None
@@ -108,22 +109,34 @@ class LocalGroup:
         self.whole_bytes = _WHOLE_BYTES
         self.rings = self.base + self.plan.rings
         self._everyone = everyone
+        self._finalizer = weakref.finalize(self, _give_back, segment, self._state_offset, self._members_by_descriptor)
+        self._finalizer.atexit = False
         for field, value in (
             (kernels.RANK, self.index),
             (kernels.SIZE, self.size),
             (kernels.BLOCK, _BLOCK_BYTES),
-            (kernels.RANKS, self.base + _PAGE),
+            (kernels.RANKS, self.base),
             (kernels.WHOLE, self.base + self.plan.whole),
             (kernels.WHOLE_BYTES, _WHOLE_BYTES),
             (kernels.STAGING, self.base + self.plan.staging),
             (kernels.CHUNK_BYTES, self.plan.chunk_bytes),
-            (kernels.DEPTH, _DEPTH),
+            (kernels.DEPTH, self.plan.depth),
             (kernels.SLOTS, SLOTS),
             (kernels.BASES, self.bases.ctypes.data),
             (kernels.KNOWN, self.known.ctypes.data),
         ):
             self.context[field] = value
         self.wait_beside_work(False)
+
+    @property
+    def _state_offset(self) -> int:
+        offset: int = self.index * self.kernels.RANK_BYTES + self.kernels.STATE
+        return offset
+
+    @property
+    def is_ours(self) -> bool:
+        """False in a forked child, which has the memory but is nobody in the group."""
+        return os.getpid() == self._process
 
     @staticmethod
     def segment_bytes(kernels: ModuleType, size: int) -> int:
@@ -146,13 +159,13 @@ class LocalGroup:
 
     def word(self, member: int, line: int) -> ctypes.c_int64:
         """The first word in a line of a member (its place among members)."""
-        return ctypes.c_int64.from_address(self.base + _PAGE + member * self.kernels.RANK_BYTES + line)
+        return ctypes.c_int64.from_address(self.base + member * self.kernels.RANK_BYTES + line)
 
     def run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> bool:
-        """Call a kernel until it is through; whether others have announced something new. Raises LinkError when it cannot be:
-        see Pending.wait."""
+        """Call a kernel until it is through; whether others have announced something new meanwhile. Raises LinkError when it
+        cannot be: see Pending.wait."""
         with self._running:
-            if self._segment.address is None:
+            if self._stopped:
                 raise LinkError(None, timed_out=False, detail="this rank has closed its Communicator")
             status = kernel(*arguments)
             if status >= self._pending:
@@ -162,7 +175,7 @@ class LocalGroup:
                     self.context[self.kernels.PATIENT] = 1
                     status = kernel(*arguments)
                 self.context[self.kernels.PATIENT] = 0
-        return bool(status)
+        return bool(status == self.kernels.FINISHED_WITH_NEWS)
 
     def _check(self, status: int, deadline: float, lost: set[int]) -> set[int]:
         """Raise the LinkError that a kernel's status means, if any. Returns who of those awaited is lost.
@@ -215,8 +228,9 @@ class LocalGroup:
 
     def leave(self) -> None:
         """This rank will take part in nothing more, except in the others' leaving."""
-        self._leaving = True
-        self.word(self.index, self.kernels.STATE).value = _LEAVING
+        if self.is_ours:
+            self._leaving = True
+            self.word(self.index, self.kernels.STATE).value = _LEAVING
 
     def seal_off(self) -> None:
         """All members have mapped the segment."""
@@ -225,16 +239,31 @@ class LocalGroup:
     def abort(self) -> None:
         """End this rank's wait, and the others' waits for it."""
         with self._lock:
-            if self._segment.address is not None:
+            if self._segment.address is not None and self.is_ours:
                 self.word(self.index, self.kernels.STATE).value = _BROKEN
                 self.context[self.kernels.ABORTED] = 1
+
+    def stop(self) -> bool:
+        """Let no kernel run any more; False where one still does: then what it may touch must stay."""
+        if self._running.acquire(timeout=_LEAVE_S):
+            self._stopped = True
+            self._running.release()
+        return self._stopped
 
     def close(self) -> None:
         """Leave. The memory is unmapped, unless a kernel still runs in it: then it lasts as long as the process."""
         with self._lock:
-            if self._running.acquire(timeout=_LEAVE_S) and self._segment.address is not None:
-                self.word(self.index, self.kernels.STATE).value = _GONE
-                for descriptor in self._members_by_descriptor:
-                    os.close(descriptor)
-                self._members_by_descriptor.clear()
-                self._segment.close()
+            if not self.stop():
+                self._finalizer.detach()
+            elif self.is_ours:
+                self._finalizer()
+
+
+def _give_back(segment: Segment, state_offset: int, members_by_descriptor: dict[int, int]) -> None:
+    """Say goodbye and unmap the segment: at the end of a group, also of one that nobody closed."""
+    if segment.address is not None:
+        ctypes.c_int64.from_address(segment.address + state_offset).value = _GONE
+    for descriptor in members_by_descriptor:
+        os.close(descriptor)
+    members_by_descriptor.clear()
+    segment.close()

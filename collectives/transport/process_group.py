@@ -139,12 +139,6 @@ class ProcessGroupTransport:
                 lost.add(peer)
         return lost
 
-    def wait_beside_work(self, beside_work: bool) -> None:
-        """The backend's threads sleep when they wait."""
-
-    def leave(self) -> None:
-        """Closed connections say it all."""
-
     def abort(self) -> None:
         """A gloo receive that times out closes every connection of the group, which the peers see at once; one such receive
         is enough, unless its peer's connection is gone already."""

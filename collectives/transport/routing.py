@@ -88,12 +88,6 @@ class RoutingTransport:
     def lost_peers(self) -> set[int]:
         return self._remote.lost_peers() | self._local.lost_peers()
 
-    def wait_beside_work(self, beside_work: bool) -> None:
-        self._local.wait_beside_work(beside_work)
-
-    def leave(self) -> None:
-        self._local.leave()
-
     def abort(self) -> None:
         self._local.abort()
         self._remote.abort()

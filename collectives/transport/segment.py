@@ -50,10 +50,17 @@ class Segment:
     def open(cls, pid: int, descriptor: int, name: str, nbytes: int) -> Segment:
         """Map what process `pid` created as `descriptor`. Raises OSError where that cannot be reached from here."""
         path = f"/proc/{pid}/fd/{descriptor}"
-        target = os.readlink(path)
+        try:
+            found = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise OSError(
+                error.errno, f"process {pid} or its memory is not to be seen from here (another PID namespace?)"
+            ) from error
+        target = os.readlink(f"/proc/self/fd/{found}")  # of what is held: the number may have been used again
         if target != f"/memfd:{name} (deleted)":
+            os.close(found)
             raise OSError(f"{path} is {target}, not the segment {name}")
-        segment = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), nbytes)
+        segment = cls(found, nbytes)
         segment.seal_off()
         return segment
 

@@ -59,9 +59,7 @@ class SharedMemoryTransport:
         if row < self._first or self._rows[row, self._kernels.ROW_DONE]:
             return
         self._move(row, deadline)
-        done = self._rows[: self._count, self._kernels.ROW_DONE]
-        while self._first < self._count and done[self._first]:
-            self._first += 1
+        self._pass_over_done()
 
     def sends(self) -> bool:
         """Whether any message that was posted is not all in its ring yet."""
@@ -75,14 +73,6 @@ class SharedMemoryTransport:
 
     def lost_peers(self) -> set[int]:
         return self._group.lost()
-
-    def wait_beside_work(self, beside_work: bool) -> None:
-        """See LocalGroup."""
-        self._group.wait_beside_work(beside_work)
-
-    def leave(self) -> None:
-        """See LocalGroup."""
-        self._group.leave()
 
     def abort(self) -> None:
         self._group.abort()
@@ -113,8 +103,14 @@ class SharedMemoryTransport:
         self._count += 1
         return _RingPending(self, self._dropped + self._count - 1, tensor)
 
+    def _pass_over_done(self) -> None:
+        done = self._rows[: self._count, self._kernels.ROW_DONE]
+        while self._first < self._count and done[self._first]:
+            self._first += 1
+
     def _make_room(self) -> None:
         """Drop the rows at the beginning that are done; a longer table where that is not enough."""
+        self._pass_over_done()
         kept = self._rows[self._first : self._count].copy()
         if len(kept) > len(self._rows) // 2:
             self._rows = np.zeros((2 * len(self._rows), self._kernels.ROW_FIELDS), dtype=np.int64)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from collectives import CollectiveError, Communicator
 from collectives.environment import SHARED_MEMORY
 from collectives.reduction import DTYPES
+from collectives.transport.segment import Segment
 from tests.harness import World, Worlds
 
 WORLDS = (2, 3, 4, 8)
@@ -82,18 +83,25 @@ Case = tuple[int, torch.dtype, str, bool, bool]
 def one_after_the_other(cases: list[Case]) -> None:
     with Communicator(timeout_s=TIMEOUT_S) as comm:
         for numel, dtype, op, in_memory, asynchronous in cases:
+            if dtype is torch.bool and op == "average":
+                continue
             mine, expected = contribution(comm.rank, numel, dtype), in_rank_order(comm.size, numel, dtype, op)
             tensor = comm.empty(numel, dtype=dtype) if in_memory else torch.empty(numel, dtype=dtype)
             tensor.copy_(mine)
             work = comm.allreduce(tensor, op, async_op=asynchronous)
             if work is not None:
                 work.wait()
+            assert torch.equal(tensor.isnan(), expected.isnan()), (numel, dtype, op, in_memory, asynchronous)
             assert torch.equal(tensor.nan_to_num(), expected.nan_to_num()), (numel, dtype, op, in_memory, asynchronous)
 
 
 NUMBERS = st.one_of(st.integers(0, 70), st.integers(2040, 2060), st.integers(0, 300_000))
 CASES = st.tuples(
-    NUMBERS, st.sampled_from(DTYPES), st.sampled_from(("sum", "min", "max", "product")), st.booleans(), st.booleans()
+    NUMBERS,
+    st.sampled_from(DTYPES),
+    st.sampled_from(("sum", "average", "min", "max", "product")),
+    st.booleans(),
+    st.booleans(),
 )
 
 
@@ -155,6 +163,7 @@ def come_and_go() -> None:
         comm.allreduce(torch.ones(1))
         assert segments() - group == comm.size
         closed = Communicator(timeout_s=TIMEOUT_S)
+        closed.empty(10)
         closed.close()
         assert closed.empty(10).numel() == 10
     assert torch.equal(survivor, torch.full((4000,), 3.0))
@@ -190,6 +199,94 @@ def fall_back(reason: str) -> tuple[str, ...]:
 def test_all_fall_back_together(ranks: Worlds, reason: str) -> None:
     found = ranks(3).run(fall_back, reason)
     assert [("shared" in names) for names in found] == [reason == "none"] * 3
+
+
+def ask_for_too_much() -> None:
+    """More tensors than there are slots: the last ones are ordinary."""
+    with Communicator(timeout_s=TIMEOUT_S) as comm:
+        many = [comm.empty((2, 3)) for _ in range(300)]
+        large = comm.empty(torch.Size([5000]))
+        for tensor in (many[0], many[-1], large):
+            for _ in range(2):
+                tensor.fill_(1)
+                comm.allreduce(tensor)
+                assert torch.equal(tensor, torch.full_like(tensor, float(comm.size)))
+        assert not without_a_copy(comm)
+
+
+def test_more_than_there_is(ranks: Worlds) -> None:
+    ranks(2).run(ask_for_too_much)
+
+
+def fork_in_the_middle() -> None:
+    """A child that drops what it inherited takes nothing from its parent; what it calls is refused."""
+    with Communicator(timeout_s=TIMEOUT_S) as comm:
+        tensors = [comm.empty(5000), comm.empty(5000)]
+        for turn in range(4):
+            for tensor in tensors:
+                tensor.fill_(1)
+                comm.allreduce(tensor)
+                assert torch.equal(tensor, torch.full_like(tensor, float(comm.size)))
+            if turn == 1 and comm.rank == 1:
+                child = os.fork()
+                if child == 0:
+                    del tensor, tensors[0]
+                    gc.collect()
+                    try:
+                        with pytest.raises(CollectiveError, match="fork"):
+                            comm.allreduce(tensors[0])
+                        comm.close()
+                        os._exit(0)
+                    finally:
+                        os._exit(1)
+                assert os.waitpid(child, 0)[1] == 0
+        assert without_a_copy(comm)
+
+
+def test_a_forked_child_does_no_harm(ranks: Worlds) -> None:
+    ranks(2).run(fork_in_the_middle)
+
+
+def forget_to_close() -> None:
+    gc.collect()
+    before = segments(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        comm = Communicator(timeout_s=TIMEOUT_S)
+        comm.allreduce(torch.ones(3))
+        comm.barrier()
+        del comm
+        gc.collect()
+    assert segments() == before[0]
+
+
+def test_a_communicator_that_nobody_closed_leaves_nothing(ranks: Worlds) -> None:
+    ranks(2).run(forget_to_close)
+
+
+def cannot_open(when: str) -> tuple[str, ...]:
+    """On rank 1 alone, the segment or a tensor cannot be mapped."""
+
+    def refuse(*_: Any) -> Segment:
+        raise OSError("not today")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if when == "join" and dist.get_rank() == 1:
+            patch.setattr(Segment, "open", refuse)
+        with Communicator(timeout_s=TIMEOUT_S) as comm:
+            if when == "follow" and comm.rank == 1:
+                patch.setattr(Segment, "open", refuse)
+            tensor = comm.empty(5000)
+            for _ in range(3):
+                tensor.fill_(1)
+                comm.allreduce(tensor)
+                assert torch.equal(tensor, torch.full_like(tensor, float(comm.size)))
+            assert when == "join" or not without_a_copy(comm)
+            return comm.algorithms("allreduce")
+
+
+@pytest.mark.parametrize("when", ["join", "follow"])
+def test_a_rank_cannot_map(ranks: Worlds, when: str) -> None:
+    assert [("shared" in names) for names in ranks(3).run(cannot_open, when)] == [when == "follow"] * 3
 
 
 FAULTS = (signal.SIGKILL, signal.SIGSTOP)

@@ -32,7 +32,7 @@ SIZES = (2, 3, 4)
 FAULTS = ("killed", "stopped", "gives up")
 TIMEOUT_S = 1.0  # of an operation
 LONGEST_S = 0.03  # before the victim is hit
-NOTICED, UNHARMED, WRONG = 40, 41, 42  # exit codes
+NOTICED, TIMED_OUT, UNHARMED, WRONG = 40, 41, 42, 43  # exit codes
 DEADLINE_S = 20.0  # for a trial, on a machine where AT_A_TIME of them run
 
 
@@ -92,13 +92,14 @@ def live(name: str, maker: int, descriptor: int, rank: int, pids: list[int], giv
     shared = SharedMemory(group)
     try:
         exchange(group, shared, rank, give_up, seed)
-    except LinkError:
+    except LinkError as error:
         group.abort()
         shared.close()
         group.close()
-        return NOTICED
+        return TIMED_OUT if error.timed_out else NOTICED
     except GivesUpError:
         group.abort()
+        time.sleep(2 * TIMEOUT_S)  # it is not the end of its process that the others notice
         return UNHARMED
     return WRONG
 
@@ -155,6 +156,8 @@ def end(trial: Trial) -> list[str]:
     expected |= {"killed": {trial.victim: -signal.SIGKILL}, "gives up": {trial.victim: UNHARMED}}.get(trial.fault, {})
     if trial.fault == "stopped":
         del expected[trial.victim]
+    if trial.fault == "stopped":  # the first whose time is up gives up, which the others notice
+        codes = {rank: NOTICED if code == TIMED_OUT else code for rank, code in codes.items()}
     return [] if codes == expected else [f"rank {trial.victim} of {len(trial.pids)} {trial.fault}: exit codes {codes}"]
 
 
