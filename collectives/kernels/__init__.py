@@ -30,7 +30,7 @@ def cpu_kernels() -> ModuleType | str:
     try:
         importlib.import_module("numba")  # takes a while, and needs no lock
 
-        with _one_at_a_time():
+        with one_at_a_time():
             from collectives.kernels import cpu
     except ImportError as error:
         return f"{error}: pip install numba"
@@ -44,12 +44,12 @@ def cpu_arithmetic(dtype: torch.dtype) -> Any:
     """The C function of collectives.kernels.cpu that reduces a dtype, compiled or loaded from the disk."""
     kernels = cpu_kernels()
     assert not isinstance(kernels, str)
-    with _one_at_a_time():
+    with one_at_a_time():
         return kernels.arithmetic(dtype)
 
 
 @contextmanager
-def _one_at_a_time() -> Iterator[None]:
+def one_at_a_time() -> Iterator[None]:
     """Processes of one machine compile one after the other, so that all but the first find the result on the disk.
 
     Where there are no locks, or the first one takes too long, they compile at the same time, which costs time and nothing else.
