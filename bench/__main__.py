@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 
 COLLECTIVES = ("allreduce", "reduce_scatter", "allgather", "broadcast", "alltoall")
-BENCHMARKS = (*COLLECTIVES, "step")
+BENCHMARKS = (*COLLECTIVES, "step", "convergence")
 
 USAGE = """\
 usage: torchrun --nproc-per-node 4 -m bench COLLECTIVE [flags]    a collective: time, bandwidth, correctness
        torchrun --nproc-per-node 2 -m bench step [flags]          a training step beside DDP's
+       torchrun --nproc-per-node 4 -m bench convergence [flags]   training with every codec, beside training without
        python -m bench codec [flags]                              every codec's rates and errors, beside torch's operations
-       python -m bench hosts [flags] -- COLLECTIVE|step|COMMAND   any of these on simulated hosts (root)
+       python -m bench hosts [flags] -- COLLECTIVE|step|convergence|COMMAND   any of these on simulated hosts (root)
 
 COLLECTIVE is one of {collectives}."""
 
@@ -26,6 +27,10 @@ def main() -> int:
         from bench import step
 
         return step.main(arguments)
+    if name == "convergence":
+        from bench import convergence
+
+        return convergence.main(arguments)
     if name == "codec":
         from bench import codec
 

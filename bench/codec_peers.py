@@ -1,8 +1,8 @@
 """The codecs in torch's own operations: what one writes without kernels, and the other side of `python -m bench codec`.
 
-As fast as we could write them: maxima without a pass for magnitudes, sums of products in one operation, bits packed as
-the lanes of wider integers. Numbers are a multiple of the block. What ours do beyond that is left out where it would
-cost torch time: NaN survives only where it does so by itself, indices of sparse codes are not sorted.
+As fast as we could write them: temporaries are kept from call to call, maxima need no pass for magnitudes, bits are packed as
+the lanes of wider integers. Numbers are a multiple of the block. What ours do beyond that is left out where it would cost
+torch time: NaN survives only where it does so by itself, indices of sparse codes are not sorted.
 """
 
 from __future__ import annotations
@@ -10,43 +10,29 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from collectives.compression.casts import BFloat16, Float16
 from collectives.compression.codec import Codec
-from collectives.compression.dgc import DGC
-from collectives.compression.fp8 import Float8
-from collectives.compression.integers import Int4, Int8
-from collectives.compression.onebit import OneBit
-from collectives.compression.randomk import RandomK
-from collectives.compression.stochastic import QSGD, Natural, TernGrad
-from collectives.compression.threshold import Threshold
-from collectives.compression.topk import TopK
 
 #: Magnitudes are taken to be at least this, so that nothing is divided by 0.
 _LEAST = 1e-30
 
 
-class Temporaries:
-    """Tensors that are as large as the numbers: kept from call to call, or allocated anew each time."""
+class Contender(ABC):
+    """A codec at work on `numel` numbers. It keeps the code of what it encoded last, and decodes that."""
 
-    def __init__(self, device: torch.device, kept: bool) -> None:
-        self.device, self._kept = device, kept
+    def __init__(self, codec: Any, numel: int, device: torch.device) -> None:
+        self.codec, self.numel, self.device = codec, numel, device
         self._tensors: dict[str, Tensor] = {}
 
-    def __call__(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        if not self._kept or name not in self._tensors:
-            self._tensors[name] = torch.empty(numel, dtype=dtype, device=self.device)
+    def temporary(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The same tensor in every call; zeros at first."""
+        if name not in self._tensors:
+            self._tensors[name] = torch.zeros(numel, dtype=dtype, device=self.device)
         return self._tensors[name]
-
-
-class Peer(ABC):
-    """One codec. It keeps the code of what it encoded last, and decodes that."""
-
-    def __init__(self, numel: int, temporary: Temporaries) -> None:
-        self.numel, self.temporary = numel, temporary
 
     def restart(self) -> None:  # noqa: B027 - most have nothing to forget
         """Forget what belongs to the residual, as that begins anew."""
@@ -65,7 +51,7 @@ class Peer(ABC):
     def decode_add(self, out: Tensor) -> None: ...
 
 
-class DensePeer(Peer):
+class DensePeer(Contender):
     """Codes of all numbers, which stand for numbers times the scale of their block, `scales` (blocks, 1)."""
 
     codes: Tensor
@@ -113,38 +99,26 @@ def largest(blocks: Tensor) -> Tensor:
 
 
 class CastPeer(DensePeer):
-    def __init__(self, numel: int, temporary: Temporaries, dtype: torch.dtype) -> None:
-        super().__init__(numel, temporary)
-        self.dtype = dtype
-
     def encode(self, values: Tensor) -> None:
-        self.codes = self.temporary("codes", self.numel, self.dtype).copy_(values)
+        self.codes = self.temporary("codes", self.numel, self.codec.wire_dtype).copy_(values)
 
     def numbers(self, out: Tensor) -> None:
         out.copy_(self.codes)
 
 
 class Float8Peer(DensePeer):
-    def __init__(self, numel: int, temporary: Temporaries, codec: Float8) -> None:
-        super().__init__(numel, temporary)
-        self.block = codec.block
-        self.dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[codec.format]
-
     def encode(self, values: Tensor) -> None:
-        maximum, limit = largest(values.view(-1, self.block)), torch.finfo(self.dtype).max
+        dtype = torch.float8_e4m3fn if self.codec.format == "e4m3" else torch.float8_e5m2
+        maximum, limit = largest(values.view(-1, self.codec.block)), torch.finfo(dtype).max
         self.scales = maximum / limit
         numbers = self.scaled(values, limit / maximum).clamp_(-limit, limit)
-        self.codes = self.temporary("codes", self.numel, self.dtype).copy_(numbers)
+        self.codes = self.temporary("codes", self.numel, dtype).copy_(numbers)
 
     def numbers(self, out: Tensor) -> None:
         out.copy_(self.codes)
 
 
 class Int8Peer(DensePeer):
-    def __init__(self, numel: int, temporary: Temporaries, codec: Int8) -> None:
-        super().__init__(numel, temporary)
-        self.codec = codec
-
     def encode(self, values: Tensor) -> None:
         maximum = largest(values.view(-1, self.codec.block))
         self.scales = maximum / 127
@@ -173,10 +147,6 @@ class NibblePeer(DensePeer):
 
 
 class Int4Peer(NibblePeer):
-    def __init__(self, numel: int, temporary: Temporaries, codec: Int4) -> None:
-        super().__init__(numel, temporary)
-        self.codec = codec
-
     def encode(self, values: Tensor) -> None:
         self.scales = (largest(values.view(-1, self.codec.block)) / 7).to(torch.bfloat16).to(torch.float32)
         numbers = self.scaled(values, 1 / self.scales)
@@ -185,10 +155,6 @@ class Int4Peer(NibblePeer):
 
 
 class QSGDPeer(NibblePeer):
-    def __init__(self, numel: int, temporary: Temporaries, codec: QSGD) -> None:
-        super().__init__(numel, temporary)
-        self.codec = codec
-
     def encode(self, values: Tensor) -> None:
         """Adding a random number and rounding down is as good for negative numbers, and saves their signs."""
         norm = torch.linalg.vector_norm(values.view(-1, self.codec.block), dim=1, keepdim=True).clamp_(min=_LEAST)
@@ -204,13 +170,9 @@ class OneBitPeer(DensePeer):
     _SPREAD = 0x0101010101010101
     _BITS = 0x8040201008040201 - 2**64
 
-    def __init__(self, numel: int, temporary: Temporaries, codec: OneBit) -> None:
-        super().__init__(numel, temporary)
-        self.block = codec.block
-
     def encode(self, values: Tensor) -> None:
         magnitudes = torch.abs(values, out=self.temporary("magnitudes", self.numel))
-        self.scales = magnitudes.view(-1, self.block).mean(1, keepdim=True)
+        self.scales = magnitudes.view(-1, self.codec.block).mean(1, keepdim=True)
         signs = torch.ge(values, 0, out=self.temporary("signs", self.numel, torch.bool)).view(torch.int64)
         gathered = torch.mul(signs, self._GATHER, out=self.temporary("gathered", self.numel // 8, torch.int64))
         gathered.bitwise_right_shift_(56)
@@ -229,13 +191,9 @@ class TernGradPeer(DensePeer):
 
     _LANES = 0x03030303
 
-    def __init__(self, numel: int, temporary: Temporaries, codec: TernGrad) -> None:
-        super().__init__(numel, temporary)
-        self.block = codec.block
-
     def encode(self, values: Tensor) -> None:
         """Adding a random number and rounding down leaves -1, 0 or 1: faster than torch.bernoulli and a sign."""
-        self.scales = largest(values.view(-1, self.block))
+        self.scales = largest(values.view(-1, self.codec.block))
         numbers = self.scaled(values, 1 / self.scales).add_(self.random()).floor_().clamp_(-1, 1)
         fours = self.temporary("integers", self.numel, torch.int8).copy_(numbers).view(torch.int32)
         self._fold(fours.bitwise_and_(self._LANES), torch.bitwise_right_shift)
@@ -256,9 +214,9 @@ class TernGradPeer(DensePeer):
 class NaturalPeer(DensePeer):
     """The bits of a float are its exponent, which a random number in place of the mantissa's bits carries into."""
 
-    def __init__(self, numel: int, temporary: Temporaries, codec: Natural) -> None:
-        super().__init__(numel, temporary)
-        powers = torch.arange(-77, 51, device=temporary.device, dtype=torch.float64).exp2().to(torch.float32)
+    def __init__(self, codec: Codec, numel: int, device: torch.device) -> None:
+        super().__init__(codec, numel, device)
+        powers = torch.arange(-77, 51, device=device, dtype=torch.float64).exp2().to(torch.float32)
         powers[0] = 0
         self.table = torch.cat([powers, -powers])
 
@@ -276,20 +234,16 @@ class NaturalPeer(DensePeer):
         torch.index_select(self.table, 0, places, out=out)
 
 
-class SparsePeer(Peer):
-    """Indices and values."""
+class SparsePeer(Contender):
+    """Indices and values; of the largest, for topk and threshold alike."""
 
     indices: Tensor
     sent: Tensor
 
-    def __init__(self, numel: int, temporary: Temporaries, k: int) -> None:
-        super().__init__(numel, temporary)
-        self.k = k
-
     def choose(self, values: Tensor) -> Tensor:
         """(k,) indices."""
         magnitudes = torch.abs(values, out=self.temporary("magnitudes", self.numel))
-        return torch.topk(magnitudes, self.k, sorted=False).indices
+        return torch.topk(magnitudes, self.codec.count(self.numel), sorted=False).indices
 
     def encode(self, values: Tensor) -> None:
         self.indices = self.choose(values)
@@ -310,8 +264,9 @@ class RandomKPeer(SparsePeer):
     """One number of each of k parts."""
 
     def choose(self, values: Tensor) -> Tensor:
-        ends = torch.arange(self.k + 1, device=values.device) * self.numel // self.k
-        random = torch.rand(self.k, device=values.device, dtype=torch.float64)
+        k: int = self.codec.count(self.numel)
+        ends = torch.arange(k + 1, device=values.device) * self.numel // k
+        random = torch.rand(k, device=values.device, dtype=torch.float64)
         return ends[:-1] + (random * ends.diff()).to(torch.int64)
 
     def encode(self, values: Tensor) -> None:
@@ -322,34 +277,27 @@ class RandomKPeer(SparsePeer):
 
 
 class DGCPeer(SparsePeer):
-    def __init__(self, numel: int, temporary: Temporaries, codec: DGC) -> None:
-        super().__init__(numel, temporary, codec.count(numel))
-        self.momentum, self.decay = torch.zeros(numel, device=temporary.device), codec.momentum
-
     def restart(self) -> None:
-        self.momentum.zero_()
+        self.temporary("momentum", self.numel).zero_()
 
     def encode_ef(self, values: Tensor, residual: Tensor) -> None:
-        super().encode_ef(self.momentum.mul_(self.decay).add_(values), residual)
-        self.momentum.index_fill_(0, self.indices, 0)
+        momentum = self.temporary("momentum", self.numel).mul_(self.codec.momentum).add_(values)
+        super().encode_ef(momentum, residual)
+        momentum.index_fill_(0, self.indices, 0)
 
 
-def make_peer(codec: Codec, numel: int, temporary: Temporaries) -> Peer:
-    """threshold has torch.topk beside it, as topk has: both send the largest numbers."""
-    if isinstance(codec, Float16 | BFloat16):
-        return CastPeer(numel, temporary, torch.float16 if isinstance(codec, Float16) else torch.bfloat16)
-    if isinstance(codec, RandomK):
-        return RandomKPeer(numel, temporary, codec.count(numel))
-    if isinstance(codec, TopK | Threshold):
-        return SparsePeer(numel, temporary, codec.count(numel))
-    peers: dict[type[Codec], Callable[..., Peer]] = {
-        Float8: Float8Peer,
-        Int8: Int8Peer,
-        Int4: Int4Peer,
-        OneBit: OneBitPeer,
-        QSGD: QSGDPeer,
-        TernGrad: TernGradPeer,
-        Natural: NaturalPeer,
-        DGC: DGCPeer,
-    }
-    return peers[type(codec)](numel, temporary, codec)
+PEERS: dict[str, type[Contender]] = {
+    "fp16": CastPeer,
+    "bf16": CastPeer,
+    "fp8": Float8Peer,
+    "int8": Int8Peer,
+    "int4": Int4Peer,
+    "onebit": OneBitPeer,
+    "qsgd": QSGDPeer,
+    "terngrad": TernGradPeer,
+    "natural": NaturalPeer,
+    "topk": SparsePeer,
+    "threshold": SparsePeer,
+    "randomk": RandomKPeer,
+    "dgc": DGCPeer,
+}

@@ -30,15 +30,10 @@ def draw(rows: Sequence[CodecRow], meta: Mapping[str, Any], path: Path) -> None:
         ours = {row.codec: row for row in rows if row.operation == operation}
         places = [len(names) - 1 - names.index(name) for name in ours]
         rates = [row.rate_GBps for row in ours.values()]
-        kept = [row.rate_GBps / row.torch_over_ours for row in ours.values()]
-        allocating = [row.rate_GBps / row.torch_allocating_over_ours for row in ours.values()]
-        panel.hlines(places, kept, rates, color=FRAME, linewidth=1.6, zorder=2)
+        torchs = [row.rate_GBps / row.torch_over_ours for row in ours.values()]
+        panel.hlines(places, torchs, rates, color=FRAME, linewidth=1.6, zorder=2)
         panel.plot(rates, places, "o", color=OURS, markersize=6, zorder=4, label="gradwire")
-        panel.plot(kept, places, "s", color=TORCH, markersize=4.5, zorder=3, label="torch, temporaries kept")
-        panel.plot(
-            allocating, places, "s", markersize=4.5, zorder=3, label="torch, allocating them at each call",
-            markerfacecolor="white", markeredgecolor=TORCH,
-        )  # fmt: skip
+        panel.plot(torchs, places, "s", color=TORCH, markersize=4.5, zorder=3, label="torch")
         panel.axvline(meta["copy_GBps"], color=QUIET, linestyle=(0, (1, 1.2)), linewidth=1.4, zorder=1, label="a copy")
         panel.set_xscale("log")
         low, high = panel.get_xlim()
@@ -63,10 +58,10 @@ def draw(rows: Sequence[CodecRow], meta: Mapping[str, Any], path: Path) -> None:
     figure.text(0.012, 1 - 0.33 / height, "Codecs on " + meta["where"], fontsize=13, fontweight="bold")
     says = (
         f"{4 * meta['elements'] / 1e6:.0f} MB of gaussian float32 · {meta['device']} · median of {meta['iters']}"
-        " interleaved turns · 2.0x: torch with kept temporaries takes twice as long"
+        " interleaved turns · 2.0x: torch takes twice as long"
     )
     figure.text(0.012, 1 - 0.58 / height, says, fontsize=9, color=QUIET)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower left", ncols=4, frameon=False, fontsize=9, labelcolor=INK)
+    figure.legend(handles, labels, loc="lower left", ncols=3, frameon=False, fontsize=9, labelcolor=INK)
     figure.tight_layout(rect=(0, 0.3 / height, 1, 1 - 0.65 / height))
     figure.savefig(path)

@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bench import codec_checks, timing
-from bench.codec_peers import Temporaries, make_peer
+from bench.codec_peers import PEERS, Contender
 from bench.compare import ratio_interval
 from bench.timing import Machine, Times, median_and_p99, take_turns
 from collectives.compression.codec import Codec
@@ -45,9 +44,9 @@ class CodecRow:
     """One operation of one codec. Field names are the keys of the JSON.
 
     encode_ef: with error feedback. rate_GBps: 1e9 bytes of float32 a second. moved_bytes: what the operation has to read and
-    write, per element. of_copy: the rate at which it moves them, over a copy's. torch_over_ours: torch's time with kept
-    temporaries over ours, and its 95 % interval (None with few turns); allocating: with temporaries allocated at each
-    call. relative_error: in L2, against float64. wrong: elements outside the codec's bound, ours and torch's.
+    write, per element. of_copy: the rate at which it moves them, over a copy's. torch_over_ours: torch's time over ours, and
+    its 95 % interval (None with few turns). relative_error: in L2, against float64. wrong: elements outside the codec's
+    bound, ours and torch's.
     """
 
     codec: str
@@ -63,49 +62,37 @@ class CodecRow:
     torch_us: float
     torch_over_ours: float
     torch_interval: tuple[float, float] | None
-    torch_allocating_us: float
-    torch_allocating_over_ours: float
     relative_error_gaussian: float
     relative_error_laplace: float
     wrong: int
     torch_wrong: int
 
 
-class Contender(Protocol):
-    """What torch's operations and ours are called by: each keeps the code of what it encoded last, and decodes that."""
-
-    def restart(self) -> None: ...
-    def encode(self, values: Tensor) -> None: ...
-    def encode_ef(self, values: Tensor, residual: Tensor) -> None: ...
-    def decode(self, out: Tensor) -> None: ...
-    def decode_add(self, out: Tensor) -> None: ...
-
-
-class Ours:
-    """A codec. What it remembers is that of encode_ef."""
+class Ours(Contender):
+    """A codec of ours. What it remembers is that of encode_ef."""
 
     def __init__(self, codec: Codec, numel: int, device: torch.device) -> None:
-        self._codec = codec
+        super().__init__(codec, numel, device)
         self._wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8, device=device)
         self._state = codec.new_state(numel, device)
 
     def restart(self) -> None:
         """A momentum, unlike a threshold, belongs to the residual."""
-        if self._state is not None and isinstance(self._codec, DGC):
+        if self._state is not None and isinstance(self.codec, DGC):
             self._state["momentum"].zero_()
 
     def encode(self, values: Tensor) -> None:
-        state = None if isinstance(self._codec, DGC) else self._state
-        self._codec.encode(values, self._wire, seed=SEED, state=state)
+        state = None if isinstance(self.codec, DGC) else self._state
+        self.codec.encode(values, self._wire, seed=SEED, state=state)
 
     def encode_ef(self, values: Tensor, residual: Tensor) -> None:
-        self._codec.encode(values, self._wire, residual=residual, seed=SEED, state=self._state)
+        self.codec.encode(values, self._wire, residual=residual, seed=SEED, state=self._state)
 
     def decode(self, out: Tensor) -> None:
-        self._codec.decode(self._wire, out)
+        self.codec.decode(self._wire, out)
 
     def decode_add(self, out: Tensor) -> None:
-        self._codec.decode(self._wire, out, add=True)
+        self.codec.decode(self._wire, out, add=True)
 
 
 class Numbers:
@@ -137,8 +124,9 @@ def laplace(numel: int, device: torch.device, seed: int) -> Tensor:
 class Turns:
     """The turns of one contender at one codec's four operations, and what is wrong with the result of each."""
 
-    def __init__(self, contender: Callable[[], Contender], codec: Codec, numbers: Numbers) -> None:
-        self._encoder, self._decoder = contender(), contender()
+    def __init__(self, contender: type[Contender], codec: Codec, numbers: Numbers) -> None:
+        values = numbers.values
+        self._encoder, self._decoder = (contender(codec, values.numel(), values.device) for _ in range(2))
         self._codec, self._numbers = codec, numbers
         self._decoder.encode(numbers.values)
         self._decoded = torch.empty_like(numbers.values)
@@ -251,18 +239,15 @@ def error_of(codec: Codec, values: Tensor) -> tuple[float, int]:
 def measure(name: str, numbers: Numbers, protocol: timing.Protocol) -> tuple[list[CodecRow], float]:
     """The rows of a codec, and the seconds of a copy beside it."""
     codec, values = CODECS[name], numbers.values
-    numel, device = values.numel(), values.device
-    makers: list[Callable[[], Contender]] = [
-        lambda: Ours(codec, numel, device),
-        lambda: make_peer(codec, numel, Temporaries(device, kept=True)),
-        lambda: make_peer(codec, numel, Temporaries(device, kept=False)),
-    ]
-    turns = [Turns(maker, codec, numbers) for maker in makers]
+    turns = [Turns(contender, codec, numbers) for contender in (Ours, PEERS[codec.name])]
 
     def reset() -> None:
         numbers.reset()
         for turn in turns:
             turn.restart()
+
+    def copy() -> None:
+        numbers.out.copy_(values)
 
     def copy_is_wrong() -> int:
         return int((numbers.out != values).sum())
@@ -270,17 +255,16 @@ def measure(name: str, numbers: Numbers, protocol: timing.Protocol) -> tuple[lis
     operations: list[tuple[Callable[[], None], Callable[[], int]]] = [
         (turn.operations[operation], partial(turn.wrong, operation)) for turn in turns for operation in OPERATIONS
     ]
-    copy: Callable[[], Any] = partial(numbers.out.copy_, values)
-    seconds, wrong = take_all_turns([(copy, copy_is_wrong), *operations], reset, device, protocol)
+    seconds, wrong = take_all_turns([(copy, copy_is_wrong), *operations], reset, values.device, protocol)
     copy_s = median_and_p99(seconds[0])[0]
     (gaussian_error, _), (laplace_error, laplace_wrong) = error_of(codec, values), error_of(codec, numbers.laplace)
-    by_contender = seconds[1:].reshape(len(turns), len(OPERATIONS), -1)
-    ours_wrong, kept_wrong, allocating_wrong = np.reshape(wrong[1:], (len(turns), len(OPERATIONS)))
+    ours, torchs = seconds[1:].reshape(2, len(OPERATIONS), -1)
+    ours_wrong, torchs_wrong = np.reshape(wrong[1:], (2, len(OPERATIONS)))
+    numel = values.numel()
     rows: list[CodecRow] = []
     for index, operation in enumerate(OPERATIONS):
-        ours, kept, allocating = by_contender[:, index]
-        ours_s, p99_s = median_and_p99(ours)
-        kept_s, allocating_s = median_and_p99(kept)[0], median_and_p99(allocating)[0]
+        ours_s, p99_s = median_and_p99(ours[index])
+        torch_s = median_and_p99(torchs[index])[0]
         moved = moved_bytes(codec, operation, numel)
         rows.append(
             CodecRow(
@@ -294,15 +278,13 @@ def measure(name: str, numbers: Numbers, protocol: timing.Protocol) -> tuple[lis
                 wire_bytes=codec.wire_bytes(numel) / numel,
                 moved_bytes=moved,
                 of_copy=moved / COPIED_BYTES * copy_s / ours_s,
-                torch_us=kept_s * 1e6,
-                torch_over_ours=kept_s / ours_s,
-                torch_interval=ratio_interval(kept, ours),
-                torch_allocating_us=allocating_s * 1e6,
-                torch_allocating_over_ours=allocating_s / ours_s,
+                torch_us=torch_s * 1e6,
+                torch_over_ours=torch_s / ours_s,
+                torch_interval=ratio_interval(torchs[index], ours[index]),
                 relative_error_gaussian=gaussian_error,
                 relative_error_laplace=laplace_error,
                 wrong=int(ours_wrong[index]) + (laplace_wrong if operation == "encode" else 0),
-                torch_wrong=int(kept_wrong[index] + allocating_wrong[index]),
+                torch_wrong=int(torchs_wrong[index]),
             )
         )
     return rows, copy_s

@@ -7,6 +7,7 @@ and what counts as wrong is an element that differs from rank 0's by a bit.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -22,13 +23,99 @@ from bench.table import Row, format_heading, format_row, format_trailer
 from bench.timing import Protocol, Times, distributed_machine, median_and_p99, over_ranks, slowest_rank, take_turns
 from collectives import Communicator
 from collectives.compressed import effective
-from collectives.compression.codec import Codec
+from collectives.compression.codec import Codec, State
 from collectives.compression.sharing import Sharing
 
 Codecs = Mapping[str, tuple[Codec, bool]]
 Measured = tuple[Job, Row, Times]
-NONE = "none"
+Call = Callable[[], None]
+NONE, TORCH, AUTO = "none", "torch", "auto"
 ALLREDUCE = CASES["allreduce"]
+
+
+class Clock:
+    """Seconds spent in encoding and in decoding since the last reading."""
+
+    def __init__(self) -> None:
+        self.encode_s = self.decode_s = 0.0
+
+    def read(self) -> tuple[float, float]:
+        seen = self.encode_s, self.decode_s
+        self.encode_s = self.decode_s = 0.0
+        return seen
+
+
+def timed(codec: Codec, clock: Clock) -> Codec:
+    """The same codes; `clock` is told how long each took. On a GPU nothing overlaps then."""
+
+    def elapsed(start: float, device: torch.device) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    class Timed(_Stand):
+        def at(self, step: int) -> Codec:
+            return Timed(self.real.at(step))
+
+        def encode(
+            self,
+            values: Tensor,
+            wire: Tensor,
+            *,
+            residual: Tensor | None = None,
+            seed: int = 0,
+            state: State | None = None,
+        ) -> None:
+            start = time.perf_counter()
+            self.real.encode(values, wire, residual=residual, seed=seed, state=state)
+            clock.encode_s += elapsed(start, values.device)
+
+        def decode(self, wire: Tensor, out: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
+            start = time.perf_counter()
+            self.real.decode(wire, out, add=add, scale=scale)
+            clock.decode_s += elapsed(start, out.device)
+
+    return Timed(codec)
+
+
+def blank(codec: Codec) -> Codec:
+    """As many bytes, and no work: what is left of the time is the wire's."""
+
+    class Blank(_Stand):
+        def at(self, step: int) -> Codec:
+            return Blank(self.real.at(step))
+
+        def encode(self, values: Tensor, wire: Tensor, **rest: object) -> None:
+            pass
+
+        def decode(self, wire: Tensor, out: Tensor, **rest: object) -> None:
+            pass
+
+    return Blank(codec)
+
+
+class _Stand(Codec):
+    """Takes the place of a codec. Two stands are equal only where they are one, as caches need it."""
+
+    name = "stand"
+
+    def __init__(self, real: Codec) -> None:
+        self.real = real
+        # Constants of a codec's class, here of each stand.
+        vars(self).update(name=real.name, summable=real.summable, wire_dtype=real.wire_dtype)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.real!r})"
+
+    @property
+    def alignment(self) -> int:
+        return self.real.alignment
+
+    def wire_bytes(self, numel: int) -> int:
+        return self.real.wire_bytes(numel)
+
+    def new_state(self, numel: int, device: torch.device) -> State | None:
+        return self.real.new_state(numel, device)
 
 
 def contribution(rank: int, job: Job) -> Tensor:
@@ -44,17 +131,7 @@ def exact(job: Job) -> Tensor:
     return total / job.size if job.op == "average" else total
 
 
-def two_shot_bytes(codec: Codec, sharing: Sharing) -> int:
-    """What a rank sends of codes. Not what goes uncompressed inside a host, where several hosts have several ranks."""
-    used, total = effective(codec, sharing), 0
-    for chunk in sharing.chunks:
-        for member, span in zip(sharing.group, chunk, strict=True):
-            if span.length:
-                total += used.wire_bytes(span.length) * (len(chunk) - 1 if member == sharing.rank else 1)
-    return total
-
-
-def compressed(comm: Communicator, job: Job, output: Tensor, codec: Codec, with_feedback: bool) -> Callable[[], None]:
+def compressed(comm: Communicator, job: Job, output: Tensor, codec: Codec, with_feedback: bool) -> Call:
     """A call of allreduce; with error feedback, which then goes on from call to call."""
     feedback = comm.new_feedback(codec, job.count, job.device) if with_feedback else None
     steps = itertools.count()
@@ -65,8 +142,20 @@ def compressed(comm: Communicator, job: Job, output: Tensor, codec: Codec, with_
     return call
 
 
-def wire_bytes(comm: Communicator, job: Job, codec: Codec) -> int | None:
-    """What this rank sends."""
+def two_shot_bytes(codec: Codec, sharing: Sharing) -> int:
+    """What a rank sends of codes. Not what goes uncompressed inside a host, where several hosts have several ranks."""
+    used, total = effective(codec, sharing), 0
+    for chunk in sharing.chunks:
+        for member, span in zip(sharing.group, chunk, strict=True):
+            if span.length:
+                total += used.wire_bytes(span.length) * (len(chunk) - 1 if member == sharing.rank else 1)
+    return total
+
+
+def sent_bytes(comm: Communicator, job: Job, codec: Codec | None) -> int | None:
+    """What this rank sends; None where nobody can tell."""
+    if codec is None:
+        return comm.wire_bytes("allreduce", 4 * job.count)
     if codec.summable:
         return comm.wire_bytes("allreduce", codec.wire_bytes(job.count))
     return two_shot_bytes(codec, comm.new_feedback(codec, job.count).sharing)
@@ -83,34 +172,108 @@ def measure(
     jobs: Sequence[Job], comm: Communicator, codecs: Codecs, protocol: Protocol, device: torch.device
 ) -> list[Measured]:
     """All that was measured, job by job, the same on every rank: torch's, ours, then by codec."""
-    machine = distributed_machine(device, comm.barrier)
+    return [one for job in jobs for one in _measure(job, comm, codecs, protocol, device)]
+
+
+def _measure(job: Job, comm: Communicator, codecs: Codecs, protocol: Protocol, device: torch.device) -> list[Measured]:
+    machine, initial = distributed_machine(device, comm.barrier), contribution(comm.rank, job)
+    buffers = Buffers(initial, torch.empty_like(initial), initial, initial)
+    makers: list[Callable[[], Call]] = [
+        lambda: partial(ALLREDUCE.run_torch, buffers, job),
+        lambda: partial(ALLREDUCE.run, comm, buffers, job, AUTO),
+        *(partial(compressed, comm, job, buffers.output, *codec) for codec in codecs.values()),
+    ]
+    expected, errors = exact(job), []
+    for maker in makers:
+        buffers.reset()
+        maker()()  # a first call, before error feedback has anything to add
+        errors.append(relative_error(expected, buffers.output))
+    seconds, wrong = take_turns(
+        [maker() for maker in makers], buffers.reset, partial(differing, buffers.output), machine, protocol
+    )
+    slowest, wrong_anywhere = slowest_rank(seconds, device), over_ranks(np.array(wrong), device)
+
+    names = [(TORCH, NONE), (AUTO, NONE), *((AUTO, label) for label in codecs)]
     measured: list[Measured] = []
-    for job in jobs:
-        initial = contribution(comm.rank, job)
-        buffers = Buffers(initial, torch.empty_like(initial), initial, initial)
-        makers: dict[tuple[str, str], Callable[[], Callable[[], None]]] = {
-            ("torch", NONE): lambda: partial(ALLREDUCE.run_torch, buffers, job),
-            ("auto", NONE): lambda: partial(ALLREDUCE.run, comm, buffers, job, "auto"),
-        }
-        for label, (codec, with_feedback) in codecs.items():
-            makers["auto", label] = partial(compressed, comm, job, buffers.output, codec, with_feedback)
-        expected, errors = exact(job), []
-        for maker in makers.values():
-            buffers.reset()
-            maker()()  # a first call, before error feedback has anything to add
-            errors.append(relative_error(expected, buffers.output))
-        sent = [
-            comm.wire_bytes("allreduce", 4 * job.count) if label == NONE else wire_bytes(comm, job, codecs[label][0])
-            for _, label in makers
-        ]
-        most_sent = slowest_rank(np.array([-1.0 if one is None else one for one in sent]), device)
-        seconds, wrong = take_turns(
-            [maker() for maker in makers.values()], buffers.reset, partial(differing, buffers.output), machine, protocol
+    for index, (algorithm, label) in enumerate(names):
+        median_s, p99_s = median_and_p99(slowest[index])
+        codec, with_feedback = codecs.get(label, (None, False))
+        parts = _parts(comm, job, buffers, codec, with_feedback, protocol, device) if codec is not None else None
+        sent = sent_bytes(comm, job, codec) if algorithm != TORCH else None
+        most = int(slowest_rank(np.array([-1.0 if sent is None else sent]), device)[0])
+        nbytes = 4 * job.count
+        uncompressed = ALLREDUCE.busbw_factor(job.size) * nbytes
+        row = Row(
+            collective=ALLREDUCE.name,
+            algorithm=algorithm,
+            codec=label,
+            dtype="float32",
+            op=job.op,
+            world_size=job.size,
+            bytes=nbytes,
+            time_us=median_s * 1e6,
+            p99_us=p99_s * 1e6,
+            algbw_GBps=nbytes / median_s / 1e9,
+            busbw_GBps=uncompressed / median_s / 1e9,
+            wire_bytes=most if most >= 0 else None,
+            wrong=int(wrong_anywhere[index]) if protocol.check_iters > 0 else None,
+            ratio=uncompressed / most if most > 0 else None,
+            relative_error=errors[index],
+            encode_us=parts[0] if parts else None,
+            wire_us=parts[1] if parts else None,
+            decode_us=parts[2] if parts else None,
         )
-        slowest, wrong_anywhere = slowest_rank(seconds, device), over_ranks(np.array(wrong), device)
-        for index, (algorithm, label) in enumerate(makers):
-            known = algorithm != "torch" and most_sent[index] >= 0
-            row = _row(job, algorithm, label, slowest[index], int(most_sent[index]) if known else None, errors[index])
-            row = row if protocol.check_iters == 0 else row._replace_wrong(int(wrong_anywhere[index]))
-            measured.append((job, row, slowest[index]))
+        measured.append((job, row, slowest[index]))
     return measured
+
+
+def _parts(
+    comm: Communicator,
+    job: Job,
+    buffers: Buffers,
+    codec: Codec,
+    with_feedback: bool,
+    protocol: Protocol,
+    device: torch.device,
+) -> tuple[float, float, float]:
+    """Microseconds of encoding, of the wire and of decoding, each by itself, in turns of their own."""
+    clock, readings = Clock(), list[tuple[float, float]]()
+    whole = compressed(comm, job, buffers.output, timed(codec, clock), with_feedback)
+
+    def read() -> None:
+        whole()
+        readings.append(clock.read())
+
+    wire = compressed(comm, job, buffers.output, blank(codec), with_feedback)
+    unchecked = Protocol(protocol.iters, max(1, protocol.warmup_iters), check_iters=0)
+    seconds, _ = take_turns(
+        [read, wire], buffers.reset, lambda: 0, distributed_machine(device, comm.barrier), unchecked
+    )
+    of_codec = np.array(readings[-protocol.iters :]).T
+    encode_s, decode_s, wire_s = slowest_rank(np.stack([*of_codec, seconds[1]]), device)
+    return float(np.median(encode_s)) * 1e6, float(np.median(wire_s)) * 1e6, float(np.median(decode_s)) * 1e6
+
+
+def report(comm: Communicator, measured: Sequence[Measured], codecs: Codecs) -> list[Row]:
+    """Print a block for each codec, and its time over torch.distributed's; the rows in the order printed."""
+    rows: list[Row] = []
+    for label in (NONE, *codecs):
+        block = [one for one in measured if one[1].codec == label]
+        print(f"# Codec {label}{f': {codecs[label][0]!r}' if label in codecs else ''}")
+        print("\n".join(format_heading(in_place=True, codecs=True)))
+        print("\n".join(format_row(row, job.count, job.root) + f"  {row.algorithm}" for job, row, _ in block))
+        print("\n".join(format_trailer([row for _, row, _ in block])))
+        rows += [row for _, row, _ in block]
+    torchs = [one for one in measured if one[1].algorithm == TORCH]
+    for label in (NONE, *codecs):
+        ours = [one for one in measured if one[1].algorithm == AUTO and one[1].codec == label]
+        print("\n".join(format_comparison([*ours, *torchs], AUTO, TORCH, partial(_ridden, comm, label, codecs))))
+    return rows
+
+
+def _ridden(comm: Communicator, label: str, codecs: Codecs, nbytes: int) -> str:
+    """What a comparison's line is of."""
+    if label == NONE:
+        return comm.chosen("allreduce", nbytes)
+    codec = codecs[label][0]
+    return f"{label}, {comm.chosen('allreduce', codec.wire_bytes(nbytes // 4)) if codec.summable else 'two_shot'}"

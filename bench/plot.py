@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,7 @@ def line_name(row: Row, rows: Sequence[Row], backend: str) -> str:
     told = {"native": f"native ({backend})", "torch": "torch.distributed"}.get(row.algorithm, row.algorithm)
     dtype = [row.dtype] if len({other.dtype for other in rows}) > 1 else []
     op = [row.op] if len({other.op for other in rows}) > 1 else []
-    codec = [row.codec] if row.codec != "none" else []
-    return " ".join([told, *codec, *dtype, *op])
+    return " ".join([told if row.codec == "none" else row.codec, *dtype, *op])
 
 
 def title(rows: Sequence[Row], meta: Mapping[str, Any]) -> str:
@@ -64,13 +64,15 @@ def draw(rows: Sequence[Row], meta: Mapping[str, Any], path: Path) -> None:
         lines.setdefault(line_name(row, rows, meta["backend"]), []).append(row)
     figure = Figure(figsize=(10.5, 5), dpi=160)
     time_panel, bandwidth_panel = figure.subplots(1, 2)
-    colors = iter(OTHERS * len(lines))
+    unlike = itertools.product(("-", (0, (3, 1.5)), (0, (1, 1))), OTHERS)
     for name, line in lines.items():
         known = STYLES.get(line[0].algorithm) if line[0].codec == "none" else None
-        style = known or {"color": next(colors), "linewidth": 1.3, "marker": ".", "zorder": 4}
+        if known is None:
+            linestyle, color = next(unlike)
+            known = {"color": color, "linestyle": linestyle, "linewidth": 1.3, "marker": ".", "zorder": 4}
         sizes = [row.bytes for row in line]
-        time_panel.plot(sizes, [row.time_us for row in line], label=name, **style)
-        bandwidth_panel.plot(sizes, [row.busbw_GBps for row in line], **style)
+        time_panel.plot(sizes, [row.time_us for row in line], label=name, **known)
+        bandwidth_panel.plot(sizes, [row.busbw_GBps for row in line], **known)
 
     sizes = sorted({row.bytes for row in rows})
     every = -(-len(sizes) // 9)

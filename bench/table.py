@@ -13,8 +13,9 @@ class Row:
     bytes: of the whole array. time_us, p99_us: median and 99th percentile of turns, each as long as on its slowest
     rank. algbw_GBps, busbw_GBps: 1e9 bytes a second. wire_bytes: what the rank that sends most sends; None where the
     backend decides. wrong: elements, over all ranks and checked turns; None where nothing was checked. ratio: of the bytes
-    that float32 needs, 2(p-1)/p of the array, to wire_bytes; relative_error: in L2, against float64. Both None without
-    --codec.
+    that float32 needs, 2(p-1)/p of the array, to wire_bytes; relative_error: in L2, against float64. encode_us, decode_us:
+    what all encodings and decodings of a call take; wire_us: what a call takes whose codec does nothing, with codes as long.
+    As these overlap, they add up to more than time_us. All None without --codec, the times also for codec "none".
     """
 
     collective: str
@@ -32,6 +33,9 @@ class Row:
     wrong: int | None
     ratio: float | None = None
     relative_error: float | None = None
+    encode_us: float | None = None
+    wire_us: float | None = None
+    decode_us: float | None = None
 
 
 COLUMNS = (
@@ -48,7 +52,13 @@ COLUMNS = (
     ("p99", "(us)", 9),
     ("wire", "(B)", 12),
 )
-CODEC_COLUMNS = (("ratio", "", 7), ("error", "", 9))
+CODEC_COLUMNS = (
+    ("ratio", "", 7),
+    ("t_encode", "(us)", 9),
+    ("t_wire", "(us)", 9),
+    ("t_decode", "(us)", 9),
+    ("error", "", 9),
+)
 
 
 def _line(cells: Iterable[str], mark: str) -> str:
@@ -89,7 +99,9 @@ def format_row(row: Row, count: int, root: int) -> str:
     )
     if row.relative_error is None:
         return _line(cells, " ")
-    return _line((*cells, "N/A" if row.ratio is None else f"{row.ratio:.2f}", f"{row.relative_error:.2e}"), " ")
+    parts = ("N/A" if part is None else format_us(part) for part in (row.encode_us, row.wire_us, row.decode_us))
+    ratio = "N/A" if row.ratio is None else f"{row.ratio:.2f}"
+    return _line((*cells, ratio, *parts, f"{row.relative_error:.2e}"), " ")
 
 
 def format_trailer(rows: Sequence[Row]) -> list[str]:

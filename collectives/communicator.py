@@ -151,6 +151,7 @@ class Communicator:
         codec: str | Codec | None = None,
         feedback: Feedback | None = None,
         step: int = 0,
+        seed: int = 0,
         algorithm: str = "auto",
         async_op: bool = False,
     ) -> Work | None:
@@ -163,6 +164,7 @@ class Communicator:
         codec whose codes can be added rides any algorithm; the others 'two_shot' (see collectives.compressed), between hosts
         only where ranks share hosts and there are several. feedback: from new_feedback, for this buffer alone: adds what was
         lost the last time. step: of training, for codecs that change or draw by it; with equal steps, runs repeat to the bit.
+        seed: any whole number that tells this buffer from others of the step, so that they are not rounded alike.
         """
         if codec is not None or feedback is not None:
             made = verbs.named_codec(self._engine, codec, feedback, step)
@@ -174,6 +176,7 @@ class Communicator:
                     made,
                     feedback=feedback,
                     step=step,
+                    seed=seed,
                     prescale=prescale,
                     postscale=postscale,
                     algorithm=algorithm,

@@ -62,10 +62,9 @@ def mixed(seed: int, value: int) -> int:
     return x ^ (x >> 16)
 
 
-def rounding_seed(step: int, rank: int, chunk: int, shard: int, shot: int) -> int:
-    """Of the stochastic rounding of one encoding."""
-    seed = step & 0xFFFFFFFF
-    for value in (rank, chunk, shard, shot):
+def rounding_seed(step: int, rank: int, chunk: int, shard: int, shot: int, seed: int = 0) -> int:
+    """Of the stochastic rounding of one encoding. seed: the caller's, of one buffer among several."""
+    for value in (step, rank, chunk, shard, shot):
         seed = mixed(seed, value)
     return seed
 
@@ -107,6 +106,7 @@ class TwoShot:
         step: int,
         tag: int,
         deadline: float,
+        seed: int = 0,
     ) -> None:
         self._flat, self._codec, self._transport = flat, codec, transport
         self._chunks, self._group, self._rank = sharing.chunks, sharing.group, sharing.rank
@@ -114,7 +114,7 @@ class TwoShot:
         # A group of a rank after the other: not all send to the same one at a time.
         self._others = [(self._me + k) % len(self._group) for k in range(1, len(self._group))]
         self._shard_start = sharing.shard.start
-        self._feedback, self._divisor, self._step = feedback, divisor, step
+        self._feedback, self._divisor, self._step, self._seed = feedback, divisor, step, seed
         self._tag, self._deadline = tag, deadline
         longest = sharing.longest
         self._stride = -(-max(codec.wire_bytes(longest), 1) // 64) * 64
@@ -169,7 +169,7 @@ class TwoShot:
                 self._flat[span.start : span.stop],
                 self._code(_GIVEN, chunk, member, span.length),
                 residual=feedback.worker[span.start : span.stop] if feedback is not None else None,
-                seed=rounding_seed(self._step, self._rank, chunk, member, 0),
+                seed=rounding_seed(self._step, self._rank, chunk, member, 0, self._seed),
                 state=feedback.state[chunk][member] if feedback is not None else None,
             )
             if member != self._me:
@@ -194,7 +194,7 @@ class TwoShot:
             total,
             result,
             residual=feedback.owner[start : start + span.length] if feedback is not None else None,
-            seed=rounding_seed(self._step, self._rank, chunk, self._me, 1),
+            seed=rounding_seed(self._step, self._rank, chunk, self._me, 1, self._seed),
         )
         self._send(_RESULT, chunk, self._me, self._others, span.length)
         self._codec.decode(result, self._flat[span.start : span.stop])

@@ -230,6 +230,7 @@ class Engine:
         feedback: Feedback | None,
         average: bool,
         step: int,
+        seed: int,
     ) -> None:
         """Reduce a float32 buffer in place by codes; between hosts only, where ranks share hosts and there are several."""
         sharing = feedback.sharing if feedback is not None else self.sharing(codec, flat.numel())
@@ -247,6 +248,7 @@ class Engine:
                 feedback=feedback,
                 divisor=self.size if average else 1,
                 step=step,
+                seed=seed,
                 tag=turn.tag,
                 deadline=turn.deadline,
             ).run()

@@ -13,6 +13,7 @@ collectives.CollectiveError where the ranks could not finish together.
 """
 
 from trainer.compression import Compression
+from trainer.ddp import ddp_comm_hook
 from trainer.handles import Handle, poll, synchronize
 from trainer.movements import (
     allgather,
@@ -80,6 +81,7 @@ __all__ = [
     "broadcast_parameters",
     "cross_rank",
     "cross_size",
+    "ddp_comm_hook",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",

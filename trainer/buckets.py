@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from collectives import Communicator, Work
+from collectives.compression.codec import Codec
+from collectives.compression.feedback import Feedback
 from trainer.compression import Cast
 
 MiB = 1024 * 1024
@@ -20,7 +22,7 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class Item:
-    """What planning has to know of a gradient. Only gradients of one kind (dtype and device) share a bucket."""
+    """What planning has to know of a gradient. Only gradients of one kind (dtype, device, what they travel as) share a bucket."""
 
     numel: int
     itemsize: int
@@ -64,10 +66,11 @@ def plan_buckets(
         filled_bytes[kind] += wanted
     position = {index: place for place, index in enumerate(order)}
     buckets = sorted([*full, *filling.values()], key=lambda members: position[members[-1]])
-    return tuple(_lay_out(items, members) for members in buckets)
+    return tuple(lay_out(items, members) for members in buckets)
 
 
-def _lay_out(items: Sequence[Item], members: Sequence[int]) -> BucketPlan:
+def lay_out(items: Sequence[Item], members: Sequence[int]) -> BucketPlan:
+    """The plan of a bucket for some of the items, in this order."""
     offsets = []
     end = 0
     for index in members:
@@ -88,45 +91,60 @@ class Reduction:
     op: str
     predivide: float
 
-    def start(self, tensor: Tensor) -> Work:
+    def start(
+        self, tensor: Tensor, codec: Codec | None = None, feedback: Feedback | None = None, step: int = 0, seed: int = 0
+    ) -> Work:
         work = self.communicator.allreduce(
-            tensor, self.op, prescale=1 / self.predivide, postscale=self.predivide, async_op=True
+            tensor,
+            self.op,
+            prescale=1 / self.predivide,
+            postscale=self.predivide,
+            codec=codec,
+            feedback=feedback,
+            step=step,
+            seed=seed,
+            async_op=True,
         )
         assert work is not None
         return work
 
 
 class Bucket:
-    """The buffer of a plan, with a view of it for the gradient of every parameter in it."""
+    """The buffer of a plan, with a view of it for the gradient of every parameter in it.
+
+    names and parameters: all that were planned, of which plan.items picks. wire: what is reduced, zeros; where it has the
+    gradients' dtype, it is their buffer too.
+    """
 
     def __init__(
         self,
         plan: BucketPlan,
         names: Sequence[str],
         parameters: Sequence[Tensor],
-        compression: Cast,
-        communicator: Communicator,
+        reduction: Reduction,
+        wire: Tensor,
     ) -> None:
-        """names and parameters: all that were planned, of which plan.items picks. communicator: whose memory is used."""
         self.items = plan.items
         self.names = [names[item] for item in plan.items]
         self._parameters = [parameters[item] for item in plan.items]
-        kind = self._parameters[0]
-        wire_dtype = compression.dtype_on_wire(kind.dtype)
-        self._wire = _wire_memory(communicator, plan.numel, wire_dtype, kind.device)
-        self._buffer = self._wire if wire_dtype == kind.dtype else self._wire.to(kind.dtype)
+        self._reduction = reduction
+        self._wire = wire
+        dtype = self._parameters[0].dtype
+        self._buffer = wire if wire.dtype == dtype else wire.to(dtype)
         self._views = [
-            self._buffer.as_strided(parameter.shape, _dense_strides(parameter), offset)
+            self._buffer.as_strided(parameter.shape, dense_strides(parameter), offset)
             for parameter, offset in zip(self._parameters, plan.offsets, strict=True)
         ]
-        self._presence = self._buffer[plan.presence_offset :]
+        self.presence = self._buffer[plan.presence_offset :]
+        """One number for each gradient: whether this rank has it, and after wait(), whether any rank has."""
         self._absent: list[int] = []
         self._work: Work | None = None
+        self._in_flight = False
 
     @property
     def in_flight(self) -> bool:
         """True from start() to forget()."""
-        return self._work is not None
+        return self._in_flight
 
     def collect(self, slot: int) -> bool:
         """Bring the gradient of the slot's parameter into the buffer and make parameter.grad the view of it.
@@ -155,15 +173,22 @@ class Bucket:
     def scale(self, slot: int, factor: float) -> None:
         self._views[slot].mul_(factor)
 
-    def start(self, reduction: Reduction) -> None:
-        """Collect what there is and begin its reduction. Until wait(), nobody may touch the gradients."""
+    def start(self, step: int) -> None:
+        """Collect what there is and begin its reduction. Until wait(), nobody may touch the gradients.
+
+        step: how many exchanges there have been.
+        """
         self._absent = [slot for slot in range(len(self.items)) if not self.collect(slot)]
-        self._presence.fill_(1)
+        self.presence.fill_(1)
         if self._absent:
-            self._presence[self._absent] = 0
+            self.presence[self._absent] = 0
         if self._wire is not self._buffer:
             self._wire.copy_(self._buffer)
-        self._work = reduction.start(self._wire)
+        self._send(step)
+        self._in_flight = True
+
+    def _send(self, step: int) -> None:
+        self._work = self._reduction.start(self._wire)
 
     def wait(self) -> None:
         """Until the reduction is done. Raises its error."""
@@ -175,14 +200,29 @@ class Bucket:
         if self._wire is not self._buffer:
             self._buffer.copy_(self._wire)
         if self._absent:
-            present = self._presence.tolist()
+            present = self.presence.tolist()
             for slot in self._absent:
                 if present[slot]:
                     self._parameters[slot].grad = self._views[slot]
+                else:
+                    self._on_absent_everywhere(slot)
+
+    def _on_absent_everywhere(self, slot: int) -> None:
+        """For buckets that have a result all the same."""
 
     def forget(self) -> None:
         """Be ready for the next start()."""
         self._work = None
+        self._in_flight = False
+
+
+def cast_bucket(
+    plan: BucketPlan, names: Sequence[str], parameters: Sequence[Tensor], cast: Cast, reduction: Reduction
+) -> Bucket:
+    """A bucket that travels as a floating-point dtype, with presence in the same message."""
+    like = parameters[plan.items[0]]
+    wire = _wire_memory(reduction.communicator, plan.numel, cast.dtype_on_wire(like.dtype), like.device)
+    return Bucket(plan, names, parameters, reduction, wire)
 
 
 def _wire_memory(communicator: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -192,6 +232,6 @@ def _wire_memory(communicator: Communicator, numel: int, dtype: torch.dtype, dev
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
-def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
+def dense_strides(parameter: Tensor) -> tuple[int, ...]:
     """The parameter's strides where it is dense, so that optimizers see gradients laid out like parameters."""
     return torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()

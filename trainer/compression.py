@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+from collectives.compression.codec import Codec
+from collectives.compression.dgc import DGC
+from collectives.compression.fp8 import Float8
+from collectives.compression.integers import Int4, Int8
+from collectives.compression.onebit import OneBit
+from collectives.compression.powersgd import PowerSGD
+from collectives.compression.randomk import RandomK
+from collectives.compression.registry import make_codec
+from collectives.compression.stochastic import QSGD, Natural, TernGrad
+from collectives.compression.threshold import Threshold
+from collectives.compression.topk import TopK
+from trainer.world import here
+
+LEAST_NUMEL = 4096
+"""Parameters of fewer elements are not worth a codec: all of them together are few bytes, and every element counts."""
+
+NEED_FEEDBACK = (OneBit, TopK, Threshold, RandomK, DGC)
+"""Codecs that do not converge without error feedback."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +51,167 @@ class Cast:
         return tensor.to(dtype)
 
 
+def named_codec(codec: str | Codec | PowerSGD) -> Codec | PowerSGD:
+    """The codec of a name, or itself. Raises ValueError, which lists the names."""
+    if isinstance(codec, PowerSGD):
+        return codec
+    if codec == PowerSGD.name:
+        return PowerSGD()
+    if not isinstance(codec, (str, Codec)):
+        raise ValueError(f"a codec or its name ({', '.join(NAMES)}) is needed, not {codec!r}")
+    return make_codec(codec)
+
+
+def _variance(codec: Codec | PowerSGD) -> float:
+    """omega of a codec that rounds at random, by the bound in its docstring; 0 for all others."""
+    if isinstance(codec, QSGD):
+        return min(codec.block / codec.levels**2, math.sqrt(codec.block) / codec.levels)
+    if isinstance(codec, TernGrad):
+        return math.sqrt(codec.block) - 1
+    if isinstance(codec, Natural):
+        return 1 / 8
+    if isinstance(codec, Int8) and codec.stochastic:
+        return codec.block / (4 * 127**2)
+    if isinstance(codec, Int4) and codec.stochastic:
+        return codec.block * (1 + 2**-7) ** 2 / (4 * 7**2)
+    return 0.0
+
+
+@dataclass(frozen=True)
+class ErrorFeedback:
+    """A codec with error feedback: what one step's encoding lost is added to the next step's gradient.
+
+    codec: of collectives.compression, or its name; PowerSGD has error feedback of its own, here only warmup_steps is new to it.
+    warmup_steps: for so many exchanges gradients travel uncompressed first.
+
+    Raises ValueError for codecs whose errors would grow from step to step, as they lose more than there was: unbiased ones with
+    omega >= 1 (see their docstrings). These need no error feedback.
+    """
+
+    codec: str | Codec | PowerSGD
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        made = named_codec(self.codec)
+        if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be a whole number >= 0, not {self.warmup_steps!r}")
+        if isinstance(made, Codec) and made.name == "none":
+            raise ValueError("error feedback needs a codec: without one nothing is lost")
+        if (omega := _variance(made)) >= 1:
+            raise ValueError(
+                f"error feedback diverges with {made!r}, whose omega is {omega:.2g}: what an encoding loses may be more than "
+                f"what there was. It is unbiased: use it without"
+            )
+
+
+Compressor: TypeAlias = "str | Cast | Codec | PowerSGD | ErrorFeedback"
+"""What `compression=` takes."""
+
+
 class Compression:
-    """Horovod's names: Compression.none, .fp16 (largest value 65504), .bf16 (float32's range, 8 bits of precision)."""
+    """Horovod's names: Compression.none, .fp16 (largest value 65504), .bf16 (float32's range, 8 bits of precision); and all
+    codecs of collectives.compression with their defaults, with error feedback where they need it."""
 
     none = Cast(None)
     fp16 = Cast(torch.float16)
     bf16 = Cast(torch.bfloat16)
+    fp8 = Float8()
+    int8 = Int8()
+    int4 = Int4()
+    qsgd = QSGD()
+    terngrad = TernGrad()
+    natural = Natural()
+    onebit = ErrorFeedback(OneBit())
+    topk = ErrorFeedback(TopK())
+    threshold = ErrorFeedback(Threshold())
+    randomk = ErrorFeedback(RandomK())
+    dgc = ErrorFeedback(DGC())
+    powersgd = PowerSGD()
+
+
+NAMES = tuple(name for name in vars(Compression) if not name.startswith("_"))
+"""Of everything in Compression: those that `compression=` takes."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How gradients are exchanged by a codec. feedback: whether with error feedback beside the codec (PowerSGD has its own).
+    warmup_steps: how many exchanges come first that are uncompressed."""
+
+    codec: Codec | PowerSGD
+    feedback: bool = False
+    warmup_steps: int = 0
+
+
+def encoding_of(compression: Compressor) -> Cast | Encoding:
+    """What is meant by a `compression=`; the names mean what Compression has of that name.
+
+    Codecs that need error feedback get it, the others only as ErrorFeedback. Raises ValueError, which lists the names.
+    """
+    if isinstance(compression, str):
+        if compression not in NAMES:
+            raise ValueError(f"{here()}nothing is called {compression!r} in Compression; known are {', '.join(NAMES)}")
+        compression = getattr(Compression, compression)
+    if isinstance(compression, Cast):
+        return compression
+    if isinstance(compression, ErrorFeedback):
+        codec = named_codec(compression.codec)
+        return Encoding(codec, isinstance(codec, Codec), compression.warmup_steps)
+    if not isinstance(compression, (Codec, PowerSGD)):
+        raise ValueError(
+            f"{here()}compression must be a codec, ErrorFeedback(codec), one of Compression, or its name ({', '.join(NAMES)}), "
+            f"not {compression!r}"
+        )
+    if isinstance(compression, Codec) and compression.name == "none":
+        return Compression.none
+    return Encoding(compression, isinstance(compression, NEED_FEEDBACK))
+
+
+def is_compressible(parameter: Tensor) -> bool:
+    """Whether a codec is for parameters like this one: matrices, and what has more dimensions, of LEAST_NUMEL elements."""
+    return parameter.dim() >= 2 and parameter.numel() >= LEAST_NUMEL
+
+
+def verb_codec(compression: Compressor) -> Cast | Codec:
+    """What is meant by the `compression=` of a verb, which keeps nothing from one call to the next. Raises ValueError."""
+    encoding = encoding_of(compression)
+    if isinstance(encoding, Cast):
+        return encoding
+    if isinstance(compression, Codec):
+        return compression
+    if isinstance(encoding.codec, Codec) and not encoding.feedback:
+        return encoding.codec
+    raise ValueError(
+        f"{here()}{encoding.codec.name!r} with error feedback is for DistributedOptimizer(compression=...), which knows the "
+        f"tensor of the step before; a verb can be given a codec alone"
+    )
+
+
+class Policy:
+    """What the gradient of which parameter travels as.
+
+    compression: for all; a codec, though, only for those that are compressible. policy: patterns of names, as of files, with
+    what goes for the parameters that they match, whatever their size; the first that matches counts. Raises ValueError.
+    """
+
+    def __init__(self, compression: Compressor, policy: Mapping[str, Compressor] | None = None) -> None:
+        self._default = encoding_of(compression)
+        self._by_pattern = {pattern: encoding_of(value) for pattern, value in (policy or {}).items()}
+
+    def check(self, names: Sequence[str]) -> None:
+        """names: of all parameters. Raises ValueError for a pattern that none of them matches."""
+        for pattern in self._by_pattern:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+                raise ValueError(
+                    f"{here()}policy: no parameter's name matches {pattern!r}; names are {some or 'none at all'}"
+                )
+
+    def encoding(self, name: str, parameter: Tensor) -> Cast | Encoding:
+        """Of one parameter."""
+        for pattern, encoding in self._by_pattern.items():
+            if fnmatchcase(name, pattern):
+                return encoding
+        if isinstance(self._default, Encoding) and not is_compressible(parameter):
+            return Compression.none
+        return self._default

@@ -31,6 +31,8 @@ class GradientExchange:
         self.passes_per_window = passes_per_window
         self.paused = False
         """While True, passes only accumulate, and are not counted."""
+        self.step = 0
+        """How many exchanges there have been."""
         self.wait_s = 0.0
         """Seconds for which callers were held up by unfinished reductions so far."""
         self._layout = layout
@@ -162,8 +164,10 @@ class GradientExchange:
         for bucket in self._layout.buckets[self._started : count]:
             if self._reduction.op == Sum:
                 self._divide_old_sums(bucket)
-            bucket.start(self._reduction)
+            bucket.start(self.step)
             self._started += 1
+        if self._started == len(self._layout.buckets):
+            self._layout.presence.start()
 
     def _divide_old_sums(self, bucket: Bucket) -> None:
         """Divide gradients of an earlier exchange, to which nothing was added, so that summing again gives the same sums."""
@@ -178,14 +182,17 @@ class GradientExchange:
         try:
             for bucket in buckets:
                 bucket.wait()
+            self._layout.presence.wait()
             for bucket in buckets:
                 bucket.finish()
         finally:
             self.wait_s += time.perf_counter() - begin
             for bucket in buckets:
                 bucket.forget()
+            self._layout.presence.forget()
             self._started = 0
             self._passes = 0
+        self.step += 1
         self._has_unreduced = False
         self._exchanged = True
         self._reduced = set(self._layout.places)

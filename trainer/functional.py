@@ -8,19 +8,31 @@ import torch
 from torch import Tensor
 
 from collectives import Communicator
+from collectives.compression.codec import Codec
 from trainer.ops import Average, Sum
 
 
 class Allreduce(torch.autograd.Function):
-    """(communicator, op, prescale, postscale, *tensors) -> the reduced tensors. Differentiable for Sum and Average."""
+    """(communicator, op, codec, prescale, postscale, *tensors) -> the reduced tensors. Differentiable for Sum and Average; a
+    codec, if any, encodes the gradients too."""
 
     @staticmethod
     def forward(
-        ctx: Any, communicator: Communicator, op: str, prescale: float, postscale: float, *tensors: Tensor
+        ctx: Any,
+        communicator: Communicator,
+        op: str,
+        codec: Codec | None,
+        prescale: float,
+        postscale: float,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.call = communicator, op, prescale, postscale
+        ctx.call = communicator, op, codec, prescale, postscale
         outputs = [copied(tensor) for tensor in tensors]
-        communicator.grouped_allreduce(outputs, op, prescale=prescale, postscale=postscale)
+        if codec is None:
+            communicator.grouped_allreduce(outputs, op, prescale=prescale, postscale=postscale)
+        else:
+            for number, output in enumerate(outputs):
+                communicator.allreduce(output, op, prescale=prescale, postscale=postscale, codec=codec, seed=number)
         return tuple(outputs)
 
     @staticmethod
@@ -28,7 +40,7 @@ class Allreduce(torch.autograd.Function):
         op = ctx.call[1]
         if op not in (Sum, Average):
             raise RuntimeError(f"allreduce with op={op!r} has no gradient; only {Sum!r} and {Average!r} have")
-        return (None, None, None, None, *Allreduce.forward(ctx, *ctx.call, *gradients))
+        return (None, None, None, None, None, *Allreduce.forward(ctx, *ctx.call, *gradients))
 
 
 class Allgather(torch.autograd.Function):

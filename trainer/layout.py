@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from collectives import Communicator
-from trainer.buckets import Bucket, Item, plan_buckets
-from trainer.compression import Cast
+from trainer.buckets import Bucket, BucketPlan, Item, Reduction, cast_bucket, lay_out, plan_buckets
+from trainer.compression import Cast, Encoding, Policy
+from trainer.encoded import EncodedBucket, Owed, Presence, encoded_bucket
 
 EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -18,14 +19,17 @@ class Layout:
     """The buckets of the parameters that require gradients. Parameters go by their index.
 
     Begins with the parameters in reverse, as backward tends to reach them, and is rebuilt once in the order in which they
-    were seen to arrive on rank 0; so again when parameters were frozen, thawed or added.
+    were seen to arrive on rank 0; so again when parameters were frozen, thawed or added. What the codes of old buckets owe goes
+    along, and waits where a parameter is frozen.
     """
 
-    def __init__(self, communicator: Communicator, compression: Cast, bucket_bytes: int) -> None:
-        self._communicator = communicator
-        self._compression = compression
+    def __init__(self, reduction: Reduction, policy: Policy, bucket_bytes: int) -> None:
+        self._reduction = reduction
+        self._policy = policy
         self._bucket_bytes = bucket_bytes
         self._names: list[str] = []
+        self._encodings: list[Cast | Encoding] = []
+        self._waiting: dict[int, Owed] = {}
         self._order: list[int] = []
         self._learning = True
         self._arrivals: list[int] | None = None
@@ -33,6 +37,8 @@ class Layout:
         self.buckets: list[Bucket] = []
         self.places: dict[int, tuple[int, int]] = {}
         """Of each parameter laid out: index of its bucket, and its slot there."""
+        self.presence = Presence((), reduction)
+        """To be exchanged after the buckets."""
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """More parameters, for the next extend() or update(). Raises ValueError for dtypes that cannot be exchanged."""
@@ -43,7 +49,17 @@ class Layout:
                     f"{', '.join(map(str, EXCHANGEABLE_DTYPES))}"
                 )
         self._names += names
+        self._encodings += [self._policy.encoding(*named) for named in zip(names, parameters, strict=True)]
         self.parameters += parameters
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether any parameter is for a codec."""
+        return any(isinstance(encoding, Encoding) for encoding in self._encodings)
+
+    @property
+    def encoded_buckets(self) -> list[EncodedBucket]:
+        return [bucket for bucket in self.buckets if isinstance(bucket, EncodedBucket)]
 
     def learn(self, arrivals: Iterable[int]) -> None:
         """Take note of the order in which gradients arrived in an exchange. Every rank must do so after every exchange."""
@@ -56,7 +72,7 @@ class Layout:
         newcomers = [index for index in reversed(self._trainable()) if index not in self.places]
         if newcomers:
             self._order += newcomers
-            self._append(newcomers)
+            self._take_in(self._made(self._plan(newcomers), len(self.buckets)))
             self._learning = True
 
     def update(self) -> None:
@@ -72,9 +88,15 @@ class Layout:
         self._arrivals = None
         wanted = set(trainable)
         self._order = self._agree([index for index in known if index in wanted])
+        for bucket in self.encoded_buckets:
+            self._waiting |= {index: owed for index, owed in zip(bucket.items, bucket.take(), strict=True) if owed}
+        self._replace(self._made(self._plan(self._order)))
+
+    def _replace(self, buckets: list[Bucket]) -> None:
+        """Have these buckets instead; gradients move along."""
         held = {index for index, (bucket, slot) in self.places.items() if self.buckets[bucket].holds_gradient(slot)}
         self.buckets, self.places = [], {}
-        self._append(self._order)
+        self._take_in(buckets)
         for index in self.places.keys() & held:
             bucket, slot = self.places[index]
             self.buckets[bucket].collect(slot)
@@ -85,7 +107,7 @@ class Layout:
     def _agree(self, order: Sequence[int]) -> list[int]:
         """Rank 0's order."""
         mine = [(self._names[i], tuple(self.parameters[i].shape), str(self.parameters[i].dtype)) for i in order]
-        everyones = self._communicator.allgather_object(mine)
+        everyones = self._reduction.communicator.allgather_object(mine)
         for rank, theirs in enumerate(everyones):
             if difference := set(theirs) ^ set(everyones[0]):
                 name, shape, dtype = min(difference)
@@ -97,12 +119,87 @@ class Layout:
         index = dict(zip((name for name, _, _ in mine), order, strict=True))
         return [index[name] for name, _, _ in everyones[0]]
 
-    def _append(self, order: Sequence[int]) -> None:
-        """Add buckets for parameters in this order."""
-        items = [
-            Item(parameter.numel(), parameter.element_size(), (parameter.dtype, parameter.device))
-            for parameter in self.parameters
-        ]
-        for plan in plan_buckets(items, order, bucket_bytes=self._bucket_bytes):
-            self.places |= {index: (len(self.buckets), slot) for slot, index in enumerate(plan.items)}
-            self.buckets.append(Bucket(plan, self._names, self.parameters, self._compression, self._communicator))
+    def _items(self) -> list[Item]:
+        kinds = zip(self.parameters, self._encodings, strict=True)
+        return [Item(p.numel(), p.element_size(), (p.dtype, p.device, encoding)) for p, encoding in kinds]
+
+    def _plan(self, order: Sequence[int]) -> Sequence[BucketPlan]:
+        """Of buckets for parameters in this order."""
+        return plan_buckets(self._items(), order, bucket_bytes=self._bucket_bytes)
+
+    def _made(self, plans: Sequence[BucketPlan], first_number: int = 0) -> list[Bucket]:
+        buckets = []
+        for number, plan in enumerate(plans, first_number):
+            encoding = self._encodings[plan.items[0]]
+            if isinstance(encoding, Encoding):
+                bucket: Bucket = encoded_bucket(plan, self._names, self.parameters, encoding, self._reduction, number)
+            else:
+                bucket = cast_bucket(plan, self._names, self.parameters, encoding, self._reduction)
+            buckets.append(bucket)
+        return buckets
+
+    def _take_in(self, buckets: Sequence[Bucket]) -> None:
+        """Add buckets, with what waited for their parameters."""
+        for bucket in buckets:
+            self.places |= {index: (len(self.buckets), slot) for slot, index in enumerate(bucket.items)}
+            self.buckets.append(bucket)
+        self.presence = Presence(self.buckets, self._reduction)
+        self._give()
+
+    def _give(self) -> None:
+        for index in self._waiting.keys() & self.places:
+            number, slot = self.places[index]
+            bucket = self.buckets[number]
+            if isinstance(bucket, EncodedBucket):
+                bucket.give(slot, self._waiting[index])
+            del self._waiting[index]
+
+    # What a checkpoint holds
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that decides about the next exchanges and that parameters and optimizer do not know; see trainer.resumption."""
+        return {
+            "order": list(self._order),
+            "learning": self._learning,
+            "arrivals": self._arrivals,
+            "buckets": [
+                bucket.state_dict() if isinstance(bucket, EncodedBucket) else {"parameters": list(bucket.items)}
+                for bucket in self.buckets
+            ],
+            "waiting": dict(self._waiting),
+        }
+
+    def restored(self, state: dict[str, Any]) -> list[Bucket] | None:
+        """The buckets of a saved layout, as they were, for restore(); None where parameters, codecs or ranks are others."""
+        items, saved = self._items(), state["buckets"]
+        if not all(self._is_kind(items, entry["parameters"]) for entry in saved):
+            return None
+        buckets = self._made([lay_out(items, entry["parameters"]) for entry in saved])
+        for bucket, entry in zip(buckets, saved, strict=True):
+            if isinstance(bucket, EncodedBucket) != ("tensors" in entry):
+                return None
+            if isinstance(bucket, EncodedBucket):
+                if not bucket.fits(entry):
+                    return None
+                bucket.load_state_dict(entry)
+        return buckets
+
+    def restore(self, state: dict[str, Any], buckets: list[Bucket]) -> None:
+        """Continue where state_dict() was taken. buckets: from restored()."""
+        self._waiting = {
+            index: {name: tensor.to(self.parameters[index].device) for name, tensor in owed.items()}
+            for index, owed in state["waiting"].items()
+        }
+        self._order, self._learning, self._arrivals = list(state["order"]), state["learning"], state["arrivals"]
+        self._replace(buckets)
+
+    def restart(self, owed: dict[int, Owed]) -> None:
+        """Keep the layout, but owe this and nothing else. owed: by parameter, the same on all ranks."""
+        for bucket in self.encoded_buckets:
+            bucket.restart()
+        self._waiting = owed
+        self._give()
+
+    def _is_kind(self, items: Sequence[Item], members: Sequence[int]) -> bool:
+        """Whether these are parameters, and may share a bucket."""
+        return max(members) < len(items) and len({items[index].kind for index in members}) == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from collectives import Communicator
 from trainer.buckets import DEFAULT_BUCKET_BYTES, Reduction
-from trainer.compression import Cast, Compression
+from trainer.compression import Compression, Compressor
 from trainer.exchange import GradientExchange
 from trainer.layout import Layout
 from trainer.ops import Average
-from trainer.validation import check_arguments, check_named_parameters, check_passes
+from trainer.resumption import KEY, Resumption
+from trainer.validation import check_arguments, check_named_parameters, check_passes, check_policy
 from trainer.world import ProcessSet, current_world, here
 
 
@@ -42,7 +43,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     optimizer: any torch optimizer; its dense parameters of dtype float16, bfloat16, float32 or float64 are exchanged.
     named_parameters: pairs (name, parameter) that cover the optimizer's, for error messages; the same on all ranks.
-    compression: Compression.none, .fp16 or .bf16: what gradients travel as.
+    compression: what gradients travel as: one of Compression or its name ("int8"), a codec of collectives.compression, or
+    ErrorFeedback(codec). onebit, topk, threshold, randomk and dgc have error feedback without being asked, since they do not
+    converge without; the others have it as ErrorFeedback(...) only. Codecs are for matrices (two dimensions or more) of 4096
+    elements or more; other parameters travel as they are. Casts are for all.
+    policy: what goes instead for parameters by name, whatever their size: {"*.bias": "none", "embed*": "topk"}; patterns as of
+    file names, of which the first that matches counts. Needs named_parameters.
     op: Average or Sum. gradient_predivide_factor: f, to sum gradients / f and multiply by f / size after (Average only).
     process_set: None for all ranks, a torch.distributed group, or a Communicator that nothing else uses.
     bucket_bytes: size up to which gradients are fused.
@@ -55,19 +61,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-        compression: Cast = Compression.none,
+        compression: Compressor = Compression.none,
         backward_passes_per_step: int = 1,
         op: str = Average,
         gradient_predivide_factor: float = 1.0,
         process_set: ProcessSet = None,
         *,
+        policy: Mapping[str, Compressor] | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
-        check_arguments(optimizer, compression, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
+        check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"{here()}optimizer is a DistributedOptimizer already")
         parameters = _tensors(optimizer.param_groups)
         self._names = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
+        checked = check_policy(compression, policy, None if named_parameters is None else self._names.values())
 
         self.optimizer = optimizer
         # What torch's __init__ would make. Shared, for it is the wrapped optimizer that runs the hooks, each once.
@@ -84,8 +92,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         self._op = op
         reduction = Reduction(self._communicator, op, gradient_predivide_factor)
-        self._layout = Layout(self._communicator, compression, bucket_bytes)
+        self._layout = Layout(reduction, checked, bucket_bytes)
         self._exchange = GradientExchange(self._layout, reduction, backward_passes_per_step)
+        self._resumption = Resumption(self._layout, self._exchange, reduction)
         self._take_in(0, parameters)
         self._layout.update()
 
@@ -193,12 +202,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._exchange.add(names, parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, unchanged: checkpoints do not depend on the wrapper."""
-        return self.optimizer.state_dict()
+        """The wrapped optimizer's, unchanged: checkpoints do not depend on the wrapper.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the wrapped optimizer, on this rank only."""
-        self.optimizer.load_state_dict(state_dict)
+        With codecs there is one more key, "gradwire", that other optimizers ignore: what this rank needs to go on exactly as if
+        it had not stopped (residuals of error feedback, state of codecs, layout). It is another on every rank: save all.
+        """
+        state = self.optimizer.state_dict()
+        return {**state, KEY: self._resumption.state_dict()} if self._layout.is_encoded else state
+
+    def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]] = ()) -> None:
+        """Load into the wrapped optimizer, on this rank only; with codecs, collective, as all ranks must go on alike.
+
+        On as many ranks as saved, each given its own state_dict, training continues bit for bit. On another number of ranks, or
+        with other codecs, what error feedback still owes is handed over: every rank gets the mean (op=Sum: an equal part of the
+        sum) over the ranks whose state_dict was given to anyone. also: those of ranks that no longer exist, so that nothing is
+        lost; a rank that did not exist is given any other's. A warning on rank 0 says what became of what.
+        Without "gradwire", on all ranks, error feedback begins anew.
+
+        Raises ValueError on all ranks where only some have "gradwire", or not of one checkpoint.
+        """
+        if self._layout.is_encoded:
+            self._resumption.load(state_dict.get(KEY), [other[KEY] for other in also if KEY in other])
+        self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != KEY})
 
     def close(self) -> None:
         """Remove the hooks, and close the Communicator unless it was given as process_set. The wrapped optimizer lives on."""

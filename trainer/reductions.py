@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from collectives import Communicator
-from trainer.compression import Cast, Compression
+from trainer.compression import Cast, Compression, Compressor, verb_codec
 from trainer.functional import Allreduce, ReduceScatter, copied, scattered
 from trainer.handles import Handle
 from trainer.ops import Average, resolve_op
@@ -19,7 +19,7 @@ def allreduce(
     tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
-    compression: Cast = Compression.none,
+    compression: Compressor = Compression.none,
     op: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -28,7 +28,8 @@ def allreduce(
     """A new tensor like `tensor`: its reduction over all ranks.
 
     op: Average (the default), Sum, Min, Max or Product; `average` is Horovod's older word for Average or Sum.
-    The factors multiply before and after the reduction. compression: what floating-point tensors travel as.
+    The factors multiply before and after the reduction. compression: what floating-point tensors travel as; a codec, or its name,
+    is for Average and Sum, without error feedback, and rounds equal tensors alike every time.
     """
     (output,) = grouped_allreduce(
         [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
@@ -88,22 +89,25 @@ def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
-    compression: Cast = Compression.none,
+    compression: Compressor = Compression.none,
     op: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = None,
 ) -> list[Tensor]:
-    """allreduce() of several tensors as one operation: new tensors in the same order."""
-    packed = [compression.compress(check_tensor(tensor)) for tensor in tensors]
+    """allreduce() of several tensors as one operation (with a codec, one after the other): new tensors in the same order."""
+    codec = verb_codec(compression)
+    cast = codec if isinstance(codec, Cast) else Compression.none
+    packed = [cast.compress(check_tensor(tensor)) for tensor in tensors]
     reduced = Allreduce.apply(
         communicator_of(process_set),
         resolve_op(op, average),
+        None if isinstance(codec, Cast) else codec,
         prescale_factor,
         postscale_factor,
         *(tensor for tensor, _ in packed),
     )
-    return [compression.decompress(tensor, dtype) for tensor, (_, dtype) in zip(reduced, packed, strict=True)]
+    return [cast.decompress(tensor, dtype) for tensor, (_, dtype) in zip(reduced, packed, strict=True)]
 
 
 def grouped_allreduce_async(
@@ -168,6 +172,8 @@ def reducescatter(
     The tensors have the same shape on all ranks.
     """
     communicator = communicator_of(process_set)
+    if not isinstance(compression, Cast):
+        raise ValueError(f"{here()}reducescatter has no codecs: compression must be Compression.none, .fp16 or .bf16")
     rows = _even_rows(tensor, communicator)
     sent, dtype = compression.compress(tensor)
     output = ReduceScatter.apply(communicator, rows, resolve_op(op, None), prescale_factor, postscale_factor, sent)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from trainer.optimizer import DistributedOptimizer
 from trainer.world import ProcessSet, communicator_of, here
 
 T = TypeVar("T")
@@ -45,7 +46,10 @@ def broadcast_optimizer_state(
 
     Works for any optimizer whose state_dict() is made of dicts, lists, tuples, tensors and picklable values; no step is
     taken, so parameters stay as they are, and root_rank's optimizer is not touched. `model` is Horovod's, and unused.
+    Of a DistributedOptimizer, that is the wrapped optimizer's; what its codecs remember is each rank's own, and stays.
     """
+    if isinstance(optimizer, DistributedOptimizer):
+        optimizer = optimizer.optimizer
     communicator = communicator_of(process_set)
     tensors: list[Tensor] = []
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from trainer.compression import Cast
+from trainer.compression import Compressor, Policy
 from trainer.ops import Average, Sum
 from trainer.world import here
 
@@ -21,14 +21,10 @@ def check_tensor(value: object) -> Tensor:
     return value
 
 
-def check_arguments(
-    optimizer: object, compression: object, passes: object, op: object, predivide: float, bucket_bytes: int
-) -> None:
+def check_arguments(optimizer: object, passes: object, op: object, predivide: float, bucket_bytes: int) -> None:
     """Raise TypeError or ValueError, with what was given and what is allowed, for arguments that cannot be meant."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{here()}optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    if not isinstance(compression, Cast):
-        raise ValueError(f"{here()}compression must be Compression.none, .fp16 or .bf16, not {compression!r}")
     check_passes(passes)
     if op not in (Average, Sum):
         raise ValueError(f"{here()}op must be {Average!r} or {Sum!r}, not {op!r}")
@@ -70,3 +66,14 @@ def check_named_parameters(
             f"(of shape {', '.join(unnamed)})"
         )
     return names
+
+
+def check_policy(
+    compression: Compressor, patterns: Mapping[str, Compressor] | None, names: Iterable[str] | None
+) -> Policy:
+    """The policy meant. names: of all parameters, where they have any. Raises ValueError."""
+    policy = Policy(compression, patterns)
+    if patterns and names is None:
+        raise ValueError(f"{here()}policy goes by the names of parameters: it needs named_parameters")
+    policy.check(list(names or ()))
+    return policy

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from collectives.kernels import reference, reference_sparse
 from collectives.kernels.cuda_quantize import Quantizers
 from collectives.kernels.cuda_source import OPTIONS, THREADS, source
 from collectives.kernels.cuda_sparse import Sparse
 
-_CAPABILITY = (8, 0)  # of a GPU, from which on it has the instructions that the kernels use
+_CAPABILITY = (8, 0)  # of a GPU that has the instructions which the kernels use
 
 
 class CudaKernels(Quantizers, Sparse):
@@ -44,11 +46,8 @@ class CupyLaunch:
 
     def _compile(self, family: str, kernel: str, device: torch.device) -> Any:
         """Not by cupy.RawModule, which flushes denormals whatever options it is given."""
-        capability = torch.cuda.get_device_capability(device)
-        if capability < _CAPABILITY:
-            least, this = (".".join(map(str, version)) for version in (_CAPABILITY, capability))
-            raise RuntimeError(f"{device}: the kernels need compute capability {least}, this GPU has {this}")
-        code, name = compile_kernel(self._cupy.cuda.nvrtc, family, kernel, "sm_{}{}".format(*capability))
+        architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+        code, name = compile_kernel(self._cupy.cuda.nvrtc, family, kernel, architecture)
         module = self._cupy.cuda.function.Module()
         module.load(code)
         return module.get_function(name)
@@ -70,17 +69,43 @@ def compile_kernel(nvrtc: Any, family: str, kernel: str, architecture: str) -> t
         nvrtc.destroyProgram(program)
 
 
-def cuda_kernels() -> CudaKernels | str:
-    """The kernels; or why there are none, in one line that names the package to install."""
+class TorchKernels:
+    """What CudaKernels has, in plain torch: the same bytes, but slowly, and the host waits for the GPU here and there."""
+
+    def __getattr__(self, function: str) -> Callable[..., None]:
+        module = reference if hasattr(reference, function) else reference_sparse
+        implementation: Callable[..., None] = getattr(module, function)
+        return implementation
+
+
+def cuda_kernels() -> CudaKernels | TorchKernels | str:
+    """The kernels. If something that they need is missing, plain torch, and a warning of one line says what to install.
+
+    If torch cannot have CUDA tensors: that, as a text.
+    """
     if torch.version.cuda is None:
         return "this torch was built without CUDA"
-    major = torch.version.cuda.split(".")[0]
+    found = _cupy_launch(torch.version.cuda.split(".")[0])
+    if isinstance(found, str):
+        warnings.warn(f"codecs on CUDA tensors are slow, in plain torch: {found}", stacklevel=2)
+        return TorchKernels()
+    return CudaKernels(found)
+
+
+def _cupy_launch(major: str) -> CupyLaunch | str:
+    """major: torch's version of CUDA. If there is no CuPy for it, or no GPU for the kernels, the reason in one line."""
+    for number in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(number)
+        if capability < _CAPABILITY:
+            least, this = (".".join(map(str, version)) for version in (_CAPABILITY, capability))
+            return f"the kernels need compute capability {least}, cuda:{number} has {this}"
     advice = f"pip install cupy-cuda{major}x"
     try:
         import cupy
     except ImportError as error:
-        return f"{str(error).strip().splitlines()[0]}: {advice}"
+        # Where CuPy is there but does not load, its own text is a page, and the cause is a line.
+        return f"{str(error.__cause__ or error).strip().splitlines()[0]}: {advice}"
     built_for = str(cupy.cuda.runtime.runtimeGetVersion() // 1000)
     if built_for != major:
         return f"CuPy was built for CUDA {built_for}, torch for CUDA {major}: {advice}, without the other CuPy"
-    return CudaKernels(CupyLaunch(cupy))
+    return CupyLaunch(cupy)

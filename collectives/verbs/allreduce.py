@@ -68,6 +68,7 @@ def allreduce_compressed(
     *,
     feedback: Feedback | None,
     step: int,
+    seed: int,
     prescale: float,
     postscale: float,
     algorithm: str = "auto",
@@ -100,7 +101,7 @@ def allreduce_compressed(
         if prescale != 1.0:
             flat.mul_(prescale)
         if chosen == TWO_SHOT:
-            engine.two_shot(turn, flat, codec, feedback=feedback, average=name == "average", step=step)
+            engine.two_shot(turn, flat, codec, feedback=feedback, average=name == "average", step=step, seed=seed)
         else:
             _reduce_codes(engine, turn, flat, present, feedback, name, chosen)
         finish(flat, "sum", engine.size, postscale)

@@ -20,7 +20,7 @@ from collectives.compression.stochastic import QSGD, Natural, TernGrad
 from collectives.compression.threshold import Threshold
 from collectives.compression.topk import TopK
 from collectives.kernels import reference, reference_sparse
-from collectives.kernels.cuda import CudaKernels
+from collectives.kernels.cuda import CudaKernels, TorchKernels
 
 DENSE: tuple[Dense, ...] = (
     Float16(),
@@ -58,7 +58,7 @@ def numbers(numel: int, kind: str, seed: int = 0) -> Tensor:
         "wide": lambda: x * torch.exp(20 * other - 10) * (other > 0.1),
         "ties": lambda: (x * 2).round(),
         "few": lambda: torch.where(other < 0.01, x, torch.where(other < 0.5, 0.0, -0.0)),
-        "constant": lambda: torch.full((numel,), -0.3),
+        "constant": lambda: torch.full((numel,), -0.3) * (torch.arange(numel) % 2048 < 1024),
         "denormal": lambda: x * 1e-40,
         "large": lambda: x * 2.0**126,
         "not finite": lambda: torch.where(other < 0.01, torch.where(x > 0, float("inf"), float("nan")), x),
@@ -75,7 +75,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 class Pair:
     """The reference on the CPU and the kernels on a device, given the same, as if each had its own memory."""
 
-    def __init__(self, kernels: CudaKernels, device: str) -> None:
+    def __init__(self, kernels: CudaKernels | TorchKernels, device: str) -> None:
         self.kernels, self.device = kernels, torch.device(device)
         self.failures: list[str] = []
 
@@ -106,7 +106,9 @@ def _unwritten(nbytes: int) -> Tensor:
     return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
 
 
-def check_dense(kernels: CudaKernels, device: str, codec: Dense, numels: tuple[int, ...] = DENSE_NUMELS) -> list[str]:
+def check_dense(
+    kernels: CudaKernels | TorchKernels, device: str, codec: Dense, numels: tuple[int, ...] = DENSE_NUMELS
+) -> list[str]:
     """What differs."""
     pair = Pair(kernels, device)
     for turn, numel in enumerate(numels):
@@ -121,7 +123,7 @@ def check_dense(kernels: CudaKernels, device: str, codec: Dense, numels: tuple[i
 
 
 def check_sparse(
-    kernels: CudaKernels,
+    kernels: CudaKernels | TorchKernels,
     device: str,
     codec: Sparse,
     numels: tuple[int, ...] = SPARSE_NUMELS,
@@ -150,13 +152,13 @@ def _dgc(pair: Pair, codec: Any, k: int, values: Tensor, residual: Tensor | None
 
 
 def _threshold(pair: Pair, codec: Any, k: int, values: Tensor, residual: Tensor | None, wire: Tensor) -> None:
-    """Without a tau; with one that has nothing yet, then its own; with a bad one."""
+    """Without a tau; with a bad one; with one that has nothing yet, and then a few more numbers reach."""
     slack = codec.slack(len(values))
-    pair.both("threshold_encode", values, residual, wire, k, slack, None)
-    for first in (0.0, 1e-3):
-        tau = torch.tensor([first])
-        for _ in range(2):
-            *_, sent, tau = pair.both("threshold_encode", values, residual, wire, k, slack, tau)
+    for tau in (None, torch.tensor([1e-3])):
+        pair.both("threshold_encode", values, residual, wire, k, slack, tau)
+    tau = torch.zeros(1)
+    for factor in (1, 1.005):
+        *_, sent, tau = pair.both("threshold_encode", values * factor, residual, wire, k, slack, tau)
     for add in (False, True):
         pair.both("threshold_decode", sent, numbers(len(values), "wide"), k, slack, add, 0.3)
 

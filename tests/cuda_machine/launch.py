@@ -24,7 +24,7 @@ def _loaded(family: str, kernel: str, architecture: str) -> tuple[ptx.Kernel, li
 
 
 class MachineLaunch:
-    """A collectives.kernels.cuda_quantize.Launch for tensors in the memory of the CPU. launched: the kernels, in order."""
+    """A collectives.kernels.cuda_source.Launch for tensors in the memory of the CPU. launched: the kernels, in order."""
 
     def __init__(self, architecture: str = "compute_80", order: Order = Order.TOGETHER) -> None:
         self.architecture, self.order = architecture, order

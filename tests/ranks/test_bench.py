@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from bench.__main__ import COLLECTIVES
+from bench.options import parse_arguments
 from bench.table import Row
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +74,42 @@ def test_dtypes_and_ops(tmp_path: Path) -> None:
     _, rows = rows_of(tmp_path / "out.json")
     assert len({(row["dtype"], row["op"]) for row in rows}) == 10 * 5 - 1
     assert not any(row["wrong"] for row in rows)
+
+
+def test_codecs_beside_no_compression(tmp_path: Path) -> None:
+    flags = ["--codec", "int8,onebit+ef,randomk+ef,bf16", "-b", "400K", "-e", "400K", "-n", "8"]
+    files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
+    done = bench(3, "allreduce", *flags, *files)
+    assert done.returncode == 0, done.stderr
+    _, rows = rows_of(tmp_path / "out.json")
+    by_name = {(row["algorithm"], row["codec"]): row for row in rows}
+    assert list(by_name) == [
+        ("torch", "none"),
+        ("auto", "none"),
+        *(("auto", name) for name in ("int8", "onebit+ef", "randomk+ef", "bf16")),
+    ]
+    assert [row["wrong"] for row in rows] == [0] * len(rows)
+    for (_, name), row in by_name.items():
+        parts = [row["encode_us"], row["wire_us"], row["decode_us"]]
+        assert parts == [None] * 3 if name == "none" else min(parts) > 0
+    int8, onebit = by_name["auto", "int8"], by_name["auto", "onebit+ef"]
+    assert int8["ratio"] == pytest.approx(3.94, rel=0.02)
+    assert onebit["ratio"] == pytest.approx(31, rel=0.02)
+    assert int8["ratio"] * int8["wire_bytes"] == pytest.approx(4 / 3 * 400 * 1024)
+    assert by_name["auto", "none"]["relative_error"] < 1e-6 < int8["relative_error"] < 0.02 < onebit["relative_error"]
+    assert done.stdout.count("# Out of bounds values : 0 OK") == 5
+    assert done.stdout.count("t_encode") == 5
+    assert done.stdout.count("Time of auto / torch") == 5
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "flags", ["int9", "int8+fe", "none", "powersgd", "int8 -d half", "int8 -o max", "int8 --shared"]
+)
+def test_what_codecs_cannot_do_is_refused(flags: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments("allreduce", ["--codec", *flags.split()])
+    assert stop.value.code == 2
 
 
 def test_one_wrong_element_on_one_rank_fails_the_run() -> None:
@@ -146,3 +183,29 @@ def test_a_training_step_beside_ddp(tmp_path: Path) -> None:
     assert not compute["replicas_identical"]
     assert ours["loss"] == pytest.approx(ddp["loss"], rel=1e-4)
     assert ours["time_over_ddp"] == pytest.approx(ours["step_ms"] / ddp["step_ms"])
+
+
+def test_training_with_codecs(tmp_path: Path) -> None:
+    flags = ["--models", "digits_cnn", "--codecs", "int8,topk", "--steps", "6", "--device", "cpu"]
+    files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
+    done = bench(2, "convergence", *flags, *files)
+    assert done.returncode == 0, done.stderr
+    meta, rows = rows_of(tmp_path / "out.json")
+    assert (meta["world_size"], meta["steps"], meta["seed"]) == (2, 6, 0)
+    none, int8, topk = rows
+    assert [row["codec"] for row in rows] == ["none", "int8", "topk"]
+    for row in rows:
+        assert len(row["losses"]) == 6
+        assert row["replicas_identical"]
+        assert row["losses"][0] == none["losses"][0]
+        assert row["validation_over_none"] == pytest.approx(row["validation_loss"] / none["validation_loss"])
+    assert none["losses"][-1] != int8["losses"][-1] == pytest.approx(none["losses"][-1], rel=0.05)
+    assert none["wire_bytes"] > 3 * int8["wire_bytes"] > 6 * topk["wire_bytes"]
+    assert "# digits_cnn: " in done.stdout
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_alone_there_is_no_convergence_to_compare() -> None:
+    done = run([sys.executable, "-m", "bench", "convergence", "--steps", "1"])
+    assert done.returncode == 2
+    assert "one rank exchanges nothing" in done.stderr

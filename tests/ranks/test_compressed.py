@@ -20,12 +20,9 @@ from collectives.compression.registry import CODECS, make_codec
 from collectives.compression.topk import TopK
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds
 from tests.ranks.exact import SEVERAL_SEGMENTS, Checks, contribution, on_host, reduced
-from tests.ranks.test_failures import DEADLINE_S, TIMEOUT_S, Witness, die, witness
+from tests.ranks.test_failures import DEADLINE_S, FAR_S, TIMEOUT_S, Witness, die, witness
 from tests.two_shot_model import TwoShotModel
 
-pytestmark = ON_EVERY_TRANSPORT
-
-WORLDS = (1, 2, 3, 4, 5, 8)
 COMPRESSING = [name for name in CODECS if name != "none"]
 SUMMABLE = [name for name in COMPRESSING if CODECS[name].summable]
 SEGMENT_BYTES = 2000
@@ -85,14 +82,16 @@ def sizes(world: int) -> list[int]:
     return sorted({0, 1, world - 1, world, world + 1, 2999})
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", [*COMPRESSING, *SPECIAL])
 def test_two_shot_equals_its_model(ranks: Worlds, world: int, name: str) -> None:
     assert ranks(world).run(same_as_model, name, sizes(world)) == [[]] * world
 
 
+@ON_EVERY_TRANSPORT
 @pytest.mark.parametrize("world", [2, 5])
-@pytest.mark.parametrize("name", [*COMPRESSING, *SPECIAL])
+@pytest.mark.parametrize("name", ["int8", "onebit", "topk", "dgc"])
 def test_two_shot_in_many_chunks(ranks: Worlds, world: int, name: str) -> None:
     assert ranks(world).run(same_as_model, name, [LARGE]) == [[]] * world
 
@@ -102,7 +101,8 @@ def same_as_model_on_hosts(host_of: str, name: str) -> list[str]:
         return same_as_model(name, [0, 1, 7, 2999, 20_000])
 
 
-@pytest.mark.parametrize("host_of", ["ab", "aabb", "abab", "aaabb", "abaca"])
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("host_of", ["ab", "abab", "aaabb", "abaca"])
 @pytest.mark.parametrize("name", ["int8", "onebit, short blocks", "threshold", "dgc", "randomk", "int8, stochastic"])
 def test_full_precision_inside_hosts(ranks: Worlds, host_of: str, name: str) -> None:
     assert ranks(len(host_of)).run(same_as_model_on_hosts, host_of, name) == [[]] * len(host_of)
@@ -124,7 +124,7 @@ def digests(name: str, algorithm: str) -> list[str]:
         return found
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [3])
 @pytest.mark.parametrize("name", [*COMPRESSING, *SPECIAL])
 def test_bits_are_the_same_on_all_ranks_and_in_every_run(ranks: Worlds, world: int, name: str) -> None:
     first, second = (ranks(world).run(digests, name, "auto") for _ in range(2))
@@ -153,7 +153,8 @@ def exact_sums(name: str, algorithm: str) -> list[str]:
     return checks.failures
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("world", [1, 4, 5])
 @pytest.mark.parametrize("algorithm", [*PLANNERS["allreduce"], "native", "auto", "two_shot"])
 @pytest.mark.parametrize("name", SUMMABLE)
 def test_summable_codecs_ride_any_algorithm(ranks: Worlds, world: int, algorithm: str, name: str) -> None:
@@ -199,7 +200,7 @@ def lost_and_found(name: str, op: str) -> float:
         return float((found + workers + owners - given).abs().max() / given.abs().max())
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("op", ["sum", "average"])
 @pytest.mark.parametrize("name", [name for name in (*COMPRESSING, *SPECIAL) if not name.startswith("dgc")])
 def test_error_feedback_telescopes(ranks: Worlds, world: int, op: str, name: str) -> None:
@@ -238,8 +239,8 @@ def poisoned(name: str, value: float) -> list[str]:
     return complaints
 
 
-@pytest.mark.parametrize("world", [1, 2, 5])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("name", [*COMPRESSING, *SPECIAL])
 def test_not_a_number_reaches_every_rank(ranks: Worlds, world: int, value: float, name: str) -> None:
     assert ranks(world).run(poisoned, name, value) == [[]] * world
@@ -325,6 +326,7 @@ def disagree(subject: str) -> Witness:
     return witness(comm, lambda: comm.allreduce(torch.ones(3000), **(first if comm.rank == 0 else others)))
 
 
+@ON_EVERY_TRANSPORT
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_disagree_are_told_how(failing_world: Callable[[int], World], size: int) -> None:
     worlds = {subject: failing_world(size) for subject in DISAGREEMENTS}
@@ -344,7 +346,7 @@ def test_ranks_that_disagree_are_told_how(failing_world: Callable[[int], World],
 
 def lose_a_rank(name: str) -> Witness:
     """In the middle of a long operation, as likely as not."""
-    comm = Communicator(timeout_s=TIMEOUT_S, segment_bytes=1 << 14)
+    comm = Communicator(timeout_s=FAR_S, segment_bytes=1 << 14)
     comm.allreduce(torch.ones(3000), codec=name)
     feedback = comm.new_feedback(name, 1 << 20)
     works = [
@@ -358,6 +360,7 @@ def lose_a_rank(name: str) -> Witness:
     return witness(comm, lambda: [work.wait() for work in works if work is not None])
 
 
+@ON_EVERY_TRANSPORT
 def test_a_rank_dies(failing_world: Callable[[int], World]) -> None:
     worlds = {(name, size): failing_world(size) for name in ("int8", "topk", "bf16") for size in (2, 4)}
     for (name, _), world in worlds.items():

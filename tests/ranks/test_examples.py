@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 import trainer as hvd
-from tests.harness import Worlds
+from tests.harness import World, Worlds
 from tests.ranks.training import in_world
 from trainer.examples.bytes_gpt import Config, read_text, task
 from trainer.examples.config import LoopConfig, parse
@@ -96,6 +98,66 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path, text: str) -> None:
     assert straight["steps"] == resumed["steps"] == 6
     for key in ("loss_first", "loss_last", "val_loss"):
         assert straight[key] == resumed[key]
+
+
+@in_world
+def train_small(out: Path, text: str, compression: str, steps: int, resume: bool) -> int:
+    """Its exit status."""
+    config = Config(
+        text=Path(text),
+        steps=steps,
+        out=out,
+        resume=resume,
+        compression=compression,
+        checkpoint_every=3,
+        batch=6,
+        layers=1,
+        width=64,
+        heads=2,
+        context=32,
+        decay_steps=6,
+        device="cpu",
+    )
+    return Run(task(config), config)()
+
+
+def weights_in(folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(folder / "checkpoint.pt", weights_only=True)["modules"][OURS]
+    return loaded
+
+
+@pytest.mark.parametrize("compression", ["onebit", "powersgd"])
+def test_a_killed_run_with_error_feedback_continues_bit_for_bit(
+    ranks: Worlds, failing_world: Callable[[int], World], tmp_path: Path, text: str, compression: str
+) -> None:
+    """At whatever step, for both ranks have a file of the step that the last checkpoint is of."""
+    killed, straight = tmp_path / "killed", tmp_path / "straight"
+    common = killed / "checkpoint.pt"
+    world = failing_world(2)
+    world.start(train_small, killed, text, compression, 1_000_000, False)
+    deadline = time.monotonic() + DEADLINE_S
+    while not common.exists() and world.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    world.kill()
+    step = torch.load(common, weights_only=True)["step"]
+    assert step > 0
+    assert all((killed / f"checkpoint.rank{rank}.step{step}.pt").exists() for rank in (0, 1))
+
+    assert ranks(2).run(train_small, killed, text, compression, step + 4, True) == [0, 0]
+    assert ranks(2).run(train_small, straight, text, compression, step + 4, False) == [0, 0]
+    expected = weights_in(straight)
+    assert all(weights.equal(expected[name]) for name, weights in weights_in(killed).items())
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (killed, straight)]
+    for key in ("loss_first", "loss_last", "val_loss"):
+        assert summaries[0][key] == summaries[1][key]
+
+
+def test_a_run_with_error_feedback_continues_on_other_ranks(ranks: Worlds, tmp_path: Path, text: str) -> None:
+    for world, steps in ((3, 4), (2, 7), (3, 10)):
+        assert ranks(world).run(train_small, tmp_path, text, "topk", steps, True) == [0] * world
+        names = {path.name for path in tmp_path.glob("checkpoint*")}
+        parts = {f"checkpoint.rank{rank}.step{steps}.pt" for rank in range(world)}
+        assert names == {"checkpoint.pt", *parts}
 
 
 def test_digits_beside_ddp(tmp_path: Path) -> None:

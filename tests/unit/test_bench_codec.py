@@ -17,7 +17,7 @@ pytest.importorskip("numba")
 
 from bench import codec, codec_turns
 from bench.codec_checks import count_outside, count_unequal, relative_error
-from bench.codec_peers import Temporaries, make_peer
+from bench.codec_peers import PEERS, Contender
 from bench.codec_turns import CODECS, OPERATIONS, CodecRow, gaussian, laplace, moved_bytes
 from collectives.compression.integers import Int8
 from collectives.compression.registry import CODECS as REGISTRY
@@ -65,7 +65,6 @@ class OneWrong(Int8):
 
 def test_one_wrong_element_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(codec_turns.CODECS, "int8", OneWrong())
-    monkeypatch.setattr(codec_turns, "make_peer", lambda wrong, *rest: make_peer(Int8(), *rest))
     assert codec.main(["-n", "8K", "--iters", "1", "--codec", "int8"]) == 1
     assert "FAILED" in capsys.readouterr().out
     assert codec.main(["-n", "8K", "--iters", "1", "--codec", "int4"]) == 0
@@ -78,12 +77,15 @@ def test_wrong_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture
     assert flags[1].split(",")[-1] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kept", [True, False])
+def torchs(name: str) -> Contender:
+    return PEERS[CODECS[name].name](CODECS[name], NUMEL, CPU)
+
+
 @pytest.mark.parametrize("name", CODECS)
-def test_torch_does_what_the_codec_does(name: str, kept: bool) -> None:
+def test_torch_does_what_the_codec_does(name: str) -> None:
     """Within the same bounds, telescoping under error feedback, unbiased where the codec is: in the mean of many."""
     one = CODECS[name]
-    peer = make_peer(one, NUMEL, Temporaries(CPU, kept))
+    peer = torchs(name)
     values, residual, out = gaussian(NUMEL, CPU, 0), torch.zeros(NUMEL), torch.full((NUMEL,), 2.0)
     decoded, total = torch.empty(NUMEL), torch.zeros(NUMEL)
     peer.encode(values)
@@ -102,7 +104,7 @@ def test_torch_does_what_the_codec_does(name: str, kept: bool) -> None:
 @pytest.mark.parametrize("name", ["int8-stochastic", "int4-stochastic", "qsgd", "terngrad", "natural"])
 def test_torch_rounds_without_bias(name: str) -> None:
     torch.manual_seed(0)
-    peer = make_peer(CODECS[name], NUMEL, Temporaries(CPU, kept=True))
+    peer = torchs(name)
     values, decoded, mean = gaussian(NUMEL, CPU, 0), torch.empty(NUMEL), torch.zeros(NUMEL)
     for _ in range(200):
         peer.encode(values)
@@ -114,7 +116,7 @@ def test_torch_rounds_without_bias(name: str) -> None:
 @pytest.mark.parametrize("name", CODECS)
 def test_a_wrong_element_is_outside_of_the_bound(name: str) -> None:
     one = CODECS[name]
-    peer = make_peer(one, NUMEL, Temporaries(CPU, kept=True))
+    peer = torchs(name)
     values, decoded = laplace(NUMEL, CPU, 0), torch.empty(NUMEL)
     peer.encode(values)
     peer.decode(decoded)

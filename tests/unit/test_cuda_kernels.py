@@ -5,22 +5,34 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from collectives.compression import kernels_for
 from collectives.compression.dense import Dense
 from collectives.compression.integers import Int8
 from collectives.compression.sparse import Sparse
 from collectives.kernels import cuda
-from collectives.kernels.cuda import CudaKernels, cuda_kernels
+from collectives.kernels.cuda import CudaKernels, CupyLaunch, TorchKernels, cuda_kernels
 from collectives.kernels.cuda_source import source
-from tests.cuda_machine.cases import DENSE, SPARSE, SPARSE_NUMELS, Pair, check_dense, check_many, check_sparse
-
-pytest.importorskip("cuda.bindings.nvrtc")
-
 from tests.cuda_machine import MachineLaunch, Order
+from tests.cuda_machine.cases import (
+    DENSE,
+    DENSE_NUMELS,
+    KINDS,
+    SPARSE,
+    SPARSE_NUMELS,
+    Pair,
+    check_dense,
+    check_many,
+    check_sparse,
+)
 from tests.cuda_machine.nvrtc import compile_kernel
 
 ARCHITECTURES = ("80", "90")
@@ -42,7 +54,9 @@ def ids(codec: Dense | Sparse) -> str:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("codec", DENSE, ids=ids)
 def test_dense(codec: Dense, architecture: str) -> None:
-    assert check_dense(CudaKernels(MachineLaunch(f"compute_{architecture}")), "cpu", codec) == []
+    """For the first architecture at all lengths."""
+    numels = DENSE_NUMELS if architecture == ARCHITECTURES[0] else (129, 1500)
+    assert check_dense(CudaKernels(MachineLaunch(f"compute_{architecture}")), "cpu", codec, numels) == []
 
 
 @pytest.mark.parametrize("order", Order)
@@ -51,7 +65,8 @@ def test_sparse(codec: Sparse, order: Order) -> None:
     """In any order of the warps: where one needs what another has done, it waits for it."""
     together = order is Order.TOGETHER
     launch = MachineLaunch(f"compute_{ARCHITECTURES[together]}", order)
-    assert check_sparse(CudaKernels(launch), "cpu", codec, SPARSE_NUMELS if together else (20_001,)) == []
+    numels, kinds = (SPARSE_NUMELS, KINDS) if together else ((20_001,), ("gaussian", "ties", "not finite"))
+    assert check_sparse(CudaKernels(launch), "cpu", codec, numels, kinds) == []
 
 
 class FewBlocks(CudaKernels):
@@ -83,7 +98,8 @@ def test_nothing_is_done_for_nothing() -> None:
         )
         pair.both(f"{codec.name}_decode", wire[-1], torch.zeros(0), *codec._decoder(), True, 1.0)
         assert pair.failures == []
-    assert check_sparse(CudaKernels(MachineLaunch()), "cpu", SPARSE[0], (0,)) == []
+    for sparse in SPARSE:
+        assert check_sparse(CudaKernels(MachineLaunch()), "cpu", sparse, (0,)) == []
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -103,31 +119,103 @@ def test_every_kernel_compiles_without_a_warning(architecture: str) -> None:
         assert compile_kernel(family, kernel, f"sm_{architecture}").log == "", kernel
 
 
-class TestCuPy:
-    def test_compiles_the_same_without_flushing_denormals(self) -> None:
-        nvrtc = pytest.importorskip("cupy").cuda.nvrtc
-        code, name = cuda.compile_kernel(nvrtc, "quantize", "encode<Int8<256, false>, true>", "sm_80")
-        assert len(code) > 1000
-        assert "encode" in name
-        with pytest.raises(RuntimeError, match="no_such_codec"):
-            cuda.compile_kernel(nvrtc, "quantize", "encode<no_such_codec, true>", "sm_80")
+def test_cupy_compiles_the_same() -> None:
+    nvrtc = pytest.importorskip("cupy").cuda.nvrtc
+    code, name = cuda.compile_kernel(nvrtc, "quantize", "encode<Int8<256, false>, true>", "sm_80")
+    assert len(code) > 1000
+    assert "encode" in name
+    with pytest.raises(RuntimeError, match="no_such_codec"):
+        cuda.compile_kernel(nvrtc, "quantize", "encode<no_such_codec, true>", "sm_80")
 
-    def test_absent(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setitem(sys.modules, "cupy", None)
-        told = cuda_kernels()
-        assert isinstance(told, str)
-        assert told.endswith("pip install cupy-cuda13x")
-        assert "\n" not in told
 
-    def test_built_for_another_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        runtime = SimpleNamespace(runtimeGetVersion=lambda: 13000)
+def test_cupy_launches_on_the_stream_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And compiles once for each device."""
+    compiled, launched, streams = [], [], [0]
+
+    class Stream:
+        def __init__(self, pointer: int) -> None:
+            self.pointer = pointer
+
+        def __enter__(self) -> None:
+            streams.append(self.pointer)
+
+        def __exit__(self, *_: object) -> None:
+            streams.pop()
+
+    class Module:
+        def load(self, code: bytes) -> None:
+            self.code = code
+
+        def get_function(self, name: str) -> Any:
+            return lambda *arguments: launched.append((self.code, name, streams[-1], *arguments))
+
+    def compile_kernel(nvrtc: Any, family: str, kernel: str, architecture: str) -> tuple[bytes, str]:
+        compiled.append((family, kernel, architecture))
+        return architecture.encode(), kernel.upper()
+
+    cupy = SimpleNamespace(
+        cuda=SimpleNamespace(nvrtc=None, function=SimpleNamespace(Module=Module), ExternalStream=Stream)
+    )
+    monkeypatch.setattr(cuda, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7 + device.index))
+    launch, parameters = CupyLaunch(cupy), np.zeros((), np.dtype("u4"))
+    for device in (0, 1, 0):
+        launch("sparse", "mark", 5, parameters, [SimpleNamespace(device=torch.device("cuda", device))])
+    assert compiled == [("sparse", "mark", "sm_90"), ("sparse", "mark", "sm_91")]
+    assert launched == [
+        (code, "MARK", stream, (5, 1, 1), (256, 1, 1), (parameters,))
+        for code, stream in ((b"sm_90", 7), (b"sm_91", 8), (b"sm_90", 7))
+    ]
+
+
+class TestWithoutKernels:
+    """One line says what to install, and plain torch does the work."""
+
+    @pytest.fixture(autouse=True)
+    def torch_with_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.version, "cuda", "12.6")
-        monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
-        told = cuda_kernels()
-        assert isinstance(told, str)
-        assert "CUDA 13" in told
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+    def told(self) -> str:
+        with pytest.warns(UserWarning, match="plain torch") as warnings:
+            kernels = kernels_for._kernels.__wrapped__("cuda", "sparse")
+        assert isinstance(kernels, TorchKernels)
+        (warning,) = warnings
+        assert "\n" not in str(warning.message)
+        return str(warning.message)
+
+    def test_cupy_is_absent(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "cupy", None)
+        assert self.told().endswith(": pip install cupy-cuda12x")
+
+    def test_cupy_does_not_load(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        (tmp_path / "cupy.py").write_text(
+            "try:\n    import no_such_library\nexcept ImportError as error:\n    raise ImportError('\\n===\\n') from error\n"
+        )
+        monkeypatch.delitem(sys.modules, "cupy", raising=False)
+        monkeypatch.syspath_prepend(tmp_path)
+        told = self.told()
+        assert "no_such_library" in told
         assert "pip install cupy-cuda12x" in told
+
+    def test_cupy_is_built_for_another_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        runtime = SimpleNamespace(runtimeGetVersion=lambda: 13020)
+        monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+        told = self.told()
+        assert "built for CUDA 13, torch for CUDA 12" in told
+        assert "pip install cupy-cuda12x" in told
+
+    def test_the_gpu_is_too_old(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: (9 - 2 * number, 5))
+        assert "capability 8.0, cuda:1 has 7.5" in self.told()
+
+    def test_plain_torch_has_every_function(self) -> None:
+        functions = [name for name in dir(CudaKernels) if re.fullmatch(r"[a-z].*(_encode|_decode|sgd_\w+)", name)]
+        assert len(functions) > 20
+        assert all(callable(getattr(TorchKernels(), name)) for name in functions)
 
     def test_torch_without_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.version, "cuda", None)

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("cuda.bindings.nvrtc")
-
 from tests.cuda_machine import Order
 from tests.cuda_machine.machine import decode, run
 from tests.cuda_machine.memory import MachineError, Memory

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from trainer.compression import NAMES
 from trainer.launch import read_launch
 
 C = TypeVar("C", bound="LoopConfig")
@@ -21,10 +22,12 @@ class LoopConfig:
 
     steps: Annotated[int | None, "train for this many steps in all"] = None
     seconds: Annotated[float | None, "train for about this long in all"] = None
-    out: Annotated[Path, "folder for checkpoint.pt, loss.png and summary.json"] = Path("runs/example")
+    out: Annotated[
+        Path, "folder for checkpoint.pt (with codecs: and a file for each rank), loss.png and summary.json"
+    ] = Path("runs/example")
     resume: Annotated[bool, "continue from the checkpoint in --out, if there is one"] = False
     compare: Annotated[Literal["ddp"] | None, "train a second model under torch's DDP, in turns with ours"] = None
-    compression: Annotated[Literal["none", "fp16", "bf16"], "what gradients travel as"] = "none"
+    compression: Annotated[str, f"what gradients travel as: {', '.join(NAMES)}"] = "none"
     device: Annotated[Literal["auto", "cpu", "cuda"], "where to train"] = "auto"
     seed: Annotated[int, "of the initial weights, the order of the data and dropout"] = 0
     batch: Annotated[
@@ -41,6 +44,8 @@ class LoopConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, not {value}")
+        if self.compression not in NAMES:
+            raise ValueError(f"compression must be one of {', '.join(NAMES)}, not {self.compression!r}")
         if self.warm_up < 0:
             raise ValueError(f"warm_up must not be negative, but is {self.warm_up}")
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +26,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer as hvd
+from trainer.examples.checkpoint import Checkpoint
 from trainer.examples.config import LoopConfig
 from trainer.examples.report import BASELINE, OURS, Record, Report, count, progress
+from trainer.resumption import KEY
 
 BLOCK_S = 0.5
 """Models take turns, and ranks agree on losses, time and interruption, about this often."""
@@ -93,9 +96,14 @@ def our_trainee(module: nn.Module, compression: str) -> Trainee:
     optimizer = hvd.DistributedOptimizer(
         adamw(module),
         named_parameters=module.named_parameters(),
-        compression=getattr(hvd.Compression, compression),
+        compression=compression,
     )
     return Trainee(module, module, optimizer, lambda: optimizer.communication_wait_s, Record())
+
+
+def wrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer whose state is the same on all ranks."""
+    return optimizer.optimizer if isinstance(optimizer, hvd.DistributedOptimizer) else optimizer
 
 
 def ddp_trainee(module: nn.Module) -> Trainee:
@@ -149,7 +157,7 @@ class Run:
         self.trainees = {OURS: our_trainee(self._module(), config.compression)}
         if config.compare:
             self.trainees[BASELINE] = ddp_trainee(self._module())
-        self.checkpoint = config.out / "checkpoint.pt"
+        self.checkpoint = Checkpoint(config.out, self.device)
         self.order = list(self.trainees)
         """Whose turn it is first: reversed every time (ABBA), so that neither model profits from going first."""
         self.steps = 0
@@ -254,36 +262,25 @@ class Run:
             record.validation.append((self.steps, losses / items, hits / items))
 
     def _save(self) -> None:
-        """Write the checkpoint; a crash at any time leaves the last one whole."""
-        if hvd.rank() != 0:
-            return
-        state = {
+        common = {
             "elapsed_s": self.elapsed_s,
             "modules": {name: trainee.module.state_dict() for name, trainee in self.trainees.items()},
-            "optimizers": {name: trainee.optimizer.state_dict() for name, trainee in self.trainees.items()},
+            "optimizers": {name: wrapped(trainee.optimizer).state_dict() for name, trainee in self.trainees.items()},
             "records": {name: dataclasses.asdict(trainee.record) for name, trainee in self.trainees.items()},
         }
-        self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.checkpoint.with_suffix(".partial")
-        with temporary.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.checkpoint)
+        self.checkpoint.save(common, self.trainees[OURS].optimizer.state_dict().get(KEY), self.steps)
 
     def _restore(self) -> None:
-        """Start all ranks from rank 0's state: that of its checkpoint, or its fresh one."""
-        state, history = None, None
-        if self.config.resume and hvd.rank() == 0 and self.checkpoint.exists():
-            state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-            history = {"elapsed_s": state["elapsed_s"], "records": state["records"]}
+        """Start all ranks from rank 0's state: that of its checkpoint, or its fresh one; and from what each has kept alone."""
+        state = self.checkpoint.load() if self.config.resume and hvd.rank() == 0 else None
+        history = state and {key: state.get(key) for key in ("elapsed_s", "records", "parts", "step")}
         history = hvd.broadcast_object(history, root_rank=0)
         if history and history["records"].keys() != self.trainees.keys():
-            raise ValueError(f"{self.checkpoint} holds {list(history['records'])}, not {list(self.trainees)}")
+            raise ValueError(f"{self.checkpoint.path} holds {list(history['records'])}, not {list(self.trainees)}")
         for name, trainee in self.trainees.items():
             if state:
                 trainee.module.load_state_dict(state["modules"][name])
-                trainee.optimizer.load_state_dict(state["optimizers"][name])
+                wrapped(trainee.optimizer).load_state_dict(state["optimizers"][name])
             hvd.broadcast_parameters(trainee.module.state_dict(), root_rank=0)
             hvd.broadcast_optimizer_state(trainee.optimizer, root_rank=0)
             if history:
@@ -291,6 +288,13 @@ class Run:
         if history:
             self.elapsed_s = history["elapsed_s"]
             self.steps = len(self.trainees[OURS].record.losses)
+            if history["parts"]:
+                self._restore_part(*self.checkpoint.load_parts(history["parts"], history["step"]))
+
+    def _restore_part(self, mine: dict[str, Any], *also: dict[str, Any]) -> None:
+        optimizer = self.trainees[OURS].optimizer
+        assert isinstance(optimizer, hvd.DistributedOptimizer)
+        optimizer.load_state_dict({**wrapped(optimizer).state_dict(), KEY: mine}, also=[{KEY: other} for other in also])
 
     def _introduce(self) -> None:
         if hvd.rank() == 0:

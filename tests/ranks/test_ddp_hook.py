@@ -1,0 +1,470 @@
+"""trainer.ddp_comm_hook: under torch's DDP, and called as DDP does, with buckets that the test lays out itself."""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import trainer
+from collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
+from collectives.compression.integers import Int8
+from collectives.compression.powersgd import PowerSGD
+from collectives.compression.randomk import RandomK
+from collectives.compression.topk import TopK
+from tests.harness import RUN_TIMEOUT_S, Worlds
+from trainer.compression import NAMES, ErrorFeedback
+from trainer.ddp import UNSETTLED_STEPS, CompressionHook
+
+STEPS = 6
+BUCKET_MB = 0.03
+"""So that every matrix of the model has a bucket."""
+
+CODECS: dict[str, Any] = {name: name for name in NAMES}
+STATEFUL: dict[str, Any] = {
+    **{name: name for name in ("onebit", "topk", "threshold", "dgc", "powersgd", "qsgd")},
+    "stochastic int8, feedback": ErrorFeedback(Int8(stochastic=True)),
+}
+
+
+def model_of(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 65), nn.Tanh(), nn.Linear(65, 64), nn.Linear(64, 3)
+    )
+
+
+def ddp(module: nn.Module, hook: CompressionHook | None, **options: Any) -> DistributedDataParallel:
+    model = DistributedDataParallel(module, bucket_cap_mb=BUCKET_MB, **options)  # type: ignore[arg-type]
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    return model
+
+
+def train(model: DistributedDataParallel, steps: range, lr: float = 0.2) -> list[float]:
+    """SGD, on data of this rank and step; the losses."""
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        inputs = torch.randn(16, 64, generator=generator)
+        model.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), inputs[:, :3] * inputs[:, 3:6].sign())
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= lr * parameter.grad  # type: ignore[operator]
+        losses.append(loss.item())
+    return losses
+
+
+def weights_of(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def assert_same_on_all_ranks(tensor: Tensor) -> None:
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, tensor.numpy().tobytes())
+    assert len(set(everyones)) == 1
+
+
+class Bucket:
+    """What a hook sees of DDP's: gradients side by side in one buffer."""
+
+    def __init__(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool = True) -> None:
+        self._parameters = list(parameters)
+        self._last = last
+        self._buffer = torch.cat([gradient.flatten() for gradient in gradients])
+        parts = self._buffer.split([parameter.numel() for parameter in parameters])
+        self._gradients = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[Tensor]:
+        return self._parameters
+
+    def gradients(self) -> list[Tensor]:
+        return self._gradients
+
+    def is_last(self) -> bool:
+        return self._last
+
+
+def exchanged(
+    hook: CompressionHook, layout: Sequence[Sequence[Tensor]], gradients: dict[Tensor, Tensor]
+) -> list[Tensor]:
+    """One backward() of a DDP with such buckets; every gradient's average, in the order of the layout."""
+    buckets = [
+        Bucket(parameters, [gradients[p] for p in parameters], last=parameters is layout[-1]) for parameters in layout
+    ]
+    futures = [hook(None, bucket) for bucket in buckets]
+    for bucket, future in zip(buckets, futures, strict=True):
+        assert future.wait() is bucket.buffer()
+    return [gradient for bucket in buckets for gradient in bucket.gradients()]
+
+
+PARAMETERS = [torch.empty(shape) for shape in [(70, 60), (50,), (16, 16, 20), (64, 65), (12, 12)]]
+
+
+def gradients_of(rank: int, step: int) -> dict[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {parameter: torch.randn(parameter.shape, generator=generator) for parameter in PARAMETERS}
+
+
+def exact(step: int) -> dict[Tensor, Tensor]:
+    """The averages."""
+    size = dist.get_world_size()
+    everyones = [gradients_of(rank, step) for rank in range(size)]
+    return {p: torch.stack([gradients[p] for gradients in everyones]).mean(0) for p in PARAMETERS}
+
+
+def settle(hook: CompressionHook, layout: Sequence[Sequence[Tensor]]) -> None:
+    for _ in range(UNSETTLED_STEPS):
+        exchanged(hook, layout, {parameter: torch.zeros(parameter.shape) for parameter in PARAMETERS})
+
+
+# Under DDP
+
+
+def trains(codec: Any, options: dict[str, Any]) -> None:
+    hook = trainer.ddp_comm_hook(codec)
+    model = ddp(model_of(), hook, **options)
+    losses = train(model, range(STEPS))
+    reference = ddp(model_of(), None, **options)
+    expected = train(reference, range(STEPS))
+    assert_same_on_all_ranks(weights_of(model))
+    assert losses[: UNSETTLED_STEPS + 1] == pytest.approx(expected[: UNSETTLED_STEPS + 1], rel=1e-2)
+    distance = (weights_of(model) - weights_of(reference)).norm() / (weights_of(model) - weights_of(model_of())).norm()
+    assert distance < (1e-5 if codec == "none" else 1e-2 if codec in ("fp16", "bf16", "int8") else 2)
+    if codec != "none":
+        assert distance > 0
+    hook.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("codec", CODECS)
+def test_replicas_are_equal_to_the_bit(ranks: Worlds, size: int, codec: str) -> None:
+    if size > 1 or codec in ("int8", "topk"):
+        ranks(size).run(trains, CODECS[codec], {})
+
+
+@pytest.mark.parametrize("codec", ["int8", "topk", "powersgd"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True, "gradient_as_bucket_view": True},
+    ],
+    ids=lambda options: ", ".join(options),
+)
+def test_options_of_ddp(ranks: Worlds, codec: str, options: dict[str, Any]) -> None:
+    ranks(2).run(trains, codec, options)
+
+
+def accumulates() -> None:
+    hook = trainer.ddp_comm_hook("int8")
+    model = ddp(model_of(), hook)
+    for step in range(4):
+        model.zero_grad()
+        with model.no_sync():
+            model(torch.full((2, 64), 1.0 + step + dist.get_rank())).sum().backward()
+        model(torch.ones(2, 64)).sum().backward()
+        assert_same_on_all_ranks(torch.cat([p.grad.flatten() for p in model.parameters()]))  # type: ignore[union-attr]
+    hook.close()
+
+
+def test_no_sync(ranks: Worlds) -> None:
+    ranks(2).run(accumulates)
+
+
+def ends_early() -> None:
+    """Rank 0 has fewer batches; after them, DDP calls its hook with zeros, and outside of any backward()."""
+    hook = trainer.ddp_comm_hook("topk")
+    model = ddp(model_of(), hook)
+    with Join([model]):
+        train(model, range(3 + dist.get_rank()))
+    assert_same_on_all_ranks(weights_of(model))
+    hook.close()
+
+
+def test_join(ranks: Worlds) -> None:
+    ranks(2).run(ends_early)
+
+
+def several_models() -> None:
+    """One on all ranks and one on the ranks but the last, in turns."""
+    size = dist.get_world_size()
+    group = dist.new_group(list(range(size - 1)))
+    hooks = [trainer.ddp_comm_hook("int8")]
+    models = [ddp(model_of(), hooks[0])]
+    if dist.get_rank() < size - 1:
+        hooks.append(trainer.ddp_comm_hook("topk", process_group=group))
+        models.append(ddp(model_of(1), hooks[1], process_group=group))
+    for step in range(4):
+        for model in models:
+            train(model, range(step, step + 1))
+    assert_same_on_all_ranks(weights_of(models[0]))
+    others: list[Any] = [None] * size
+    dist.all_gather_object(others, weights_of(models[-1]).numpy().tobytes())
+    assert len(set(others[:-1])) == 1
+    for hook in reversed(hooks):
+        hook.close()
+
+
+def test_several_models_and_a_group(ranks: Worlds) -> None:
+    ranks(3).run(several_models)
+
+
+def a_nan(codec: Any) -> None:
+    hook = trainer.ddp_comm_hook(codec)
+    model = ddp(model_of(), hook)
+    train(model, range(3))
+    model.zero_grad()
+    (model(torch.ones(2, 64)).sum() * (math.nan if dist.get_rank() == 1 else 1.0)).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.isfinite().all()
+    model.zero_grad()
+    model(torch.ones(2, 64)).sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())  # type: ignore[union-attr]
+    hook.close()
+
+
+@pytest.mark.parametrize("codec", ["int8", "onebit", "topk", "powersgd"])
+def test_a_nan_reaches_all_ranks_and_is_gone_after(ranks: Worlds, codec: str) -> None:
+    ranks(2).run(a_nan, codec)
+
+
+# With the test's own buckets
+
+
+def compresses_matrices_alone(codec: Any) -> None:
+    rank = dist.get_rank()
+    hook = trainer.ddp_comm_hook(codec)
+    layout = [PARAMETERS[:2], PARAMETERS[2:]]
+    settle(hook, layout)
+    results = exchanged(hook, layout, gradients_of(rank, 0))
+    expected = exact(0)
+    for parameter, result in zip(PARAMETERS, results, strict=True):
+        compressed = parameter.dim() > 1 and parameter.numel() >= 4096
+        assert torch.allclose(result, expected[parameter], atol=1e-6) != compressed
+    hook.close()
+
+
+@pytest.mark.parametrize("codec", ["int4", "topk", "powersgd"])
+def test_vectors_and_small_matrices_are_exact(ranks: Worlds, codec: str) -> None:
+    ranks(2).run(compresses_matrices_alone, codec)
+
+
+def is_one_compressed_allreduce(codec: Any, layout: Sequence[Sequence[int]]) -> None:
+    rank = dist.get_rank()
+    hook = trainer.ddp_comm_hook(codec)
+    buckets = [[PARAMETERS[number] for number in bucket] for bucket in layout]
+    settle(hook, buckets)
+    order = [number for bucket in layout for number in bucket]
+    with Communicator() as comm:
+        groups = [[n for n in bucket if PARAMETERS[n].numel() >= 4096] for bucket in layout]
+        numels = [sum(PARAMETERS[n].numel() for n in group) for group in groups]
+        feedbacks = [comm.new_feedback(codec.codec, numel) for numel in numels]
+        for step in range(UNSETTLED_STEPS, UNSETTLED_STEPS + 3):
+            mine = gradients_of(rank, step)
+            results = dict(zip(order, exchanged(hook, buckets, mine), strict=True))
+            for group, feedback in zip(groups, feedbacks, strict=True):
+                expected = torch.cat([mine[PARAMETERS[n]].flatten() for n in group])
+                seed = order.index(group[0])
+                comm.allreduce(expected, "average", codec=codec.codec, feedback=feedback, step=step, seed=seed)
+                assert torch.equal(torch.cat([results[n].flatten() for n in group]), expected)
+    hook.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("codec", [Int8(stochastic=True), TopK(), RandomK(ratio=0.1)], ids=lambda codec: codec.name)
+def test_each_bucket_is_one_compressed_allreduce(ranks: Worlds, size: int, codec: Any) -> None:
+    ranks(size).run(is_one_compressed_allreduce, ErrorFeedback(codec), [[3, 4, 1], [0, 2]])
+
+
+def warms_up(codec: Any, hook_steps: int, wanted: int) -> None:
+    hook = trainer.ddp_comm_hook(codec, warmup_steps=hook_steps)
+    for step in range(wanted + 1):
+        results = exchanged(hook, [PARAMETERS], gradients_of(dist.get_rank(), step))
+        expected = exact(step)
+        as_it_is = all(torch.allclose(r, expected[p], atol=1e-6) for p, r in zip(PARAMETERS, results, strict=True))
+        assert as_it_is == (step < wanted), step
+    hook.close()
+
+
+@pytest.mark.parametrize(
+    ("codec", "hook_steps", "wanted"),
+    [("int8", 0, 2), ("int8", 4, 4), (ErrorFeedback("topk", 5), 3, 5), ("powersgd", 3, 3)],
+    ids=str,
+)
+def test_warm_up(ranks: Worlds, codec: Any, hook_steps: int, wanted: int) -> None:
+    ranks(2).run(warms_up, codec, hook_steps, wanted)
+
+
+def loses_nothing(codec: Any) -> None:
+    """Buckets change, and at the end again, so that all that is outstanding comes out: the sum of the results is that of
+    the averages."""
+    a, vector, b, c, small = PARAMETERS
+    first, second, third = [PARAMETERS], [[c, small, vector], [a, b]], [[b, c, vector], [a, small]]
+    layouts = [first] + [second] * 4 + [third] * 4 + [second]
+    hook = trainer.ddp_comm_hook(codec)
+    sums = {parameter: torch.zeros(parameter.shape, dtype=torch.float64) for parameter in PARAMETERS}
+    wanted = {parameter: torch.zeros(parameter.shape, dtype=torch.float64) for parameter in PARAMETERS}
+    for step, layout in enumerate(layouts):
+        results = exchanged(hook, layout, gradients_of(dist.get_rank(), step))
+        order = [parameter for parameters in layout for parameter in parameters]
+        expected = exact(step)
+        for parameter, result in zip(order, results, strict=True):
+            sums[parameter] += result
+            wanted[parameter] += expected[parameter]
+        missing = max((sums[parameter] - wanted[parameter]).abs().max() for parameter in PARAMETERS)
+        uncompressed = step < UNSETTLED_STEPS or layout is not layouts[step - 1]
+        assert (missing < 1e-4) == uncompressed, step
+    hook.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "codec",
+    [ErrorFeedback("int4"), "onebit", "topk", ErrorFeedback(RandomK(ratio=0.1)), PowerSGD(rank=2)],
+    ids=lambda codec: codec if isinstance(codec, str) else type(codec).__name__,
+)
+def test_other_buckets_lose_nothing(ranks: Worlds, size: int, codec: Any) -> None:
+    ranks(size).run(loses_nothing, codec)
+
+
+# State
+
+
+def resumes(codec: Any, at: int, options: dict[str, Any]) -> None:
+    steps = 7
+    hook = trainer.ddp_comm_hook(codec)
+    model = ddp(model_of(), hook, **options)
+    losses = train(model, range(at))
+    file = io.BytesIO()
+    torch.save({"model": model.module.state_dict(), "hook": hook.state_dict()}, file)
+    losses += train(model, range(at, steps))
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again_hook = trainer.ddp_comm_hook(codec)
+    again_hook.load_state_dict(saved["hook"])
+    again = ddp(model_of(1), again_hook, **options)
+    again.module.load_state_dict(saved["model"])
+    assert train(again, range(at, steps)) == losses[at:]
+    assert torch.equal(weights_of(again), weights_of(model))
+    again_hook.close()
+    hook.close()
+
+
+@pytest.mark.parametrize("codec", STATEFUL)
+def test_a_resumed_run_is_the_same_to_the_bit(ranks: Worlds, codec: str) -> None:
+    ranks(3).run(resumes, STATEFUL[codec], 4, {})
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_resumed_early_and_with_options(ranks: Worlds, options: dict[str, Any]) -> None:
+    ranks(2).run(resumes, "topk", 3, options)
+
+
+def goes_back() -> None:
+    """Loading into a hook that is in use."""
+    hook = trainer.ddp_comm_hook("topk")
+    model = ddp(model_of(), hook)
+    train(model, range(4))
+    weights = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+    file = io.BytesIO()
+    torch.save(hook.state_dict(), file)
+    losses = train(model, range(4, 7))
+    file.seek(0)
+    hook.load_state_dict(torch.load(file, weights_only=True))
+    model.module.load_state_dict(weights)
+    assert train(model, range(4, 7)) == losses
+    hook.close()
+
+
+def test_loading_into_a_hook_in_use(ranks: Worlds) -> None:
+    ranks(2).run(goes_back)
+
+
+def refuses_states() -> None:
+    hook = trainer.ddp_comm_hook("topk")
+    model = ddp(model_of(), hook)
+    train(model, range(3))
+    state = hook.state_dict()
+    rank = dist.get_rank()
+    for key, value in (("world_size", 5), ("rank", 1 - rank), ("version", 0)):
+        with pytest.raises(ValueError, match=key):
+            hook.load_state_dict({**state, key: value})
+    with pytest.raises(ValueError, match="Int8"):
+        trainer.ddp_comm_hook("int8").load_state_dict(state)
+    other = trainer.ddp_comm_hook("topk")
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    wrong = ddp(nn.Linear(64, 100), other)
+    with pytest.raises(ValueError, match="another model"):
+        wrong(torch.ones(1, 64)).sum().backward()
+    other.close()
+    hook.close()
+
+
+def test_states_of_something_else_are_refused(ranks: Worlds) -> None:
+    ranks(2).run(refuses_states)
+
+
+# Errors
+
+
+def test_what_is_no_codec_is_refused() -> None:
+    with pytest.raises(ValueError, match="onebit"):
+        trainer.ddp_comm_hook("int9")
+    with pytest.raises(ValueError, match="warmup_steps"):
+        trainer.ddp_comm_hook("int8", warmup_steps=-1)
+
+
+def stays_away(codec: Any, error: type[Exception]) -> None:
+    """The last rank does not come to the fourth step; backward() says so on the others, with the error of the exchange."""
+    hook = trainer.ddp_comm_hook(codec, timeout_s=2.0)
+    model = ddp(model_of(), hook)
+    train(model, range(3))
+    if dist.get_rank() < dist.get_world_size() - 1:
+        started = time.monotonic()
+        with pytest.raises(error, match=r"rank \d") as raised:
+            train(model, range(3, 4))
+        assert isinstance(raised.value, CollectiveError)
+        assert time.monotonic() - started < 20
+    hook.close()
+    with pytest.raises(RuntimeError, match="after its close"):
+        exchanged(hook, [PARAMETERS], gradients_of(0, 0))
+
+
+@pytest.mark.parametrize("codec", ["int8", "powersgd", "none"])
+def test_a_rank_that_stays_away(failing_world: Callable[[int], Any], codec: str) -> None:
+    world = failing_world(2)
+    world.start(stays_away, codec, (CollectiveTimeout, PeerLost))
+    [outcome] = world.collect(RUN_TIMEOUT_S, ranks=[0])
+    assert outcome.status == "returned", str(outcome)
+
+
+def disagrees() -> None:
+    hook = trainer.ddp_comm_hook("int8" if dist.get_rank() == 0 else "int4", timeout_s=2.0)
+    model = ddp(model_of(), hook)
+    with pytest.raises(Mismatch, match="Int4"):
+        train(model, range(4))
+    hook.close()
+
+
+def test_ranks_with_different_codecs(failing_world: Callable[[int], Any]) -> None:
+    failing_world(2).run(disagrees)

@@ -1,0 +1,696 @@
+"""DistributedOptimizer with codecs: equal replicas, nothing lost, checkpoints as good as never having stopped."""
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import trainer as hvd
+from collectives.compression.dgc import DGC
+from collectives.compression.integers import Int8
+from collectives.compression.powersgd import PowerSGD
+from collectives.compression.threshold import Threshold
+from collectives.compression.topk import TopK
+from tests.harness import Worlds
+from tests.ranks.exact import on_host
+from tests.ranks.training import assert_same_on_all_ranks, copies, in_world
+from tests.two_shot_model import TwoShotModel
+from trainer.compression import NAMES, Compressor, ErrorFeedback
+from trainer.encoded import EncodedBucket
+from trainer.resumption import KEY
+
+CODECS = [name for name in NAMES if name not in ("none", "fp16", "bf16")]
+
+#: With memory: residuals, and what these codecs keep beside them.
+REMEMBERING: dict[str, Compressor] = {
+    "int8, stochastic": ErrorFeedback(Int8(stochastic=True)),
+    "onebit": "onebit",
+    "topk": TopK(ratio=0.05),
+    "threshold": Threshold(ratio=0.05),
+    "randomk": "randomk",
+    "dgc": DGC(ratio=0.01, warmup_steps=4),
+    "powersgd": PowerSGD(rank=2),
+    "int4, after a warm-up": ErrorFeedback("int4", warmup_steps=2),
+}
+#: All whose results, with what they owe, are the sum of what was given: a momentum would be added.
+CONSERVING = [name for name in REMEMBERING if name != "dgc"]
+
+BUCKET_BYTES = 40_000
+HEIGHT = 3
+
+
+class Ladder(nn.Module):
+    """Matrices of 80 x 64 and 64 x 80 in turns, each large enough for a codec, and biases, which are not; called in an order
+    of its own, so that buckets change after the first step."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 80), nn.Tanh(), nn.Linear(80, 64)) for _ in range(HEIGHT)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in (1, 0, *range(2, HEIGHT)):
+            x = x + self.layers[i](x)
+        return x
+
+
+def loss_at(model: nn.Module, step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    inputs, targets = torch.randn(2, 8, 64, generator=generator)
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+def optimizer_of(model: nn.Module, compression: Compressor, **options: Any) -> hvd.DistributedOptimizer:
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        model.named_parameters(),
+        compression=compression,
+        bucket_bytes=BUCKET_BYTES,
+        **options,
+    )
+
+
+def train(model: nn.Module, optimizer: hvd.DistributedOptimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_at(model, step, hvd.rank())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def encoded(optimizer: hvd.DistributedOptimizer) -> list[EncodedBucket]:
+    return optimizer._layout.encoded_buckets
+
+
+@in_world
+def replicas(compression: Compressor) -> tuple[int, list[float]]:
+    model = Ladder()
+    optimizer = optimizer_of(model, compression)
+    before = [bucket.items for bucket in encoded(optimizer)]
+    losses = train(model, optimizer, range(5))
+    after = [bucket.items for bucket in encoded(optimizer)]
+    assert before != after, "the buckets should have been rebuilt"
+    assert_same_on_all_ranks(model.parameters())
+    optimizer.close()
+    return len(after), losses
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        *((name, 3) for name in (*CODECS, "int8, stochastic", "int4, after a warm-up")),
+        ("int8", 1),
+        ("topk", 1),
+        ("powersgd", 1),
+    ],
+)
+def test_replicas_stay_equal(ranks: Worlds, world: int, name: str) -> None:
+    for buckets, losses in ranks(world).run(replicas, REMEMBERING.get(name, name)):
+        assert buckets > 1
+        assert losses[-1] < 2 * losses[0]
+
+
+@in_world
+def same_as_model() -> None:
+    """Every step, compare all gradients with what the model makes of the gradients of all ranks."""
+    model, twin = Ladder(), Ladder()
+    optimizer = optimizer_of(model, "int8")
+    hosts = [list(host) for host in optimizer._communicator.topology.hosts]
+    for step in range(3):
+        twin.load_state_dict(model.state_dict())
+        everyones = [
+            torch.autograd.grad(loss_at(twin, step, rank), list(twin.parameters())) for rank in range(hvd.size())
+        ]
+        optimizer.zero_grad()
+        loss_at(model, step, hvd.rank()).backward()
+        parameters, compared = optimizer._layout.parameters, 0
+        for bucket in encoded(optimizer):
+            spans = bucket._spans
+            inputs = [torch.zeros(bucket._wire.numel()) for _ in everyones]
+            for buffer, gradients in zip(inputs, everyones, strict=True):
+                for index, span in zip(bucket.items, spans, strict=True):
+                    buffer[span] = gradients[index].flatten()
+            segment_bytes = optimizer._communicator._engine._segment_bytes
+            two_shot = TwoShotModel(Int8(), inputs[0].numel(), hosts, segment_bytes, with_feedback=False)
+            expected = two_shot.step(inputs, "average", step)
+            for index, span in zip(bucket.items, spans, strict=True):
+                gradient = parameters[index].grad
+                assert gradient is not None
+                assert torch.equal(gradient.flatten(), expected[span])
+                compared += 1
+        assert compared == 2 * HEIGHT
+        optimizer.step()
+    optimizer.close()
+
+
+def test_int8_equals_its_model(ranks: Worlds) -> None:
+    ranks(3).run(same_as_model)
+
+
+class Weights(nn.Module):
+    """Gradients are what one says they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(60 + i, 80)) for i in range(4))
+        with torch.no_grad():
+            self.weights[2].data = self.weights[2].t().contiguous().t()
+
+    def forward(self, gradients: dict[int, Tensor]) -> Tensor:
+        order = sorted(gradients, key=lambda i: i % 2)
+        return torch.stack([(self.weights[i] * gradients[i]).sum() for i in order]).sum()
+
+
+def given(step: int, rank: int, indices: list[int]) -> dict[int, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    everything = [torch.randn(60 + i, 80, generator=generator) for i in range(4)]
+    return {i: everything[i] for i in indices}
+
+
+def owed(optimizer: hvd.DistributedOptimizer) -> dict[int, Tensor]:
+    """What the results lack so far, by parameter. Collective."""
+    found = {index: entry["residual"] for index, entry in optimizer._layout._waiting.items()}
+    for bucket in encoded(optimizer):
+        found |= {index: o["residual"] for index, o in zip(bucket.items, bucket.take(), strict=True) if o}
+    return {index: in_shape(optimizer._layout.parameters[index], residual) for index, residual in found.items()}
+
+
+def in_shape(parameter: Tensor, residual: Tensor) -> Tensor:
+    return residual.as_strided(parameter.shape, parameter.stride())
+
+
+def conserve(compression: Compressor, op: str, predivide: float) -> None:
+    """Through the learned layout, a parameter frozen and thawed, one added, one without gradient on any rank."""
+    model = Weights()
+    first, last = list(model.weights)[:3], model.weights[3]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(first, lr=0.1),
+        model.named_parameters(),
+        compression=compression,
+        op=op,
+        gradient_predivide_factor=predivide,
+        bucket_bytes=45_000,
+    )
+    totals: dict[int, Tensor] = {i: torch.zeros(60 + i, 80) for i in range(4)}
+    results = {i: torch.zeros(60 + i, 80) for i in range(4)}
+    for step in range(12):
+        model.weights[0].requires_grad_(step not in (4, 5))
+        if step == 6:
+            optimizer.add_param_group({"params": [last]})
+        reached = [i for i, weight in enumerate(model.weights) if weight.requires_grad and (i < 3 or step >= 6)]
+        reached = [i for i in reached if (i, step) != (1, 8)]
+        mine = reached if hvd.rank() or step != 9 else reached[1:]
+        optimizer.zero_grad()
+        model(given(step, hvd.rank(), mine)).backward()
+        for i, weight in enumerate(model.weights):
+            assert (weight.grad is None) == (i not in reached)
+            if weight.grad is not None:
+                results[i] += weight.grad
+        for rank in range(hvd.size()):
+            for i, gradient in given(step, rank, reached if rank or step != 9 else reached[1:]).items():
+                totals[i] += gradient / (hvd.size() if op == hvd.Average else 1)
+        optimizer.step()
+        assert_same_on_all_ranks(list(results.values()))
+        debts = owed(optimizer)
+        largest = max(debt.abs().max() for debt in debts.values())
+        assert (largest > 1e-3) == (step >= 2 or "warmup_steps=2" not in repr(compression))
+        for i, debt in debts.items():
+            torch.testing.assert_close(results[i] + debt, totals[i], rtol=0, atol=3e-4)
+    optimizer.close()
+
+
+@in_world
+def conserve_here(name: str, op: str, predivide: float) -> None:
+    conserve(REMEMBERING[name], op, predivide)
+
+
+@in_world
+def conserve_on_hosts(host_of: str, name: str, op: str) -> None:
+    conserve(REMEMBERING[name], op, 1.0)
+
+
+def conserve_on(host_of: str, name: str, op: str) -> None:
+    with on_host(host_of[dist.get_rank()]):
+        conserve_on_hosts(host_of, name, op)
+
+
+@pytest.mark.parametrize(("op", "predivide"), [(hvd.Average, 1.0), (hvd.Average, 4.0), (hvd.Sum, 1.0)])
+@pytest.mark.parametrize("name", CONSERVING)
+def test_nothing_is_lost(ranks: Worlds, name: str, op: str, predivide: float) -> None:
+    ranks(2).run(conserve_here, name, op, predivide)
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.parametrize("name", ["onebit", "powersgd"])
+@pytest.mark.parametrize("host_of", ["aabb", "aaabb"])
+def test_nothing_is_lost_between_hosts(ranks: Worlds, host_of: str, name: str, op: str) -> None:
+    """Where ranks of a host share the encoding, and some do none."""
+    ranks(len(host_of)).run(conserve_on, host_of, name, op)
+
+
+@in_world
+def momentum_after_a_rebuild() -> None:
+    model = Weights()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression=DGC(ratio=0.5))
+    model(given(0, hvd.rank(), [0, 1, 2, 3])).backward()
+    before = {i: o for bucket in encoded(optimizer) for i, o in zip(bucket.items, bucket.take(), strict=True)}
+    optimizer.step()
+    after = {i: o for bucket in encoded(optimizer) for i, o in zip(bucket.items, bucket.take(), strict=True)}
+    for i, entry in before.items():
+        assert entry["momentum"].any()
+        torch.testing.assert_close(after[i]["momentum"], entry["momentum"])
+        torch.testing.assert_close(after[i]["residual"], entry["residual"])
+    optimizer.close()
+
+
+def test_the_momentum_of_dgc_goes_along(ranks: Worlds) -> None:
+    ranks(2).run(momentum_after_a_rebuild)
+
+
+@in_world
+def which_are_encoded() -> None:
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(100, 64), "big": nn.Linear(64, 64), "small": nn.Linear(8, 8), "wide": nn.Linear(1, 5000)}
+    )
+    policy: dict[str, Compressor] = {"embed*": "topk", "small.weight": "powersgd", "*.bias": "fp16", "big*": "none"}
+    optimizer = optimizer_of(model, ErrorFeedback("int4"), policy=policy)
+    layout = optimizer._layout
+    travels = {name: repr(layout._encodings[i]) for i, name in enumerate(layout._names)}
+    assert {name: text.split("(")[0] for name, text in travels.items()} == {
+        "embed.weight": "Encoding",
+        "big.weight": "Cast",
+        "big.bias": "Cast",
+        "small.weight": "Encoding",
+        "small.bias": "Cast",
+        "wide.weight": "Encoding",
+        "wide.bias": "Cast",
+    }
+    assert "TopK" in travels["embed.weight"]
+    assert "PowerSGD" in travels["small.weight"]
+    assert "Int4" in travels["wide.weight"]
+    assert "float16" in travels["big.bias"]
+    for _ in range(2):
+        optimizer.zero_grad()
+        torch.stack([p.square().sum() * (hvd.rank() + 1) for p in model.parameters()]).sum().backward()
+        optimizer.step()
+    assert_same_on_all_ranks(model.parameters())
+    optimizer.close()
+
+
+def test_a_policy_by_name(ranks: Worlds) -> None:
+    ranks(2).run(which_are_encoded)
+
+
+@in_world
+def what_small_ones_get() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 63))
+    optimizer = optimizer_of(model, "onebit")
+    torch.stack(
+        [(p * (1 + hvd.rank()) * torch.arange(1.0, p.numel() + 1).view_as(p)).sum() for p in model.parameters()]
+    ).sum().backward()
+    for parameter in model.parameters():
+        exact = 1.5 * torch.arange(1.0, parameter.numel() + 1).view_as(parameter)
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, exact) == (parameter.shape != (64, 64))
+    optimizer.close()
+
+
+def test_vectors_and_small_matrices_are_not_encoded(ranks: Worlds) -> None:
+    ranks(2).run(what_small_ones_get)
+
+
+@in_world
+def warm_up(compression: Compressor) -> None:
+    losses = []
+    for one in (compression, "none"):
+        model = Ladder()
+        optimizer = optimizer_of(model, one)
+        losses.append(train(model, optimizer, range(4)))
+        optimizer.close()
+    assert losses[0][:3] == losses[1][:3]
+    assert losses[0][3] != losses[1][3]
+
+
+@pytest.mark.parametrize("name", ["topk", "powersgd"])
+def test_the_warm_up_is_uncompressed(ranks: Worlds, name: str) -> None:
+    ranks(2).run(warm_up, ErrorFeedback(name, warmup_steps=2))
+
+
+@in_world
+def spoil(compression: Compressor, value: float) -> None:
+    """A gradient that is not finite on rank 1: on all ranks the scaler skips the step, and all is well afterwards."""
+    model = Ladder()
+    optimizer = optimizer_of(model, compression)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    train(model, optimizer, range(2))
+    before = copies(model.parameters())
+    for step in range(2, 6):
+        optimizer.zero_grad()
+        scaler.scale(loss_at(model, step, hvd.rank())).backward()
+        if step == 2:
+            optimizer.zero_grad()
+            scaled = scaler.scale(loss_at(model, step, hvd.rank()))
+            spoiled = model.layers[1][0].weight.register_hook(
+                lambda g: g.index_fill(0, torch.tensor([3]), value) if hvd.rank() == 1 else g
+            )
+            scaled.backward()
+            spoiled.remove()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        unchanged = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert unchanged == (step == 2)
+    assert_same_on_all_ranks(model.parameters())
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*((name, float("nan")) for name in CODECS), *((name, float("inf")) for name in ("int8", "topk"))],
+)
+def test_what_is_not_finite_reaches_every_rank(ranks: Worlds, name: str, value: float) -> None:
+    ranks(2).run(spoil, name, value)
+
+
+@in_world
+def accumulate(compression: Compressor) -> None:
+    """Passes per step, no_sync, a closure, a second optimizer: as uncompressed, but for the rounding."""
+    seen = []
+    for one in (compression, "none"):
+        model, other = Ladder(), Ladder(1)
+        optimizer, second = optimizer_of(model, one, backward_passes_per_step=2), optimizer_of(other, one)
+        for step in range(3):
+            optimizer.zero_grad()
+            second.zero_grad()
+            with optimizer.no_sync():
+                loss_at(model, 10 * step, hvd.rank()).backward()
+            for part in (1, 2):
+                loss = loss_at(model, 10 * step + part, hvd.rank())
+                (loss + loss_at(other, 10 * step + part, hvd.rank()) if part == 2 else loss).backward()
+            optimizer.step()
+            second.step()
+
+            def closure(
+                model: nn.Module = model, second: Any = second, other: nn.Module = other, at: int = step
+            ) -> Tensor:
+                second.zero_grad()
+                loss = loss_at(other, 100 + at, hvd.rank())
+                loss.backward()
+                return loss
+
+            second.step(closure)
+        assert_same_on_all_ranks([*model.parameters(), *other.parameters()])
+        seen.append(copies([*model.parameters(), *other.parameters()]))
+        optimizer.close()
+        second.close()
+    for mine, exact in zip(*seen, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["int8", "powersgd"])
+def test_with_all_that_optimizers_can(ranks: Worlds, name: str) -> None:
+    ranks(2).run(accumulate, Int8(block=64) if name == "int8" else PowerSGD(rank=32))
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+@in_world
+def resume(compression: Compressor, stop: int) -> None:
+    """Against a run that is not stopped: losses and parameters, on every rank."""
+    model = Ladder()
+    optimizer = optimizer_of(model, compression)
+    straight = train(model, optimizer, range(7))
+    expected = copies(model.parameters())
+    optimizer.close()
+
+    model = Ladder()
+    optimizer = optimizer_of(model, compression)
+    losses = train(model, optimizer, range(stop))
+    saved, weights = through_a_file(optimizer.state_dict()), copies(model.parameters())
+    optimizer.close()
+
+    for has_gone_on in (False, True):
+        other = Ladder(seed=5)
+        optimizer = optimizer_of(other, compression)
+        if has_gone_on:
+            train(other, optimizer, range(50, 53))
+        with torch.no_grad():
+            for parameter, weight in zip(other.parameters(), weights, strict=True):
+                parameter.copy_(weight)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.load_state_dict(saved)
+        rest = train(other, optimizer, range(stop, 7))
+        assert losses + rest == straight
+        assert all(torch.equal(a, b) for a, b in zip(other.parameters(), expected, strict=True))
+        optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "stop"),
+    [*((name, 4) for name in ("int8", "qsgd", *REMEMBERING)), ("onebit", 0), ("onebit", 1), ("dgc", 1)],
+)
+def test_a_loaded_state_continues_bit_for_bit(ranks: Worlds, name: str, stop: int) -> None:
+    ranks(2).run(resume, REMEMBERING.get(name, name), stop)
+
+
+@in_world
+def resume_frozen() -> None:
+    """What a frozen parameter is owed is in the checkpoint too."""
+    runs = []
+    for stopped in (False, True):
+        model = Ladder()
+        frozen = model.layers[0][0].weight
+        optimizer = optimizer_of(model, "onebit")
+        train(model, optimizer, range(2))
+        frozen.requires_grad_(False)
+        train(model, optimizer, range(2, 4))
+        assert optimizer._layout._waiting
+        if stopped:
+            saved = through_a_file(optimizer.state_dict())
+            optimizer.close()
+            optimizer = optimizer_of(model, "onebit")
+            optimizer.load_state_dict(saved)
+        frozen.requires_grad_(True)
+        train(model, optimizer, range(4, 7))
+        runs.append(copies(model.parameters()))
+        optimizer.close()
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_a_frozen_parameter_keeps_its_claim(ranks: Worlds) -> None:
+    ranks(2).run(resume_frozen)
+
+
+@in_world
+def save(directory: Path, compression: Compressor, op: str) -> dict[int, Tensor]:
+    """Train a little and save; what is owed then."""
+    model = Ladder()
+    optimizer = optimizer_of(model, compression, op=op)
+    train(model, optimizer, range(3))
+    torch.save(optimizer.state_dict(), directory / f"{hvd.rank()}.pt")
+    debts = owed(optimizer)
+    optimizer.close()
+    return debts
+
+
+@in_world
+def load(
+    directory: Path, compression: Compressor, op: str, saved: int, with_also: bool
+) -> tuple[dict[int, Tensor], list[str]]:
+    """Load on another number of ranks; what is owed, and what was warned of. Then train on."""
+    states = [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(saved)]
+    model = Ladder()
+    optimizer = optimizer_of(model, compression, op=op)
+    train(model, optimizer, range(10, 12))
+    extra = [states[rank] for rank in range(hvd.size(), saved) if with_also and rank % hvd.size() == hvd.rank()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(states[hvd.rank() % saved], also=extra)
+    debts = owed(optimizer)
+    assert optimizer._exchange.step == 3
+    train(model, optimizer, range(3, 5))
+    assert_same_on_all_ranks(model.parameters()) if op == hvd.Sum else None
+    optimizer.close()
+    return debts, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 2)])
+@pytest.mark.parametrize("name", ["onebit", "threshold", "powersgd"])
+def test_other_ranks_take_over_what_is_owed(
+    ranks: Worlds, tmp_path: Path, name: str, before: int, now: int, op: str
+) -> None:
+    compression = REMEMBERING[name]
+    debts = ranks(before).run(save, tmp_path, compression, op)[0]
+    assert len(debts) == 2 * HEIGHT
+    loaded = ranks(now).run(load, tmp_path, compression, op, before, True)
+    for found, _ in loaded:
+        assert found.keys() == debts.keys()
+        for index, debt in debts.items():
+            assert debt.any()
+            torch.testing.assert_close(found[index], debt, rtol=1e-5, atol=1e-6)
+    messages, *others = [warned for _, warned in loaded]
+    assert others == [[]] * (now - 1)
+    assert len(messages) == 1
+    assert (
+        f"saved on {before} ranks, loaded on {now}: what compression owed on ranks {list(range(before))}" in messages[0]
+    )
+    assert "lost" not in messages[0]
+
+
+def test_what_nobody_loads_is_lost_with_a_warning(ranks: Worlds, tmp_path: Path) -> None:
+    """The mean is over the ranks that were loaded; the shard that rank 2 owned is gone."""
+    ranks(3).run(save, tmp_path, "onebit", hvd.Average)
+    states = [torch.load(tmp_path / f"{rank}.pt", weights_only=True)[KEY] for rank in range(3)]
+    loaded = ranks(2).run(load, tmp_path, "onebit", hvd.Average, 3, False)
+    for place, entry in enumerate(states[0]["buckets"]):
+        if "tensors" not in entry:
+            continue
+        expected = torch.zeros(entry["numel"])
+        for state in states[:2]:
+            one = state["buckets"][place]
+            expected += one["tensors"]["worker"] / 2
+            expected[one["shard_start"] :][: one["tensors"]["owner"].numel()] += one["tensors"]["owner"]
+        for index, start in zip(entry["parameters"], entry["starts"], strict=True):
+            for debts, _ in loaded:
+                mine = debts[index]
+                torch.testing.assert_close(mine.flatten(), expected[start : start + mine.numel()], rtol=1e-5, atol=1e-6)
+    ((message,), nothing) = (warned for _, warned in loaded)
+    assert nothing == []
+    assert "handed over to all; that of ranks [2], which no rank was given, is lost" in message
+
+
+@in_world
+def load_wrongly(directory: Path) -> list[str]:
+    """Each of these must fail on all ranks alike, and leave the optimizer usable."""
+    model = Ladder()
+    optimizer = optimizer_of(model, "onebit")
+    mine = torch.load(directory / f"{hvd.rank()}.pt", weights_only=True)
+    plain = {key: value for key, value in mine.items() if key != KEY}
+    later = {**mine, KEY: {**mine[KEY], "step": 99}}
+    strange = {**mine, KEY: {**mine[KEY], "version": 7}}
+    summed = {**mine, KEY: {**mine[KEY], "op": hvd.Sum}}
+    messages = []
+    for wrong in (plain if hvd.rank() else mine, later if hvd.rank() else mine, strange, summed):
+        with pytest.raises(ValueError, match="load_state_dict: ") as caught:
+            optimizer.load_state_dict(wrong)
+        messages.append(str(caught.value).partition("load_state_dict: ")[2])
+    optimizer.load_state_dict(plain)
+    optimizer.load_state_dict(mine)
+    train(model, optimizer, range(2))
+    assert_same_on_all_ranks(model.parameters())
+    optimizer.close()
+    return messages
+
+
+def test_parts_that_do_not_belong_together_are_refused_everywhere(ranks: Worlds, tmp_path: Path) -> None:
+    ranks(2).run(save, tmp_path, "onebit", hvd.Average)
+    one, other = ranks(2).run(load_wrongly, tmp_path)
+    assert (
+        one
+        == other
+        == [
+            "ranks [1] were given a state_dict without 'gradwire', the others one with it",
+            "ranks 0 and 1 were given parts of different checkpoints: they differ in step",
+            "rank 0 was given a 'gradwire' of version 7",
+            "saved with op='sum', not 'average'",
+        ]
+    )
+
+
+@in_world
+def load_with_another_codec(directory: Path) -> tuple[dict[int, Tensor], list[str]]:
+    model = Ladder()
+    optimizer = optimizer_of(model, "topk")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(torch.load(directory / f"{hvd.rank()}.pt", weights_only=True))
+    debts = owed(optimizer)
+    optimizer.close()
+    return debts, [str(warning.message) for warning in caught]
+
+
+def test_another_codec_takes_over_what_is_owed(ranks: Worlds, tmp_path: Path) -> None:
+    debts = ranks(2).run(save, tmp_path, "onebit", hvd.Average)[0]
+    for found, _ in ranks(2).run(load_with_another_codec, tmp_path):
+        for index, debt in debts.items():
+            torch.testing.assert_close(found[index], debt, rtol=1e-5, atol=1e-6)
+
+
+@in_world
+def share_optimizer_state() -> None:
+    model = Ladder()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1 * (1 + hvd.rank()), momentum=0.9), compression="onebit"
+    )
+    train(model, optimizer, range(2))
+    hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    optimizer.close()
+
+
+def test_broadcast_optimizer_state(ranks: Worlds) -> None:
+    ranks(2).run(share_optimizer_state)
+
+
+@in_world
+def half_precision(compression: Compressor) -> None:
+    """Gradients of 16 and 64 bits travel as float32's codes."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        model = Ladder().to(dtype)
+        optimizer = optimizer_of(model, compression)
+        for step in range(3):
+            optimizer.zero_grad()
+            torch.stack([((1 + hvd.rank() + step) * p * p.detach()).sum() for p in model.parameters()]).sum().backward()
+            optimizer.step()
+        assert all(p.grad is not None and p.grad.dtype == dtype for p in model.parameters())
+        assert_same_on_all_ranks([p.detach().view(torch.uint8) for p in model.parameters()])
+        optimizer.close()
+
+
+@pytest.mark.parametrize("name", ["onebit", "powersgd"])
+def test_other_dtypes(ranks: Worlds, name: str) -> None:
+    ranks(2).run(half_precision, name)
+
+
+@in_world
+def verbs() -> None:
+    mine = torch.randn(5000, generator=torch.Generator().manual_seed(hvd.rank()), requires_grad=True)
+    exact = hvd.allreduce(mine)
+    rounded = hvd.allreduce(mine, compression=hvd.Compression.int8)
+    assert 0 < (rounded - exact).abs().max() < 0.05
+    assert_same_on_all_ranks([rounded])
+    assert torch.equal(rounded, hvd.allreduce(mine, compression="int8"))
+    pair = hvd.grouped_allreduce([mine, mine.view(50, 100)], compression=TopK(ratio=0.1))
+    assert [tuple(tensor.shape) for tensor in pair] == [(5000,), (50, 100)]
+    rounded.sum().backward()
+    assert mine.grad is not None
+    torch.testing.assert_close(mine.grad, torch.ones(5000))
+    for refused in ("topk", hvd.Compression.powersgd, ErrorFeedback("int8")):
+        with pytest.raises(ValueError, match=r"with error feedback is for DistributedOptimizer"):
+            hvd.allreduce(mine, compression=refused)
+    with pytest.raises(ValueError, match="reducescatter has no codecs"):
+        hvd.reducescatter(mine, compression=hvd.Compression.int8)
+
+
+def test_verbs_with_codecs(ranks: Worlds) -> None:
+    ranks(2).run(verbs)

@@ -1,0 +1,67 @@
+"""What stands in for a codec while its parts are timed, and what a rank is said to send."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from bench.compressed import Clock, blank, timed, two_shot_bytes
+from collectives.compression.codec import Codec
+from collectives.compression.integers import Int8
+from collectives.compression.onebit import OneBit
+from collectives.compression.raw import Raw
+from collectives.compression.registry import CODECS
+from collectives.compression.sharing import share
+
+NUMEL = 3000
+VALUES = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
+
+
+def encoded(codec: Codec) -> torch.Tensor:
+    wire = torch.zeros(codec.wire_bytes(NUMEL), dtype=torch.uint8)
+    codec.encode(VALUES, wire, residual=torch.zeros(NUMEL), seed=5, state=codec.new_state(NUMEL, VALUES.device))
+    return wire
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_timed_codec_is_that_codec(name: str) -> None:
+    real, clock = CODECS[name](), Clock()
+    stand = timed(real, clock)
+    for step in (0, 3):
+        assert torch.equal(encoded(stand.at(step)), encoded(real.at(step)))
+    out, expected = torch.ones(NUMEL), torch.ones(NUMEL)
+    stand.decode(encoded(real), out, add=True, scale=0.5)
+    real.decode(encoded(real), expected, add=True, scale=0.5)
+    assert torch.equal(out, expected)
+    encode_s, decode_s = clock.read()
+    assert encode_s > 0
+    assert decode_s > 0
+    assert clock.read() == (0, 0)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_blank_goes_the_same_way_and_touches_nothing(name: str) -> None:
+    real = CODECS[name]()
+    stand = blank(real)
+    for one in (stand, timed(real, Clock())):
+        assert (one.summable, one.wire_dtype, one.alignment) == (real.summable, real.wire_dtype, real.alignment)
+        assert [one.wire_bytes(n) for n in (0, 1, NUMEL)] == [real.wire_bytes(n) for n in (0, 1, NUMEL)]
+        assert (one.new_state(1, VALUES.device) is None) == (real.new_state(1, VALUES.device) is None)
+    assert not encoded(stand.at(2)).any()
+    out = torch.ones(NUMEL)
+    stand.decode(encoded(real), out)
+    assert torch.equal(out, torch.ones(NUMEL))
+
+
+def test_ranks_say_the_same_of_a_stand() -> None:
+    """It is in the text of the call, which ranks compare."""
+    assert repr(timed(Int8(), Clock())) == repr(timed(Int8(), Clock())) != repr(timed(Int8(block=64), Clock()))
+
+
+def test_bytes_of_two_shot() -> None:
+    """Of equal shards, a rank sends 2 (p - 1) in all; numbers that are shorter than their code go as they are."""
+    hosts = [[0, 1, 2, 3]]
+    assert two_shot_bytes(Int8(), share(Int8(), 4096, 1, hosts, 1 << 20)) == 6 * Int8().wire_bytes(1024)
+    assert two_shot_bytes(OneBit(), share(OneBit(), 3, 0, hosts, 1 << 20)) == 3 * Raw().wire_bytes(3)

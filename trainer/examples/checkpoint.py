@@ -1,0 +1,61 @@
+"""Checkpoints of a run on all ranks: what is equal on all of them in one file, what each rank alone has in one for each."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trainer as hvd
+
+COMMON = "checkpoint.pt"
+
+
+class Checkpoint:
+    """The files of one folder. A crash at any time leaves the last checkpoint whole: the common file names the others of it."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.path = folder / COMMON
+        self._device = device
+
+    def save(self, common: dict[str, Any], mine: dict[str, Any] | None, step: int) -> None:
+        """common: rank 0's is written. mine: this rank's; on all ranks or on none. Collective."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if mine is not None:
+            _write(mine, self._part(hvd.rank(), step))
+        hvd.barrier()
+        if hvd.rank() == 0:
+            _write({**common, "parts": 0 if mine is None else hvd.size(), "step": step}, self.path)
+            for part in self.path.parent.glob("checkpoint.rank*.pt"):
+                if not part.stem.endswith(f".step{step}"):
+                    part.unlink()
+        hvd.barrier()
+
+    def load(self) -> dict[str, Any] | None:
+        """What was common, if there is any."""
+        if not self.path.exists():
+            return None
+        loaded: dict[str, Any] = torch.load(self.path, map_location=self._device, weights_only=True)
+        return loaded
+
+    def load_parts(self, number: int, step: int) -> list[dict[str, Any]]:
+        """Of `number` ranks' own parts this rank's, then those of ranks that there are no more, divided among all. A rank that
+        there was not is given another's."""
+        rank, size = hvd.rank(), hvd.size()
+        files = [self._part(index, step) for index in (rank % number, *range(size + rank, number, size))]
+        return [torch.load(file, map_location=self._device, weights_only=True) for file in files]
+
+    def _part(self, rank: int, step: int) -> Path:
+        return self.path.with_name(f"checkpoint.rank{rank}.step{step}.pt")
+
+
+def _write(state: dict[str, Any], path: Path) -> None:
+    """In whole or not at all."""
+    temporary = path.with_suffix(".partial")
+    with temporary.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
