@@ -1,7 +1,8 @@
 """`torchrun --nproc-per-node 2 -m bench step`: a training step of bytes_gpt with our optimizer, beside DDP's and none.
 
-All three train the same model from the same weights on the same data, in turns of a few steps each (see `bench.timing`).
-`compute` exchanges nothing: what a step costs at least, and what the others' replicas drift apart without.
+All train the same model from the same weights on the same data, in turns of a few steps each (see `bench.timing`).
+`compute` exchanges nothing: what a step costs at least, and what the others' replicas drift apart without. With codecs, ours
+takes part with each of them too, and DDP with torch's fp16 hook.
 """
 
 from __future__ import annotations
@@ -18,19 +19,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import trainer as hvd
 from bench.compare import format_interval, ratio_interval
 from bench.meta import software_and_machine
 from bench.options import count_from
 from bench.timing import Protocol, distributed_machine, median_and_p99, slowest_rank, take_turns
+from trainer.compression import NAMES
 from trainer.examples import bytes_gpt
 from trainer.examples.loop import Task, Trainee, adamw, choose_device, ddp_trainee, digest, our_trainee, share_cores
 from trainer.examples.report import Record
 
 PRESETS: dict[str, dict[str, Any]] = {"small": {}, **bytes_gpt.PRESETS}
 LR = 1e-3
-OURS, DDP, COMPUTE = "gradwire", "ddp", "compute"
+OURS, DDP, DDP_FP16, COMPUTE = "gradwire", "ddp", "ddp+fp16", "compute"
+CODECS = tuple(name for name in NAMES if name != "none")
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,24 @@ class StepRow:
     beyond_compute_over_ddp: float
     loss: float
     replicas_identical: bool
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Of the times of two competitors in the same run. interval: 95 %, where there were turns enough."""
+
+    competitor: str
+    over: str
+    ratio: float
+    interval: tuple[float, float] | None
+
+
+def fp16_trainee(module: nn.Module) -> Trainee:
+    """DDP as its users make it faster."""
+    trainee = ddp_trainee(module)
+    assert isinstance(trainee.forward, DistributedDataParallel)
+    trainee.forward.register_comm_hook(None, fp16_compress_hook)
+    return trainee
 
 
 def compute_trainee(module: nn.Module) -> Trainee:
@@ -78,6 +101,14 @@ class Competitor:
         self._done += self._steps
 
 
+def codecs(text: str) -> tuple[str, ...]:
+    names = CODECS if text == "all" else tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in CODECS:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(CODECS)}, all; none always takes part")
+    return names
+
+
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench step",
@@ -86,6 +117,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--preset", choices=tuple(PRESETS), default="small", help="the model (default small)")
     add("--batch", type=partial(count_from, 1), default=4, help="sequences a rank and step (default 4)")
+    add("--context", type=partial(count_from, 1), help="bytes of a sequence (default as the model has it)")
+    add("--compression", type=codecs, default=(), metavar="NAMES", help="comma-separated codecs to compare, or all")
     add("--steps", type=partial(count_from, 1), default=5, help="steps in one turn (default 5)")
     add("--rounds", type=partial(count_from, 1), default=20, help="timed turns of each competitor (default 20)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (default auto)")
@@ -93,17 +126,29 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[StepRow], tuple[float, float] | None, int]:
-    """The rows, the 95 % interval of ours over DDP where there is one, and the model's parameters; the same on every rank."""
-    config = bytes_gpt.Config(**{**PRESETS[chosen.preset], "batch": chosen.batch * hvd.size()})
-    task = bytes_gpt.task(config)
-    builders: dict[str, Callable[[nn.Module], Trainee]] = {
+def configured(chosen: argparse.Namespace) -> bytes_gpt.Config:
+    settings = {**PRESETS[chosen.preset], "batch": chosen.batch * hvd.size()}
+    return bytes_gpt.Config(**settings, **({"context": chosen.context} if chosen.context else {}))
+
+
+def builders(compression: Sequence[str]) -> dict[str, Callable[[nn.Module], Trainee]]:
+    """What makes each competitor of its model."""
+    compressed = {f"{OURS}+{name}": partial(our_trainee, compression=name) for name in compression}
+    return {
         OURS: partial(our_trainee, compression="none"),
+        **compressed,
         DDP: ddp_trainee,
+        **({DDP_FP16: fp16_trainee} if compression else {}),
         COMPUTE: compute_trainee,
     }
+
+
+def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[StepRow], list[Ratio], int]:
+    """The rows, those of ours over those of DDP, and the model's parameters; the same on every rank."""
+    config = configured(chosen)
+    task = bytes_gpt.task(config)
     competitors: dict[str, Competitor] = {}
-    for name, build in builders.items():
+    for name, build in builders(chosen.compression).items():
         torch.manual_seed(config.seed)
         competitors[name] = Competitor(build(task.build().to(device)), task, config, chosen.steps)
     protocol = Protocol(chosen.rounds, warmup_iters=2, check_iters=0)
@@ -130,25 +175,36 @@ def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[Step
             )
         )
     parameters = sum(parameter.numel() for parameter in competitors[OURS].trainee.module.parameters())
-    return rows, ratio_interval(seconds[OURS], seconds[DDP]), parameters
+    ratios = [
+        Ratio(ours, peer, median[ours] / median[peer], ratio_interval(seconds[ours], seconds[peer]))
+        for ours in seconds
+        if ours.startswith(OURS)
+        for peer in (DDP, DDP_FP16)
+        if peer in seconds
+    ]
+    return rows, ratios, parameters
 
 
-def format_table(rows: Sequence[StepRow], interval: tuple[float, float] | None, meta: dict[str, Any]) -> list[str]:
-    ours = next(row for row in rows if row.competitor == OURS)
+def format_table(rows: Sequence[StepRow], ratios: Sequence[Ratio], meta: dict[str, Any]) -> list[str]:
+    width = max(8, *(len(row.competitor) for row in rows))
+    shape = f"{meta['batch']} sequences of {meta['context']} bytes a rank"
     return [
-        f"# step of bytes_gpt {meta['preset']}: {meta['parameters'] / 1e6:.2f} M parameters, {meta['batch']} sequences a rank,"
-        f" world size {ours.world_size} backend {meta['backend']}, {meta['rounds']} turns of {meta['steps']} steps",
+        f"# step of bytes_gpt {meta['preset']}: {meta['parameters'] / 1e6:.2f} M parameters, {shape},"
+        f" world size {rows[0].world_size} backend {meta['backend']}, {meta['rounds']} turns of {meta['steps']} steps",
         *([f"# Network: {meta['network']}"] if meta["network"] else []),
         "#",
-        "#             step      p99             time over  time over  beyond compute",
-        "#             (ms)     (ms)  tokens/s         ddp    compute    over ddp's      loss  replicas",
+        f"# {'':{width}}     step      p99             time over  time over  beyond compute",
+        f"# {'':{width}}     (ms)     (ms)  tokens/s         ddp    compute    over ddp's      loss  replicas",
         *(
-            f"  {row.competitor:8} {row.step_ms:8.2f} {row.p99_ms:8.2f} {row.tokens_per_s:9.0f}"
+            f"  {row.competitor:{width}} {row.step_ms:8.2f} {row.p99_ms:8.2f} {row.tokens_per_s:9.0f}"
             f" {row.time_over_ddp:11.3f} {row.time_over_compute:10.3f} {row.beyond_compute_over_ddp:13.3f} {row.loss:9.4f}"
             f"  {'identical' if row.replicas_identical else 'differ'}"
             for row in rows
         ),
-        f"# Time of {OURS} / {DDP} : {ours.time_over_ddp:.3f}  {format_interval(interval)}".rstrip(),
+        *(
+            f"# Time of {ratio.competitor} / {ratio.over} : {ratio.ratio:.3f}  {format_interval(ratio.interval)}".rstrip()
+            for ratio in ratios
+        ),
     ]
 
 
@@ -158,7 +214,7 @@ def main(arguments: Sequence[str]) -> int:
     hvd.init()
     share_cores()
     device = choose_device(chosen.device)
-    rows, interval, parameters = measure(chosen, device)
+    rows, ratios, parameters = measure(chosen, device)
     if hvd.rank() == 0:
         meta = {
             **software_and_machine(device),
@@ -166,12 +222,13 @@ def main(arguments: Sequence[str]) -> int:
             "preset": chosen.preset,
             "parameters": parameters,
             "batch": chosen.batch,
+            "context": configured(chosen).context,
             "steps": chosen.steps,
             "rounds": chosen.rounds,
-            "interval": interval,
+            "ratios": [asdict(ratio) for ratio in ratios],
             "time": "median over interleaved turns, per step, each as long as on its slowest rank",
         }
-        print("\n".join(format_table(rows, interval, meta)), flush=True)
+        print("\n".join(format_table(rows, ratios, meta)), flush=True)
         if chosen.json:
             chosen.json.parent.mkdir(parents=True, exist_ok=True)
             chosen.json.write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")

@@ -133,7 +133,8 @@ class Resumption:
 
 def _label(part: dict[str, Any]) -> dict[str, Any]:
     """What parts of one checkpoint must have in common; and the rank."""
-    layout = [(entry["parameters"], entry.get("encoding")) for entry in part["buckets"]]
+    known = part.get("version") == VERSION
+    layout = [(entry["parameters"], entry.get("encoding")) for entry in part["buckets"]] if known else None
     keys = ("version", "world_size", "rank", "op", "predivide", "step")
     return {key: part.get(key) for key in keys} | {"buckets": layout}
 

@@ -185,6 +185,27 @@ def test_a_training_step_beside_ddp(tmp_path: Path) -> None:
     assert ours["time_over_ddp"] == pytest.approx(ours["step_ms"] / ddp["step_ms"])
 
 
+def test_a_training_step_with_codecs(tmp_path: Path) -> None:
+    flags = ["--batch", "1", "--context", "16", "--compression", "int8,topk", "--steps", "2", "--rounds", "2"]
+    done = bench(2, "step", *flags, "--device", "cpu", "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    meta, rows = rows_of(tmp_path / "out.json")
+    assert meta["context"] == 16
+    names = ["gradwire", "gradwire+int8", "gradwire+topk", "ddp", "ddp+fp16", "compute"]
+    assert [row["competitor"] for row in rows] == names
+    assert [row["replicas_identical"] for row in rows] == [True] * 5 + [False]
+    by_name = {row["competitor"]: row for row in rows}
+    for name, tolerance in (("gradwire", 1e-4), ("gradwire+int8", 1e-2), ("ddp+fp16", 1e-2)):
+        assert by_name[name]["loss"] == pytest.approx(by_name["ddp"]["loss"], rel=tolerance)
+    assert by_name["gradwire+topk"]["loss"] != pytest.approx(by_name["ddp"]["loss"], rel=1e-4)
+    pairs = [(ratio["competitor"], ratio["over"]) for ratio in meta["ratios"]]
+    assert pairs == [(ours, peer) for ours in names[:3] for peer in ("ddp", "ddp+fp16")]
+    for ratio in meta["ratios"]:
+        times = [by_name[ratio[key]]["step_ms"] for key in ("competitor", "over")]
+        assert ratio["ratio"] == pytest.approx(times[0] / times[1])
+    assert f"# Time of gradwire+topk / ddp+fp16 : {meta['ratios'][-1]['ratio']:.3f}" in done.stdout
+
+
 def test_training_with_codecs(tmp_path: Path) -> None:
     flags = ["--models", "digits_cnn", "--codecs", "int8,topk", "--steps", "6", "--device", "cpu"]
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]

@@ -278,6 +278,24 @@ def test_the_momentum_of_dgc_goes_along(ranks: Worlds) -> None:
 
 
 @in_world
+def equal_gradients() -> bool:
+    """Whether two buckets of equal gradients are rounded alike."""
+    weights = [nn.Parameter(torch.zeros(64, 64)) for _ in range(2)]
+    options: dict[str, Any] = {"compression": Int8(stochastic=True), "bucket_bytes": 64 * 64 * 4}
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), **options)
+    factor = torch.linspace(-1, 1, 64 * 64).view(64, 64)
+    torch.stack([(weight * factor).sum() for weight in weights]).sum().backward()
+    one, other = copies(weight.grad for weight in weights if weight.grad is not None)
+    assert len(encoded(optimizer)) == 2
+    optimizer.close()
+    return torch.equal(one, other)
+
+
+def test_every_bucket_is_rounded_in_its_own_way(ranks: Worlds) -> None:
+    assert ranks(2).run(equal_gradients) == [False, False]
+
+
+@in_world
 def which_are_encoded() -> None:
     model = nn.ModuleDict(
         {"embed": nn.Embedding(100, 64), "big": nn.Linear(64, 64), "small": nn.Linear(8, 8), "wide": nn.Linear(1, 5000)}

@@ -1,0 +1,67 @@
+"""The flags and the table of `bench step`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from bench import step
+from bench.step import Ratio, StepRow, builders, configured, format_table, parse_arguments
+
+META = {
+    "preset": "13m",
+    "parameters": 12_900_000,
+    "batch": 1,
+    "context": 64,
+    "backend": "gloo",
+    "rounds": 9,
+    "steps": 2,
+}
+
+
+def row(competitor: str) -> StepRow:
+    return StepRow(competitor, 4, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, True)
+
+
+def test_codecs_are_chosen_by_name_each_once() -> None:
+    assert parse_arguments([]).compression == ()
+    assert parse_arguments(["--compression", "topk,int8,topk"]).compression == ("topk", "int8")
+    everything = parse_arguments(["--compression", "all"]).compression
+    assert {"fp16", "int8", "powersgd"} < set(everything)
+    assert "none" not in everything
+
+
+@pytest.mark.parametrize("name", ["none", "int9", ""])
+def test_what_is_no_codec_is_named_with_the_codecs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["--compression", f"int8,{name}"])
+    assert f"{name!r} is not one of fp16, bf16, " in capsys.readouterr().err
+
+
+def test_every_codec_and_the_fp16_hook_take_part_only_where_codecs_do() -> None:
+    assert list(builders(())) == ["gradwire", "ddp", "compute"]
+    with_codecs = ["gradwire", "gradwire+int8", "gradwire+topk", "ddp", "ddp+fp16", "compute"]
+    assert list(builders(("int8", "topk"))) == with_codecs
+
+
+def test_batch_and_context_are_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "hvd", SimpleNamespace(size=lambda: 4))
+    config = configured(parse_arguments(["--preset", "13m", "--batch", "1", "--context", "64"]))
+    assert (config.batch, config.context, config.width) == (4, 64, 512)
+    default = configured(parse_arguments(["--preset", "13m"]))
+    assert (default.batch, default.context) == (16, 128)
+
+
+def test_columns_are_as_wide_as_their_longest_name() -> None:
+    rows = [row("gradwire"), row("gradwire+threshold"), row("ddp")]
+    ratios = [Ratio("gradwire+threshold", "ddp", 0.3333, (0.31, 0.352)), Ratio("gradwire", "ddp", 1.0, None)]
+    lines = format_table(rows, ratios, {**META, "network": None})
+    assert (
+        "12.90 M parameters, 1 sequences of 64 bytes a rank, world size 4 backend gloo, 9 turns of 2 steps" in lines[0]
+    )
+    assert len({line.index("1.00 ") for line in lines[4:7]}) == 1
+    assert lines[-2:] == [
+        "# Time of gradwire+threshold / ddp : 0.333  [0.310, 0.352]",
+        "# Time of gradwire / ddp : 1.000",
+    ]
