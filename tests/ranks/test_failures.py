@@ -31,7 +31,7 @@ HANG_S = 10.0  # longer than any busy machine delays what takes no time
 DEADLINE_S = 30.0  # for a whole world, on a machine where many of them run
 VICTIMS = {2: 1, 3: 0, 4: 2}  # by world size
 PHASES = ("before the first", "between two", "in the middle", "while idle in async")
-SMALL, LARGE = 100, 1 << 20
+SMALL, LARGE = 100, 1 << 18
 
 
 def die() -> None:
