@@ -174,7 +174,8 @@ class Operations:
             return CollectiveError("this process is exiting", rank=self._rank, operation=turn.call)
         peers = set(range(self._size)) - {self._rank}
         report = Report.of(error, turn.sequence, turn.call, peers, self._transport.lost_peers())
-        reports = self._board.exchange(report, after_writing=self._transport.abort)
+        ended = self._local.dead() if self._local is not None else frozenset[int]()
+        reports = self._board.exchange(report, ended, after_writing=self._transport.abort)
         return verdict(reports, self._rank, self._timeout_s, str(error))
 
     def close(self, meet: Callable[[Turn], None]) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import asdict, dataclass
 
 from torch.distributed.distributed_c10d import Store
@@ -49,10 +49,11 @@ class Board:
         self._rank = rank
         self._size = size
 
-    def exchange(self, report: Report, after_writing: Callable[[], None]) -> dict[int, Report]:
+    def exchange(self, report: Report, ended: Set[int], after_writing: Callable[[], None]) -> dict[int, Report]:
         """Write this rank's report, call `after_writing`, and return all reports that arrive within the grace time.
 
-        The store may be as dead as the peer that hosted it, so it is spoken to on a thread of its own.
+        ended: ranks whose process is known to have ended; nobody waits for what they have not written. The store may be as dead
+        as the peer that hosted it, so it is spoken to on a thread of its own.
         """
         reports = {self._rank: report}
         written = threading.Event()
@@ -63,13 +64,15 @@ class Board:
                 self._store.set(f"report/{self._rank}", json.dumps(asdict(report)))
                 written.set()
                 until = time.monotonic() + GRACE_S
-                while missing and time.monotonic() < until:
+                while True:
                     for rank in [r for r in missing if self._store.check([f"report/{r}"])]:
                         fields = json.loads(self._store.get(f"report/{rank}"))
                         reports[rank] = Report(
                             fields["sequence"], fields["call"], tuple(fields["gone"]), tuple(fields["waiting_for"])
                         )
                         missing.discard(rank)
+                    if missing <= ended or time.monotonic() > until:
+                        return
                     time.sleep(_POLL_S)
             except RuntimeError:
                 return  # the store's host is gone: what this rank saw itself must do

@@ -77,12 +77,34 @@ def test_a_timeout_of_the_backend_itself_waits_for_everyone() -> None:
 def test_a_report_is_written_before_connections_are_broken_and_the_others_are_read() -> None:
     store = dist.HashStore()
     theirs = Report(4, CALL, gone=(2,))
-    Board(store, 1, 3).exchange(theirs, after_writing=lambda: None)
+    Board(store, 1, 3).exchange(theirs, set(), after_writing=lambda: None)
     seen: list[bool] = []
     mine = Report(4, CALL, gone=(1,))
-    reports = Board(store, 0, 3).exchange(mine, after_writing=lambda: seen.append(store.check(["report/0"])))
+    reports = Board(store, 0, 3).exchange(mine, set(), after_writing=lambda: seen.append(store.check(["report/0"])))
     assert seen == [True]
     assert reports == {0: mine, 1: theirs}
+
+
+class _CountingStore(dist.HashStore):
+    """A store that notes what is asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += keys
+        return super().check(keys)
+
+
+def test_nobody_waits_for_the_report_of_a_process_that_has_ended_but_what_it_wrote_is_read() -> None:
+    store = _CountingStore()
+    theirs = Report(4, CALL, gone=(2,))
+    Board(store, 1, 3).exchange(theirs, {0, 2}, after_writing=lambda: None)
+    mine = Report(4, CALL, gone=(1,))
+    store.asked.clear()
+    assert Board(store, 0, 3).exchange(mine, {1, 2}, after_writing=lambda: None) == {0: mine, 1: theirs}
+    assert store.asked == ["report/1", "report/2"]
 
 
 class _DeadStore(dist.Store):
@@ -91,6 +113,6 @@ class _DeadStore(dist.Store):
 
 def test_a_dead_store_leaves_what_this_rank_saw() -> None:
     mine = Report(4, CALL, gone=(0,))
-    reports = Board(_DeadStore(), 1, 2).exchange(mine, after_writing=lambda: None)
+    reports = Board(_DeadStore(), 1, 2).exchange(mine, set(), after_writing=lambda: None)
     assert reports == {1: mine}
     assert isinstance(judged(reports, 1), PeerLost)
