@@ -75,7 +75,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise TypeError(f"{here()}optimizer is a DistributedOptimizer already")
         parameters = _tensors(optimizer.param_groups)
         self._names = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
-        checked = check_policy(compression, policy, None if named_parameters is None else reversed(self._names.values()))
+        checked = check_policy(
+            compression, policy, None if named_parameters is None else reversed(self._names.values())
+        )
 
         self.optimizer = optimizer
         # What torch's __init__ would make. Shared, for it is the wrapped optimizer that runs the hooks, each once.

@@ -11,7 +11,7 @@ from collectives.spans import Layout, Span, split_aligned
 #: A chunk is what is encoded at once. The longer its code, the longer its wire waits for the first and its ranks for the last;
 #: the more its numbers, the less of what is added up stays in the cache; the shorter both, the more messages.
 _MOST_WIRE_BYTES = 256 << 10
-_MOST_NUMBERS = 1 << 20
+_MOST_NUMBERS = 1 << 21
 
 _SAMPLE = 1 << 20
 

@@ -31,6 +31,7 @@ _I64 = ir.IntType(64)
 _F32 = ir.FloatType()
 
 _LANES = 64  # numbers that are compared at once: the bits of a word
+_AHEAD = 4  # as many of a word are appended without asking
 _TILE = 2048  # numbers that are added, then searched, while they are in the first-level cache
 _SMALL = 4096  # numbers that are not worth a guess
 _SAMPLES = 65536  # at most
@@ -93,10 +94,10 @@ def _reaching(context: Any, address: Any, key: Any) -> Any:
 
 @intrinsic
 def _lowest_bit(context: Any, word: Any) -> Any:
-    """The number of the lowest bit that is set, of a word that is not 0."""
+    """The number of the lowest bit that is set; 64 of a word that is 0."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], cgutils.true_bit)
+        return builder.cttz(arguments[0], cgutils.false_bit)
 
     return types.int64(types.int64), generate
 
@@ -146,6 +147,9 @@ def _kth_largest(numbers, count, k):
 def _gather(source, begin, end, key, indices, found, capacity, count):
     """Append the numbers in [begin, end) that have at least this key, and count them even where there is no room for
     more.
+
+    How many there are in a word is not to be predicted, so _AHEAD are appended at any rate; those there are not will be
+    written over.
     """
     numbers, bits = _floats(source), _integers(source)
     indices_at, found_at = _integers(indices), _floats(found)
@@ -153,6 +157,14 @@ def _gather(source, begin, end, key, indices, found, capacity, count):
         mask = 0
         if block + _LANES <= end:
             mask = _reaching(source + 4 * block, key)
+            if count + _AHEAD <= capacity:
+                after = count + _bits_set(mask)
+                for ahead in range(_AHEAD):
+                    i = block + (_lowest_bit(mask) & (_LANES - 1))
+                    indices_at[count + ahead] = i
+                    found_at[count + ahead] = numbers[i]
+                    mask &= mask - 1
+                count = min(after, count + _AHEAD)
         else:
             for lane in range(end - block):
                 mask |= int64((int64(bits[block + lane]) & 0x7FFFFFFF) >= key) << lane
@@ -223,21 +235,24 @@ def _emit(indices, found, count, key, ties, wanted, written, wire_indices, wire_
     """
     numbers, bits, places = _floats(found), _integers(found), _integers(indices)
     out_i, out_v, r, m = _integers(wire_indices), _floats(wire_values), _floats(residual), _floats(momentum)
+    begin = written
     for e in range(count):
         if written == wanted:
             break
         number_key = _key(bits[e])
-        tie = number_key == key and ties > 0
-        if number_key > key or tie:
-            ties -= tie
-            i = places[e]
-            out_i[written] = i
-            out_v[written] = numbers[e] if number_key < _NAN else float32(np.nan)
-            written += 1
-            if residual != 0:
-                r[i] = 0
-            if momentum != 0:
-                m[i] = 0
+        tie = (number_key == key) & (ties > 0)
+        sent = (number_key > key) | tie
+        # Whether it is sent is not to be predicted, so all is written at any rate: the next one goes to the same place.
+        out_i[written] = places[e]
+        out_v[written] = numbers[e] if number_key < _NAN else float32(np.nan)
+        written += sent
+        ties -= tie
+    if residual != 0:
+        for e in range(begin, written):
+            r[out_i[e]] = 0
+    if momentum != 0:
+        for e in range(begin, written):
+            m[out_i[e]] = 0
     return written, ties
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import trainer as hvd
 from collectives.compression.dgc import DGC
 from collectives.compression.integers import Int8
+from collectives.compression.onebit import OneBit
 from collectives.compression.powersgd import PowerSGD
 from collectives.compression.threshold import Threshold
 from collectives.compression.topk import TopK
@@ -259,22 +260,75 @@ def test_nothing_is_lost_between_hosts(ranks: Worlds, host_of: str, name: str, o
 
 
 @in_world
-def momentum_after_a_rebuild() -> None:
+def memory_after_a_rebuild(compression: Compressor, name: str) -> None:
     model = Weights()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression=DGC(ratio=0.5))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression=compression)
     model(given(0, hvd.rank(), [0, 1, 2, 3])).backward()
     before = {i: o for bucket in encoded(optimizer) for i, o in zip(bucket.items, bucket.take(), strict=True)}
     optimizer.step()
     after = {i: o for bucket in encoded(optimizer) for i, o in zip(bucket.items, bucket.take(), strict=True)}
     for i, entry in before.items():
-        assert entry["momentum"].any()
-        torch.testing.assert_close(after[i]["momentum"], entry["momentum"])
+        assert entry[name].any()
+        torch.testing.assert_close(after[i][name], entry[name])
         torch.testing.assert_close(after[i]["residual"], entry["residual"])
     optimizer.close()
 
 
-def test_the_momentum_of_dgc_goes_along(ranks: Worlds) -> None:
-    ranks(2).run(momentum_after_a_rebuild)
+@pytest.mark.parametrize(("compression", "name"), [(DGC(ratio=0.5), "momentum"), (PowerSGD(rank=2), "basis")])
+def test_what_codecs_remember_goes_along(ranks: Worlds, compression: Compressor, name: str) -> None:
+    ranks(2).run(memory_after_a_rebuild, compression, name)
+
+
+@in_world
+def with_gaps() -> None:
+    """Against the model, whose numbers between parameters are zero in every step."""
+    codec, numel, start = OneBit(), 65 * 65, 65 * 65 // 16 * 16 + 16
+    weights = [nn.Parameter(torch.zeros(65, 65)) for _ in range(2)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), compression=codec)
+    hosts = [list(host) for host in optimizer._communicator.topology.hosts]
+    segment_bytes = optimizer._communicator._engine._segment_bytes
+    two_shot = TwoShotModel(codec, 2 * start, hosts, segment_bytes, with_feedback=True)
+    for step in range(4):
+        inputs = [torch.zeros(2 * start) for _ in range(hvd.size())]
+        for rank, tensor in enumerate(inputs):
+            values = torch.randn(2, numel, generator=torch.Generator().manual_seed(10 * step + rank))
+            tensor[:numel], tensor[start : start + numel] = values
+        mine = inputs[hvd.rank()]
+        optimizer.zero_grad()
+        # The parameter that comes last is the first in its bucket.
+        places = (mine[start : start + numel], mine[:numel])
+        torch.stack([(w * x.view(65, 65)).sum() for w, x in zip(weights, places, strict=True)]).sum().backward()
+        expected = two_shot.step(inputs, "average", step)
+        assert weights[1].grad is not None
+        assert weights[0].grad is not None
+        assert torch.equal(weights[1].grad.flatten(), expected[:numel])
+        assert torch.equal(weights[0].grad.flatten(), expected[start : start + numel])
+    optimizer.close()
+
+
+def test_what_lies_between_parameters_stays_zero(ranks: Worlds) -> None:
+    ranks(2).run(with_gaps)
+
+
+@in_world
+def absent_beside_nan() -> None:
+    """A block of two parameters' numbers is NaN for the sake of one; the other, which no rank has reached, is still owed."""
+    model = Weights()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression="onebit")
+    for step in range(4):
+        optimizer.zero_grad()
+        numbers = given(step, hvd.rank(), [0, 1, 2, 3] if step != 1 else [0, 2])
+        if step == 1:
+            numbers[2][:] = float("nan")
+        model(numbers).backward()
+        grads = [weight.grad for weight in model.weights if weight.grad is not None]
+        assert all(grad.isfinite().all() for grad in grads) == (step != 1)
+    assert all(debt.isfinite().all() for debt in owed(optimizer).values())
+    optimizer.close()
+
+
+def test_nan_is_never_owed(ranks: Worlds) -> None:
+    ranks(2).run(absent_beside_nan)
 
 
 @in_world
@@ -362,6 +416,29 @@ def warm_up(compression: Compressor) -> None:
 @pytest.mark.parametrize("name", ["topk", "powersgd"])
 def test_the_warm_up_is_uncompressed(ranks: Worlds, name: str) -> None:
     ranks(2).run(warm_up, ErrorFeedback(name, warmup_steps=2))
+
+
+@in_world
+def steps_of_codec() -> list[int]:
+    """What a codec takes for the number of the step."""
+    weight = nn.Parameter(torch.zeros(64, 64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=ErrorFeedback("dgc", 2))
+    seen, allreduce = [], optimizer._communicator.allreduce
+
+    def look(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        if options.get("codec") is not None:
+            seen.append(options["step"])
+        return allreduce(tensor, *args, **options)
+
+    optimizer._communicator.allreduce = look  # type: ignore[method-assign]
+    for _ in range(4):
+        weight.sum().backward()
+    optimizer.close()
+    return seen
+
+
+def test_codecs_count_from_the_end_of_the_warm_up(ranks: Worlds) -> None:
+    assert ranks(2).run(steps_of_codec) == [[0, 1]] * 2
 
 
 @in_world

@@ -16,7 +16,7 @@ from collectives.compression import sparse
 from collectives.compression.dgc import DGC
 from collectives.compression.kernels_for import kernels_for
 from collectives.compression.randomk import RandomK
-from collectives.compression.sparse import Sparse, State
+from collectives.compression.sparse import Sparse
 from collectives.compression.threshold import Threshold
 from collectives.compression.topk import TopK
 from collectives.kernels import reference_sparse
