@@ -23,7 +23,7 @@ from collectives.transport.base import Pending, Transport
 TWO_SHOT = "two_shot"
 
 #: By how many chunks adding up follows encoding, and taking the result adding up: as many are on their way meanwhile.
-_LAG = 1
+_LAG = 2
 
 #: How many chunks ahead of its turn a receive is posted: see collectives.execute.
 _LOOKAHEAD = 2

@@ -42,7 +42,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
       and do so with op=Sum or backward_passes_per_step > 1.
 
     optimizer: any torch optimizer; its dense parameters of dtype float16, bfloat16, float32 or float64 are exchanged.
-    named_parameters: pairs (name, parameter) that cover the optimizer's, for error messages; the same on all ranks.
+    named_parameters: pairs (name, parameter) that cover the optimizer's, for policy and error messages; the same on all ranks.
     compression: what gradients travel as: one of Compression or its name ("int8"), a codec of collectives.compression, or
     ErrorFeedback(codec). onebit, topk, threshold, randomk and dgc have error feedback without being asked, since they do not
     converge without; the others have it as ErrorFeedback(...) only. Codecs are for matrices (two dimensions or more) of 4096

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from collectives.compression import sparse
+from collectives.compression.codec import State
 from collectives.compression.dgc import DGC
 from collectives.compression.kernels_for import kernels_for
 from collectives.compression.randomk import RandomK
