@@ -27,9 +27,10 @@ MULTIPLE = 1024
 DEFAULT_ELEMENTS = {"cpu": 16 << 20, "cuda": 128 << 20}
 
 NOTES = """\
-GB/s: 1e9 bytes of float32 a second. moved: bytes that the operation has to read and write, per element; of copy: its rate
-of moving them, over that of a copy. torch/ours: time of torch's own operations for the same codec, which allocate nothing,
-over ours. error: relative, in L2, against float64. encode_ef: with error feedback. decode_add: added to what is there."""
+GB/s: 1e9 bytes of float32 a second. moved: bytes that the operation has to read and write, per element; of copy: its
+rate of moving them, over that of a copy. torch/ours: time of torch's own operations for the same codec over ours;
+plain/ours: as expressions do them, which allocate, instead of with temporaries kept from call to call. error:
+relative, in L2, against float64. encode_ef: with error feedback. decode_add: added to what is there."""
 
 
 def codec_names(text: str) -> list[str]:
@@ -80,15 +81,15 @@ def format_header(meta: dict[str, Any]) -> list[str]:
         f"# {meta['device']}, torch {meta['torch']}",
         *(f"# {line}" for line in NOTES.splitlines()),
         "#",
-        "#                             wire  moved                    torch        error",
-        "# codec           operation  (B/el) (B/el)    GB/s of copy   /ours  gaussian  laplace  #wrong",
+        "#                             wire  moved                    torch   plain        error",
+        "# codec           operation  (B/el) (B/el)    GB/s of copy   /ours   /ours  gaussian  laplace  #wrong",
     ]
 
 
 def format_rows(rows: Sequence[CodecRow]) -> list[str]:
     return [
         f"  {row.codec:15} {row.operation:10} {row.wire_bytes:6.3f} {row.moved_bytes:6.2f} {row.rate_GBps:7.2f}"
-        f" {row.of_copy:7.3f} {row.torch_over_ours:7.2f}"
+        f" {row.of_copy:7.3f} {row.torch_over_ours:7.2f} {row.plain_over_ours:7.2f}"
         f" {row.relative_error_gaussian:9.5f} {row.relative_error_laplace:8.5f} {row.wrong:3}"
         + (f" (torch: {row.torch_wrong})" if row.torch_wrong else "")
         for row in rows

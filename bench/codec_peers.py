@@ -1,8 +1,9 @@
 """The codecs in torch's own operations: what one writes without kernels, and the other side of `python -m bench codec`.
 
-As fast as we could write them: temporaries are kept from call to call, maxima need no pass for magnitudes, bits are packed as
-the lanes of wider integers. Numbers are a multiple of the block. What ours do beyond that is left out where it would cost
-torch time: NaN survives only where it does so by itself, indices of sparse codes are not sorted.
+As fast as we could write them: temporaries are kept from call to call, or else allocated as expressions do; maxima need no
+pass for magnitudes, bits are packed as the lanes of wider integers. Numbers are a multiple of the block. What ours do beyond
+that is left out where it would cost torch time: NaN survives only where it does so by itself, indices of sparse codes are not
+sorted.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ _LEAST = 1e-30
 
 
 class Contender(ABC):
-    """A codec at work on `numel` numbers. It keeps the code of what it encoded last, and decodes that."""
+    """A codec at work on `numel` numbers. It keeps the code of what it encoded last, and decodes that.
 
-    def __init__(self, codec: Any, numel: int, device: torch.device) -> None:
-        self.codec, self.numel, self.device = codec, numel, device
+    keeps: temporaries from call to call.
+    """
+
+    def __init__(self, codec: Any, numel: int, device: torch.device, *, keeps: bool = True) -> None:
+        self.codec, self.numel, self.device, self._keeps = codec, numel, device, keeps
         self._tensors: dict[str, Tensor] = {}
 
     def temporary(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The same tensor in every call; zeros at first."""
-        if name not in self._tensors:
-            self._tensors[name] = torch.zeros(numel, dtype=dtype, device=self.device)
+        """Room for so many numbers."""
+        if name not in self._tensors or not self._keeps:
+            self._tensors[name] = torch.empty(numel, dtype=dtype, device=self.device)
         return self._tensors[name]
 
     def restart(self) -> None:  # noqa: B027 - most have nothing to forget
@@ -214,8 +218,8 @@ class TernGradPeer(DensePeer):
 class NaturalPeer(DensePeer):
     """The bits of a float are its exponent, which a random number in place of the mantissa's bits carries into."""
 
-    def __init__(self, codec: Codec, numel: int, device: torch.device) -> None:
-        super().__init__(codec, numel, device)
+    def __init__(self, codec: Codec, numel: int, device: torch.device, *, keeps: bool = True) -> None:
+        super().__init__(codec, numel, device, keeps=keeps)
         powers = torch.arange(-77, 51, device=device, dtype=torch.float64).exp2().to(torch.float32)
         powers[0] = 0
         self.table = torch.cat([powers, -powers])
@@ -277,13 +281,17 @@ class RandomKPeer(SparsePeer):
 
 
 class DGCPeer(SparsePeer):
+    def __init__(self, codec: Codec, numel: int, device: torch.device, *, keeps: bool = True) -> None:
+        super().__init__(codec, numel, device, keeps=keeps)
+        self.momentum = torch.zeros(numel, device=device)
+
     def restart(self) -> None:
-        self.temporary("momentum", self.numel).zero_()
+        self.momentum.zero_()
 
     def encode_ef(self, values: Tensor, residual: Tensor) -> None:
-        momentum = self.temporary("momentum", self.numel).mul_(self.codec.momentum).add_(values)
-        super().encode_ef(momentum, residual)
-        momentum.index_fill_(0, self.indices, 0)
+        self.momentum.mul_(self.codec.momentum).add_(values)
+        super().encode_ef(self.momentum, residual)
+        self.momentum.index_fill_(0, self.indices, 0)
 
 
 PEERS: dict[str, type[Contender]] = {

@@ -44,9 +44,9 @@ class CodecRow:
     """One operation of one codec. Field names are the keys of the JSON.
 
     encode_ef: with error feedback. rate_GBps: 1e9 bytes of float32 a second. moved_bytes: what the operation has to read and
-    write, per element. of_copy: the rate at which it moves them, over a copy's. torch_over_ours: torch's time over ours, and
-    its 95 % interval (None with few turns). relative_error: in L2, against float64. wrong: elements outside the codec's
-    bound, ours and torch's.
+    write, per element. of_copy: the rate at which it moves them, over a copy's. torch_over_ours: torch's time over ours, with
+    temporaries kept, and its 95 % interval (None with few turns). plain_over_ours: with temporaries allocated in each call.
+    relative_error: in L2, against float64. wrong: elements outside the codec's bound, ours and torch's.
     """
 
     codec: str
@@ -62,6 +62,7 @@ class CodecRow:
     torch_us: float
     torch_over_ours: float
     torch_interval: tuple[float, float] | None
+    plain_over_ours: float
     relative_error_gaussian: float
     relative_error_laplace: float
     wrong: int
@@ -124,7 +125,9 @@ def laplace(numel: int, device: torch.device, seed: int) -> Tensor:
 class Turns:
     """The turns of one contender at one codec's four operations, and what is wrong with the result of each."""
 
-    def __init__(self, contender: type[Contender], codec: Codec, numbers: Numbers) -> None:
+    def __init__(
+        self, contender: Callable[[Codec, int, torch.device], Contender], codec: Codec, numbers: Numbers
+    ) -> None:
         values = numbers.values
         self._encoder, self._decoder = (contender(codec, values.numel(), values.device) for _ in range(2))
         self._codec, self._numbers = codec, numbers
@@ -239,7 +242,8 @@ def error_of(codec: Codec, values: Tensor) -> tuple[float, int]:
 def measure(name: str, numbers: Numbers, protocol: timing.Protocol) -> tuple[list[CodecRow], float]:
     """The rows of a codec, and the seconds of a copy beside it."""
     codec, values = CODECS[name], numbers.values
-    turns = [Turns(contender, codec, numbers) for contender in (Ours, PEERS[codec.name])]
+    peer = PEERS[codec.name]
+    turns = [Turns(contender, codec, numbers) for contender in (Ours, peer, partial(peer, keeps=False))]
 
     def reset() -> None:
         numbers.reset()
@@ -258,8 +262,8 @@ def measure(name: str, numbers: Numbers, protocol: timing.Protocol) -> tuple[lis
     seconds, wrong = take_all_turns([(copy, copy_is_wrong), *operations], reset, values.device, protocol)
     copy_s = median_and_p99(seconds[0])[0]
     (gaussian_error, _), (laplace_error, laplace_wrong) = error_of(codec, values), error_of(codec, numbers.laplace)
-    ours, torchs = seconds[1:].reshape(2, len(OPERATIONS), -1)
-    ours_wrong, torchs_wrong = np.reshape(wrong[1:], (2, len(OPERATIONS)))
+    ours, torchs, plains = seconds[1:].reshape(3, len(OPERATIONS), -1)
+    ours_wrong, torchs_wrong, plains_wrong = np.reshape(wrong[1:], (3, len(OPERATIONS)))
     numel = values.numel()
     rows: list[CodecRow] = []
     for index, operation in enumerate(OPERATIONS):
@@ -281,10 +285,11 @@ def measure(name: str, numbers: Numbers, protocol: timing.Protocol) -> tuple[lis
                 torch_us=torch_s * 1e6,
                 torch_over_ours=torch_s / ours_s,
                 torch_interval=ratio_interval(torchs[index], ours[index]),
+                plain_over_ours=median_and_p99(plains[index])[0] / ours_s,
                 relative_error_gaussian=gaussian_error,
                 relative_error_laplace=laplace_error,
                 wrong=int(ours_wrong[index]) + (laplace_wrong if operation == "encode" else 0),
-                torch_wrong=int(torchs_wrong[index]),
+                torch_wrong=int(torchs_wrong[index] + plains_wrong[index]),
             )
         )
     return rows, copy_s
