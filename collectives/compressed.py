@@ -34,7 +34,7 @@ _WINDOW = _LAG + _LOOKAHEAD + 1
 #: What a place in memory holds, by chunk and member of the group: codes on their way to an owner, and results.
 _GIVEN, _TAKEN, _RESULT = range(3)
 
-#: In place of these, of groups that nothing is received with.
+#: In place of (kind, chunk): sends that were posted in groups, with receives.
 _GROUP = (-1, -1)
 
 
@@ -118,7 +118,8 @@ class TwoShot:
         self._tag, self._deadline = tag, deadline
         longest = sharing.longest
         self._stride = -(-max(codec.wire_bytes(longest), 1) // 64) * 64
-        places = 3 * _WINDOW * len(self._group) * self._stride
+        self._window = min(_WINDOW, len(self._chunks))
+        places = 3 * self._window * len(self._group) * self._stride
         self._codes, self._messages = wires.take(places + 4 * longest, flat.device)
         self._sum = self._codes[places : places + 4 * longest].view(torch.float32)
         self._nbytes: dict[int, int] = {}
@@ -211,7 +212,7 @@ class TwoShot:
     def _place(self, kind: int, chunk: int, member: int, numel: int) -> slice:
         if numel not in self._nbytes:
             self._nbytes[numel] = self._codec.wire_bytes(numel)
-        start = ((kind * _WINDOW + chunk % _WINDOW) * len(self._group) + member) * self._stride
+        start = ((kind * self._window + chunk % self._window) * len(self._group) + member) * self._stride
         return slice(start, start + self._nbytes[numel])
 
     def _code(self, kind: int, chunk: int, member: int, numel: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -18,10 +19,10 @@ from collectives.execute import Program, Scratch, execute, lay_out
 from collectives.native import Call
 from collectives.operations import Operations, Turn, digest
 from collectives.reduction import COMBINE, carried
-from collectives.schedule import Place, Round, Schedule
+from collectives.schedule import Place, Schedule
 from collectives.selection import SHARED, Table, choose
 from collectives.shared import Reduction, SharedMemory
-from collectives.spans import Layout, Span, consecutive, segments_of_blocks, segments_of_buffer
+from collectives.spans import Layout, consecutive, segments_of_blocks, segments_of_buffer
 from collectives.staging import Buffer
 from collectives.topology import Topology
 from collectives.transport.local_group import LocalGroup
@@ -81,8 +82,9 @@ class Engine:
         self.tables = tables
         self._scratch = Scratch()
         self._wires = Wires(via_host=self._via_host)
-        self._sharings: OrderedDict[tuple[Codec, int], Sharing] = OrderedDict()
-        self._ready: set[tuple[type[Codec], str]] = set()
+        self._summed = Wires(via_host=False)
+        self.sharing = lru_cache(_CACHED_PROGRAMS)(self._sharing)
+        self._ready: set[tuple[Codec, str, bool]] = set()
         self._schedules: dict[tuple[str, str, int], Schedule] = {}
         self._programs: OrderedDict[tuple[object, ...], Program] = OrderedDict()
         self._calls: dict[tuple[torch.dtype, torch.Size, Hashable], tuple[str, int, Reduction]] = {}
@@ -211,33 +213,22 @@ class Engine:
         program = lay_out(self.schedule(collective, algorithm, root), [layout], [source_layout])
         self._execute(turn, program, source, destination, "sum")
 
-    def sharing(self, codec: Codec, numel: int) -> Sharing:
-        """Who encodes what of a buffer, laid out once."""
-        key = (codec, numel)
-        if key not in self._sharings:
-            self._sharings[key] = share(codec, numel, self.rank, self.topology.hosts, self._segment_bytes)
-            if len(self._sharings) > _CACHED_PROGRAMS:
-                self._sharings.popitem(last=False)
-        self._sharings.move_to_end(key)
-        return self._sharings[key]
-
     def two_shot(
         self,
         turn: Turn,
         flat: torch.Tensor,
         codec: Codec,
+        sharing: Sharing,
         *,
         feedback: Feedback | None,
         average: bool,
         step: int,
         seed: int,
     ) -> None:
-        """Reduce a float32 buffer in place by codes; between hosts only, where ranks share hosts and there are several."""
-        sharing = feedback.sharing if feedback is not None else self.sharing(codec, flat.numel())
-        gather, spread = hierarchical.inside(Place(self.rank, self.size, 0, self.topology.hosts))
-        inside = sharing.parts != (Span(0, flat.numel()),)
-        if inside:
-            self._inside(turn, flat, sharing.parts, gather)
+        """Reduce a float32 buffer in place by codes; between hosts only, where ranks share hosts and there are several. sharing:
+        of the codec for so many elements."""
+        if sharing.inside_hosts:
+            self._inside(turn, flat, sharing.parts, 0)
         if sharing.group:
             TwoShot(
                 flat,
@@ -252,19 +243,27 @@ class Engine:
                 tag=turn.tag,
                 deadline=turn.deadline,
             ).run()
-        if inside:
-            self._inside(turn, flat, sharing.parts, spread)
+        if sharing.inside_hosts:
+            self._inside(turn, flat, sharing.parts, 1)
 
     def wire(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Memory for codes, until the next call."""
-        return self._wires.take(nbytes, device)[0][:nbytes]
+        """Memory for codes that are summed as they are, until the next call."""
+        return self._summed.take(nbytes, device)[0][:nbytes]
 
-    def _inside(self, turn: Turn, flat: torch.Tensor, parts: Layout, steps: Round) -> None:
-        """One round inside the hosts, of blocks that are `parts`."""
-        buffer = self.buffer(flat)
-        schedule = Schedule(self.rank, self.size, len(parts), (steps,))
+    def _sharing(self, codec: Codec, numel: int) -> Sharing:
+        """Who encodes what of a buffer."""
+        return share(codec, numel, self.rank, self.topology.hosts, self._segment_bytes)
+
+    def _inside(self, turn: Turn, flat: torch.Tensor, parts: Layout, which: int) -> None:
+        """The first (0) or last (1) round of hierarchical, inside the hosts, of blocks that are `parts`."""
         segment = max(1, self._segment_bytes // flat.element_size())
-        program = lay_out(schedule, segments_of_blocks(parts, segment))
+
+        def planned() -> Program:
+            steps = hierarchical.inside(Place(self.rank, self.size, 0, self.topology.hosts))[which]
+            return lay_out(Schedule(self.rank, self.size, len(parts), (steps,)), segments_of_blocks(parts, segment))
+
+        buffer = self.buffer(flat)
+        program = self._program(("inside", which, parts, segment), planned)
         self._execute(turn, program, buffer.flat, buffer.flat, "sum")
         buffer.store()
 
@@ -297,14 +296,19 @@ class Engine:
         for dtype in dtypes:
             self._shared.prepare(torch.uint8 if dtype is torch.bool else dtype)
 
-    def prepare_codec(self, codec: Codec, device: torch.device) -> None:
-        """The same for a codec's kernels."""
-        if (type(codec), device.type) not in self._ready:
-            numbers = torch.zeros(1, device=device)
-            wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8, device=device)
-            codec.encode(numbers, wire, residual=numbers.clone(), state=codec.new_state(1, device))
-            codec.decode(wire, numbers)
-            self._ready.add((type(codec), device.type))
+    def prepare_codec(self, codec: Codec, device: torch.device, *, with_feedback: bool) -> None:
+        """The same for a codec's kernels. Raises ValueError for a codec that cannot do without error feedback."""
+        key = (codec, device.type, with_feedback)
+        if key in self._ready or not self._operations.usable:
+            return
+        numbers = torch.zeros(1, device=device)
+        wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8, device=device)
+        residual = numbers.clone() if with_feedback else None
+        codec.encode(numbers, wire, residual=residual, state=codec.new_state(1, device) if with_feedback else None)
+        codec.encode(numbers, wire, residual=residual)
+        codec.decode(wire, numbers)
+        codec.decode(wire, numbers, add=True)
+        self._ready.add(key)
 
     def in_shared_memory(self, turn: Turn, flat: torch.Tensor, op: str) -> None:
         """Reduce a contiguous tensor in place; an average is divided too."""

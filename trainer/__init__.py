@@ -12,7 +12,7 @@ All raise ValueError or TypeError for arguments that cannot be meant, before any
 collectives.CollectiveError where the ranks could not finish together.
 """
 
-from trainer.compression import Compression
+from trainer.compression import Compression, ErrorFeedback
 from trainer.ddp import ddp_comm_hook
 from trainer.handles import Handle, poll, synchronize
 from trainer.movements import (
@@ -57,6 +57,7 @@ __all__ = [
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "ErrorFeedback",
     "Handle",
     "Max",
     "Min",

@@ -20,14 +20,16 @@ _SAMPLE = 1 << 20
 class Sharing:
     """What one rank does in a compressed allreduce of a buffer of `numel` elements; spans count elements of the buffer.
 
-    parts: of the buffer, that are summed uncompressed inside each host, each by a rank of its own; one where no ranks share a
-    host, or all do. group: the ranks that exchange codes of this rank's part, this one among them, one of each host; none where
-    a host has more ranks than there are parts. shards: of the part, by owner, in the order of the group. chunks: of all shards,
-    in the order of sending; each has one span for every shard, which may be empty.
+    inside_hosts: whether the ranks of each host first sum the buffer among themselves, uncompressed, and share the result at
+    the end: so where there are several hosts, and several ranks on any. parts: of the buffer, of which each is then summed,
+    and exchanged, by a rank of its own; else one. group: the ranks that exchange codes of this rank's part, this one among
+    them, one of each host; none where a host has more ranks than there are parts. shards: of the part, by owner, in the order
+    of the group. chunks: of all shards, in the order of sending; each has one span for every shard, which may be empty.
     """
 
     numel: int
     rank: int
+    inside_hosts: bool
     parts: Layout
     group: tuple[int, ...]
     shards: Layout
@@ -47,7 +49,8 @@ class Sharing:
 def share(codec: Codec, numel: int, rank: int, hosts: Sequence[Sequence[int]], segment_bytes: int) -> Sharing:
     """hosts: the ranks of each, as in Topology. segment_bytes: the most that a chunk's code should take."""
     everything = Span(0, numel)
-    if len(hosts) == 1 or all(len(host) == 1 for host in hosts):
+    inside_hosts = len(hosts) > 1 and any(len(host) > 1 for host in hosts)
+    if not inside_hosts:
         parts: Layout = (everything,)
         group = tuple(sorted(member for host in hosts for member in host))
         part = everything
@@ -55,7 +58,7 @@ def share(codec: Codec, numel: int, rank: int, hosts: Sequence[Sequence[int]], s
         parts = split_aligned(everything, min(len(host) for host in hosts), codec.alignment)
         index = next(list(host).index(rank) for host in hosts if rank in host)
         if index >= len(parts):
-            return Sharing(numel, rank, parts, (), (), ())
+            return Sharing(numel, rank, inside_hosts, parts, (), (), ())
         group = tuple(host[index] for host in hosts)
         part = parts[index]
     shards = split_aligned(part, len(group), codec.alignment)
@@ -64,4 +67,4 @@ def share(codec: Codec, numel: int, rank: int, hosts: Sequence[Sequence[int]], s
     wanted = min(_MOST_NUMBERS, wire_bytes * _SAMPLE // codec.wire_bytes(_SAMPLE))
     count = max(1, -(-longest // max(codec.alignment, wanted)))
     sliced = [split_aligned(shard, count, codec.alignment) for shard in shards]
-    return Sharing(numel, rank, parts, group, shards, tuple(zip(*sliced, strict=True)))
+    return Sharing(numel, rank, inside_hosts, parts, group, shards, tuple(zip(*sliced, strict=True)))

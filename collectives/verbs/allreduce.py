@@ -91,7 +91,8 @@ def allreduce_compressed(
     scales = f", prescale={prescale}, postscale={postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
     corrected = ", error feedback" if feedback is not None else ""
     call = f"allreduce({arguments.described(tensor)}, {name}{scales}, {chosen}, {present!r}{corrected})"
-    engine.prepare_codec(codec, tensor.device)
+    sharing = engine.sharing(codec, tensor.numel())
+    engine.prepare_codec(codec, tensor.device, with_feedback=feedback is not None)
     if chosen == SHARED:
         engine.prepare([codec.wire_dtype])
 
@@ -101,7 +102,8 @@ def allreduce_compressed(
         if prescale != 1.0:
             flat.mul_(prescale)
         if chosen == TWO_SHOT:
-            engine.two_shot(turn, flat, codec, feedback=feedback, average=name == "average", step=step, seed=seed)
+            average = name == "average"
+            engine.two_shot(turn, flat, codec, sharing, feedback=feedback, average=average, step=step, seed=seed)
         else:
             _reduce_codes(engine, turn, flat, present, feedback, name, chosen)
         finish(flat, "sum", engine.size, postscale)
@@ -129,7 +131,8 @@ def _check_feedback(engine: Engine, feedback: Feedback, codec: Codec, tensor: to
     if given != (codec, tensor.numel(), tensor.device) or feedback.sharing != engine.sharing(codec, tensor.numel()):
         raise ValueError(
             f"rank {engine.rank}: feedback must be from this Communicator's new_feedback for {codec!r} and {tensor.numel()} "
-            f"elements on {tensor.device}; it is for {feedback.codec!r} and {feedback.sharing.numel} on {feedback.device}"
+            f"elements on {tensor.device}; it is for {feedback.codec!r} and {feedback.sharing.numel} on {feedback.device}, "
+            f"of rank {feedback.sharing.rank} with shard {feedback.shard}"
         )
 
 
@@ -149,7 +152,7 @@ def _reduce_codes(
     engine: Engine, turn: Turn, flat: torch.Tensor, codec: Codec, feedback: Feedback | None, op: str, choice: str
 ) -> None:
     """Sum the codes as they are. Half precision could overflow where no result does: its numbers are first divided by a power
-    of two, which loses nothing."""
+    of two, which costs those near half precision's smallest (6e-8, times the number of ranks) some of their bits."""
     shrink = 1.0
     if codec.wire_dtype is torch.float16:
         shrink = 2.0 ** -(engine.size - 1).bit_length()

@@ -112,7 +112,7 @@ def test_every_order_of_messages_gives_the_result_of_the_model(
     size: int, eager: bool, codec: Int8 | Int4 | Threshold | RandomK
 ) -> None:
     numel, hosts = 60_011, [[rank] for rank in range(size)]
-    model = TwoShotModel(codec, numel, hosts, 256, with_feedback=True)
+    model = TwoShotModel(codec, numel, hosts, 200, with_feedback=True)
     assert len(model.sharings[0].chunks) > 5
     hub = Hub(size, eager=eager)
     feedbacks = [Feedback(codec, sharing, CPU) for sharing in model.sharings]
