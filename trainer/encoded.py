@@ -69,8 +69,9 @@ class EncodedBucket(Bucket, ABC):
         """What is owed to each parameter, by slot. Collective."""
 
     @abstractmethod
-    def give(self, slot: int, owed: Owed) -> None:
-        """Let a parameter have what take() said of it, in addition. Not collective; to be done on all ranks."""
+    def give(self, slot: int, owed: Owed) -> bool:
+        """Let a parameter have what take() said of it, in addition; whether there is a place for it. Not collective, but for all
+        ranks to do."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
@@ -141,9 +142,11 @@ class CodecBucket(EncodedBucket):
                 entry["momentum"] = momentum[span]
         return taken
 
-    def give(self, slot: int, owed: Owed) -> None:
-        if self._feedback is None or not owed or not self._feedback.sharing.group:
-            return
+    def give(self, slot: int, owed: Owed) -> bool:
+        if self._feedback is None:
+            return False
+        if not self._feedback.sharing.group:
+            return True
         feedback, encoders = self._feedback, len(self._feedback.sharing.group)
         share = _inputs_of(self._reduction) / encoders / self._reduction.predivide
         whole = self._spans[slot]
@@ -156,6 +159,7 @@ class CodecBucket(EncodedBucket):
                 if start < stop:
                     momentum = owed["momentum"][start - whole.start : stop - whole.start]
                     state["momentum"][start - span.start : stop - span.start].add_(momentum, alpha=1 / encoders)
+        return True
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self._feedback is None else self._feedback.state_dict()
@@ -221,16 +225,17 @@ class LowRankBucket(EncodedBucket):
             for slot, span in enumerate(self._spans)
         ]
 
-    def give(self, slot: int, owed: Owed) -> None:
+    def give(self, slot: int, owed: Owed) -> bool:
         kept = self._kept()
-        if slot not in kept or not owed:
-            return
+        if slot not in kept:
+            return False
         error, basis = kept[slot]
         reduction = self._reduction
         share = _inputs_of(reduction) / reduction.communicator.size / reduction.predivide
         error.view(-1).add_(owed["residual"], alpha=share)
         if "basis" in owed and owed["basis"].shape == basis.shape:
             basis.copy_(owed["basis"])
+        return True
 
     def tensors(self) -> dict[str, Tensor]:
         kept = self._kept().items()

@@ -146,13 +146,15 @@ class Layout:
         self.presence = Presence(self.buckets, self._reduction)
         self._give()
 
-    def _give(self) -> None:
-        for index in self._waiting.keys() & self.places:
+    def _give(self) -> list[int]:
+        """Hand out what waits for parameters that are laid out. Returns those whose exchange has no place for it."""
+        refused = []
+        for index in sorted(self._waiting.keys() & self.places):
             number, slot = self.places[index]
-            bucket = self.buckets[number]
-            if isinstance(bucket, EncodedBucket):
-                bucket.give(slot, self._waiting[index])
-            del self._waiting[index]
+            bucket, owed = self.buckets[number], self._waiting.pop(index)
+            if owed and not (isinstance(bucket, EncodedBucket) and bucket.give(slot, owed)):
+                refused.append(index)
+        return refused
 
     # What a checkpoint holds
 
@@ -193,12 +195,17 @@ class Layout:
         self._order, self._learning, self._arrivals = list(state["order"]), state["learning"], state["arrivals"]
         self._replace(buckets)
 
-    def restart(self, owed: dict[int, Owed]) -> None:
-        """Keep the layout, but owe this and nothing else. owed: by parameter, the same on all ranks."""
+    def restart(self, owed: dict[int, Owed]) -> list[str]:
+        """Keep the layout, but owe this and nothing else. owed: by parameter, the same on all ranks. Returns the names of the
+        parameters whose codec now has no error feedback, to which nothing can be owed."""
         for bucket in self.encoded_buckets:
             bucket.restart()
         self._waiting = owed
-        self._give()
+        return [self._names[index] for index in self._give()]
+
+    def described(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Name and shape of every parameter."""
+        return [(name, tuple(p.shape)) for name, p in zip(self._names, self.parameters, strict=True)]
 
     def _is_kind(self, items: Sequence[Item], members: Sequence[int]) -> bool:
         """Whether these are parameters, and may share a bucket."""

@@ -221,11 +221,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         lost; a rank that did not exist is given any other's. A warning on rank 0 says what became of what.
         Without "gradwire", on all ranks, error feedback begins anew.
 
-        Raises ValueError on all ranks where only some have "gradwire", or not of one checkpoint.
+        Raises ValueError on all ranks where only some have "gradwire", or not of one checkpoint or of these parameters.
         """
-        if self._layout.is_encoded:
-            self._resumption.load(state_dict.get(KEY), [other[KEY] for other in also if KEY in other])
         self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != KEY})
+        if self._layout.is_encoded:
+            self._resumption.load(state_dict.get(KEY), [other.get(KEY, {}) for other in also])
 
     def close(self) -> None:
         """Remove the hooks, and close the Communicator unless it was given as process_set. The wrapped optimizer lives on."""

@@ -44,6 +44,7 @@ class Resumption:
             "op": self._reduction.op,
             "predivide": self._reduction.predivide,
             "step": self._exchange.step,
+            "parameters": self._layout.described(),
             **self._layout.state_dict(),
         }
 
@@ -53,11 +54,30 @@ class Resumption:
         With as many ranks as there were, each with its own part, the same codecs and parameters: exactly. Otherwise what was owed
         is handed over, in the mean (sums: in all) what it was, to all ranks alike. None, on all ranks: nothing is owed.
 
-        Raises ValueError on all ranks where some have a part and some have not, or parts are of different checkpoints.
+        Raises ValueError on all ranks where some have a part and some have not, a part is damaged or of other parameters, or
+        parts are of different checkpoints.
         """
         given = [] if mine is None else [mine, *also]
-        buckets = self._layout.restored(mine) if mine is not None and self._is_own(mine) else None
-        everyones = self._communicator.allgather_object(([_label(part) for part in given], buckets is not None))
+        fault, labels_here, buckets = "", [], None
+        try:
+            if mine is None and also:
+                raise ValueError(f"also= without {KEY!r} in the state_dict itself")
+            labels_here = [_label(part) for part in given]
+            self._check_parameters(given)
+            if mine is not None and self._is_own(mine):
+                buckets = self._layout.restored(mine)
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            ValueError,
+        ) as error:  # all ranks must hear of it, or they would wait
+            fault = f"{type(error).__name__}: {error}"
+        gathered = self._communicator.allgather_object((labels_here, buckets is not None, fault))
+        for rank, (_, _, theirs) in enumerate(gathered):
+            if theirs:
+                raise ValueError(f"{here()}load_state_dict: rank {rank} was given what cannot be loaded ({theirs})")
+        everyones = [(labels, exact) for labels, exact, _ in gathered]
         labels = [label for labels, _ in everyones for label in labels]
         self._check([labels for labels, _ in everyones])
         if mine is None:
@@ -72,9 +92,9 @@ class Resumption:
         lenders = {part["rank"]: part for part in given}
         held_by = {rank: holder for holder, (held, _) in reversed(list(enumerate(everyones))) for rank in _ranks(held)}
         lent = {rank for rank, holder in held_by.items() if holder == self._communicator.rank}
-        self._layout.restart(self._owed(mine, [lenders[rank] for rank in sorted(lent)], len(held_by)))
+        refused = self._layout.restart(self._owed(mine, [lenders[rank] for rank in sorted(lent)], len(held_by)))
         if self._communicator.rank == 0 and any(entry.get("tensors") for entry in mine["buckets"]):
-            _warn(labels[0]["world_size"], self._communicator.size, sorted(held_by))
+            _warn(labels[0]["world_size"], self._communicator.size, sorted(held_by), refused)
 
     def _is_own(self, part: dict[str, Any]) -> bool:
         """Whether this process may continue exactly as the one that saved the part."""
@@ -83,6 +103,17 @@ class Resumption:
         now = {**self.state_dict(), "step": None}
         keys = ("world_size", "rank", "op", "predivide")
         return all(part[key] == now[key] for key in keys)
+
+    def _check_parameters(self, parts: Sequence[dict[str, Any]]) -> None:
+        """Raise ValueError for parts of other parameters."""
+        now = self._layout.described()
+        for part in parts:
+            saved = [(name, tuple(shape)) for name, shape in part.get("parameters", now)]
+            if saved != now:
+                old, new = next((pair for pair in zip(saved, now, strict=False) if pair[0] != pair[1]), (None, None))
+                raise ValueError(
+                    f"saved with {len(saved)} parameters, here are {len(now)}; the first that differs was {old} and is {new}"
+                )
 
     def _check(self, everyones: Sequence[Sequence[dict[str, Any]]]) -> None:
         """everyones: labels of the parts that each rank was given."""
@@ -156,7 +187,7 @@ def _add(total: Tensor, entry: dict[str, Any], workers: int) -> None:
             total[start : start + tensor.numel()].add_(tensor.to(total.device).reshape(-1), alpha=1 / workers)
 
 
-def _warn(saved: int, now: int, handed_over: Sequence[int]) -> None:
+def _warn(saved: int, now: int, handed_over: Sequence[int], refused: Sequence[str]) -> None:
     lost = sorted(set(range(saved)) - set(handed_over))
     message = (
         f"{here()}saved on {saved} ranks, loaded on {now}: what compression owed on ranks {list(handed_over)} was handed over "
@@ -164,4 +195,8 @@ def _warn(saved: int, now: int, handed_over: Sequence[int]) -> None:
     )
     if lost:
         message += f"; that of ranks {lost}, which no rank was given, is lost (load_state_dict(..., also=[...]))"
+    if refused:
+        message += (
+            f"; but nothing can be owed to {', '.join(refused)}, whose codec has no error feedback now: that is lost"
+        )
     warnings.warn(message, stacklevel=4)

@@ -30,7 +30,6 @@ class PowerSGD:
     """
 
     name: ClassVar[str] = "powersgd"
-    summable: ClassVar[bool] = True
     rank: int = 4
     seed: int = 0
 

@@ -102,7 +102,7 @@ def same_as_model_on_hosts(host_of: str, name: str) -> list[str]:
 
 
 @ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("host_of", ["ab", "abab", "aaabb", "abaca"])
+@pytest.mark.parametrize("host_of", ["ab", "aab", "abab", "aaabb", "abaca"])
 @pytest.mark.parametrize("name", ["int8", "onebit, short blocks", "threshold", "dgc", "randomk", "int8, stochastic"])
 def test_full_precision_inside_hosts(ranks: Worlds, host_of: str, name: str) -> None:
     assert ranks(len(host_of)).run(same_as_model_on_hosts, host_of, name) == [[]] * len(host_of)
@@ -166,10 +166,10 @@ def test_summable_codecs_ride_any_algorithm(ranks: Worlds, world: int, algorithm
 def sum_beyond_half_precision() -> list[str]:
     checks = Checks()
     with communicator() as comm:
-        mine = torch.full((SEVERAL_SEGMENTS,), 60000.0)
+        mine = torch.full((SEVERAL_SEGMENTS,), 57344.0)
         with checks.case():
             comm.allreduce(mine, codec="fp16")
-            checks.equal(mine, torch.full((SEVERAL_SEGMENTS,), 60000.0 * comm.size))
+            checks.equal(mine, torch.full((SEVERAL_SEGMENTS,), 57344.0 * comm.size))
     return checks.failures
 
 
@@ -313,7 +313,7 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "settings": ({"codec": Int8(block=128)}, {"codec": "int8"}, "block=128", "block=256"),
     "whether": ({"codec": "onebit"}, {}, "OneBit", "float32[3000], sum, "),
     "step": ({"codec": "randomk", "step": 3}, {"codec": "randomk", "step": 4}, "step=3", "step=4"),
-    "stage": ({"codec": DGC(warmup_steps=9)}, {"codec": DGC(warmup_steps=9), "step": 8}, "0.25", "0.001"),
+    "stage": ({"codec": DGC(warmup_steps=9)}, {"codec": DGC(warmup_steps=9), "step": 8}, "0.25", "0.00390625"),
 }
 
 
