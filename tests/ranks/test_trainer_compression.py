@@ -118,7 +118,7 @@ def replicas(compression: Compressor) -> tuple[int, list[float]]:
 def test_replicas_stay_equal(ranks: Worlds, world: int, name: str) -> None:
     for buckets, losses in ranks(world).run(replicas, REMEMBERING.get(name, name)):
         assert buckets > 1
-        assert losses[-1] < 2 * losses[0]
+        assert losses[-1] < 2 * losses[0]  # each of other data
 
 
 @in_world
@@ -684,8 +684,18 @@ def load_wrongly(directory: Path) -> list[str]:
     later = {**mine, KEY: {**mine[KEY], "step": 99}}
     strange = {**mine, KEY: {**mine[KEY], "version": 7}}
     summed = {**mine, KEY: {**mine[KEY], "op": hvd.Sum}}
+    (name, shape), *rest = mine[KEY]["parameters"]
+    turned = {**mine, KEY: {**mine[KEY], "parameters": [(name, shape[::-1]), *rest]}}
+    damaged = {**mine, KEY: {key: value for key, value in mine[KEY].items() if key != "buckets"}}
     messages = []
-    for wrong in (plain if hvd.rank() else mine, later if hvd.rank() else mine, strange, summed):
+    for wrong in (
+        plain if hvd.rank() else mine,
+        later if hvd.rank() else mine,
+        strange,
+        summed,
+        turned,
+        damaged if hvd.rank() else mine,
+    ):
         with pytest.raises(ValueError, match="load_state_dict: ") as caught:
             optimizer.load_state_dict(wrong)
         messages.append(str(caught.value).partition("load_state_dict: ")[2])
@@ -700,22 +710,22 @@ def load_wrongly(directory: Path) -> list[str]:
 def test_parts_that_do_not_belong_together_are_refused_everywhere(ranks: Worlds, tmp_path: Path) -> None:
     ranks(2).run(save, tmp_path, "onebit", hvd.Average)
     one, other = ranks(2).run(load_wrongly, tmp_path)
-    assert (
-        one
-        == other
-        == [
-            "ranks [1] were given a state_dict without 'gradwire', the others one with it",
-            "ranks 0 and 1 were given parts of different checkpoints: they differ in step",
-            "rank 0 was given a 'gradwire' of version 7",
-            "saved with op='sum', not 'average'",
-        ]
-    )
+    assert one == other
+    assert "rank 0 was given what cannot be loaded (ValueError: saved with" in one[4]
+    assert "the first that differs was" in one[4]
+    assert one[5] == "rank 1 was given what cannot be loaded (KeyError: 'buckets')"
+    assert one[:4] == [
+        "ranks [1] were given a state_dict without 'gradwire', the others one with it",
+        "ranks 0 and 1 were given parts of different checkpoints: they differ in step",
+        "rank 0 was given a 'gradwire' of version 7",
+        "saved with op='sum', not 'average'",
+    ]
 
 
 @in_world
-def load_with_another_codec(directory: Path) -> tuple[dict[int, Tensor], list[str]]:
+def load_with_another_codec(directory: Path, codec: str) -> tuple[dict[int, Tensor], list[str]]:
     model = Ladder()
-    optimizer = optimizer_of(model, "topk")
+    optimizer = optimizer_of(model, codec)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.load_state_dict(torch.load(directory / f"{hvd.rank()}.pt", weights_only=True))
@@ -726,9 +736,18 @@ def load_with_another_codec(directory: Path) -> tuple[dict[int, Tensor], list[st
 
 def test_another_codec_takes_over_what_is_owed(ranks: Worlds, tmp_path: Path) -> None:
     debts = ranks(2).run(save, tmp_path, "onebit", hvd.Average)[0]
-    for found, _ in ranks(2).run(load_with_another_codec, tmp_path):
+    for found, _ in ranks(2).run(load_with_another_codec, tmp_path, "topk"):
         for index, debt in debts.items():
             torch.testing.assert_close(found[index], debt, rtol=1e-5, atol=1e-6)
+
+
+def test_a_codec_without_error_feedback_is_owed_nothing_with_a_warning(ranks: Worlds, tmp_path: Path) -> None:
+    ranks(2).run(save, tmp_path, "onebit", hvd.Average)
+    (debts, (message,)), (_, nothing) = ranks(2).run(load_with_another_codec, tmp_path, "int8")
+    assert not any(debt.any() for debt in debts.values())
+    assert nothing == []
+    assert "nothing can be owed to" in message
+    assert "whose codec has no error feedback now: that is lost" in message
 
 
 @in_world
