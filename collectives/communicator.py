@@ -189,6 +189,8 @@ class Communicator:
     def new_feedback(self, codec: str | Codec, numel: int, device: str | torch.device = "cpu") -> Feedback:
         """Error feedback for allreduce(codec=codec) of one buffer of numel elements, on this rank. Not a collective call."""
         made = make_codec(codec)
+        if not isinstance(numel, int) or numel < 0:
+            raise ValueError(f"rank {self.rank}: numel={numel!r}; a whole number from 0 is needed")
         return Feedback(made, self._engine.sharing(made, numel), torch.device(device))
 
     def grouped_allreduce(

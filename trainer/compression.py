@@ -195,6 +195,8 @@ class Policy:
     """
 
     def __init__(self, compression: Compressor, policy: Mapping[str, Compressor] | None = None) -> None:
+        if policy is not None and not isinstance(policy, Mapping):
+            raise ValueError(f"{here()}policy must map patterns of names to compressions, not be {policy!r}")
         self._default = encoding_of(compression)
         self._by_pattern = {pattern: encoding_of(value) for pattern, value in (policy or {}).items()}
 

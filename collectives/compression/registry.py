@@ -46,7 +46,15 @@ def make_codec(codec: str | Codec) -> Codec:
         return codec
     names = ", ".join(CODECS)
     if codec == PowerSGD.name or isinstance(codec, PowerSGD):
-        raise ValueError(f"powersgd compresses matrices, see PowerSGD.new_state; codecs of any buffer are {names}")
+        raise ValueError(
+            "powersgd compresses matrices, not buffers: it is for DistributedOptimizer(compression=) and ddp_comm_hook; codecs "
+            f"of any buffer are {names}"
+        )
+    if not isinstance(codec, str):
+        raise ValueError(
+            f"a codec or its name ({names}) is needed, not {codec!r}; error feedback is an argument of its own, "
+            "feedback=communicator.new_feedback(codec, numel)"
+        )
     if codec not in CODECS:
         raise ValueError(f"no codec is called {codec!r}; known are {names}, {PowerSGD.name}")
     return CODECS[codec]()

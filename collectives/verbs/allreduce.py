@@ -127,6 +127,8 @@ def named_codec(engine: Engine, codec: str | Codec | None, feedback: Feedback | 
 
 
 def _check_feedback(engine: Engine, feedback: Feedback, codec: Codec, tensor: torch.Tensor) -> None:
+    if not isinstance(feedback, Feedback):
+        raise ValueError(f"rank {engine.rank}: feedback must be from Communicator.new_feedback, not {feedback!r}")
     given = (feedback.codec, feedback.sharing.numel, feedback.device)
     if given != (codec, tensor.numel(), tensor.device) or feedback.sharing != engine.sharing(codec, tensor.numel()):
         raise ValueError(
