@@ -42,6 +42,7 @@ def die_on(rank: int) -> None:
 def stop_on(rank: int) -> None:
     if torch.distributed.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGSTOP)
+        threading.Event().wait()  # what aborts it has to continue it too, and it must not leave in between
 
 
 @pytest.mark.parametrize("size", [1, 3])
