@@ -25,6 +25,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from collectives.kernels import one_at_a_time
+from collectives.kernels.stack import PIECE, room, settle, stream, streams
 
 _I16, _I32, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
@@ -36,7 +37,6 @@ _STEP = np.float32(2.0**-24)
 _NATURAL_OFFSET = np.int32(127 - 77)  # exponent field of a float less the code of its power of two: 1 stands for 2^-76
 _SMALLEST = np.int32((127 - 100) << 23)  # the bits of 2^-100: a block whose largest magnitude is below is zero
 _LARGEST = np.int32((127 + 127) << 23)  # of 2^127: from here on, and with NaN or Inf, a block is not finite
-_DIGITS = 1024  # that are packed at once: a buffer of so many bytes
 _ROUND = np.float32(1.5 * 2**23)  # added to a number below 2^22, rounds it, half to even, and puts that in the low bits
 
 
@@ -247,7 +247,7 @@ def _add_terms(v, r, s, n, inverse_power, squared, corrects):
 def _sum(values, residual, n, partials, inverse_power, squared):
     """Of the magnitudes, or of the squares of c * inverse_power.
 
-    partials: the address of 128 floats.
+    partials: room for 128 floats.
     """
     s = _floats(partials)
     for j in range(128):
@@ -558,8 +558,8 @@ def _digits_decoded(digits, offset, out, n, block_scale, scale, add):
 
 @njit
 def _nibbles_decoded(codes, digits, out, n, block_scale, scale, add):
-    for at in range(0, n, _DIGITS):
-        length = min(_DIGITS, n - at)
+    for at in range(0, n, PIECE):
+        length = min(PIECE, n - at)
         _unpack_fours(codes + at // 2, digits, length)
         _digits_decoded(digits, int32(8), out + 4 * at, length, block_scale, scale, add)
 
@@ -595,8 +595,7 @@ def _int8_decode(wire, out, numel, block, add, scale):
 def _int4_encode(values, residual, wire, numel, block, stochastic, seed):
     code_bytes = (numel + 1) // 2
     scales = _words(wire + _pad16(code_bytes))
-    buffer = np.empty(_DIGITS + 16, np.int8)
-    digits = buffer.ctypes.data
+    digits = room()
     seed = uint32(seed)
     for index in range(_blocks(numel, block)):
         start = index * block
@@ -612,8 +611,8 @@ def _int4_encode(values, residual, wire, numel, block, stochastic, seed):
         scales[index] = uint16(upper)
         scale = _float_of_bfloat16(upper)
         inverse = _quotient(_ONE, scale)
-        for at in range(0, n, _DIGITS):
-            length = min(_DIGITS, n - at)
+        for at in range(0, n, PIECE):
+            length = min(PIECE, n - at)
             _integers(
                 v + 4 * at, _of_block(r, at), digits, length, inverse, float32(7), stochastic, start + at, seed, scale
             )
@@ -623,8 +622,7 @@ def _int4_encode(values, residual, wire, numel, block, stochastic, seed):
 
 def _int4_decode(wire, out, numel, block, add, scale):
     scales = _words(wire + _pad16((numel + 1) // 2))
-    buffer = np.empty(_DIGITS + 16, np.int8)
-    digits = buffer.ctypes.data
+    digits = room()
     for index in range(_blocks(numel, block)):
         start = index * block
         n = min(block, numel - start)
@@ -645,9 +643,8 @@ def _norm(values, residual, n, largest, partials):
 def _qsgd_encode(values, residual, wire, numel, levels, block, seed):
     code_bytes = (numel + 1) // 2
     scales = _floats(wire + _pad16(code_bytes))
-    partials = np.empty(128, np.float32)
-    buffer = np.empty(_DIGITS + 16, np.int8)
-    digits = buffer.ctypes.data
+    partials = room()
+    digits = room()
     levels = float32(levels)
     seed = uint32(seed)
     for index in range(_blocks(numel, block)):
@@ -656,7 +653,7 @@ def _qsgd_encode(values, residual, wire, numel, levels, block, seed):
         codes = wire + start // 2
         v, r = values + 4 * start, _of_block(residual, start)
         largest = _largest(v, r, n)
-        norm = _norm(v, r, n, largest, partials.ctypes.data) if largest < _LARGEST else _INFINITY
+        norm = _norm(v, r, n, largest, partials) if largest < _LARGEST else _INFINITY
         if _bits(norm) >= _LARGEST:
             scales[index] = _NAN
             _forget(codes, (n + 1) // 2, r, n)
@@ -664,8 +661,8 @@ def _qsgd_encode(values, residual, wire, numel, levels, block, seed):
         scale = norm / levels
         scales[index] = scale
         inverse = _quotient(levels, norm)
-        for at in range(0, n, _DIGITS):
-            length = min(_DIGITS, n - at)
+        for at in range(0, n, PIECE):
+            length = min(PIECE, n - at)
             _levels(v + 4 * at, _of_block(r, at), digits, length, inverse, levels, start + at, seed, scale)
             _pack_fours(digits, codes + at // 2, length)
     _zero_padding(wire, code_bytes, 4 * _blocks(numel, block))
@@ -673,8 +670,7 @@ def _qsgd_encode(values, residual, wire, numel, levels, block, seed):
 
 def _qsgd_decode(wire, out, numel, block, add, scale):
     scales = _floats(wire + _pad16((numel + 1) // 2))
-    buffer = np.empty(_DIGITS + 16, np.int8)
-    digits = buffer.ctypes.data
+    digits = room()
     for index in range(_blocks(numel, block)):
         start = index * block
         n = min(block, numel - start)
@@ -684,8 +680,7 @@ def _qsgd_decode(wire, out, numel, block, add, scale):
 def _terngrad_encode(values, residual, wire, numel, block, seed):
     code_bytes = (numel + 3) // 4
     scales = _floats(wire + _pad16(code_bytes))
-    buffer = np.empty(_DIGITS + 16, np.int8)
-    digits = buffer.ctypes.data
+    digits = room()
     seed = uint32(seed)
     for index in range(_blocks(numel, block)):
         start = index * block
@@ -700,8 +695,8 @@ def _terngrad_encode(values, residual, wire, numel, block, seed):
         maximum = _maximum(largest)
         scales[index] = maximum
         inverse = _quotient(_ONE, maximum)
-        for at in range(0, n, _DIGITS):
-            length = min(_DIGITS, n - at)
+        for at in range(0, n, PIECE):
+            length = min(PIECE, n - at)
             _ternaries(v + 4 * at, _of_block(r, at), digits, length, inverse, start + at, seed, maximum)
             _pack_twos(digits, codes + at // 4, length)
     _zero_padding(wire, code_bytes, 4 * _blocks(numel, block))
@@ -709,13 +704,12 @@ def _terngrad_encode(values, residual, wire, numel, block, seed):
 
 def _terngrad_decode(wire, out, numel, block, add, scale):
     scales = _floats(wire + _pad16((numel + 3) // 4))
-    buffer = np.empty(_DIGITS + 16, np.int8)
-    digits = buffer.ctypes.data
+    digits = room()
     for index in range(_blocks(numel, block)):
         start = index * block
         n = min(block, numel - start)
-        for at in range(0, n, _DIGITS):
-            length = min(_DIGITS, n - at)
+        for at in range(0, n, PIECE):
+            length = min(PIECE, n - at)
             _unpack_twos(wire + (start + at) // 4, digits, length)
             _digits_decoded(digits, int32(2), out + 4 * (start + at), length, scales[index], scale, add != 0)
 
@@ -761,13 +755,13 @@ def _onebit_decoded(codes, out, n, magnitude, add):
 def _onebit_encode(values, residual, wire, numel, block):
     code_bytes = (numel + 7) // 8
     scales = _floats(wire + _pad16(code_bytes))
-    partials = np.empty(128, np.float32)
+    partials = room()
     for index in range(_blocks(numel, block)):
         start = index * block
         n = min(block, numel - start)
         codes = wire + start // 8
         v, r = values + 4 * start, _of_block(residual, start)
-        total = _sum(v, r, n, partials.ctypes.data, _ONE, False)
+        total = _sum(v, r, n, partials, _ONE, False)
         if not total < _INFINITY:
             scales[index] = _NAN
             _forget(codes, (n + 7) // 8, r, n)
@@ -780,10 +774,20 @@ def _onebit_encode(values, residual, wire, numel, block):
 
 def _onebit_decode(wire, out, numel, block, add, scale):
     scales = _floats(wire + _pad16((numel + 7) // 8))
+    streaming, piece = add == 0 and streams(out, numel), room()
     for index in range(_blocks(numel, block)):
         start = index * block
         n = min(block, numel - start)
-        _onebit_decoded(wire + start // 8, out + 4 * start, n, scales[index] * scale, add != 0)
+        magnitude = scales[index] * scale
+        if not streaming:
+            _onebit_decoded(wire + start // 8, out + 4 * start, n, magnitude, add != 0)
+            continue
+        for at in range(start, start + n, PIECE):
+            length = min(PIECE, start + n - at)
+            _onebit_decoded(wire + at // 8, piece, length, magnitude, False)
+            stream(piece, out + 4 * at, length)
+    if streaming:
+        settle()
 
 
 # The functions of collectives.kernels.reference

@@ -24,6 +24,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from collectives.kernels import one_at_a_time
+from collectives.kernels.stack import PIECE, room, settle, stream, streams
 from collectives.kernels.wire import pad16
 
 _I32 = ir.IntType(32)
@@ -216,8 +217,9 @@ def _guess(values, residual, momentum, decay, n, k, drawn):
     wanted = int64(expected + 4 * np.sqrt(expected) + 4)
     if wanted >= samples:
         return 0
+    stride = n // samples
     for s in range(samples):
-        i = s * n // samples + _mix(s, 0) % (n // samples)  # no stride that the rows of a matrix might share
+        i = s * stride + ((_mix(s, 0) * stride) >> 32)  # no stride that the rows of a matrix might share
         number = v[i]
         if momentum != 0:
             number += decay * m[i]
@@ -328,8 +330,26 @@ def _select(
     return written
 
 
+@njit
+def _scatter_past_the_caches(wire_indices, wire_values, count, out, n, scale):
+    places, numbers, piece = _integers(wire_indices), _floats(wire_values), room()
+    to, e = _floats(piece), 0
+    for begin in range(0, n, PIECE):
+        length = min(PIECE, n - begin)
+        for i in range(length):
+            to[i] = 0
+        while e < count and begin <= places[e] < begin + length:
+            to[places[e] - begin] += numbers[e] * scale
+            e += 1
+        stream(piece, out + 4 * begin, length)
+    settle()
+    return count - e
+
+
 def _scatter(wire_indices, wire_values, count, out, n, add, scale):
-    """Put the numbers where their indices say; how many indices lie outside."""
+    """Put the numbers where their indices say; how many indices lie outside, or after one that does not ascend."""
+    if add == 0 and streams(out, n):
+        return _scatter_past_the_caches(wire_indices, wire_values, count, out, n, scale)
     places, numbers, to = _integers(wire_indices), _floats(wire_values), _floats(out)
     outside = 0
     if add == 0:
@@ -442,10 +462,13 @@ def _orthonormalize(vectors, batch, rank, length):
 
 
 def _multiply(left, right, out, rank, rows, columns):
-    for begin in range(0, columns, _TILE):
-        n = min(_TILE, columns - begin)
+    streaming = streams(out, rows * columns) and columns % 16 == 0
+    piece = room()
+    for begin in range(0, columns, PIECE):
+        n = min(PIECE, columns - begin)
         for i in range(rows):
-            to = _floats(out + 4 * (i * columns + begin))
+            target = out + 4 * (i * columns + begin)
+            to = _floats(piece if streaming else target)
             for a in range(rank):
                 factor, row = _floats(left)[a * rows + i], _floats(right + 4 * (a * columns + begin))
                 if a == 0:
@@ -454,6 +477,10 @@ def _multiply(left, right, out, rank, rows, columns):
                 else:
                     for e in range(n):
                         to[e] += factor * row[e]
+            if streaming:
+                stream(piece, target, n)
+    if streaming:
+        settle()
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -511,7 +538,9 @@ def _scattered(places: int, entries: int, count: int, out: torch.Tensor, add: bo
     """
     n = out.numel()
     if _compiled(_scatter)(places, places + pad16(4 * entries), count, out.data_ptr(), n, add, scale):
-        raise ValueError(f"the wire holds indices outside of [0, {n}): it was not encoded from as many numbers")
+        raise ValueError(
+            f"the wire holds indices outside of [0, {n}) or out of order: it was not encoded from as many numbers"
+        )
 
 
 def topk_decode(wire: torch.Tensor, out: torch.Tensor, k: int, add: bool, scale: float) -> None:

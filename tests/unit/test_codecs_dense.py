@@ -129,6 +129,20 @@ def test_same_bytes_as_the_reference(codec: Dense, kind: str, by_reference: Simp
             assert all(map(torch.equal, *results)), (numel, start is not None)
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("codec", [OneBit(block=48), OneBit(), OneBit(block=2064)], ids=str)
+def test_large_results_have_the_same_bits(codec: OneBit, offset: int, by_reference: SimpleNamespace) -> None:
+    """Those at addresses that vectors have are written past the caches."""
+    numel = 300_007
+    wire = encoded(codec, numbers(numel, "gaussian"))
+    results = []
+    for by_reference.on in (False, True):
+        out = torch.full((numel + 2,), 0.1)
+        codec.decode(wire, out[offset : offset + numel], scale=0.37)
+        results.append(out)
+    assert torch.equal(*map(bits, results))
+
+
 @pytest.mark.parametrize("kind", FINITE)
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_error_feedback_is_what_was_lost(codec: Dense, kind: str) -> None:

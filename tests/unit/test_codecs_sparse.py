@@ -144,7 +144,8 @@ def test_same_bytes_as_the_reference_by_a_guess(codec: Sparse, kind: str, by_ref
 def sampled(numel: int) -> Tensor:
     """Where the CPU's top-k looks for its guess."""
     samples = max(numel // 256, 1024)
-    return torch.tensor([s * numel // samples + cpu_sparse._mix(s, 0) % (numel // samples) for s in range(samples)])
+    stride = numel // samples
+    return torch.tensor([s * stride + (cpu_sparse._mix(s, 0) * stride >> 32) for s in range(samples)])
 
 
 @pytest.mark.parametrize("kind", ["few reach it", "many reach it", "all are equal"])
@@ -308,6 +309,21 @@ def test_a_wire_of_another_length_is_refused(codec: Sparse) -> None:
         decoded(codec, wire[:-16], 1000)
     with pytest.raises(ValueError, match="must be float32"):
         codec.encode(torch.ones(1000, dtype=torch.float64), wire)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_large_results_of_indices_that_cannot_be(offset: int) -> None:
+    """Those at addresses that vectors have are written past the caches, in the order of the indices."""
+    codec, out = TopK(), torch.full((LARGE + offset,), math.nan)[offset:]
+    wire = encoded(codec, numbers(LARGE, "gaussian"))
+    codec.decode(wire, out)
+    assert torch.equal(out, decoded(codec, wire, LARGE))
+    for place, index in ((-1, LARGE), (0, -1)):
+        indices = wire[: 4 * codec.count(LARGE)].view(torch.int32)
+        before, indices[place] = int(indices[place]), index
+        with pytest.raises(ValueError, match="indices outside of"):
+            codec.decode(wire, out)
+        indices[place] = before
 
 
 @pytest.mark.parametrize("ratio", [0.0, -0.1, 1.5, math.nan])
