@@ -153,28 +153,19 @@ class LowRankGroup(Group):
         device: torch.device,
     ) -> None:
         super().__init__(communicator, numbers, shapes, device)
-        self._codec = codec
         self._state = codec.new_state(shapes, device)
 
     def average(self, step: int) -> None:
-        self._state.exchange(self._views, self._sum)
-        self._flat.div_(self._communicator.size)
-
-    def _sum(self, tensor: Tensor) -> None:
-        work = self._communicator.allreduce(tensor, async_op=True)
-        assert work is not None
-        work.wait()
+        for sums in self._state.exchange(self._views):
+            work = self._communicator.allreduce(sums, "average", async_op=True)
+            assert work is not None
+            work.wait()
 
     def outstanding(self) -> list[Tensor]:
-        errors = self._state.state_dict()
-        batches: dict[tuple[int, int], list[int]] = {}
-        for index, shape in enumerate(self._shapes):
-            if self._codec.compresses(shape):
-                batches.setdefault((shape[0], math.prod(shape[1:])), []).append(index)
-        found = [torch.zeros_like(view) for view in self._views]
-        for number, members in enumerate(batches.values()):
-            for index, error in zip(members, errors[f"error.{number}"], strict=True):
-                found[index].copy_(error.view(found[index].shape))
+        found = []
+        for index, view in enumerate(self._views):
+            kept = self._state.kept(index)
+            found.append(torch.zeros_like(view) if kept is None else kept[0].clone().view(view.shape))
         return found
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -50,7 +49,7 @@ class EncodedBucket(Bucket, ABC):
         """Owe nothing, remember nothing."""
 
     @abstractmethod
-    def _send_codes(self, step: int) -> Work | None:
+    def _send_codes(self, step: int) -> Work:
         """step: without the warm-up."""
 
     def _send(self, step: int) -> None:
@@ -192,27 +191,41 @@ class CodecBucket(EncodedBucket):
 
 
 class LowRankBucket(EncodedBucket):
-    """Encoded by PowerSGD. Its two allreduces depend on each other, so it is exchanged while wait() runs, not before."""
+    """Encoded by PowerSGD, whose second sum depends on the first: that one starts with the bucket, the second in wait()."""
 
     def restart(self) -> None:
         assert isinstance(self._encoding.codec, PowerSGD)
-        self._codec = self._encoding.codec
         self._shapes = [_shape_in_memory(parameter) for parameter in self._parameters]
-        self._state = self._codec.new_state(self._shapes, self._wire.device)
+        self._state = self._encoding.codec.new_state(self._shapes, self._wire.device)
+        self._sums: Iterator[Tensor] = iter(())
 
-    def _send_codes(self, step: int) -> None:
-        return None
+    def _send_codes(self, step: int) -> Work:
+        if self._reduction.predivide != 1:
+            self._wire.div_(self._reduction.predivide)
+        matrices = [self._wire[span].view(shape) for span, shape in zip(self._spans, self._shapes, strict=True)]
+        self._sums = self._state.exchange(matrices)
+        work = self._next_sum()
+        assert work is not None
+        return work
 
     def wait(self) -> None:
-        if self._work is not None:  # of the warm-up
-            super().wait()
-            return
+        """Until the first sum is done."""
+        super().wait()
+        self._work = self._next_sum()
+
+    def finish(self) -> None:
+        while self._work is not None:
+            self._work.wait()
+            self._work = self._next_sum()
+        super().finish()
+
+    def _next_sum(self) -> Work | None:
+        """Begin the next sum of this exchange, if there is one."""
         reduction = self._reduction
-        if reduction.predivide != 1:
-            self._wire.div_(reduction.predivide)
-        matrices = [self._wire[span].view(shape) for span, shape in zip(self._spans, self._shapes, strict=True)]
-        self._state.exchange(matrices, lambda sums: reduction.communicator.allreduce(sums, Sum))
-        self._wire.mul_(reduction.predivide / _inputs_of(reduction))
+        scale = reduction.predivide / _inputs_of(reduction)
+        for sums in self._sums:
+            return reduction.communicator.allreduce(sums, Sum, postscale=scale, async_op=True)
+        return None
 
     def take(self) -> list[Owed]:
         reduction, kept = self._reduction, self._kept()
@@ -243,18 +256,9 @@ class LowRankBucket(EncodedBucket):
         return errors | {f"basis.{slot}": basis for slot, (_, basis) in kept}
 
     def _kept(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """Error and basis of each matrix that is compressed, by slot: in PowerSGDState those of one shape lie together."""
-        state = self._state.state_dict()
-        places: dict[tuple[int, int], int] = {}
-        taken: list[int] = []
-        kept = {}
-        for slot, shape in enumerate(self._shapes):
-            if self._codec.compresses(shape):
-                batch = places.setdefault((shape[0], math.prod(shape[1:])), len(places))
-                taken += [0] * (len(places) - len(taken))
-                kept[slot] = state[f"error.{batch}"][taken[batch]], state[f"basis.{batch}"][taken[batch]]
-                taken[batch] += 1
-        return kept
+        """Error and basis of each matrix that is compressed, by slot."""
+        found = {slot: self._state.kept(slot) for slot in range(len(self.items))}
+        return {slot: kept for slot, kept in found.items() if kept is not None}
 
 
 class Presence:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ class PowerSGD:
     (Vogels et al. 2019, algorithms 1 and 2).
 
     No codec of single buffers: what is sent are sums over all ranks, of P, then of Q. So it has no encode and decode,
-    but a state with an `exchange` that is given an allreduce. A tensor of two or more dimensions is the matrix (first
+    but a state with an `exchange` that asks for sums. A tensor of two or more dimensions is the matrix (first
     dimension, rest); if it has less than 2 * rank * (rows + columns) numbers, it is summed as it is.
 
     Biased: with error feedback, which is part of it. Contraction: delta is the share of a matrix, in squares, that lies
@@ -91,14 +91,16 @@ class PowerSGDState:
             for (rows, columns), members in alike.items()
         ]
 
-    def exchange(self, tensors: Sequence[torch.Tensor], allreduce: Callable[[torch.Tensor], object]) -> None:
+    def exchange(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Replace the tensors, in place, by a low-rank approximation of their sums over the ranks, bit for bit the same
         on all.
 
-        tensors: contiguous float32, of the shapes of the state. allreduce: sums a 1-D tensor over the ranks, in place,
-        to the same bits on all; called twice (once if nothing is compressed). The error of a rank is what its own
-        matrix lost by the projection onto the span of P, so that it stays small where ranks differ. A matrix in which
-        any rank has a NaN or Inf becomes NaN in whole; its error is cleared and its iteration begins anew.
+        tensors: contiguous float32, of the shapes of the state; for this generator alone until it ends. It yields two
+        1-D tensors (one if nothing is compressed): each is to be summed over the ranks, in place, to the same bits on
+        all, before the generator goes on. If all sums are multiplied by a positive number, so is the result. The error
+        of a rank is what its own matrix lost by the projection onto the span of P, so that it stays small where ranks
+        differ. A matrix in which any rank has a NaN or Inf becomes NaN in whole; its error is cleared and its iteration
+        begins anew. Raises ValueError for other tensors.
         """
         self._check(tensors)
         rows = [batch.rows for batch in self._batches]
@@ -111,7 +113,7 @@ class PowerSGDState:
             for error, index in zip(batch.error, batch.members, strict=True):
                 error.add_(tensors[index].view(error.shape))
             torch.bmm(batch.basis, batch.error.transpose(1, 2), out=left)
-        allreduce(first)
+        yield first
         for index, part in zip(self._whole, sums, strict=True):
             tensors[index].view(-1).copy_(part)
         if not self._batches:
@@ -122,11 +124,21 @@ class PowerSGDState:
             self._kernels.powersgd_orthonormalize(left)
             torch.bmm(left, batch.error, out=right)
             batch.error.baddbmm_(left.transpose(1, 2), right, alpha=-1)
-        allreduce(second)
+        yield second
         for batch, left, right in zip(self._batches, lefts, rights, strict=True):
             for index, p, q in zip(batch.members, left, right, strict=True):
                 self._kernels.powersgd_multiply(p, q, tensors[index].view(batch.rows, batch.columns))
             self._begin_next(batch, right)
+
+    def kept(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """This rank's error of a tensor, (rows, columns), and its basis, (rank, columns), to read or to write; None where it
+        is summed as it is.
+        """
+        for batch in self._batches:
+            if index in batch.members:
+                place = batch.members.index(index)
+                return batch.error[place], batch.basis[place]
+        return None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What load_state_dict takes. `error.<i>` is this rank's, `basis.<i>` the same on all ranks."""
