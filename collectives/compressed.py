@@ -17,6 +17,7 @@ import torch
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.raw import Raw
+from collectives.compression.seeds import rounding_seed
 from collectives.compression.sharing import Sharing
 from collectives.transport.base import Pending, Transport
 
@@ -51,22 +52,6 @@ def effective(codec: Codec, sharing: Sharing) -> Codec:
     if codec.wire_bytes(longest) < 4 * longest or codec.new_state(1, torch.device("cpu")) is not None:
         return codec
     return Raw()
-
-
-def mixed(seed: int, value: int) -> int:
-    """32 bits made of both, so that seeds of neighbours are not neighbours (lowbias32: Wellons 2018)."""
-    low = 0xFFFFFFFF
-    x = (seed * 0x9E3779B9 + value + 1) & low
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & low
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & low
-    return x ^ (x >> 16)
-
-
-def rounding_seed(step: int, rank: int, chunk: int, shard: int, shot: int, seed: int = 0) -> int:
-    """Of the stochastic rounding of one encoding. seed: the caller's, of one buffer among several."""
-    for value in (step, rank, chunk, shard, shot):
-        seed = mixed(seed, value)
-    return seed
 
 
 class Wires:

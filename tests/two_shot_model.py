@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives.compressed import effective, rounding_seed
+from collectives.compressed import effective
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
+from collectives.compression.seeds import rounding_seed
 from collectives.compression.sharing import share
 from collectives.spans import Span
 
@@ -32,7 +33,7 @@ class TwoShotModel:
         self.sharings = [share(codec, numel, rank, hosts, segment_bytes) for rank in range(size)]
         self.feedbacks = [Feedback(codec, sharing, CPU) for sharing in self.sharings] if with_feedback else None
 
-    def step(self, inputs: Sequence[torch.Tensor], op: str, step: int) -> torch.Tensor:
+    def step(self, inputs: Sequence[torch.Tensor], op: str, step: int, seed: int = 0) -> torch.Tensor:
         """The result that every rank must have of its input."""
         result = torch.full((self.numel,), float("nan"))
         divisor = len(inputs) if op == "average" else 1
@@ -43,7 +44,7 @@ class TwoShotModel:
             for c, spans in enumerate(chunks):
                 for owner, span in enumerate(spans):
                     if span.length:
-                        self._one(codec, group, sums, c, owner, span, divisor, step, result)
+                        self._one(codec, group, sums, c, owner, span, divisor, step, seed, result)
         return result
 
     def _inside_host(self, inputs: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
@@ -65,6 +66,7 @@ class TwoShotModel:
         span: Span,
         divisor: int,
         step: int,
+        seed: int,
         result: torch.Tensor,
     ) -> None:
         """One chunk of one owner."""
@@ -75,7 +77,7 @@ class TwoShotModel:
                 codec,
                 sums[rank][span.start : span.stop],
                 residual=feedback.worker[span.start : span.stop] if feedback else None,
-                seed=rounding_seed(step, rank, c, owner, 0),
+                seed=rounding_seed(step, rank, c, owner, 0, seed),
                 state=feedback.state[c][owner] if feedback else None,
             )
             codec.decode(wire, total, add=position > 0)
@@ -86,6 +88,6 @@ class TwoShotModel:
             codec,
             total,
             residual=feedback.owner[start : start + span.length] if feedback else None,
-            seed=rounding_seed(step, group[owner], c, owner, 1),
+            seed=rounding_seed(step, group[owner], c, owner, 1, seed),
         )
         codec.decode(wire, result[span.start : span.stop])

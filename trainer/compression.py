@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -26,9 +25,6 @@ from trainer.world import here
 
 LEAST_NUMEL = 4096
 """Parameters of fewer elements are not worth a codec: all of them together are few bytes, and every element counts."""
-
-NEED_FEEDBACK = (OneBit, TopK, Threshold, RandomK, DGC)
-"""Codecs that do not converge without error feedback."""
 
 
 @dataclass(frozen=True)
@@ -62,21 +58,6 @@ def named_codec(codec: str | Codec | PowerSGD) -> Codec | PowerSGD:
     return make_codec(codec)
 
 
-def _variance(codec: Codec | PowerSGD) -> float:
-    """omega of a codec that rounds at random, by the bound in its docstring; 0 for all others."""
-    if isinstance(codec, QSGD):
-        return min(codec.block / codec.levels**2, math.sqrt(codec.block) / codec.levels)
-    if isinstance(codec, TernGrad):
-        return math.sqrt(codec.block) - 1
-    if isinstance(codec, Natural):
-        return 1 / 8
-    if isinstance(codec, Int8) and codec.stochastic:
-        return codec.block / (4 * 127**2)
-    if isinstance(codec, Int4) and codec.stochastic:
-        return codec.block * (1 + 2**-7) ** 2 / (4 * 7**2)
-    return 0.0
-
-
 @dataclass(frozen=True)
 class ErrorFeedback:
     """A codec with error feedback: what one step's encoding lost is added to the next step's gradient.
@@ -97,10 +78,10 @@ class ErrorFeedback:
             raise ValueError(f"warmup_steps must be a whole number >= 0, not {self.warmup_steps!r}")
         if isinstance(made, Codec) and made.name == "none":
             raise ValueError("error feedback needs a codec: without one nothing is lost")
-        if (omega := _variance(made)) >= 1:
+        if isinstance(made, Codec) and made.omega >= 1:
             raise ValueError(
-                f"error feedback diverges with {made!r}, whose omega is {omega:.2g}: what an encoding loses may be more than "
-                f"what there was. It is unbiased: use it without"
+                f"error feedback diverges with {made!r}, whose omega is {made.omega:.2g}: what an encoding loses may be more "
+                f"than what there was. It is unbiased: use it without"
             )
 
 
@@ -164,7 +145,7 @@ def encoding_of(compression: Compressor) -> Cast | Encoding:
         )
     if isinstance(compression, Codec) and compression.name == "none":
         return Compression.none
-    return Encoding(compression, isinstance(compression, NEED_FEEDBACK))
+    return Encoding(compression, isinstance(compression, Codec) and compression.needs_feedback)
 
 
 def is_compressible(parameter: Tensor) -> bool:

@@ -128,10 +128,7 @@ class CodedGroup(Group):
     def outstanding(self) -> list[Tensor]:
         if self._feedback is None:
             return [view.zero_() for view in self._views]
-        feedback, shard = self._feedback, self._feedback.shard
-        # The owner's residual is one of averages, of which one rank's numbers are but a part.
-        feedback.worker[shard.start : shard.stop].add_(feedback.owner, alpha=self._communicator.size)
-        return self._cut(feedback.worker)
+        return self._cut(self._feedback.owed(self._communicator.size))
 
     def state_dict(self) -> dict[str, Tensor]:
         return {} if self._feedback is None else self._feedback.state_dict()

@@ -126,10 +126,7 @@ class CodecBucket(EncodedBucket):
         feedback, reduction = self._feedback, self._reduction
         if feedback is None:
             return [{} for _ in self.items]
-        owed = feedback.worker.clone()
-        shard = feedback.shard
-        # An owner's residual is a part of the result, where workers' are parts of what the result is the average of.
-        owed[shard.start : shard.stop].add_(feedback.owner, alpha=_inputs_of(reduction))
+        owed = feedback.owed(_inputs_of(reduction))
         reduction.communicator.allreduce(owed, reduction.op, postscale=reduction.predivide)
         taken: list[Owed] = [{"residual": owed[span]} for span in self._spans]
         if "momentum" in self._remembered():

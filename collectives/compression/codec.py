@@ -18,17 +18,24 @@ class Codec(ABC):
     residual of error feedback, and so is what the codec remembers, as its state. The same input, seed, state and settings give
     the same bytes on every device.
 
-    name: in the registry. summable: whether codes may be added as they are, as numbers of wire_dtype.
+    name: in the registry. summable: whether codes may be added as they are, as numbers of wire_dtype. needs_feedback: whether
+    training does not converge without error feedback.
     """
 
     name: ClassVar[str]
     summable: ClassVar[bool] = False
+    needs_feedback: ClassVar[bool] = False
     wire_dtype: ClassVar[torch.dtype] = torch.uint8
 
     @property
     def alignment(self) -> int:
         """Elements: a buffer that is encoded in parts is cut at multiples of this."""
         return 1
+
+    @property
+    def omega(self) -> float:
+        """Of an unbiased codec: the mean of |decoded - x|^2 is at most omega * |x|^2, as its docstring says. 0 for others."""
+        return 0.0
 
     def at(self, step: int) -> Codec:
         """The codec of a step, counted from 0, where that matters. Shards are cut for `self`, whatever the step."""

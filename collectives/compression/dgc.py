@@ -34,6 +34,7 @@ class DGC(Sparse):
     """
 
     name: ClassVar[str] = "dgc"
+    needs_feedback: ClassVar[bool] = True
     ratio: float = 0.001
     momentum: float = 0.9
     warmup_steps: int = 0

@@ -37,6 +37,14 @@ class Feedback:
     def shard(self) -> Span:
         return self.sharing.shard
 
+    def owed(self, inputs: int) -> torch.Tensor:
+        """What this rank has of all that was lost: float32, (numel,), in the units of what it gives, of which the result is a
+        sum (inputs = 1) or, of so many, the mean.
+        """
+        owed = self.worker.clone()
+        owed[self.shard.start : self.shard.stop].add_(self.owner, alpha=inputs)
+        return owed
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This rank's tensors, themselves, by name: what load_state_dict takes."""
         named = {"worker": self.worker, "owner": self.owner}

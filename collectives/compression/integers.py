@@ -21,6 +21,10 @@ class Int8(Blocked):
     block: int = 256
     stochastic: bool = False
 
+    @property
+    def omega(self) -> float:
+        return self.block / (4 * 127**2) if self.stochastic else 0.0
+
     def _encoder(self) -> tuple[Any, ...]:
         return (self.block, self.stochastic)
 
@@ -38,6 +42,10 @@ class Int4(Blocked):
     scale_bytes: ClassVar[int] = 2
     block: int = 64
     stochastic: bool = False
+
+    @property
+    def omega(self) -> float:
+        return self.block * (1 + 2**-7) ** 2 / (4 * 7**2) if self.stochastic else 0.0
 
     def _encoder(self) -> tuple[Any, ...]:
         return (self.block, self.stochastic)

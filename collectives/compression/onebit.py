@@ -17,5 +17,6 @@ class OneBit(Blocked):
     """
 
     name: ClassVar[str] = "onebit"
+    needs_feedback: ClassVar[bool] = True
     bits: ClassVar[int] = 1
     block: int = 1024

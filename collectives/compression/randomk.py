@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from collectives.compression.codec import State
+from collectives.compression.seeds import mixed
 from collectives.compression.sparse import Sparse
 from collectives.kernels.wire import pad16
 
@@ -29,6 +30,7 @@ class RandomK(Sparse):
 
     name: ClassVar[str] = "randomk"
     summable: ClassVar[bool] = True
+    needs_feedback: ClassVar[bool] = True
     wire_dtype: ClassVar[torch.dtype] = torch.float32
     ratio: float = 0.01
     seed: int = 0
@@ -61,8 +63,4 @@ class RandomK(Sparse):
         """The seed of this step's draw. Mixed once more than that of a rounding: otherwise steps would draw alike,
         shifted.
         """
-        low = 0xFFFFFFFF
-        x = (self.step * 0x9E3779B9 + self.seed) & low
-        x = ((x ^ (x >> 16)) * 0x7FEB352D) & low
-        x = ((x ^ (x >> 15)) * 0x846CA68B) & low
-        return x ^ (x >> 16)
+        return mixed(self.step, self.seed)

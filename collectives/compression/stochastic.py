@@ -6,6 +6,7 @@ what was there, and the residual grows from step to step.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,6 +30,10 @@ class QSGD(Blocked):
         if not 1 <= self.levels <= 7:
             raise ValueError(f"qsgd: levels must be from 1 to 7, not {self.levels}")
 
+    @property
+    def omega(self) -> float:
+        return min(self.block / self.levels**2, math.sqrt(self.block) / self.levels)
+
     def _encoder(self) -> tuple[Any, ...]:
         return (self.levels, self.block)
 
@@ -44,6 +49,10 @@ class TernGrad(Blocked):
     bits: ClassVar[int] = 2
     block: int = 512
 
+    @property
+    def omega(self) -> float:
+        return math.sqrt(self.block) - 1
+
 
 @dataclass(frozen=True)
 class Natural(Dense):
@@ -54,3 +63,7 @@ class Natural(Dense):
 
     name: ClassVar[str] = "natural"
     bits: ClassVar[int] = 8
+
+    @property
+    def omega(self) -> float:
+        return 1 / 8

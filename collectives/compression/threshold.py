@@ -28,6 +28,7 @@ class Threshold(Sparse):
     """
 
     name: ClassVar[str] = "threshold"
+    needs_feedback: ClassVar[bool] = True
     ratio: float = 0.01
 
     def slack(self, numel: int) -> int:

@@ -24,6 +24,7 @@ class TopK(Sparse):
     """
 
     name: ClassVar[str] = "topk"
+    needs_feedback: ClassVar[bool] = True
     ratio: float = 0.01
 
     def wire_bytes(self, numel: int) -> int:

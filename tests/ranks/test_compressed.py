@@ -69,8 +69,9 @@ def same_as_model(name: str, numels: list[int]) -> list[str]:
                     numbers = inputs(comm.size, numel, step)
                     mine = numbers[comm.rank].clone()
                     with checks.case(name=name, numel=numel, op=op, feedback=with_feedback, step=step):
-                        comm.allreduce(mine, op, codec=codec, feedback=feedback, step=step, algorithm="two_shot")
-                        checks.equal(mine, model.step(numbers, op, step))
+                        options = {"codec": codec, "feedback": feedback, "step": step, "seed": numel}
+                        comm.allreduce(mine, op, algorithm="two_shot", **options)
+                        checks.equal(mine, model.step(numbers, op, step, seed=numel))
                         if feedback is not None and model.feedbacks is not None:
                             wanted = model.feedbacks[comm.rank].state_dict()
                             for key, tensor in feedback.state_dict().items():

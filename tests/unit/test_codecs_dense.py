@@ -273,12 +273,9 @@ def test_contraction_of_signs(kind: str, seed: int) -> None:
 
 def variance(codec: Dense, values: Tensor) -> float:
     """Omega, as the docstrings have it, for one block."""
-    d = values.numel()
     if isinstance(codec, TernGrad):
         return float(values.abs().max() * values.abs().sum() / values.square().sum()) - 1
-    if isinstance(codec, QSGD):
-        return min(d / codec.levels**2, math.sqrt(d) / codec.levels)
-    return 1 / 8 if isinstance(codec, Natural) else contraction(codec)
+    return codec.omega
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "heavy-tailed", "sparse", "constant"])

@@ -7,13 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.compressed import TwoShot, Wires, effective, legal_with, rounding_seed
+from collectives.compressed import TwoShot, Wires, effective, legal_with
 from collectives.compression.dgc import DGC
 from collectives.compression.feedback import Feedback
 from collectives.compression.integers import Int4, Int8
 from collectives.compression.powersgd import PowerSGD
 from collectives.compression.randomk import RandomK
 from collectives.compression.registry import CODECS, make_codec
+from collectives.compression.seeds import rounding_seed
 from collectives.compression.sharing import share
 from collectives.compression.threshold import Threshold
 from tests.two_shot_model import CPU, TwoShotModel
