@@ -136,7 +136,7 @@ class Bucket:
             for parameter, offset in zip(self._parameters, plan.offsets, strict=True)
         ]
         self.presence = self._buffer[plan.presence_offset :]
-        """One number for each gradient: whether this rank has it, and after wait(), whether any rank has."""
+        """One number for each gradient: whether this rank has it, and after complete(), whether any rank has."""
         self._absent: list[int] = []
         self._work: Work | None = None
         self._in_flight = False
@@ -174,7 +174,7 @@ class Bucket:
         self._views[slot].mul_(factor)
 
     def start(self, step: int) -> None:
-        """Collect what there is and begin its reduction. Until wait(), nobody may touch the gradients.
+        """Collect what there is and begin its reduction. Until complete(), nobody may touch the gradients.
 
         step: how many exchanges there have been.
         """
@@ -191,9 +191,12 @@ class Bucket:
         self._work = self._reduction.start(self._wire)
 
     def wait(self) -> None:
-        """Until the reduction is done. Raises its error."""
+        """Until what start() began is done. Raises its error."""
         assert self._work is not None
         self._work.wait()
+
+    def complete(self) -> None:
+        """Until the reduction is done, where it takes more than one operation. Raises its error."""
 
     def finish(self) -> None:
         """Hand out the result: a parameter without gradient on this rank gets one if any rank has it."""

@@ -188,7 +188,7 @@ class CodecBucket(EncodedBucket):
 
 
 class LowRankBucket(EncodedBucket):
-    """Encoded by PowerSGD, whose second sum depends on the first: that one starts with the bucket, the second in wait()."""
+    """Encoded by PowerSGD, whose second sum depends on the first. That one starts with the bucket, the second in wait()."""
 
     def restart(self) -> None:
         assert isinstance(self._encoding.codec, PowerSGD)
@@ -206,15 +206,13 @@ class LowRankBucket(EncodedBucket):
         return work
 
     def wait(self) -> None:
-        """Until the first sum is done."""
         super().wait()
         self._work = self._next_sum()
 
-    def finish(self) -> None:
+    def complete(self) -> None:
         while self._work is not None:
             self._work.wait()
             self._work = self._next_sum()
-        super().finish()
 
     def _next_sum(self) -> Work | None:
         """Begin the next sum of this exchange, if there is one."""
@@ -259,7 +257,7 @@ class LowRankBucket(EncodedBucket):
 
 
 class Presence:
-    """How many ranks have the gradients of encoded buckets: exact, in one message for all of them, which comes after theirs."""
+    """How many ranks have the gradients of encoded buckets: exact, in one message for all of them, after what they start with."""
 
     def __init__(self, buckets: Sequence[Bucket], reduction: Reduction) -> None:
         encoded = [bucket for bucket in buckets if isinstance(bucket, EncodedBucket)]

@@ -184,6 +184,8 @@ class GradientExchange:
                 bucket.wait()
             self._layout.presence.wait()
             for bucket in buckets:
+                bucket.complete()
+            for bucket in buckets:  # when nothing can fail any more
                 bucket.finish()
         finally:
             self.wait_s += time.perf_counter() - begin

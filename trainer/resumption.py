@@ -36,7 +36,12 @@ class Resumption:
         return self._reduction.communicator
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part: dicts, lists, tensors, numbers and strings."""
+        """This rank's part: dicts, lists, tensors, numbers and strings. Raises RuntimeError while gradients are exchanged."""
+        if any(bucket.in_flight for bucket in self._layout.buckets):
+            raise RuntimeError(
+                f"{here()}gradients are being exchanged, and what that leaves is not there yet: an earlier backward() failed "
+                "midway (go on with synchronize(), then zero_grad())"
+            )
         return {
             "version": VERSION,
             "world_size": self._communicator.size,
@@ -64,13 +69,15 @@ class Resumption:
                 raise ValueError(f"also= without {KEY!r} in the state_dict itself")
             labels_here = [_label(part) for part in given]
             self._check_parameters(given)
-            if mine is not None and self._is_own(mine):
+            now = self.state_dict()
+            if mine is not None and _continues(mine, now):
                 buckets = self._layout.restored(mine)
         except (
             KeyError,
             TypeError,
             AttributeError,
             ValueError,
+            RuntimeError,
         ) as error:  # all ranks must hear of it, or they would wait
             fault = f"{type(error).__name__}: {error}"
         gathered = self._communicator.allgather_object((labels_here, buckets is not None, fault))
@@ -95,14 +102,6 @@ class Resumption:
         refused = self._layout.restart(self._owed(mine, [lenders[rank] for rank in sorted(lent)], len(held_by)))
         if self._communicator.rank == 0 and any(entry.get("tensors") for entry in mine["buckets"]):
             _warn(labels[0]["world_size"], self._communicator.size, sorted(held_by), refused)
-
-    def _is_own(self, part: dict[str, Any]) -> bool:
-        """Whether this process may continue exactly as the one that saved the part."""
-        if part.get("version") != VERSION:
-            return False
-        now = {**self.state_dict(), "step": None}
-        keys = ("world_size", "rank", "op", "predivide")
-        return all(part[key] == now[key] for key in keys)
 
     def _check_parameters(self, parts: Sequence[dict[str, Any]]) -> None:
         """Raise ValueError for parts of other parameters."""
@@ -200,3 +199,9 @@ def _warn(saved: int, now: int, handed_over: Sequence[int], refused: Sequence[st
             f"; but nothing can be owed to {', '.join(refused)}, whose codec has no error feedback now: that is lost"
         )
     warnings.warn(message, stacklevel=4)
+
+
+def _continues(part: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether a process that would save `now` may continue exactly as the one that saved the part."""
+    keys = ("world_size", "rank", "op", "predivide")
+    return part.get("version") == VERSION and all(part[key] == now[key] for key in keys)

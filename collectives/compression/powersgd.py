@@ -95,14 +95,17 @@ class PowerSGDState:
         """Replace the tensors, in place, by a low-rank approximation of their sums over the ranks, bit for bit the same
         on all.
 
-        tensors: contiguous float32, of the shapes of the state; for this generator alone until it ends. It yields two
-        1-D tensors (one if nothing is compressed): each is to be summed over the ranks, in place, to the same bits on
-        all, before the generator goes on. If all sums are multiplied by a positive number, so is the result. The error
-        of a rank is what its own matrix lost by the projection onto the span of P, so that it stays small where ranks
-        differ. A matrix in which any rank has a NaN or Inf becomes NaN in whole; its error is cleared and its iteration
-        begins anew. Raises ValueError for other tensors.
+        tensors: contiguous float32, of the shapes of the state; for this iterator alone until it ends, which it must, or
+        the state is to be restored. It yields two 1-D tensors (one if nothing is compressed): each is to be summed over
+        the ranks, in place, to the same bits on all, before the next is asked for. If all sums are multiplied by a
+        positive number, so is the result. The error of a rank is what its own matrix lost by the projection onto the
+        span of P, so that it stays small where ranks differ. A matrix in which any rank has a NaN or Inf becomes NaN in
+        whole; its error is cleared and its iteration begins anew. Raises ValueError for other tensors.
         """
         self._check(tensors)
+        return self._sums(tensors)
+
+    def _sums(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         rows = [batch.rows for batch in self._batches]
         whole = [tensors[index].numel() for index in self._whole]
         first, lefts = self._factors(rows, sum(whole), tensors)

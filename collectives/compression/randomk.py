@@ -60,7 +60,5 @@ class RandomK(Sparse):
         kernels.randomk_decode(wire, out, self.count(out.numel()), self._draw(), add, scale)
 
     def _draw(self) -> int:
-        """The seed of this step's draw. Mixed once more than that of a rounding: otherwise steps would draw alike,
-        shifted.
-        """
+        """The seed of this step's draw. Mixed, as otherwise the draws of neighbouring steps would be alike, shifted."""
         return mixed(self.step, self.seed)

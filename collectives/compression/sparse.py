@@ -19,6 +19,10 @@ class Sparse(Codec):
 
     ratio: float
 
+    @property
+    def alignment(self) -> int:
+        return 16  # a cache line's: where results are of that many bytes, more of them can be written past the caches
+
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
             raise ValueError(f"{self.name}: ratio must be above 0 and at most 1, not {self.ratio}")

@@ -5,8 +5,9 @@ what they mean.
 Numbers are reached through addresses, 0 for a tensor that is not there. Magnitudes are compared as the integers that
 their bits are, the *keys*: the same order, with every NaN made equal and larger than infinity.
 
-One file, because Numba compiles a cached function anew when its own file changes, not when one changes that it calls
-into. Each function is compiled, or loaded from the disk, when it is first called.
+Numba compiles a cached function anew when its own file changes, not when one changes that it calls into. Hence one
+file, and the digest of the other beside its import, which a test keeps true. Each function is compiled, or loaded
+from the disk, when it is first called.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from collectives.kernels import one_at_a_time
-from collectives.kernels.stack import PIECE, room, settle, stream, streams
+from collectives.kernels.stack import PIECE, room, settle, stream, streams  # 0e0e27e0df148eb3
 from collectives.kernels.wire import pad16
 
 _I32 = ir.IntType(32)
@@ -219,7 +220,7 @@ def _guess(values, residual, momentum, decay, n, k, drawn):
         return 0
     stride = n // samples
     for s in range(samples):
-        i = s * stride + ((_mix(s, 0) * stride) >> 32)  # no stride that the rows of a matrix might share
+        i = s * n // samples + ((_mix(s, 0) * stride) >> 32)  # no stride that the rows of a matrix might share
         number = v[i]
         if momentum != 0:
             number += decay * m[i]
@@ -347,7 +348,7 @@ def _scatter_past_the_caches(wire_indices, wire_values, count, out, n, scale):
 
 
 def _scatter(wire_indices, wire_values, count, out, n, add, scale):
-    """Put the numbers where their indices say; how many indices lie outside, or after one that does not ascend."""
+    """Put the numbers where their indices say; how many indices lie outside; or, where that is seen, do not ascend."""
     if add == 0 and streams(out, n):
         return _scatter_past_the_caches(wire_indices, wire_values, count, out, n, scale)
     places, numbers, to = _integers(wire_indices), _floats(wire_values), _floats(out)

@@ -1,5 +1,8 @@
 # mypy: ignore-errors
-"""What kernels on the CPU (Numba) do with memory beyond indexing it: room on the stack, and writing past the caches."""
+"""What kernels on the CPU (Numba) do with memory beyond indexing it: room on the stack, and writing past the caches.
+
+When this file changes, so must its digest in those that import it.
+"""
 
 from __future__ import annotations
 

@@ -442,6 +442,89 @@ def test_codecs_count_from_the_end_of_the_warm_up(ranks: Worlds) -> None:
 
 
 @in_world
+def order_of_sums() -> list[str]:
+    """What PowerSGD's buckets ask for, and when backward has come to the first of its two layers."""
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(2)]
+    model = nn.Sequential(*layers)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), compression=PowerSGD(rank=2), bucket_bytes=1
+    )
+    model(torch.ones(2, 64)).sum().backward()  # buckets are in the order of gradients from now on
+    seen, allreduce = [], optimizer._communicator.allreduce
+
+    def look(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        seen.append("counts" if tensor.numel() == 2 else "sum")
+        return allreduce(tensor, *args, **options)
+
+    optimizer._communicator.allreduce = look  # type: ignore[method-assign]
+    layers[0].weight.register_hook(lambda gradient: seen.append("first layer"))
+    optimizer.zero_grad()
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.close()
+    return seen
+
+
+def test_sums_of_powersgd_are_under_way_together(ranks: Worlds) -> None:
+    assert ranks(2).run(order_of_sums) == [["sum", "first layer", "sum", "counts", "sum", "sum"]] * 2
+
+
+@in_world
+def second_sum_fails() -> None:
+    """The error is backward's, and the optimizer can be closed."""
+    weight = nn.Parameter(torch.zeros(64, 64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=PowerSGD(rank=2))
+    sums, allreduce = [], optimizer._communicator.allreduce
+
+    def fail(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        if tensor.numel() > 1:
+            sums.append(tensor)
+        if len(sums) == 2:
+            raise ConnectionError("the second sum")
+        return allreduce(tensor, *args, **options)
+
+    optimizer._communicator.allreduce = fail  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError, match="the second sum"):
+        weight.sum().backward()
+    assert not any(bucket.in_flight for bucket in optimizer._layout.buckets)
+    optimizer.close()
+
+
+def test_a_second_sum_that_fails(ranks: Worlds) -> None:
+    ranks(2).run(second_sum_fails)
+
+
+@in_world
+def saves_midway(compression: Compressor) -> None:
+    """A backward that fails when its first bucket is under way: nothing can be saved or loaded before it is caught up with."""
+    first, last = (nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([first, last], lr=1.0), compression=compression, bucket_bytes=1
+    )
+    before = optimizer.state_dict()
+
+    def fail(gradient: Tensor) -> None:
+        raise KeyError("from a hook of the user")
+
+    hook = first.register_hook(fail)
+    with pytest.raises(KeyError, match="from a hook of the user"):
+        (first.tanh() * 5 + last).sum().backward()
+    hook.remove()
+    with pytest.raises(RuntimeError, match=r"rank \d.*being exchanged.*synchronize"):
+        optimizer.state_dict()
+    with pytest.raises(ValueError, match="being exchanged"):
+        optimizer.load_state_dict(before)
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    assert optimizer.state_dict()["gradwire"]["step"] == 1
+    optimizer.close()
+
+
+@pytest.mark.parametrize("name", ["onebit", "powersgd"])
+def test_nothing_is_saved_while_gradients_are_exchanged(ranks: Worlds, name: str) -> None:
+    ranks(2).run(saves_midway, name)
+
+
+@in_world
 def spoil(compression: Compressor, value: float) -> None:
     """A gradient that is not finite on rank 1: on all ranks the scaler skips the step, and all is well afterwards."""
     model = Ladder()

@@ -139,6 +139,7 @@ def test_large_results_have_the_same_bits(codec: OneBit, offset: int, by_referen
     for by_reference.on in (False, True):
         out = torch.full((numel + 2,), 0.1)
         codec.decode(wire, out[offset : offset + numel], scale=0.37)
+        codec.decode(wire, out[offset : offset + numel], add=True)
         results.append(out)
     assert torch.equal(*map(bits, results))
 
@@ -276,6 +277,13 @@ def variance(codec: Dense, values: Tensor) -> float:
     if isinstance(codec, TernGrad):
         return float(values.abs().max() * values.abs().sum() / values.square().sum()) - 1
     return codec.omega
+
+
+def test_omega_is_as_documented() -> None:
+    omegas = {codec: codec.omega for codec in [*UNBIASED, QSGD(levels=1, block=16), Int8(), OneBit(), Float16()]}
+    assert list(omegas.values()) == pytest.approx(
+        [256 / (4 * 127**2), 64 * 1.0078125**2 / 196, math.sqrt(512) / 7, math.sqrt(512) - 1, 1 / 8, 4, 0, 0, 0]
+    )
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "heavy-tailed", "sparse", "constant"])

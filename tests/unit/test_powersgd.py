@@ -270,8 +270,13 @@ def test_vectors_are_orthonormal_or_zero(kind: str) -> None:
     torch.testing.assert_close(products, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(37, 5000), (70, 5008), (131, 2001)])
+@pytest.mark.parametrize(("rows", "columns"), [(37, 5000), (70, 5008), (132, 2001)])
 def test_the_product_is_one(rows: int, columns: int) -> None:
-    left, right, out = torch.randn(4, rows), torch.randn(4, columns), torch.empty(rows, columns)
+    """Large ones whose rows begin where vectors may be stored are written past the caches."""
+    left, right, out, expected = (torch.randn(shape) for shape in ((4, rows), (4, columns), *[(rows, columns)] * 2))
+    assert out.data_ptr() % 64 == 0
+    assert (out.numel() >= 1 << 18) is (rows > 37)
     cpu_sparse.powersgd_multiply(left, right, out)
+    reference_sparse.powersgd_multiply(left, right, expected)
+    assert torch.equal(bits(out), bits(expected))
     torch.testing.assert_close(out, left.T @ right)

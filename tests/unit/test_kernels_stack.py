@@ -1,0 +1,55 @@
+"""Scratch memory of kernels on the CPU, and writing past the caches."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from numba import int64, njit, types
+
+stack = pytest.importorskip("collectives.kernels.stack")
+
+FOLDER = Path(stack.__file__).parent
+
+
+def test_who_compiles_it_in_has_its_digest() -> None:
+    """Or Numba would go on with what it compiled from an older one."""
+    digest = hashlib.sha256(Path(stack.__file__).read_bytes()).hexdigest()[:16]
+    imports = [line for path in FOLDER.glob("*.py") for line in path.read_text().splitlines() if "stack import" in line]
+    assert len(imports) == 2
+    assert all(line.endswith(f"  # {digest}") for line in imports), digest
+
+
+@njit(types.UniTuple(int64, 2)())
+def two_rooms() -> tuple[int, int]:
+    return stack.room(), stack.room()
+
+
+def test_rooms_are_apart_and_aligned() -> None:
+    first, second = two_rooms()
+    assert first % 64 == second % 64 == 0
+    assert abs(first - second) >= 4 * stack.PIECE + 64
+
+
+@njit(types.void(int64, int64, int64))
+def copy(source: int, target: int, numel: int) -> None:
+    stack.stream(source, target, numel)
+    stack.settle()
+
+
+@pytest.mark.parametrize("numel", [0, 1, 15, 16, 17, 1000])
+def test_streaming_copies_so_many_numbers(numel: int) -> None:
+    source, target = torch.randn(numel + 32), torch.zeros(numel + 64)
+    start = -target.data_ptr() // 4 % 16  # where a vector may be stored
+    copy(source.data_ptr() + 4, target.data_ptr() + 4 * start, numel)
+    assert torch.equal(target[start : start + numel], source[1 : numel + 1])
+    assert not target[:start].any()
+    assert not target[start + numel :].any()
+
+
+def test_it_is_past_the_caches_and_in_order() -> None:
+    code = "\n".join(copy.inspect_llvm().values())
+    assert "!nontemporal" in code
+    assert "fence seq_cst" in code
