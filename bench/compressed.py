@@ -57,20 +57,14 @@ def timed(codec: Codec, clock: Clock) -> Codec:
         def at(self, step: int) -> Codec:
             return Timed(self.real.at(step))
 
-        def encode(
-            self,
-            values: Tensor,
-            wire: Tensor,
-            *,
-            residual: Tensor | None = None,
-            seed: int = 0,
-            state: State | None = None,
+        def _encode(
+            self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None
         ) -> None:
             start = time.perf_counter()
             self.real.encode(values, wire, residual=residual, seed=seed, state=state)
             clock.encode_s += elapsed(start, values.device)
 
-        def decode(self, wire: Tensor, out: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
+        def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
             start = time.perf_counter()
             self.real.decode(wire, out, add=add, scale=scale)
             clock.decode_s += elapsed(start, out.device)
@@ -85,10 +79,10 @@ def blank(codec: Codec) -> Codec:
         def at(self, step: int) -> Codec:
             return Blank(self.real.at(step))
 
-        def encode(self, values: Tensor, wire: Tensor, **rest: object) -> None:
+        def _encode(self, *tensors_and_settings: object) -> None:
             pass
 
-        def decode(self, wire: Tensor, out: Tensor, **rest: object) -> None:
+        def _decode(self, *tensors_and_settings: object) -> None:
             pass
 
     return Blank(codec)

@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from typing import ClassVar, TypeAlias
 
 import torch
+from torch import Tensor
 
 #: What a codec remembers of earlier encodings of one part of a buffer, beside the residual: tensors, changed in place.
-State: TypeAlias = dict[str, torch.Tensor]
+State: TypeAlias = dict[str, Tensor]
 
 
 class Codec(ABC):
@@ -49,23 +50,51 @@ class Codec(ABC):
     def wire_bytes(self, numel: int) -> int:
         """The size of the code of numel elements, in bytes."""
 
-    @abstractmethod
     def encode(
-        self,
-        values: torch.Tensor,
-        wire: torch.Tensor,
-        *,
-        residual: torch.Tensor | None = None,
-        seed: int = 0,
-        state: State | None = None,
+        self, values: Tensor, wire: Tensor, *, residual: Tensor | None = None, seed: int = 0, state: State | None = None
     ) -> None:
         """Write the code of `values` to `wire`.
 
         values: float32, 1-D, contiguous, (n,). wire: uint8, (wire_bytes(n),), its address a multiple of 16. residual: float32,
         (n,), contiguous: then the code is that of values + residual, and residual becomes what the code lost of it. seed: 32
         bits, of stochastic rounding. state: from new_state of this length; without it, nothing is remembered.
+
+        Raises ValueError for other tensors.
         """
+        self._check(wire, values, residual)
+        self._encode(values, wire, residual, seed, state)
+
+    def decode(self, wire: Tensor, out: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
+        """out (float32, 1-D, contiguous, (n,)) = scale * what `wire` stands for, or with add, out += that.
+
+        Raises ValueError for other tensors.
+        """
+        self._check(wire, out)
+        self._decode(wire, out, add, scale)
 
     @abstractmethod
-    def decode(self, wire: torch.Tensor, out: torch.Tensor, *, add: bool = False, scale: float = 1.0) -> None:
-        """out (float32, 1-D, contiguous, (n,)) = scale * what `wire` stands for, or with add, out += that."""
+    def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
+        """encode(), of tensors that have been checked, but for the state."""
+
+    @abstractmethod
+    def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
+        """decode(), of tensors that have been checked."""
+
+    def _check(self, wire: Tensor, *numbers: Tensor | None) -> None:
+        """Kernels are given bare addresses: what they may touch is checked here. numbers: all of one length."""
+        given = [tensor for tensor in numbers if tensor is not None]
+        numel = given[0].numel()
+        for tensor in given:
+            if tensor.dtype != torch.float32 or tensor.shape != (numel,) or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{self.name}: numbers (values, residual, result) must be float32, 1-D, contiguous and {numel}, "
+                    f"not {tensor.dtype} of shape {tuple(tensor.shape)}"
+                )
+            if tensor.device != wire.device:
+                raise ValueError(f"{self.name}: numbers on {tensor.device}, wire on {wire.device}")
+        nbytes = self.wire_bytes(numel)
+        if wire.dtype != torch.uint8 or wire.shape != (nbytes,) or not wire.is_contiguous() or wire.data_ptr() % 16:
+            raise ValueError(
+                f"{self.name}: the wire of {numel} numbers is {nbytes} contiguous bytes (uint8) at a multiple of 16, "
+                f"not {wire.dtype} of shape {tuple(wire.shape)} at {wire.data_ptr():#x}"
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
+from torch import Tensor
 
 from collectives.compression.codec import Codec, State
 from collectives.compression.kernels_for import kernels_for
@@ -27,43 +27,12 @@ class Dense(Codec):
         """The decoding kernel's parameters."""
         return ()
 
-    def encode(
-        self,
-        values: torch.Tensor,
-        wire: torch.Tensor,
-        *,
-        residual: torch.Tensor | None = None,
-        seed: int = 0,
-        state: State | None = None,
-    ) -> None:
-        self._check(values, wire)
-        if residual is not None:
-            self._check(residual, wire)
-            if residual.numel() != values.numel():
-                raise ValueError(f"{self.name}: {values.numel()} values, but {residual.numel()} residuals")
+    def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
         encode = getattr(kernels_for(values.device), f"{self.name}_encode")
         encode(values, residual, wire, *self._encoder(), seed)
 
-    def decode(self, wire: torch.Tensor, out: torch.Tensor, *, add: bool = False, scale: float = 1.0) -> None:
-        self._check(out, wire)
+    def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
         getattr(kernels_for(out.device), f"{self.name}_decode")(wire, out, *self._decoder(), add, scale)
-
-    def _check(self, numbers: torch.Tensor, wire: torch.Tensor) -> None:
-        """Kernels are given bare addresses: what they may touch is checked here."""
-        if numbers.dtype != torch.float32 or numbers.dim() != 1 or not numbers.is_contiguous():
-            raise ValueError(
-                f"{self.name}: numbers must be float32, 1-D and contiguous, not {numbers.dtype}, {numbers.dim()}-D"
-            )
-        nbytes = self.wire_bytes(numbers.numel())
-        if wire.dtype != torch.uint8 or wire.shape != (nbytes,) or not wire.is_contiguous():
-            raise ValueError(
-                f"{self.name}: the wire of {numbers.numel()} numbers is {nbytes} contiguous bytes (uint8), "
-                f"not {wire.dtype} of shape {tuple(wire.shape)}"
-            )
-        if wire.data_ptr() % 16:
-            raise ValueError(f"{self.name}: a wire's address must be a multiple of 16")
-        if wire.device != numbers.device:
-            raise ValueError(f"{self.name}: numbers on {numbers.device}, wire on {wire.device}")
 
 
 class Blocked(Dense):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from collectives.compression.codec import State
 from collectives.compression.sparse import Sparse
@@ -62,17 +63,10 @@ class DGC(Sparse):
     def new_state(self, numel: int, device: torch.device) -> State:
         return {"momentum": torch.zeros(numel, device=device)}
 
-    def encode(
-        self,
-        values: torch.Tensor,
-        wire: torch.Tensor,
-        *,
-        residual: torch.Tensor | None = None,
-        seed: int = 0,
-        state: State | None = None,
-    ) -> None:
+    def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
         momentum = None if state is None else state["momentum"]
-        kernels, k = self._kernels(wire, values, residual, momentum), self.count(values.numel())
+        self._check(wire, values, momentum)
+        kernels, k = self._kernels(wire), self.count(values.numel())
         if momentum is None:
             kernels.topk_encode(values, residual, wire, k)
         elif residual is None:
@@ -80,5 +74,5 @@ class DGC(Sparse):
         else:
             kernels.dgc_encode(values, residual, wire, k, momentum, self.momentum)
 
-    def decode(self, wire: torch.Tensor, out: torch.Tensor, *, add: bool = False, scale: float = 1.0) -> None:
-        self._kernels(wire, out).topk_decode(wire, out, self.count(out.numel()), add, scale)
+    def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
+        self._kernels(wire).topk_decode(wire, out, self.count(out.numel()), add, scale)

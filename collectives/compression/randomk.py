@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from collectives.compression.codec import State
 from collectives.compression.seeds import mixed
@@ -43,21 +44,11 @@ class RandomK(Sparse):
     def wire_bytes(self, numel: int) -> int:
         return pad16(4 * self.count(numel))
 
-    def encode(
-        self,
-        values: torch.Tensor,
-        wire: torch.Tensor,
-        *,
-        residual: torch.Tensor | None = None,
-        seed: int = 0,
-        state: State | None = None,
-    ) -> None:
-        kernels = self._kernels(wire, values, residual)
-        kernels.randomk_encode(values, residual, wire, self.count(values.numel()), self._draw())
+    def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
+        self._kernels(wire).randomk_encode(values, residual, wire, self.count(values.numel()), self._draw())
 
-    def decode(self, wire: torch.Tensor, out: torch.Tensor, *, add: bool = False, scale: float = 1.0) -> None:
-        kernels = self._kernels(wire, out)
-        kernels.randomk_decode(wire, out, self.count(out.numel()), self._draw(), add, scale)
+    def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
+        self._kernels(wire).randomk_decode(wire, out, self.count(out.numel()), self._draw(), add, scale)
 
     def _draw(self) -> int:
         """The seed of this step's draw. Mixed, as otherwise the draws of neighbouring steps would be alike, shifted."""

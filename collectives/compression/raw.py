@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from collectives.compression.codec import Codec, State
 from collectives.kernels.wire import pad16
@@ -22,15 +23,7 @@ class Raw(Codec):
     def wire_bytes(self, numel: int) -> int:
         return pad16(4 * numel)
 
-    def encode(
-        self,
-        values: torch.Tensor,
-        wire: torch.Tensor,
-        *,
-        residual: torch.Tensor | None = None,
-        seed: int = 0,
-        state: State | None = None,
-    ) -> None:
+    def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
         numbers, n = wire.view(torch.float32), values.numel()
         numbers[n:] = 0
         if residual is None:
@@ -39,7 +32,7 @@ class Raw(Codec):
             torch.add(values, residual, out=numbers[:n])
             residual.zero_()
 
-    def decode(self, wire: torch.Tensor, out: torch.Tensor, *, add: bool = False, scale: float = 1.0) -> None:
+    def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
         numbers = wire.view(torch.float32)[: out.numel()]
         if add:
             out.add_(numbers if scale == 1 else numbers * scale)

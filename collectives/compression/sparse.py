@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from types import ModuleType
 
-import torch
+from torch import Tensor
 
 from collectives.compression.codec import Codec
 from collectives.compression.kernels_for import kernels_for
@@ -31,22 +31,5 @@ class Sparse(Codec):
         """k, how many of numel numbers are sent."""
         return min(numel, max(1, math.ceil(self.ratio * numel)))
 
-    def _kernels(self, wire: torch.Tensor, *numbers: torch.Tensor | None) -> ModuleType:
-        """Kernels are given bare addresses: what they may touch is checked here. numbers: all of one length."""
-        given = [tensor for tensor in numbers if tensor is not None]
-        numel, device = given[0].numel(), wire.device
-        for tensor in given:
-            if tensor.dtype != torch.float32 or tensor.shape != (numel,) or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{self.name}: numbers must be float32, 1-D, contiguous and {numel}, "
-                    f"not {tensor.dtype} of shape {tuple(tensor.shape)}"
-                )
-            if tensor.device != device:
-                raise ValueError(f"{self.name}: numbers on {tensor.device}, wire on {device}")
-        nbytes = self.wire_bytes(numel)
-        if wire.dtype != torch.uint8 or wire.shape != (nbytes,) or not wire.is_contiguous() or wire.data_ptr() % 16:
-            raise ValueError(
-                f"{self.name}: the wire of {numel} numbers is {nbytes} contiguous bytes (uint8) at a multiple of 16, "
-                f"not {wire.dtype} of shape {tuple(wire.shape)} at {wire.data_ptr():#x}"
-            )
-        return kernels_for(device, "sparse")
+    def _kernels(self, wire: Tensor) -> ModuleType:
+        return kernels_for(wire.device, "sparse")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from collectives.compression.codec import State
 from collectives.compression.sparse import Sparse
@@ -41,19 +42,10 @@ class Threshold(Sparse):
     def new_state(self, numel: int, device: torch.device) -> State:
         return {"tau": torch.zeros(1, device=device)}
 
-    def encode(
-        self,
-        values: torch.Tensor,
-        wire: torch.Tensor,
-        *,
-        residual: torch.Tensor | None = None,
-        seed: int = 0,
-        state: State | None = None,
-    ) -> None:
+    def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
         numel, tau = values.numel(), None if state is None else state["tau"]
-        kernels = self._kernels(wire, values, residual)
-        kernels.threshold_encode(values, residual, wire, self.count(numel), self.slack(numel), tau)
+        self._kernels(wire).threshold_encode(values, residual, wire, self.count(numel), self.slack(numel), tau)
 
-    def decode(self, wire: torch.Tensor, out: torch.Tensor, *, add: bool = False, scale: float = 1.0) -> None:
+    def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
         numel = out.numel()
-        self._kernels(wire, out).threshold_decode(wire, out, self.count(numel), self.slack(numel), add, scale)
+        self._kernels(wire).threshold_decode(wire, out, self.count(numel), self.slack(numel), add, scale)

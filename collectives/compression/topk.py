@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
+from torch import Tensor
 
 from collectives.compression.codec import State
 from collectives.compression.sparse import Sparse
@@ -30,16 +30,8 @@ class TopK(Sparse):
     def wire_bytes(self, numel: int) -> int:
         return 2 * pad16(4 * self.count(numel))
 
-    def encode(
-        self,
-        values: torch.Tensor,
-        wire: torch.Tensor,
-        *,
-        residual: torch.Tensor | None = None,
-        seed: int = 0,
-        state: State | None = None,
-    ) -> None:
-        self._kernels(wire, values, residual).topk_encode(values, residual, wire, self.count(values.numel()))
+    def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
+        self._kernels(wire).topk_encode(values, residual, wire, self.count(values.numel()))
 
-    def decode(self, wire: torch.Tensor, out: torch.Tensor, *, add: bool = False, scale: float = 1.0) -> None:
-        self._kernels(wire, out).topk_decode(wire, out, self.count(out.numel()), add, scale)
+    def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
+        self._kernels(wire).topk_decode(wire, out, self.count(out.numel()), add, scale)
