@@ -37,6 +37,7 @@ _AHEAD = 4  # as many of a word are appended without asking
 _TILE = 2048  # numbers that are added, then searched, while they are in the first-level cache
 _SMALL = 4096  # numbers that are not worth a guess
 _SAMPLES = 65536  # at most
+_SIDE_BY_SIDE = 4  # of them, read from memory at once; of more, too many might be alike
 _BINS = 2048
 _INFINITY = 0x7F800000
 _NAN = 0x7F800001  # the key of every NaN
@@ -213,20 +214,23 @@ def _guess(values, residual, momentum, decay, n, k, drawn):
     if n <= _SMALL:
         return 0
     v, r, m, sample = _floats(values), _floats(residual), _floats(momentum), _floats(drawn)
-    samples = min(max(n // 256, 1024), _SAMPLES)
+    places = min(max(n // 256, 1024), _SAMPLES) // _SIDE_BY_SIDE
+    samples = places * _SIDE_BY_SIDE
     expected = samples * k / n
     wanted = int64(expected + 4 * np.sqrt(expected) + 4)
     if wanted >= samples:
         return 0
-    stride = n // samples
-    for s in range(samples):
-        i = s * n // samples + ((_mix(s, 0) * stride) >> 32)  # no stride that the rows of a matrix might share
-        number = v[i]
-        if momentum != 0:
-            number += decay * m[i]
-        if residual != 0:
-            number += r[i]
-        sample[s] = number
+    stride = n // places - _SIDE_BY_SIDE + 1
+    for place in range(places):
+        # No stride that the rows of a matrix might share.
+        first = place * n // places + ((_mix(place, 0) * stride) >> 32)
+        for i in range(first, first + _SIDE_BY_SIDE):
+            number = v[i]
+            if momentum != 0:
+                number += decay * m[i]
+            if residual != 0:
+                number += r[i]
+            sample[place * _SIDE_BY_SIDE + i - first] = number
     key, _ = _kth_largest(drawn, samples, wanted)
     return max(key, 1)  # where most are zero, those that are not are few
 

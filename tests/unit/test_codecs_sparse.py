@@ -143,9 +143,11 @@ def test_same_bytes_as_the_reference_by_a_guess(codec: Sparse, kind: str, by_ref
 
 def sampled(numel: int) -> Tensor:
     """Where the CPU's top-k looks for its guess."""
-    samples = max(numel // 256, 1024)
-    stride = numel // samples
-    return torch.tensor([s * numel // samples + (cpu_sparse._mix(s, 0) * stride >> 32) for s in range(samples)])
+    side_by_side = cpu_sparse._SIDE_BY_SIDE
+    places = max(numel // 256, 1024) // side_by_side
+    stride = numel // places - side_by_side + 1
+    firsts = [place * numel // places + (cpu_sparse._mix(place, 0) * stride >> 32) for place in range(places)]
+    return torch.tensor([first + i for first in firsts for i in range(side_by_side)])
 
 
 @pytest.mark.parametrize("kind", ["few reach it", "many reach it", "all are equal"])
