@@ -216,11 +216,11 @@ class LowRankBucket(EncodedBucket):
 
     def _next_sum(self) -> Work | None:
         """Begin the next sum of this exchange, if there is one."""
-        reduction = self._reduction
-        scale = reduction.predivide / _inputs_of(reduction)
-        for sums in self._sums:
-            return reduction.communicator.allreduce(sums, Sum, postscale=scale, async_op=True)
-        return None
+        sums = next(self._sums, None)
+        if sums is None:
+            return None
+        scale = self._reduction.predivide / _inputs_of(self._reduction)
+        return self._reduction.communicator.allreduce(sums, Sum, postscale=scale, async_op=True)
 
     def take(self) -> list[Owed]:
         reduction, kept = self._reduction, self._kept()

@@ -208,6 +208,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         With codecs there is one more key, "gradwire", that other optimizers ignore: what this rank needs to go on exactly as if
         it had not stopped (residuals of error feedback, state of codecs, layout). It is another on every rank: save all.
+
+        Raises RuntimeError, with codecs, while gradients are exchanged, as they are after a backward() that failed midway.
         """
         state = self.optimizer.state_dict()
         return {**state, KEY: self._resumption.state_dict()} if self._layout.is_encoded else state

@@ -37,17 +37,9 @@ class Resumption:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: dicts, lists, tensors, numbers and strings. Raises RuntimeError while gradients are exchanged."""
-        if any(bucket.in_flight for bucket in self._layout.buckets):
-            raise RuntimeError(
-                f"{here()}gradients are being exchanged, and what that leaves is not there yet: an earlier backward() failed "
-                "midway (go on with synchronize(), then zero_grad())"
-            )
+        self._check_idle()
         return {
-            "version": VERSION,
-            "world_size": self._communicator.size,
-            "rank": self._communicator.rank,
-            "op": self._reduction.op,
-            "predivide": self._reduction.predivide,
+            **self._identity(),
             "step": self._exchange.step,
             "parameters": self._layout.described(),
             **self._layout.state_dict(),
@@ -69,16 +61,11 @@ class Resumption:
                 raise ValueError(f"also= without {KEY!r} in the state_dict itself")
             labels_here = [_label(part) for part in given]
             self._check_parameters(given)
-            now = self.state_dict()
-            if mine is not None and _continues(mine, now):
+            self._check_idle()
+            if mine is not None and self._continues(mine):
                 buckets = self._layout.restored(mine)
-        except (
-            KeyError,
-            TypeError,
-            AttributeError,
-            ValueError,
-            RuntimeError,
-        ) as error:  # all ranks must hear of it, or they would wait
+        # All ranks must hear of it, or they would wait.
+        except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             fault = f"{type(error).__name__}: {error}"
         gathered = self._communicator.allgather_object((labels_here, buckets is not None, fault))
         for rank, (_, _, theirs) in enumerate(gathered):
@@ -102,6 +89,28 @@ class Resumption:
         refused = self._layout.restart(self._owed(mine, [lenders[rank] for rank in sorted(lent)], len(held_by)))
         if self._communicator.rank == 0 and any(entry.get("tensors") for entry in mine["buckets"]):
             _warn(labels[0]["world_size"], self._communicator.size, sorted(held_by), refused)
+
+    def _identity(self) -> dict[str, Any]:
+        """Of who saves."""
+        return {
+            "version": VERSION,
+            "world_size": self._communicator.size,
+            "rank": self._communicator.rank,
+            "op": self._reduction.op,
+            "predivide": self._reduction.predivide,
+        }
+
+    def _continues(self, part: dict[str, Any]) -> bool:
+        """Whether this process may continue exactly as the one that saved the part. (Other versions may lack the other keys.)"""
+        return part.get("version") == VERSION and all(part[key] == value for key, value in self._identity().items())
+
+    def _check_idle(self) -> None:
+        """Raise RuntimeError while gradients are exchanged."""
+        if any(bucket.in_flight for bucket in self._layout.buckets):
+            raise RuntimeError(
+                f"{here()}gradients are being exchanged, and what that leaves is not there yet: an earlier backward() failed "
+                "midway (go on with synchronize(), then zero_grad())"
+            )
 
     def _check_parameters(self, parts: Sequence[dict[str, Any]]) -> None:
         """Raise ValueError for parts of other parameters."""
@@ -199,9 +208,3 @@ def _warn(saved: int, now: int, handed_over: Sequence[int], refused: Sequence[st
             f"; but nothing can be owed to {', '.join(refused)}, whose codec has no error feedback now: that is lost"
         )
     warnings.warn(message, stacklevel=4)
-
-
-def _continues(part: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether a process that would save `now` may continue exactly as the one that saved the part."""
-    keys = ("world_size", "rank", "op", "predivide")
-    return part.get("version") == VERSION and all(part[key] == now[key] for key in keys)

@@ -779,14 +779,11 @@ def _onebit_decode(wire, out, numel, block, add, scale):
     for index in range(_blocks(numel, block)):
         start = index * block
         n = min(block, numel - start)
-        magnitude = scales[index] * scale
-        if not streaming:
-            _onebit_decoded(wire + start // 8, out + 4 * start, n, magnitude, add != 0)
-            continue
         for at in range(start, start + n, PIECE):
-            length = min(PIECE, start + n - at)
-            _onebit_decoded(wire + at // 8, piece, length, magnitude, False)
-            stream(piece, out + 4 * at, length)
+            target, length = out + 4 * at, min(PIECE, start + n - at)
+            _onebit_decoded(wire + at // 8, piece if streaming else target, length, scales[index] * scale, add != 0)
+            if streaming:
+                stream(piece, target, length)
     if streaming:
         settle()
 

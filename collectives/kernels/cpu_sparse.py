@@ -467,7 +467,7 @@ def _orthonormalize(vectors, batch, rank, length):
 
 
 def _multiply(left, right, out, rank, rows, columns):
-    streaming = streams(out, rows * columns) and columns % 16 == 0
+    streaming = streams(out, rows * columns) and columns % 16 == 0  # so that every row begins where a vector may
     piece = room()
     for begin in range(0, columns, PIECE):
         n = min(PIECE, columns - begin)

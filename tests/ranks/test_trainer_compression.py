@@ -2,6 +2,7 @@
 
 import io
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -418,19 +419,29 @@ def test_the_warm_up_is_uncompressed(ranks: Worlds, name: str) -> None:
     ranks(2).run(warm_up, ErrorFeedback(name, warmup_steps=2))
 
 
+def spy(optimizer: hvd.DistributedOptimizer, look: Callable[[Tensor, dict[str, Any]], None]) -> None:
+    """Have `look` called before every allreduce of the optimizer, with its tensor and options."""
+    allreduce = optimizer._communicator.allreduce
+
+    def looked_at(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        look(tensor, options)
+        return allreduce(tensor, *args, **options)
+
+    optimizer._communicator.allreduce = looked_at  # type: ignore[method-assign]  # of this one communicator alone
+
+
 @in_world
 def steps_of_codec() -> list[int]:
     """What a codec takes for the number of the step."""
     weight = nn.Parameter(torch.zeros(64, 64))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=ErrorFeedback("dgc", 2))
-    seen, allreduce = [], optimizer._communicator.allreduce
+    seen: list[int] = []
 
-    def look(tensor: Tensor, *args: Any, **options: Any) -> Any:
+    def look(tensor: Tensor, options: dict[str, Any]) -> None:
         if options.get("codec") is not None:
             seen.append(options["step"])
-        return allreduce(tensor, *args, **options)
 
-    optimizer._communicator.allreduce = look  # type: ignore[method-assign]
+    spy(optimizer, look)
     for _ in range(4):
         weight.sum().backward()
     optimizer.close()
@@ -450,13 +461,8 @@ def order_of_sums() -> list[str]:
         torch.optim.SGD(model.parameters(), lr=1.0), compression=PowerSGD(rank=2), bucket_bytes=1
     )
     model(torch.ones(2, 64)).sum().backward()  # buckets are in the order of gradients from now on
-    seen, allreduce = [], optimizer._communicator.allreduce
-
-    def look(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        seen.append("counts" if tensor.numel() == 2 else "sum")
-        return allreduce(tensor, *args, **options)
-
-    optimizer._communicator.allreduce = look  # type: ignore[method-assign]
+    seen: list[str] = []
+    spy(optimizer, lambda tensor, options: seen.append("counts" if tensor.numel() == 2 else "sum"))
     layers[0].weight.register_hook(lambda gradient: seen.append("first layer"))
     optimizer.zero_grad()
     model(torch.ones(2, 64)).sum().backward()
@@ -473,16 +479,15 @@ def second_sum_fails() -> None:
     """The error is backward's, and the optimizer can be closed."""
     weight = nn.Parameter(torch.zeros(64, 64))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=PowerSGD(rank=2))
-    sums, allreduce = [], optimizer._communicator.allreduce
+    sums: list[Tensor] = []
 
-    def fail(tensor: Tensor, *args: Any, **options: Any) -> Any:
+    def fail(tensor: Tensor, options: dict[str, Any]) -> None:
         if tensor.numel() > 1:
             sums.append(tensor)
         if len(sums) == 2:
             raise ConnectionError("the second sum")
-        return allreduce(tensor, *args, **options)
 
-    optimizer._communicator.allreduce = fail  # type: ignore[method-assign]
+    spy(optimizer, fail)
     with pytest.raises(ConnectionError, match="the second sum"):
         weight.sum().backward()
     assert not any(bucket.in_flight for bucket in optimizer._layout.buckets)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numba import int64, njit, types
 
-stack = pytest.importorskip("collectives.kernels.stack")
+from collectives.kernels import stack
 
 FOLDER = Path(stack.__file__).parent
 
