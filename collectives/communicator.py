@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +18,7 @@ from collectives.compression.registry import make_codec
 from collectives.engine import Engine, legal_algorithms
 from collectives.environment import shared_memory_wanted
 from collectives.neighbours import connect_neighbours
+from collectives.operations import MEET_S
 from collectives.reduction import Op, check_dtype
 from collectives.selection import SHARED, Table, default_segment_bytes, default_table, overrides
 from collectives.topology import Topology, host_id
@@ -71,20 +73,29 @@ class Communicator:
         self.topology = Topology.from_host_ids(connection.transport.rank, connection.host_digests)
         if segment_bytes is None:
             segment_bytes = default_segment_bytes(self.topology)
-        neighbours = connect_neighbours(
-            connection.transport, connection.store, self.topology, timeout_s, wanted=connection.notes
-        )
-        algorithms = legal_algorithms(shared=neighbours.shared is not None)
         try:
-            tables = overrides(algorithms, os.environ)
-        except ValueError:  # 'shared', which cannot be had after all, on no rank
-            neighbours.close()
+            neighbours = connect_neighbours(
+                connection.transport,
+                connection.store,
+                connection.watch,
+                self.topology,
+                timeout_s,
+                wanted=connection.notes,
+            )
+            algorithms = legal_algorithms(shared=neighbours.shared is not None)
+            try:
+                tables = overrides(algorithms, os.environ)
+            except ValueError:  # 'shared', which cannot be had after all, on no rank
+                neighbours.close()
+                raise
+        except BaseException:
+            connection.watch.close()
             raise
         for collective, names in algorithms.items():
             tables.setdefault(collective, default_table(collective, self.topology, shared=SHARED in names))
         self._engine = Engine(
             neighbours.transport,
-            connection.store,
+            connection.watch,
             self.topology,
             neighbours.local,
             neighbours.shared,
@@ -321,7 +332,7 @@ class Communicator:
     def close(self) -> None:
         """Finish what was issued and give the group back. A collective call that waits at most some seconds for the others;
         after a failure it returns at once. Calling it again does nothing."""
-        self._engine.close()
+        close_all([self])
 
     def __enter__(self) -> Communicator:
         return self
@@ -330,3 +341,14 @@ class Communicator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def close_all(communicators: Iterable[Communicator]) -> None:
+    """Close several Communicators as close() does one, in little more time than one takes: all say so before any waits."""
+    engines = [communicator._engine for communicator in communicators]
+    engines = [engine for engine in engines if engine.announce_close()]
+    for engine in engines:
+        engine.drain()
+    deadline = time.monotonic() + MEET_S
+    for engine in engines:
+        engine.part(deadline)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import lru_cache
 
 import torch
-from torch.distributed.distributed_c10d import Store
 
 from collectives.algorithms import PLANNERS, hierarchical
 from collectives.compressed import TwoShot, Wires, effective, legal_with
@@ -28,6 +26,7 @@ from collectives.topology import Topology
 from collectives.transport.local_group import LocalGroup
 from collectives.transport.process_group import ProcessGroupTransport
 from collectives.transport.routing import RoutingTransport
+from collectives.transport.watch import Watch
 from collectives.work import Work
 
 NATIVE = "native"
@@ -57,7 +56,7 @@ class Engine:
     def __init__(
         self,
         transport: ProcessGroupTransport | RoutingTransport,
-        store: Store,
+        watch: Watch,
         topology: Topology,
         local: LocalGroup | None,
         shared: SharedMemory | None,
@@ -74,7 +73,7 @@ class Engine:
         self.device_types = ("cpu", "cuda") if "cpu" in transport.backends else ("cuda",)
         self.control_device = self.device_types[0]
         self._via_host = "cuda" not in transport.backends
-        self._operations = Operations(transport, local, store, timeout_s)
+        self._operations = Operations(transport, local, watch, timeout_s)
         self._segment_bytes = segment_bytes
         self._transport = transport
         self._shared = shared
@@ -83,7 +82,7 @@ class Engine:
         self._scratch = Scratch()
         self._wires = Wires(via_host=self._via_host)
         self._summed = Wires(via_host=False)
-        self.sharing = lru_cache(_CACHED_PROGRAMS)(self._sharing)
+        self._sharings: dict[tuple[Codec, int], Sharing] = {}
         self._ready: set[tuple[Codec, str, bool]] = set()
         self._schedules: dict[tuple[str, str, int], Schedule] = {}
         self._programs: OrderedDict[tuple[object, ...], Program] = OrderedDict()
@@ -250,9 +249,14 @@ class Engine:
         """Memory for codes that are summed as they are, until the next call."""
         return self._summed.take(nbytes, device)[0][:nbytes]
 
-    def _sharing(self, codec: Codec, numel: int) -> Sharing:
+    def sharing(self, codec: Codec, numel: int) -> Sharing:
         """Who encodes what of a buffer."""
-        return share(codec, numel, self.rank, self.topology.hosts, self._segment_bytes)
+        key = (codec, numel)
+        if key not in self._sharings:
+            if len(self._sharings) >= _CACHED_PROGRAMS:
+                self._sharings.clear()
+            self._sharings[key] = share(codec, numel, self.rank, self.topology.hosts, self._segment_bytes)
+        return self._sharings[key]
 
     def _inside(self, turn: Turn, flat: torch.Tensor, parts: Layout, which: int) -> None:
         """The first (0) or last (1) round of hierarchical, inside the hosts, of blocks that are `parts`."""
@@ -342,9 +346,16 @@ class Engine:
             scratch=self._scratch,
         )
 
-    def close(self) -> None:
-        """Finish what is queued, meet the other ranks, give the group back; a few seconds at most, whatever happened."""
-        if self._operations.close(self.meet):
-            if self._shared is not None:
-                self._shared.close()
-            self._transport.close()
+    def announce_close(self) -> bool:
+        """See Operations, as for drain() and part()."""
+        return self._operations.announce_close()
+
+    def drain(self) -> None:
+        self._operations.drain()
+
+    def part(self, deadline: float) -> None:
+        """See Operations; give everything back after it."""
+        self._operations.part(deadline)
+        if self._shared is not None:
+            self._shared.close()
+        self._transport.close()

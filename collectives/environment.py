@@ -10,6 +10,9 @@ TABLE_PREFIX = "COLLECTIVES_"
 #: Overrides what `topology.host_id` finds out.
 HOST_ID = "COLLECTIVES_HOST_ID"
 
+#: Name the network interface through which this rank is reached, the first that is set; gloo's own.
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME",)
+
 #: Set to 0 on any rank, all ranks do without shared memory.
 SHARED_MEMORY = "COLLECTIVES_SHARED_MEMORY"
 

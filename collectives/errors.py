@@ -40,13 +40,18 @@ class PeerLost(CollectiveError):
 
 
 class CollectiveTimeout(CollectiveError, TimeoutError):
-    """A deadline passed. Attributes: seconds (the deadline), waiting_for (the ranks that did not answer)."""
+    """A deadline passed. Attributes: seconds (the deadline), waiting_for (the ranks that did not answer; empty where it was this
+    rank that came late, or where two ranks do not reach each other, which the message says)."""
 
-    def __init__(self, seconds: float, waiting_for: Iterable[int], *, rank: int, operation: str) -> None:
+    def __init__(
+        self, seconds: float, waiting_for: Iterable[int], *, rank: int, operation: str, detail: str = ""
+    ) -> None:
         self.seconds = seconds
         self.waiting_for = tuple(sorted(waiting_for))
         waited = f" waiting for {ranks_text(self.waiting_for)}" if self.waiting_for else ""
-        super().__init__(f"not done after {seconds:g} s{waited}", rank=rank, operation=operation)
+        super().__init__(
+            f"not done after {seconds:g} s{waited}" + (f": {detail}" if detail else ""), rank=rank, operation=operation
+        )
 
 
 class Mismatch(CollectiveError):

@@ -19,11 +19,11 @@ from collectives.transport.local_group import LocalGroup
 from collectives.transport.process_group import ProcessGroupTransport
 from collectives.transport.routing import RoutingTransport
 from collectives.transport.shared_memory import SharedMemoryTransport
+from collectives.transport.watch import Watch
 
 #: What all processes of a machine may take to compile the kernels or load them, one after the other.
 _ALL_COMPILE_S = 120.0
 _LOOK_AGAIN_S = 0.005
-_LOOKS_AT_PEERS = 200
 _log = logging.getLogger("gradwire")
 
 
@@ -44,7 +44,13 @@ class Neighbours:
 
 
 def connect_neighbours(
-    transport: ProcessGroupTransport, store: Store, topology: Topology, timeout_s: float, *, wanted: Sequence[int]
+    transport: ProcessGroupTransport,
+    store: Store,
+    watch: Watch,
+    topology: Topology,
+    timeout_s: float,
+    *,
+    wanted: Sequence[int],
 ) -> Neighbours:
     """Add shared memory to a transport, where there are CPU tensors to carry and ranks that share a host. A collective call.
 
@@ -60,7 +66,7 @@ def connect_neighbours(
         return Neighbours(transport)
     try:
         kernels = cpu_kernels()
-        _meet(transport, store, time.monotonic() + timeout_s + _ALL_COMPILE_S)
+        _meet(watch, store, time.monotonic() + timeout_s + _ALL_COMPILE_S)
         group = join_host(transport, topology, kernels, time.monotonic() + timeout_s)
     except LinkError as error:
         message = f"the ranks did not come together within {timeout_s:g} s: {error}"
@@ -74,15 +80,13 @@ def connect_neighbours(
     )
 
 
-def _meet(transport: ProcessGroupTransport, store: Store, deadline: float) -> None:
+def _meet(watch: Watch, store: Store, deadline: float) -> None:
     """Until every rank has compiled: the backend's own collectives would not wait that long."""
-    store.set(f"compiled/{transport.rank}", "")
-    keys = [f"compiled/{rank}" for rank in range(transport.size)]
-    looks = 0
+    store.set(f"compiled/{watch.rank}", "")
+    keys = [f"compiled/{rank}" for rank in range(watch.size)]
     while not store.check(keys):
         time.sleep(_LOOK_AGAIN_S)
-        looks += 1
-        if looks % _LOOKS_AT_PEERS == 0 and (lost := transport.lost_peers()):
+        if lost := list(watch.lost):
             raise LinkError(min(lost), timed_out=False, detail=f"lost {ranks_text(lost)}")
         if time.monotonic() >= deadline:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]

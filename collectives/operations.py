@@ -12,18 +12,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from torch.distributed.distributed_c10d import Store
-
-from collectives.diagnostics.postmortem import Board, Report, verdict
-from collectives.errors import CollectiveError, CollectiveTimeout, LinkError, Mismatch
+from collectives.diagnostics.postmortem import Report, inquire, verdict
+from collectives.errors import CollectiveError, LinkError, Mismatch
 from collectives.transport.local_group import LocalGroup
 from collectives.transport.process_group import ProcessGroupTransport
 from collectives.transport.routing import RoutingTransport
+from collectives.transport.watch import Watch
 from collectives.work import Work, WorkQueue
 
 #: How long close() waits for what is queued, and then for the other ranks.
 _DRAIN_S = 5.0
-_MEET_S = 2.0
+MEET_S = 2.0
+
+#: How long an operation may go on after a peer's process has ended: it may have all that it needs of it.
+_LAST_WORDS_S = 0.5
+
+#: How many finished operations a report tells of: as many as ranks that do not disagree can be apart.
+_REMEMBERED = 4
 
 #: Odd, and far from regular in binary (Knuth 1973, 6.4): numbers that follow each other give tags that lie far apart.
 _SPREAD = 0x9E3779B1
@@ -58,30 +63,34 @@ class Turn:
 
 
 class Operations:
-    """Runs operations in the order of issue. local: the ranks of this host, where they share memory. timeout_s: seconds that each
-    operation may take from its start."""
+    """Runs operations in the order of issue. local: the ranks of this host, where they share memory. watch: belongs to the
+    Operations from now on. timeout_s: seconds that each operation may take from its start."""
 
     def __init__(
         self,
         transport: ProcessGroupTransport | RoutingTransport,
         local: LocalGroup | None,
-        store: Store,
+        watch: Watch,
         timeout_s: float,
     ) -> None:
         self._transport = transport
         self._local = local
         self._rank = transport.rank
-        self._size = transport.size
         self._timeout_s = timeout_s
-        self._board = Board(store, transport.rank, transport.size)
+        self._watch = watch
         self._queue = WorkQueue("gradwire")
-        self._sequence = 0
+        self._sequence = 0  # of the next turn
+        self._calls: list[tuple[int, str]] = [(-1, "")] * _REMEMBERED
+        self._running = -1
+        self._interrupted = False
         self._beside_work = False
         self._failure: CollectiveError | None = None
         self._closed = False
-        self._leaving = False
-        self._at_exit = partial(_leave, weakref.ref(self))
+        self._exiting = False
+        self._at_exit = partial(_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
+        weakref.finalize(self, _abandon, self._queue, watch, self._at_exit).atexit = False
+        watch.on_news(partial(_on_news, weakref.ref(self)))
         _all.add(self)
 
     @property
@@ -90,7 +99,8 @@ class Operations:
         return self._failure is None and not self._closed
 
     def submit(self, call: str, body: Callable[[Turn], None], *, async_op: bool) -> Work | None:
-        """Run `body` when its turn comes; with async_op return its handle at once. Turns are numbered in order of issue."""
+        """Run `body` when its turn comes; with async_op return its handle at once. Turns are numbered as they come, which is in
+        the order of issue; calls from several threads take turns too, in whatever order."""
         if self._failure is not None:
             raise CollectiveError(
                 f"the Communicator is broken since an earlier failure ({self._failure}); make a new one",
@@ -99,15 +109,15 @@ class Operations:
             ) from self._failure
         if self._closed:
             raise CollectiveError("the Communicator is closed", rank=self._rank, operation=call)
-        sequence = self._sequence
-        self._sequence += 1
-        if not async_op and self._queue.enter():
+        if not async_op:
+            turn = object()
             try:
-                self._take_turn(sequence, call, body, beside_work=False)
+                if self._queue.enter(turn):
+                    self._take_turn(call, body, beside_work=False)
+                    return None
             finally:
-                self._queue.leave()
-            return None
-        work = Work(self._rank, call, lambda: self._take_turn(sequence, call, body, beside_work=True))
+                self._queue.leave(turn)
+        work = Work(self._rank, call, lambda: self._take_turn(call, body, beside_work=True))
         self._queue.submit(work)
         if async_op:
             return work
@@ -124,39 +134,78 @@ class Operations:
     ) -> bool:
         """submit() in the calling thread, with the least work around body(first, second, tag, deadline); False, with nothing
         done, where anything stands in the way. call_digest: digest(call)."""
-        if self._failure is not None or self._closed or not self._queue.enter():
-            return False
-        sequence = self._sequence
-        self._sequence = sequence + 1
-        deadline = time.monotonic() + self._timeout_s
-        if self._beside_work:
-            self._wait_beside_work(False)
+        turn = object()
         try:
-            body(first, second, tag_of(sequence, call_digest), deadline)
-        except BaseException as error:
-            raise self._failed(error, Turn(sequence, call, deadline)) from None
+            if self._failure is not None or self._closed or not self._queue.enter(turn):
+                return False
+            sequence, deadline = self._begin(call, beside_work=False)
+            try:
+                if self._watch.has_news:
+                    self._check_news(sequence)
+                body(first, second, tag_of(sequence, call_digest), deadline)
+            except BaseException as error:
+                raise self._failed(error, Turn(sequence, call, deadline)) from None
+            finally:
+                self._running = -1
         finally:
-            self._queue.leave()
+            self._queue.leave(turn)
         return True
 
-    def _take_turn(self, sequence: int, call: str, body: Callable[[Turn], None], *, beside_work: bool) -> None:
+    def _take_turn(self, call: str, body: Callable[[Turn], None], *, beside_work: bool) -> None:
         if self._failure is not None:
             raise CollectiveError(
                 f"not run, the Communicator broke before ({self._failure})", rank=self._rank, operation=call
             ) from self._failure
-        turn = Turn(sequence, call, time.monotonic() + self._timeout_s)
-        if beside_work != self._beside_work:
-            self._wait_beside_work(beside_work)
+        sequence, deadline = self._begin(call, beside_work=beside_work)
+        turn = Turn(sequence, call, deadline)
         try:
+            if self._watch.has_news:
+                self._check_news(turn.sequence)
             body(turn)
         except BaseException as error:
             raise self._failed(error, turn) from None
+        finally:
+            self._running = -1
 
-    def _wait_beside_work(self, beside_work: bool) -> None:
-        """Operations on the queue's thread run while the caller computes; in the caller's, nothing else has anything to do."""
-        self._beside_work = beside_work
-        if self._local is not None:
-            self._local.wait_beside_work(beside_work)
+    def _begin(self, call: str, *, beside_work: bool) -> tuple[int, float]:
+        """Number the turn that has come; return its number and deadline. beside_work: whether the caller computes meanwhile, so
+        that waits leave the cores to others; in the caller's own thread nothing else has anything to do."""
+        sequence = self._sequence
+        self._sequence = sequence + 1
+        self._calls[sequence % _REMEMBERED] = (sequence, call)
+        self._running = sequence
+        if beside_work is not self._beside_work:
+            self._beside_work = beside_work
+            if self._local is not None:
+                self._local.wait_beside_work(beside_work)
+        return sequence, time.monotonic() + self._timeout_s
+
+    def _absent(self, sequence: int) -> bool:
+        """Whether some rank takes no part in an operation: it has left before, or has failed there or earlier."""
+        watch = self._watch
+        return any(first <= sequence for first in list(watch.left.values())) or any(
+            report["sequence"] <= sequence for rank, report in list(watch.reports.items()) if rank != self._rank
+        )
+
+    def _check_news(self, sequence: int) -> None:
+        """Raise LinkError where it is known before an operation that it cannot be done."""
+        if self._watch.lost or self._absent(sequence):
+            raise LinkError(None, timed_out=False, detail="known before it began")
+
+    def on_news(self) -> float | None:
+        """End the wait of the running operation if it waits in vain. Returns as Watch.on_news says."""
+        running = self._running
+        if running < 0 or self._interrupted:
+            return None
+        if not self._absent(running):
+            if not self._watch.lost:
+                return None
+            left_s = min(self._watch.lost.values()) + _LAST_WORDS_S - time.monotonic()
+            if left_s > 0:
+                return left_s
+        self._interrupted = True
+        self._transport.abort()
+        return None
 
     def _failed(self, error: BaseException, turn: Turn) -> BaseException:
         """What to raise for what went wrong in a turn. All but a Mismatch breaks the Communicator: that one was found before any
@@ -166,65 +215,92 @@ class Operations:
             return self._failure
         if not isinstance(error, Mismatch):
             self._failure = CollectiveError(f"interrupted by {error!r}", rank=self._rank, operation=turn.call)
+            self._watch.say_leaving(turn.sequence)
             self._transport.abort()
         return error
 
     def _explain(self, error: LinkError, turn: Turn) -> CollectiveError:
-        if self._leaving:
+        if self._exiting:
             return CollectiveError("this process is exiting", rank=self._rank, operation=turn.call)
-        peers = set(range(self._size)) - {self._rank}
-        report = Report.of(error, turn.sequence, turn.call, peers, self._transport.lost_peers())
-        ended = self._local.dead() if self._local is not None else frozenset[int]()
-        reports = self._board.exchange(report, ended, after_writing=self._transport.abort)
-        return verdict(reports, self._rank, self._timeout_s, str(error))
+        report = Report(
+            turn.sequence,
+            turn.call,
+            waiting_for=tuple(sorted((error.awaited or self._watch.others) - {self._rank})),
+            gave_up=error.timed_out,
+            waited_s=self._timeout_s - (turn.deadline - time.monotonic()),
+            before=tuple(sorted(done for done in self._calls if 0 <= done[0] < turn.sequence)),
+        )
+        self._watch.say_report(report.to_news())
+        self._transport.abort()
+        return verdict(inquire(self._watch, report), self._rank, self._timeout_s, str(error))
 
-    def close(self, meet: Callable[[Turn], None]) -> bool:
-        """Finish what is queued and meet the other ranks; a few seconds at most, whatever happened. False the second time.
-
-        Meeting keeps a fast rank from closing connections on which a slow one still receives. A rank that does not come
-        within the few seconds, or a failure, ends the connections instead.
-        """
+    def announce_close(self) -> bool:
+        """Tell the other ranks how many operations this one has issued, and that it issues no more: the first of three steps to
+        the end, which take a few seconds at most, whatever happened. False, with nothing done, the second time."""
         if self._closed:
             return False
         self._closed = True
         atexit.unregister(self._at_exit)
-        drained = self._failure is None and self._queue.close(_DRAIN_S)
-        if drained and self._failure is None:
-            turn = Turn(self._sequence, "close", time.monotonic() + _MEET_S)
-            if self._local is not None:
-                self._local.leave()
-            try:
-                meet(turn)
-            except LinkError as error:
-                self._failure = CollectiveTimeout(_MEET_S, (), rank=self._rank, operation=f"close ({error})")
-        else:
+        self._watch.say_leaving(self._queue.issued)
+        return True
+
+    def drain(self) -> None:
+        """Finish what is queued, and tell the other ranks."""
+        if self._failure is not None or not self._queue.close(_DRAIN_S):
             self._failure = self._failure or CollectiveError("closed while running", rank=self._rank, operation="close")
             self._transport.abort()
             self._queue.close(_DRAIN_S)
-        return True
+        elif self._local is not None:
+            self._local.leave()
+        self._watch.say_done()
+
+    def part(self, deadline: float) -> None:
+        """Wait until the other ranks have finished what they have queued, but not beyond the deadline (time.monotonic()).
+
+        Who closed its connections at once would take from a slow rank what it still receives.
+        """
+        watch = self._watch
+        if self._failure is None:
+            watch.wait_for(lambda: watch.others <= watch.done | watch.lost.keys(), deadline - time.monotonic())
+        watch.close()
 
     def disown(self) -> None:
         """This process is a fork of the one that made the Communicator: connections and their threads stayed there."""
         self._failure = CollectiveError("this process is a fork of the rank", rank=self._rank, operation="fork")
         self._closed = True
         atexit.unregister(self._at_exit)
+        self._watch.disown()
 
-    def leave(self) -> None:
-        """The interpreter exits with the Communicator open: let go of what runs, without a report, as a dead process would.
+    def exit(self) -> None:
+        """Let go of what runs, without a report, as a dead process would: the interpreter exits with the Communicator open.
 
         A thread that is still inside the backend when the interpreter is gone would end the process with an abort.
         """
-        self._leaving = True
+        self._exiting = True
+        self._watch.say_leaving(self._running if self._running >= 0 else self._sequence)
         if self._queue.busy():
             self._transport.abort()
             self._queue.close(_DRAIN_S)
+        self._watch.close()
 
 
-def _leave(operations: weakref.ref[Operations]) -> None:
+def _at_exit(operations: weakref.ref[Operations]) -> None:
     """What atexit calls; it must not keep alive what nobody uses any more."""
     alive = operations()
     if alive is not None:
-        alive.leave()
+        alive.exit()
+
+
+def _on_news(operations: weakref.ref[Operations]) -> float | None:
+    alive = operations()
+    return alive.on_news() if alive is not None else None
+
+
+def _abandon(queue: WorkQueue, watch: Watch, at_exit: Callable[[], None]) -> None:
+    """Give back the threads and connections of a Communicator that nobody uses any more and nobody has closed."""
+    atexit.unregister(at_exit)
+    queue.close(0.0)
+    watch.close()
 
 
 _all: weakref.WeakSet[Operations] = weakref.WeakSet()

@@ -59,6 +59,7 @@ class Work:
         except BaseException as error:  # delivered by wait(), in the thread that asked
             self._error = error
         finally:
+            del self._run  # with the tensors that it holds on to
             self._done.set()
 
 
@@ -68,14 +69,18 @@ def _cuda_event() -> torch.cuda.Event | None:
 
 
 class WorkQueue:
-    """Runs works one at a time in the order submitted: on its own thread, or in the caller's when nothing is queued."""
+    """Runs works one at a time in the order submitted: on its own thread, or in the caller's when nothing is queued.
+
+    Attribute issued: how many turns have been given or promised so far.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self.issued = 0
         self._queue: deque[Work] = deque()
         self._lock = threading.Lock()  # quicker to take than the Condition made of it
         self._changed = threading.Condition(self._lock)
-        self._running = False
+        self._turn: object = None  # what has entered; True while the thread runs a work
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -83,32 +88,36 @@ class WorkQueue:
         """Run `work` on the queue's thread, after everything submitted before it."""
         with self._changed:
             self._queue.append(work)
+            self.issued += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
-    def enter(self) -> bool:
+    def enter(self, turn: object) -> bool:
         """Take the queue's turn for the calling thread, which must leave() it; False when anything runs or waits to run.
 
-        An operation run so costs no thread switch, which takes longer than a small message.
+        An operation run so costs no thread switch, which takes longer than a small message. turn: tells this turn from all
+        others, so that leave() is right wherever an interrupt strikes.
         """
         with self._lock:
-            if self._running or self._queue:
+            if self._turn is not None or self._queue:
                 return False
-            self._running = True
+            self._turn = turn
+            self.issued += 1
             return True
 
-    def leave(self) -> None:
-        """The end of the turn that enter() gave."""
+    def leave(self, turn: object) -> None:
+        """End the turn that enter() gave; do nothing where it gave none."""
         with self._lock:
-            self._running = False
-            if self._queue or self._closed:
-                self._changed.notify_all()
+            if self._turn is turn:
+                self._turn = None
+                if self._queue or self._closed:
+                    self._changed.notify_all()
 
     def busy(self) -> bool:
         """True while anything runs or waits to run."""
-        return self._running or bool(self._queue)
+        return self._turn is not None or bool(self._queue)
 
     def close(self, timeout_s: float) -> bool:
         """Let the thread end once it has run what is queued; False when not all has run after timeout_s.
@@ -121,15 +130,19 @@ class WorkQueue:
             return self._changed.wait_for(lambda: not self.busy(), timeout_s)
 
     def _serve(self) -> None:
-        while True:
-            with self._changed:
-                while self._running or not self._queue:
-                    if self._closed and not self._queue and not self._running:
-                        return
-                    self._changed.wait()
-                work = self._queue.popleft()
-                self._running = True
+        while (work := self._next()) is not None:
             work.run()
+            del work  # it holds on to tensors, and they to whatever they lie in
             with self._changed:
-                self._running = False
+                self._turn = None
                 self._changed.notify_all()
+
+    def _next(self) -> Work | None:
+        """Wait for a work's turn and return it; None once the queue is closed and empty."""
+        with self._changed:
+            while self._turn is not None or not self._queue:
+                if self._closed and not self._queue and self._turn is None:
+                    return None
+                self._changed.wait()
+            self._turn = True
+            return self._queue.popleft()

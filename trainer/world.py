@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import Communicator
+from collectives.communicator import close_all
 from trainer.launch import TORCHRUN, Launch, meeting_point, read_launch
 
 ProcessSet: TypeAlias = "dist.ProcessGroup | Communicator | None"
@@ -56,10 +57,8 @@ class World:
         return communicator
 
     def close(self) -> None:
-        """Close what was opened here, in that order, since closing a Communicator waits a little for its other ranks."""
-        for reference in self._opened:
-            if (communicator := reference()) is not None:
-                communicator.close()
+        """Close what was opened here."""
+        close_all(communicator for reference in self._opened if (communicator := reference()) is not None)
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -1,106 +1,137 @@
 """After a failure: compare what every rank saw, and name the cause on every survivor.
 
-A dead rank breaks its own connections only, so most survivors see a neighbour fail, not the culprit. The rule that finds it:
-a rank writes down what it saw *before* it breaks its own connections, and reads what the others wrote before it blames
-anyone. So a rank whose connections are broken and who wrote nothing is dead; one that others wait for and who wrote nothing
-does not answer; and when everybody wrote, the calls written down differ.
+A dead rank breaks its own connections only, so most survivors see a neighbour fail, not the culprit. So a rank tells everyone
+what it saw *before* it breaks its own connections, and listens before it blames anyone (transport.watch carries both). Then a
+rank whose process has ended without a word is the cause; so is one that has left; one that others wait for and that says
+nothing does not answer; and when everybody has spoken, what they say differs, or messages are lost between two of them.
 """
 
 from __future__ import annotations
 
-import json
-import threading
-import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from torch.distributed.distributed_c10d import Store
-
-from collectives.errors import CollectiveError, CollectiveTimeout, LinkError, Mismatch, PeerLost
+from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost, ranks_text
+from collectives.transport.watch import Watch
 
 #: How long survivors wait for each other's reports: a few round trips of a slow network, and a wake-up of a busy machine.
 GRACE_S = 1.5
-_POLL_S = 0.01
+
+#: How far apart the ends of several processes are noticed that end together, as those of one host do.
+_TOGETHER_S = 0.2
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank saw: its operation (number and call), which peers are gone, which it was waiting for."""
+    """What one rank saw.
+
+    sequence, call: its operation. waiting_for: the ranks that it was waiting for. gave_up: whether it stopped because its own
+    deadline had passed. waited_s: how long it had been in the operation. before: number and call of the last operations
+    that it finished.
+    """
 
     sequence: int
     call: str
-    gone: tuple[int, ...] = ()
     waiting_for: tuple[int, ...] = ()
+    gave_up: bool = False
+    waited_s: float = 0.0
+    before: tuple[tuple[int, str], ...] = ()
+
+    def to_news(self) -> dict[str, Any]:
+        """Return it as numbers, strings and lists; from_news() is the way back."""
+        return asdict(self)
 
     @classmethod
-    def of(cls, error: LinkError, sequence: int, call: str, peers: Iterable[int], lost: Iterable[int]) -> Report:
-        """peers: all other ranks; lost: those whose connections are broken, which means nothing after a timeout of our own."""
-        if error.timed_out:
-            return cls(sequence, call, waiting_for=tuple(error.awaited or peers))
-        known = () if error.peer is None else (error.peer,)
-        return cls(sequence, call, gone=tuple({*known, *lost}))
+    def from_news(cls, news: Mapping[str, Any]) -> Report:
+        before = tuple((sequence, call) for sequence, call in news["before"])
+        return cls(**{**news, "waiting_for": tuple(news["waiting_for"]), "before": before})
+
+    def calls(self) -> dict[int, str]:
+        """Return the calls that are known of this rank, by their number."""
+        return {**dict(self.before), self.sequence: self.call}
 
 
-class Board:
-    """Where the ranks of one Communicator leave their reports: the store of torch.distributed, under a prefix."""
+@dataclass(frozen=True)
+class Findings:
+    """All that a rank knows when it must name a cause.
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._size = size
+    reports: by rank, its own among them. lost: whose process has ended without a word. left: who closes the Communicator, with
+    the first operation in which it takes no part, in the order in which that was heard.
+    """
 
-    def exchange(self, report: Report, ended: Set[int], after_writing: Callable[[], None]) -> dict[int, Report]:
-        """Write this rank's report, call `after_writing`, and return all reports that arrive within the grace time.
+    reports: Mapping[int, Report]
+    lost: Set[int] = frozenset()
+    left: Mapping[int, int] | None = None
 
-        ended: ranks whose process is known to have ended; nobody waits for what they have not written. The store may be as dead
-        as the peer that hosted it, so it is spoken to on a thread of its own.
+    def gone(self, sequence: int) -> set[int]:
+        """Return who is to blame for not taking part in an operation: whoever ended without a word, else who left first.
+
+        A rank that reported a failure before it went is not to blame, and one that leaves after another may do so because
+        of it.
         """
-        reports = {self._rank: report}
-        written = threading.Event()
-
-        def speak() -> None:
-            missing = set(range(self._size)) - {self._rank}
-            try:
-                self._store.set(f"report/{self._rank}", json.dumps(asdict(report)))
-                written.set()
-                until = time.monotonic() + GRACE_S
-                while True:
-                    for rank in [r for r in missing if self._store.check([f"report/{r}"])]:
-                        fields = json.loads(self._store.get(f"report/{rank}"))
-                        reports[rank] = Report(
-                            fields["sequence"], fields["call"], tuple(fields["gone"]), tuple(fields["waiting_for"])
-                        )
-                        missing.discard(rank)
-                    if missing <= ended or time.monotonic() > until:
-                        return
-                    time.sleep(_POLL_S)
-            except RuntimeError:
-                return  # the store's host is gone: what this rank saw itself must do
-            finally:
-                written.set()
-
-        speaker = threading.Thread(target=speak, name="gradwire-postmortem", daemon=True)
-        speaker.start()
-        written.wait(GRACE_S)
-        after_writing()
-        speaker.join(GRACE_S + 0.5)
-        return dict(reports)
+        if ended := self.lost - self.reports.keys():
+            return set(ended)
+        leavers = [r for r, first in (self.left or {}).items() if first <= sequence and r not in self.reports]
+        return set(leavers[:1])
 
 
-def verdict(reports: dict[int, Report], rank: int, seconds: float, detail: str) -> CollectiveError:
-    """The error that this rank raises, from all reports. seconds: the deadline that operations have."""
-    mine = reports[rank]
-    same_turn = {r: report.call for r, report in reports.items() if report.sequence == mine.sequence}
-    if len(set(same_turn.values())) > 1:
-        return Mismatch(same_turn, rank=rank, operation=mine.call)
-    gone = {peer for report in reports.values() for peer in report.gone} - reports.keys()
-    if gone:
-        return PeerLost(gone, rank=rank, operation=mine.call, detail=detail)
-    if not any(report.waiting_for for report in reports.values()):
-        return CollectiveError(f"a connection to a living rank broke: {detail}", rank=rank, operation=mine.call)
-    waited = {peer for report in reports.values() for peer in report.waiting_for}
-    silent = waited - reports.keys()
-    if not silent and len({report.sequence for report in reports.values()}) > 1:
-        calls = {r: f"{report.call} as operation {report.sequence}" for r, report in reports.items()}
+def inquire(watch: Watch, report: Report) -> Findings:
+    """Return what is known once the cause is, or once everyone has had GRACE_S seconds to speak. report: this rank's own."""
+
+    def findings() -> Findings:
+        reports = {rank: Report.from_news(news) for rank, news in list(watch.reports.items())}
+        return Findings(reports | {watch.rank: report}, frozenset(watch.lost), dict(watch.left))
+
+    def known() -> bool:
+        found = findings()
+        return bool(found.gone(report.sequence)) or not watch.others - found.reports.keys() - watch.done
+
+    watch.wait_for(known, GRACE_S)
+    if watch.lost:
+        watch.wait_for(lambda: False, _TOGETHER_S)
+    return findings()
+
+
+def verdict(findings: Findings, rank: int, seconds: float, detail: str) -> CollectiveError:
+    """Return the error that this rank raises. seconds: the deadline that operations have. detail: of the link's own error."""
+    mine = findings.reports[rank]
+    if calls := _disagreement(findings.reports):
         return Mismatch(calls, rank=rank, operation=mine.call)
-    return CollectiveTimeout(seconds, silent or waited, rank=rank, operation=mine.call)
+    if gone := findings.gone(mine.sequence):
+        return PeerLost(gone, rank=rank, operation=mine.call, detail=detail)
+    if not any(report.gave_up for report in findings.reports.values()):
+        return CollectiveError(f"a connection to a living rank broke: {detail}", rank=rank, operation=mine.call)
+    waiting_for, why = _unanswered(findings.reports, rank, seconds)
+    return CollectiveTimeout(seconds, waiting_for, rank=rank, operation=mine.call, detail=why)
+
+
+def _disagreement(reports: Mapping[int, Report]) -> dict[int, str]:
+    """Return what each rank called as the first operation in which their calls differ; nothing where all are alike."""
+    by_sequence: dict[int, dict[int, str]] = {}
+    for rank, report in reports.items():
+        for sequence, call in report.calls().items():
+            by_sequence.setdefault(sequence, {})[rank] = call
+    return next((calls for _, calls in sorted(by_sequence.items()) if len(set(calls.values())) > 1), {})
+
+
+def _unanswered(reports: Mapping[int, Report], rank: int, seconds: float) -> tuple[set[int], str]:
+    """Return which ranks did not answer when a deadline passed, although nobody is gone and all called alike, and what else
+    there is to say of it."""
+    waited = {peer for report in reports.values() for peer in report.waiting_for}
+    if silent := waited - reports.keys():
+        return silent, ""
+    first = min(report.sequence for report in reports.values())
+    unreached = sorted(
+        (peer, r)
+        for r, report in reports.items()
+        for peer in report.waiting_for
+        if report.sequence == first and reports[peer].sequence > first  # it has finished, so it has sent everything
+    )
+    if unreached:
+        return set(), "; ".join(f"nothing that rank {sender} sends reaches rank {r}" for sender, r in unreached)
+    gave_up = {r for r, report in reports.items() if report.gave_up}
+    late = {r for r in waited - gave_up if reports[r].waited_s < seconds / 2}
+    if rank in late:
+        return set(), f"{ranks_text(gave_up)} gave up waiting for this rank, which came later"
+    return late or set(reports[rank].waiting_for) - {rank} or waited - {rank}, ""

@@ -39,9 +39,6 @@ class Transport(Protocol):
     ) -> tuple[list[Pending], list[Pending]]:
         """Start all messages of one round. Raises LinkError when a peer is known to be gone."""
 
-    def lost_peers(self) -> set[int]:
-        """The peers whose connection is known to be broken. Never blocks."""
-
     def abort(self) -> None:
         """Break every connection now, so that all waits, here and at the peers, end with a LinkError. Never blocks."""
 

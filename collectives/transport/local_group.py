@@ -97,7 +97,6 @@ class LocalGroup:
         self.context_address: int = self.context.ctypes.data
         self._segment = segment
         self._pending: int = kernels.PENDING
-        self._leaving = False
         self._lock = threading.Lock()
         self._running = threading.Lock()
         self._stopped = False
@@ -189,14 +188,14 @@ class LocalGroup:
         if status == kernels.DISAGREED:
             raise LinkError(peer, timed_out=False, detail=f"rank {peer} called something else")
         if status == kernels.STOPPED:
-            raise LinkError(None, timed_out=True, detail="this rank gave up", awaited=awaited)
+            raise LinkError(None, timed_out=False, detail="this rank gave up", awaited=awaited)
         if gone := awaited & lost:
             how = "process has ended" if gone & self.dead() else "Communicator is closed or broken"
             raise LinkError(min(gone), timed_out=False, detail=f"{ranks_text(gone)}: the {how}")
         if time.monotonic() >= deadline:
             detail = f"nothing came from {ranks_text(awaited)}"
             raise LinkError(peer, timed_out=True, detail=detail, awaited=awaited)
-        return awaited & (self.dead() | self._left(_BROKEN if self._leaving else _LEAVING))
+        return awaited & (self.dead() | self._left(_LEAVING))
 
     def _awaited(self) -> set[int]:
         """Whom the kernel that has just returned was waiting for."""
@@ -216,20 +215,13 @@ class LocalGroup:
         ended = {self._members_by_descriptor[descriptor] for descriptor, _ in self._processes.poll(0)}
         return ended - self._left(_GONE)
 
-    def lost(self) -> set[int]:
-        """The other ranks that will not answer any more."""
-        if self._segment.address is None:
-            return set()
-        return (self.dead() | self._left(_BROKEN)) - {self.members[self.index]}
-
     def _left(self, least: int) -> set[int]:
         line = self.kernels.STATE
         return {rank for member, rank in enumerate(self.members) if self.word(member, line).value >= least}
 
     def leave(self) -> None:
-        """This rank will take part in nothing more, except in the others' leaving."""
+        """Tell the others that this rank takes part in nothing more."""
         if self.is_ours:
-            self._leaving = True
             self.word(self.index, self.kernels.STATE).value = _LEAVING
 
     def seal_off(self) -> None:

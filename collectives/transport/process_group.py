@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import secrets
+import struct
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -15,6 +18,8 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, St
 
 from collectives.errors import CollectiveError, LinkError
 from collectives.transport.base import Backend, Message, Pending
+from collectives.transport.interface import own_address
+from collectives.transport.watch import Listener, Watch
 
 #: A tag that no operation uses, for a receive that nobody answers.
 _ABORT_TAG = 2**31 - 1
@@ -24,8 +29,11 @@ _POLL_S = 0.0005
 #: gloo counts whole milliseconds, so its timeout may end a wait a little before the deadline.
 _ROUNDING_S = 0.005
 
-_DIGEST_BYTES = 32
-_TOKEN_BYTES = 16
+_SECRET_BYTES = 32
+
+#: What every rank tells all others before there is anything else to tell it by: a digest of its host, a name for the store and a
+#: secret for the connections (those of rank 0 count), its note, and where it listens for news.
+_CARD = struct.Struct("32s16s32sB64s")
 
 
 def _reason(error: RuntimeError) -> str:
@@ -108,11 +116,14 @@ class ProcessGroupTransport:
         nccl = self.backends["cuda"]
         try:
             nccl._start_coalescing()
-            for peer, tensor in sends:
-                nccl.send([tensor.view(torch.uint8)], peer, 0)
-            for peer, tensor in receives:
-                nccl.recv([tensor.view(torch.uint8)], peer, 0)
-            pending = _StreamPending(nccl._end_coalescing(), None)
+            try:
+                for peer, tensor in sends:
+                    nccl.send([tensor.view(torch.uint8)], peer, 0)
+                for peer, tensor in receives:
+                    nccl.recv([tensor.view(torch.uint8)], peer, 0)
+            finally:  # a group left open would swallow whatever else this process sends
+                work = nccl._end_coalescing()
+            pending = _StreamPending(work, None)
         except RuntimeError as error:
             raise LinkError(None, timed_out=False, detail=_reason(error)) from None
         return [pending] * max(1, len(receives))
@@ -125,19 +136,6 @@ class ProcessGroupTransport:
             raise LinkError(None, timed_out=False, detail=_reason(error)) from None
         if work is not None:
             (_StreamPending(work, None) if device == "cuda" else _GlooPending(work, None, None)).wait(deadline)
-
-    def lost_peers(self) -> set[int]:
-        """gloo refuses at once to post to a peer whose connection is gone. NCCL cannot tell."""
-        gloo = self.backends.get("cpu")
-        lost = set()
-        for peer in self._peers():
-            if gloo is None:
-                break
-            try:
-                gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG)
-            except RuntimeError:
-                lost.add(peer)
-        return lost
 
     def abort(self) -> None:
         """A gloo receive that times out closes every connection of the group, which the peers see at once; one such receive
@@ -162,10 +160,12 @@ class ProcessGroupTransport:
 
 @dataclass(frozen=True)
 class Connection:
-    """What `connect` made: the transport, a store of the group's own, a digest of each rank's host name, and each rank's note."""
+    """What `connect` made: the transport, a store of the group's own, what watches over the ranks, a digest of each rank's host
+    name, and each rank's note."""
 
     transport: ProcessGroupTransport
     store: Store
+    watch: Watch
     host_digests: list[str]
     notes: list[int]
 
@@ -173,10 +173,11 @@ class Connection:
 def connect(group: dist.ProcessGroup, host: str, timeout_s: float, note: int = 0) -> Connection:
     """Build backends of our own for the ranks and kinds of backend of a group, so that nothing meets the user's traffic.
 
-    A collective call on `group`, which carries one small message: everyone's host and note (a byte), and a fresh name for the
-    store, without which a second connection would read the addresses of the first. (torch.distributed's own names for
-    sub-groups are used again after a group is destroyed, so its new_group would do just that.) Raises ValueError for a group
-    with neither gloo nor NCCL, CollectiveError when the ranks do not come together within timeout_s seconds.
+    A collective call on `group`, which carries one small message, everyone's card. The name in it is for the store, without
+    which a second connection would read the addresses of the first. (torch.distributed's own names for sub-groups are used
+    again after a group is destroyed, so its new_group would do just that.) note: a byte. Raises ValueError for a group with
+    neither gloo nor NCCL and for an interface without an address, CollectiveError when the ranks do not come together within
+    timeout_s seconds.
     """
     config = dist.get_backend_config(group).split(",")
     kinds = [(device, kind) for device, kind in (("cpu", "gloo"), ("cuda", "nccl")) if f"{device}:{kind}" in config]
@@ -184,21 +185,32 @@ def connect(group: dist.ProcessGroup, host: str, timeout_s: float, note: int = 0
         raise ValueError(f"the group's backends are {config}; a Communicator needs cpu:gloo, cuda:nccl or both")
     rank, size = group.rank(), group.size()
     timeout = timedelta(seconds=timeout_s)
+    deadline = time.monotonic() + timeout_s
+    listener = Listener(own_address(os.environ))
     try:
-        card = hashlib.sha256(host.encode()).digest() + uuid.uuid4().bytes + bytes([note])
+        card = _CARD.pack(
+            hashlib.sha256(host.encode()).digest(),
+            uuid.uuid4().bytes,
+            secrets.token_bytes(_SECRET_BYTES),
+            note,
+            listener.card.encode(),
+        )
         mine = torch.frombuffer(bytearray(card), dtype=torch.uint8).to(kinds[0][0])
         cards = [torch.empty_like(mine) for _ in range(size)]
         work = group.allgather([cards], [mine])
         work.wait(timeout)
-        rows = [bytes(each.tolist()) for each in cards]
-        token = rows[0][_DIGEST_BYTES : _DIGEST_BYTES + _TOKEN_BYTES].hex()
-        store = PrefixStore(f"gradwire/{token}", _get_default_store())
+        rows = [_CARD.unpack(bytes(each.tolist())) for each in cards]
+        hosts, tokens, keys, notes, addresses = zip(*rows, strict=True)
+        store = PrefixStore(f"gradwire/{tokens[0].hex()}", _get_default_store())
         backends = {device: _backend(kind, store, rank, size, timeout) for device, kind in kinds}
-    except RuntimeError as error:
+        news = listener.join(rank, [address.rstrip(b"\0").decode() for address in addresses], keys[0], deadline)
+    except (RuntimeError, LinkError) as error:
         message = f"the ranks did not come together within {timeout_s:g} s: {error}"
         raise CollectiveError(message, rank=rank, operation="making a Communicator") from error
-    digests = [row[:_DIGEST_BYTES].hex() for row in rows]
-    return Connection(ProcessGroupTransport(backends), store, digests, [row[-1] for row in rows])
+    finally:
+        listener.close()
+    watch = Watch(rank, size, news)
+    return Connection(ProcessGroupTransport(backends), store, watch, [host.hex() for host in hosts], list(notes))
 
 
 def _backend(kind: str, store: Store, rank: int, size: int, timeout: timedelta) -> Backend:

@@ -85,9 +85,6 @@ class RoutingTransport:
         """See ProcessGroupTransport."""
         self._remote.native(call, device, deadline)
 
-    def lost_peers(self) -> set[int]:
-        return self._remote.lost_peers() | self._local.lost_peers()
-
     def abort(self) -> None:
         self._local.abort()
         self._remote.abort()

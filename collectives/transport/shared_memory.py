@@ -71,9 +71,6 @@ class SharedMemoryTransport:
         """Move what can be moved at once."""
         self._move(-1, 0.0)
 
-    def lost_peers(self) -> set[int]:
-        return self._group.lost()
-
     def abort(self) -> None:
         self._group.abort()
 

@@ -1,5 +1,8 @@
 """Asynchronous operations: their order, their handles, and what other threads may do meanwhile."""
 
+import gc
+import itertools
+import os
 import threading
 import time
 from datetime import timedelta
@@ -189,6 +192,50 @@ def threads_may_share_it() -> None:
         assert torch.equal(tensor, torch.full_like(tensor, float(comm.size)))
 
 
+def several_threads_call_alike() -> None:
+    """Which thread's call takes which turn does not matter where all calls are equal."""
+    with communicator() as comm:
+        tensors = [[torch.ones(SEVERAL_SEGMENTS) for _ in range(50)] for _ in range(4)]
+
+        def call(mine: list[torch.Tensor]) -> None:
+            for number, tensor in enumerate(mine):
+                if number % 3 == 0:
+                    begin(comm, tensor).wait()
+                else:
+                    comm.allreduce(tensor)
+
+        threads = [threading.Thread(target=call, args=(mine,)) for mine in tensors]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for tensor in itertools.chain(*tensors):
+            assert torch.equal(tensor, torch.full_like(tensor, float(comm.size)))
+
+
+def nothing_is_left_of_those_nobody_closed() -> None:
+    def count() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    def use_and_drop() -> None:
+        comm = communicator()
+        shared = comm.empty(SEVERAL_SEGMENTS)
+        begin(comm, shared.fill_(1.0)).wait()
+        comm.allreduce(torch.ones(SEVERAL_SEGMENTS), codec="int8")
+        dist.barrier()  # nobody drops what another still receives from
+
+    use_and_drop()  # what all processes keep, such as the kernels
+    gc.collect()
+    threads, files = count()
+    for _ in range(5):
+        use_and_drop()
+    gc.collect()
+    deadline = time.monotonic() + EXCHANGE_TIMEOUT_S
+    while (now := count()) > (threads, files) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert now <= (threads, files), f"{now} threads and files instead of {(threads, files)}"
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(
     "function",
@@ -199,6 +246,8 @@ def threads_may_share_it() -> None:
         every_verb,
         close_twice_then_call,
         threads_may_share_it,
+        several_threads_call_alike,
+        nothing_is_left_of_those_nobody_closed,
     ],
 )
 def test_async(ranks: Worlds, world: int, function) -> None:

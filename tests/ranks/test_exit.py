@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -29,6 +30,72 @@ SCRIPT = """
 """
 
 
+STORE_STOPS = """
+    import os
+    import signal
+    import sys
+    from datetime import timedelta
+    import torch
+    import torch.distributed as dist
+    from collectives import Communicator
+
+    rank, path = int(sys.argv[1]), sys.argv[2]
+    port = dist.FileStore(path, 2)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        port.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(port.get("port")), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    comm = Communicator(timeout_s=1)
+    comm.allreduce(torch.ones(1))
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    comm.allreduce(torch.ones(1))
+"""
+
+LEAVES = """
+    import os
+    import signal
+    import sys
+    import torch
+    import torch.distributed as dist
+    import trainer as hvd
+
+    rank, path, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    hvd.init(timeout_s=60)
+    optimizers = []
+    for _ in range(4):
+        parameter = torch.nn.Parameter(torch.ones(10))
+        optimizers.append(hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0)))
+        parameter.sum().backward()
+    if rank == 1:
+        if ending == "raise":
+            raise ValueError("the script's own")
+        if ending == "exit":
+            sys.exit(3)
+        os.kill(os.getpid(), signal.SIGINT)
+    parameter.sum().backward()
+"""
+
+
+def start(script: str, directory: Path, *arguments: str) -> list[subprocess.Popen[str]]:
+    """Two ranks of a script, whose arguments are its rank, a file for a store, and these."""
+    path = directory / "script.py"
+    path.write_text(textwrap.dedent(script))
+    root = str(Path(__file__).parents[2])
+    return [
+        subprocess.Popen(
+            [sys.executable, str(path), str(rank), str(directory / "store"), *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
+        )
+        for rank in range(2)
+    ]
+
+
 @pytest.mark.parametrize(
     ("ending", "codes", "texts"),
     [
@@ -38,18 +105,7 @@ SCRIPT = """
 )
 def test_a_script_ends(tmp_path: Path, ending: str, codes: tuple[int, int], texts: tuple[str, str]) -> None:
     """No hang, no crash, no noise."""
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    root = str(Path(__file__).parents[2])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(tmp_path / "store"), ending],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
-        )
-        for rank in range(2)
-    ]
+    processes = start(SCRIPT, tmp_path, ending)
     try:
         errors = [process.communicate(timeout=DEADLINE_S)[1] for process in processes]
     finally:
@@ -58,3 +114,33 @@ def test_a_script_ends(tmp_path: Path, ending: str, codes: tuple[int, int], text
     assert tuple(process.returncode for process in processes) == codes, "".join(errors)
     for text, error in zip(texts, errors, strict=True):
         assert re.search(text, error) if text else not error, "".join(errors)
+
+
+@pytest.mark.parametrize("repeat", range(3))
+def test_a_survivor_of_the_store_ends_in_order(tmp_path: Path, repeat: int) -> None:
+    """The store that rank 0 keeps answers nobody while that rank is stopped."""
+    stopped, survivor = start(STORE_STOPS, tmp_path)
+    try:
+        _, error = survivor.communicate(timeout=DEADLINE_S)
+    finally:
+        stopped.kill()
+        survivor.kill()
+        stopped.communicate()
+    assert survivor.returncode == 1, error
+    assert "CollectiveTimeout: rank 1: " in error
+    assert "waiting for rank 0" in error
+    assert "terminate" not in error
+
+
+@pytest.mark.parametrize(("ending", "code"), [("raise", 1), ("exit", 3), ("interrupt", -signal.SIGINT)])
+def test_a_rank_that_leaves_training_is_heard_of(tmp_path: Path, ending: str, code: int) -> None:
+    """It has several Communicators, and it is the last one that the other rank waits in."""
+    processes = start(LEAVES, tmp_path, ending)
+    try:
+        survivor, leaver = (process.communicate(timeout=DEADLINE_S)[1] for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [1, code], survivor + leaver
+    assert "PeerLost: rank 0: " in survivor
+    assert "lost rank 1" in survivor

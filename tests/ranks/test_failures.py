@@ -5,6 +5,7 @@ The worlds of one test run at the same time, because most of their life is waiti
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -31,7 +32,7 @@ HANG_S = 10.0  # longer than any busy machine delays what takes no time
 DEADLINE_S = 30.0  # for a whole world, on a machine where many of them run
 VICTIMS = {2: 1, 3: 0, 4: 2}  # by world size
 PHASES = ("before the first", "between two", "in the middle", "while idle in async")
-SMALL, LARGE = 100, 1 << 18
+SMALL, LARGE, HUGE = 100, 1 << 18, 1 << 22
 
 
 def die() -> None:
@@ -209,6 +210,25 @@ def test_a_rank_calls_something_else(
     assert not found, "\n".join(found)
 
 
+def die_in_the_middle_of_a_large_one() -> Witness:
+    """Rank 1 ends while megabytes of it are on their way. Its backend does not always tell the others."""
+    comm = Communicator(timeout_s=FAR_S)
+    comm.allreduce(torch.ones(SMALL))
+    dist.barrier()
+    if comm.rank == 1:
+        threading.Timer(0.01, die).start()
+    return witness(comm, lambda: [comm.allreduce(torch.ones(HUGE), algorithm="ring") for _ in range(1000)])
+
+
+def come_late() -> Witness:
+    """Rank 0 calls when the others have given up."""
+    comm = Communicator(timeout_s=1.0)
+    comm.allreduce(torch.ones(SMALL))
+    if comm.rank == 0:
+        time.sleep(1.5)
+    return witness(comm, lambda: comm.allreduce(torch.ones(SMALL)))
+
+
 def swap_the_order() -> Witness:
     """Rank 0 issues two operations in one order, the others in the other."""
     comm = Communicator(timeout_s=TIMEOUT_S)
@@ -269,6 +289,31 @@ def witnesses(failing_world: Callable[[int], World], function: Callable[..., Any
             assert outcome.value.complaints() == []
             found.append(outcome.value)
     return found
+
+
+def test_a_rank_is_killed_while_it_sends(failing_world: Callable[[int], World]) -> None:
+    worlds = [failing_world(3) for _ in range(8)]
+    for world in worlds:
+        world.start(die_in_the_middle_of_a_large_one)
+    for world in worlds:
+        for outcome in world.collect(DEADLINE_S, ranks=(0, 2)):
+            assert outcome.status == "returned", outcome
+            assert (outcome.value.kind, outcome.value.attributes.get("ranks")) == (PeerLost, (1,)), outcome.value.text
+
+
+def test_a_rank_comes_late(failing_world: Callable[[int], World]) -> None:
+    worlds = [failing_world(size) for size in VICTIMS]
+    for world in worlds:
+        world.start(come_late)
+    for world in worlds:
+        late, *punctual = world.collect(DEADLINE_S)
+        for outcome in (late, *punctual):
+            assert outcome.status == "returned", outcome
+            assert outcome.value.kind is CollectiveTimeout, outcome.value.text
+        assert "gave up waiting for this rank, which came later" in late.value.text
+        assert late.value.attributes["waiting_for"] == ()
+        for outcome in punctual:
+            assert outcome.value.attributes["waiting_for"] == (0,)
 
 
 def test_ranks_issue_in_different_orders(failing_world: Callable[[int], World]) -> None:

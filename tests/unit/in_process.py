@@ -82,9 +82,6 @@ class InProcessTransport:
         sent: list[Pending] = [self._hub.post((self.rank, peer, tag), tensor, sending=True) for peer, tensor in sends]
         return sent, received
 
-    def lost_peers(self) -> set[int]:
-        return set()
-
     def abort(self) -> None:
         raise NotImplementedError
 

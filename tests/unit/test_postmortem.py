@@ -1,118 +1,131 @@
-"""From what the ranks report after a failure to the error that names the cause, the same on every survivor."""
+"""From what is known of the ranks after a failure to the error that names the cause, the same on every survivor."""
 
 from __future__ import annotations
 
-import pytest
-import torch.distributed as dist
+import json
 
-from collectives.diagnostics.postmortem import Board, Report, verdict
-from collectives.errors import CollectiveTimeout, LinkError, Mismatch, PeerLost
+from collectives.diagnostics.postmortem import Findings, Report, inquire, verdict
+from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
+from tests.unit.test_watch import end_abruptly, watches
 
 CALL = "allreduce(float32[8], sum, ring)"
+OTHER = "allreduce(float32[9], sum, ring)"
+SECONDS = 3.0
 
 
-def judged(reports: dict[int, Report], rank: int) -> Exception:
-    return verdict(reports, rank, seconds=3.0, detail="closed")
+def stopped(*waiting_for: int, sequence: int = 4, gave_up: bool = False, waited_s: float = SECONDS) -> Report:
+    return Report(sequence, CALL, waiting_for, gave_up, waited_s, before=((sequence - 1, CALL),))
 
 
-def test_the_dead_rank_is_named_by_all_not_the_neighbour_that_gave_up() -> None:
-    reports = {
-        0: Report(4, CALL, gone=(1,)),  # saw its neighbour 1 give up
-        1: Report(4, CALL, gone=(2,)),  # saw 2 die
-        3: Report(4, CALL, gone=(2,)),
-    }
+def judged(rank: int, reports: dict[int, Report], **known: object) -> CollectiveError:
+    return verdict(Findings(reports, **known), rank, SECONDS, detail="closed")  # type: ignore[arg-type]
+
+
+def test_the_dead_rank_is_named_by_all_not_the_neighbour_that_broke_its_connections() -> None:
+    reports = {0: stopped(1), 1: stopped(2), 3: stopped(2)}
     for rank in reports:
-        error = judged(reports, rank)
+        error = judged(rank, reports, lost={2})
         assert isinstance(error, PeerLost)
-        assert error.ranks == (2,)
-        assert error.rank == rank
-        assert error.operation == CALL
+        assert (error.ranks, error.rank, error.operation) == ((2,), rank, CALL)
+
+
+def test_who_reported_before_it_ended_is_not_to_blame() -> None:
+    error = judged(0, {0: stopped(1), 1: stopped(2)}, lost={1, 2})
+    assert isinstance(error, PeerLost)
+    assert error.ranks == (2,)
+
+
+def test_of_ranks_that_leave_the_first_is_to_blame() -> None:
+    error = judged(0, {0: stopped(1)}, left={2: 4, 1: 4})
+    assert isinstance(error, PeerLost)
+    assert error.ranks == (2,)
+
+
+def test_a_rank_that_has_ended_is_to_blame_before_one_that_leaves() -> None:
+    error = judged(0, {0: stopped(1)}, left={1: 4}, lost={2})
+    assert isinstance(error, PeerLost)
+    assert error.ranks == (2,)
+
+
+def test_a_rank_that_leaves_after_the_operation_is_not_to_blame() -> None:
+    assert isinstance(judged(0, {0: stopped(1, gave_up=True)}, left={2: 5}), CollectiveTimeout)
 
 
 def test_the_silent_rank_is_named_not_those_that_wait_in_vain_for_each_other() -> None:
-    reports = {
-        0: Report(4, CALL, waiting_for=(3,)),
-        3: Report(4, CALL, waiting_for=(2,)),
-        1: Report(4, CALL, gone=(0,)),
-    }
+    reports = {0: stopped(3, gave_up=True), 3: stopped(2), 1: stopped(0)}
     for rank in reports:
-        error = judged(reports, rank)
+        error = judged(rank, reports)
         assert isinstance(error, CollectiveTimeout)
-        assert (error.waiting_for, error.seconds) == ((2,), 3.0)
+        assert (error.waiting_for, error.seconds) == ((2,), SECONDS)
+
+
+def test_a_rank_that_came_late_is_named_and_told_so() -> None:
+    reports = {0: stopped(1, 2, gave_up=True), 1: stopped(0, 2), 2: stopped(waited_s=0.01)}
+    for rank in (0, 1):
+        error = judged(rank, reports)
+        assert isinstance(error, CollectiveTimeout)
+        assert error.waiting_for == (2,)
+    error = judged(2, reports)
+    assert isinstance(error, CollectiveTimeout)
+    assert error.waiting_for == ()
+    assert "rank 0 gave up waiting for this rank, which came later" in str(error)
+
+
+def test_nobody_is_said_to_wait_for_itself() -> None:
+    reports = {rank: stopped(*{0, 1, 2} - {rank}, gave_up=True) for rank in range(3)}
+    for rank in reports:
+        error = judged(rank, reports)
+        assert isinstance(error, CollectiveTimeout)
+        assert rank not in error.waiting_for
 
 
 def test_different_calls_in_one_turn_are_a_mismatch() -> None:
-    other = "allreduce(float32[9], sum, ring)"
-    reports = {
-        0: Report(4, CALL, waiting_for=(1,)),
-        1: Report(4, other, waiting_for=(0,)),
-        2: Report(4, CALL, gone=(0,)),
-    }
-    error = judged(reports, 2)
+    reports = {0: stopped(1, gave_up=True), 1: Report(4, OTHER, (0,)), 2: stopped(0)}
+    error = judged(2, reports)
     assert isinstance(error, Mismatch)
-    assert error.calls == {0: CALL, 1: other, 2: CALL}
+    assert error.calls == {0: CALL, 1: OTHER, 2: CALL}
     assert "ranks 0, 2 called allreduce(float32[8], sum, ring); rank 1 called allreduce(float32[9]" in str(error)
 
 
-def test_ranks_at_different_turns_that_wait_for_each_other_are_a_mismatch() -> None:
-    reports = {0: Report(4, CALL, waiting_for=(1,)), 1: Report(5, CALL, waiting_for=(0,))}
-    error = judged(reports, 0)
+def test_a_different_call_that_one_rank_could_finish_alone_is_a_mismatch() -> None:
+    reports = {0: stopped(1, gave_up=True), 1: Report(5, CALL, (0,), gave_up=True, before=((4, OTHER),))}
+    error = judged(0, reports)
     assert isinstance(error, Mismatch)
-    assert "as operation 4" in str(error)
-    assert "as operation 5" in str(error)
+    assert error.calls == {0: CALL, 1: OTHER}
 
 
-@pytest.mark.parametrize("timed_out", [True, False])
-def test_a_report_keeps_closed_connections_apart_from_slow_ones(timed_out: bool) -> None:
-    report = Report.of(LinkError(2, timed_out=timed_out, detail="x"), 7, CALL, peers={0, 2, 5}, lost={5})
-    assert report.waiting_for == ((2,) if timed_out else ())
-    assert set(report.gone) == (set() if timed_out else {2, 5})
+def test_messages_that_do_not_arrive_are_no_mismatch_and_blame_neither_end() -> None:
+    """Rank 1 has finished what rank 0 still waits for: all that it sent is lost."""
+    reports = {0: stopped(1, gave_up=True), 1: stopped(0, sequence=5, gave_up=True)}
+    for rank in reports:
+        error = judged(rank, reports)
+        assert isinstance(error, CollectiveTimeout)
+        assert error.waiting_for == ()
+        assert "nothing that rank 1 sends reaches rank 0" in str(error)
 
 
-def test_a_timeout_of_the_backend_itself_waits_for_everyone() -> None:
-    report = Report.of(LinkError(None, timed_out=True, detail="x"), 7, CALL, peers={0, 2}, lost={0, 2})
-    assert (set(report.waiting_for), report.gone) == ({0, 2}, ())
+def test_a_connection_that_broke_between_the_living_is_called_that() -> None:
+    error = judged(0, {0: stopped(1), 1: stopped(0)})
+    assert type(error) is CollectiveError
+    assert "a connection to a living rank broke" in str(error)
 
 
-def test_a_report_is_written_before_connections_are_broken_and_the_others_are_read() -> None:
-    store = dist.HashStore()
-    theirs = Report(4, CALL, gone=(2,))
-    Board(store, 1, 3).exchange(theirs, set(), after_writing=lambda: None)
-    seen: list[bool] = []
-    mine = Report(4, CALL, gone=(1,))
-    reports = Board(store, 0, 3).exchange(mine, set(), after_writing=lambda: seen.append(store.check(["report/0"])))
-    assert seen == [True]
-    assert reports == {0: mine, 1: theirs}
+def test_a_report_survives_its_way() -> None:
+    report = stopped(1, 2, gave_up=True)
+    assert Report.from_news(json.loads(json.dumps(report.to_news()))) == report
 
 
-class _CountingStore(dist.HashStore):
-    """A store that notes what is asked of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[str] = []
-
-    def check(self, keys: list[str]) -> bool:
-        self.asked += keys
-        return super().check(keys)
+def test_an_inquiry_ends_when_the_dead_are_known() -> None:
+    with watches(3) as (first, second, third):
+        end_abruptly(third)
+        second.say_report(stopped(2).to_news())
+        assert first.wait_for(lambda: bool(first.lost) and 1 in first.reports, 20)
+        assert inquire(first, stopped(2)) == Findings({0: stopped(2), 1: stopped(2)}, frozenset({2}), {})
 
 
-def test_nobody_waits_for_the_report_of_a_process_that_has_ended_but_what_it_wrote_is_read() -> None:
-    store = _CountingStore()
-    theirs = Report(4, CALL, gone=(2,))
-    Board(store, 1, 3).exchange(theirs, {0, 2}, after_writing=lambda: None)
-    mine = Report(4, CALL, gone=(1,))
-    store.asked.clear()
-    assert Board(store, 0, 3).exchange(mine, {1, 2}, after_writing=lambda: None) == {0: mine, 1: theirs}
-    assert store.asked == ["report/1", "report/2"]
-
-
-class _DeadStore(dist.Store):
-    """A store whose host is gone."""
-
-
-def test_a_dead_store_leaves_what_this_rank_saw() -> None:
-    mine = Report(4, CALL, gone=(0,))
-    reports = Board(_DeadStore(), 1, 2).exchange(mine, set(), after_writing=lambda: None)
-    assert reports == {1: mine}
-    assert isinstance(judged(reports, 1), PeerLost)
+def test_an_inquiry_ends_when_everyone_has_spoken() -> None:
+    with watches(3) as (first, second, third):
+        second.say_report(stopped(0).to_news())
+        third.say_leaving(9)
+        third.say_done()
+        assert inquire(first, stopped(1)) == Findings({0: stopped(1), 1: stopped(0)}, frozenset(), {2: 9})

@@ -1,0 +1,363 @@
+"""Who of the ranks is still there, and what they tell each other when something fails.
+
+The connections here carry news and no tensors, so they work when a backend does not: when gloo misses that a peer was killed,
+when the store went down with the host of rank 0, and over NCCL, which tells nothing at all. Each rank is connected to those 1,
+2, 4, ... places before and after it (a circulant graph), so that any two are at most log2(size) connections apart, and passes
+on what it hears for the first time. A connection that ends without a word means that the process at its other end has ended.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from collectives.errors import LinkError, ranks_text
+
+_HELLO = struct.Struct("!i32s")
+_LENGTH = struct.Struct("!I")
+#: Longer than any report, whose calls list at most some thousand tensors.
+_LONGEST_NEWS = 1 << 24
+
+#: A host that answers nothing for so long is gone: seconds of silence, seconds between questions, and how many of those.
+_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 15_000))
+
+#: How long close() tries to bring what was said on its way.
+_FLUSH_S = 2.0
+
+
+def neighbours(rank: int, size: int) -> list[int]:
+    """Return the ranks that a rank is connected to."""
+    steps = [sign << k for k in range((size - 1).bit_length()) for sign in (1, -1)]
+    return sorted({(rank + step) % size for step in steps} - {rank})
+
+
+class Listener:
+    """A socket that waits for those neighbours that have a lower rank. `card` tells the others where."""
+
+    def __init__(self, address: str) -> None:
+        """Raises OSError where the address cannot be listened on."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.create_server((address, 0), family=family, backlog=128)
+        self.card = f"{address} {self._socket.getsockname()[1]}"
+
+    def join(self, rank: int, cards: Sequence[str], secret: bytes, deadline: float) -> dict[int, socket.socket]:
+        """Connect to the neighbours and stop listening. cards: of all ranks.
+
+        A connection is taken for a rank's when it begins with a code that only those can make who know the secret
+        (HMAC-SHA256 of both ranks); any other is dropped. Raises LinkError with the neighbours that did not come.
+        """
+        size = len(cards)
+        everyone = neighbours(rank, size)
+        made: dict[int, socket.socket] = {}
+        try:
+            for peer in everyone:
+                if peer > rank:
+                    made[peer] = _connect(rank, peer, cards[peer], secret, deadline)
+            expected = {peer for peer in everyone if peer < rank}
+            made |= self._accept(rank, expected, secret, deadline)
+            for connection in made.values():
+                _set_up(connection)
+        except BaseException:
+            for connection in made.values():
+                connection.close()
+            raise
+        finally:
+            self.close()
+        return made
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _accept(self, rank: int, expected: set[int], secret: bytes, deadline: float) -> dict[int, socket.socket]:
+        accepted: dict[int, socket.socket] = {}
+        strangers: dict[int, tuple[socket.socket, bytes]] = {}
+        self._socket.setblocking(False)
+        try:
+            while missing := expected - accepted.keys():
+                poll = select.poll()
+                for descriptor in (self._socket.fileno(), *strangers):
+                    poll.register(descriptor, select.POLLIN)
+                ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+                if not ready:
+                    detail = f"{ranks_text(missing)} did not connect"
+                    raise LinkError(min(missing), timed_out=True, detail=detail, awaited=missing)
+                for descriptor, _ in ready:
+                    if descriptor == self._socket.fileno():
+                        connection, _ = self._socket.accept()
+                        connection.setblocking(False)
+                        strangers[connection.fileno()] = connection, b""
+                        continue
+                    connection, hello = strangers.pop(descriptor)
+                    hello += _received(connection, _HELLO.size - len(hello))
+                    if len(hello) == _HELLO.size and (peer := _introduced(hello, rank, missing, secret)) is not None:
+                        accepted[peer] = connection
+                    elif hello and len(hello) < _HELLO.size and not _has_ended(connection):
+                        strangers[descriptor] = connection, hello
+                    else:
+                        connection.close()
+        except BaseException:
+            for connection in accepted.values():
+                connection.close()
+            raise
+        finally:
+            for connection, _ in strangers.values():
+                connection.close()
+        return accepted
+
+
+def _connect(rank: int, peer: int, card: str, secret: bytes, deadline: float) -> socket.socket:
+    address, port = card.split()
+    try:
+        connection = socket.create_connection((address, int(port)), max(0.001, deadline - time.monotonic()))
+        connection.sendall(_HELLO.pack(rank, _code(rank, peer, secret)))
+    except OSError as error:
+        timed_out = isinstance(error, TimeoutError)
+        raise LinkError(peer, timed_out=timed_out, detail=f"rank {peer} at {address} port {port}: {error}") from error
+    connection.setblocking(False)
+    return connection
+
+
+def _code(rank: int, peer: int, secret: bytes) -> bytes:
+    return hmac.digest(secret, struct.pack("!ii", rank, peer), "sha256")
+
+
+def _introduced(hello: bytes, rank: int, missing: set[int], secret: bytes) -> int | None:
+    """Return the missing rank that said hello, if it is one."""
+    peer, code = _HELLO.unpack(hello)
+    return peer if hmac.compare_digest(code, _code(peer, rank, secret)) and peer in missing else None
+
+
+def _received(connection: socket.socket, at_most: int) -> bytes:
+    """Return what can be read at once; nothing at the end of the connection, or where there is nothing."""
+    try:
+        return connection.recv(at_most)
+    except OSError:
+        return b""
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _set_up(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE:
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class _Neighbour:
+    """A connection, what has been read of the next message, and what is still to be written."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.incoming = bytearray()
+        self.outgoing = bytearray()
+
+    def write(self) -> None:
+        """Write what can be written at once. What a broken connection was to carry is dropped."""
+        try:
+            while self.outgoing:
+                del self.outgoing[: self.socket.send(self.outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.outgoing.clear()
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """Return the messages that are complete, and whether the connection has ended."""
+        ended = False
+        try:
+            while piece := self.socket.recv(1 << 16):
+                self.incoming += piece
+            ended = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            ended = True
+        messages: list[dict[str, Any]] = []
+        while len(self.incoming) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self.incoming)
+            if length > _LONGEST_NEWS:
+                return messages, True
+            if len(self.incoming) < _LENGTH.size + length:
+                break
+            messages.append(json.loads(self.incoming[_LENGTH.size : _LENGTH.size + length]))
+            del self.incoming[: _LENGTH.size + length]
+        return messages, ended
+
+
+class Watch:
+    """What this rank knows of the others.
+
+    Attributes, for reading: lost, the ranks whose process has ended, or whose host does not answer, with the time at which
+    that was noticed (time.monotonic()); left, the ranks that close their Communicator, with the number of the first operation in
+    which they take no part, in the order in which they said so; done, those of them that nobody needs to wait for;
+    reports, what ranks said of a failure; has_news, whether any of these holds anything.
+    """
+
+    def __init__(self, rank: int, size: int, connections: dict[int, socket.socket]) -> None:
+        """connections: from Listener.join; they belong to the Watch from now on."""
+        self.rank = rank
+        self.size = size
+        self.lost: dict[int, float] = {}
+        self.left: dict[int, int] = {}
+        self.done: set[int] = set()
+        self.reports: dict[int, dict[str, Any]] = {}
+        self.has_news = False
+        self._heard: set[tuple[str, int]] = set()
+        self._neighbours = {peer: _Neighbour(connection) for peer, connection in connections.items()}
+        self._changed = threading.Condition()
+        self._listener: Callable[[], float | None] | None = None
+        self._close_by: float | None = None
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._woken.setblocking(False)
+        self._process = os.getpid()
+        self._thread: threading.Thread | None = None
+        if connections:
+            self._thread = threading.Thread(target=self._serve, name="gradwire-watch", daemon=True)
+            self._thread.start()
+
+    def on_news(self, listener: Callable[[], float | None]) -> None:
+        """Have a function called, on a thread of the Watch's, after each piece of news. It returns after how many seconds it
+        wants to be called again, or None."""
+        self._listener = listener
+
+    def say_leaving(self, sequence: int) -> None:
+        """Tell everyone that this rank takes no part in operations from this number on."""
+        self._say({"kind": "leaving", "rank": self.rank, "sequence": sequence})
+
+    def say_done(self) -> None:
+        """Tell everyone that nothing of this rank's is under way any more."""
+        self._say({"kind": "done", "rank": self.rank})
+
+    def say_report(self, report: dict[str, Any]) -> None:
+        """Tell everyone what went wrong: numbers, strings, and lists and dicts of them."""
+        self._say({"kind": "report", "rank": self.rank, "report": report})
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until news make the condition true; return whether they did within timeout_s seconds."""
+        with self._changed:
+            return self._changed.wait_for(condition, timeout_s)
+
+    @property
+    def others(self) -> set[int]:
+        """All ranks but this one."""
+        return set(range(self.size)) - {self.rank}
+
+    def close(self) -> None:
+        """Bring what was said on its way and end the connections. Calling it again does nothing."""
+        if os.getpid() != self._process or self._close_by is not None:
+            return
+        with self._changed:
+            self._close_by = time.monotonic() + _FLUSH_S
+            if self._thread is None:
+                self._end()
+                return
+            self._wake_up()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * _FLUSH_S)
+
+    def disown(self) -> None:
+        """Give up the copies of the connections that a forked child has: they must end with the rank itself."""
+        for neighbour in self._neighbours.values():
+            neighbour.socket.close()
+        self._wake.close()
+        self._woken.close()
+
+    def _say(self, message: dict[str, Any]) -> None:
+        with self._changed:
+            if self._close_by is None:
+                self._take(message)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        """Note a piece of news and pass it on, if it is one."""
+        kind, rank = message["kind"], message["rank"]
+        if (kind, rank) in self._heard or (kind == "lost" and rank == self.rank):
+            return
+        self._heard.add((kind, rank))
+        if kind == "lost":
+            self.lost[rank] = time.monotonic()
+        elif kind == "leaving":
+            self.left[rank] = message["sequence"]
+        elif kind == "done":
+            self.done.add(rank)
+        elif kind == "report":
+            self.reports[rank] = message["report"]
+        self.has_news = True
+        text = json.dumps(message).encode()
+        for neighbour in self._neighbours.values():
+            neighbour.outgoing += _LENGTH.pack(len(text)) + text
+            neighbour.write()
+        if any(neighbour.outgoing for neighbour in self._neighbours.values()):
+            self._wake_up()
+        self._changed.notify_all()
+
+    def _wake_up(self) -> None:
+        with suppress(BlockingIOError):  # raised where it has been woken often enough
+            self._wake.send(b"!")
+
+    def _serve(self) -> None:
+        again_s: float | None = None
+        while True:
+            ready = self._poll().poll(None if again_s is None else again_s * 1000)
+            with self._changed:
+                self._look(dict(ready))
+                if self._close_by is not None:
+                    unsaid = any(neighbour.outgoing for neighbour in self._neighbours.values())
+                    if not unsaid or time.monotonic() >= self._close_by:
+                        self._end()
+                        return
+            again_s = self._listener() if self._listener is not None else None
+            if self._close_by is not None:
+                again_s = _FLUSH_S / 40
+
+    def _poll(self) -> select.poll:
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
+        with self._changed:
+            for neighbour in self._neighbours.values():
+                poll.register(neighbour.socket, select.POLLIN | (select.POLLOUT if neighbour.outgoing else 0))
+        return poll
+
+    def _look(self, ready: dict[int, int]) -> None:
+        """Read and write what can be."""
+        if self._woken.fileno() in ready:
+            self._woken.recv(1 << 12)
+        for peer, neighbour in list(self._neighbours.items()):
+            if neighbour.socket.fileno() not in ready:
+                continue
+            neighbour.write()
+            messages, ended = neighbour.read()
+            for message in messages:
+                self._take(message)
+            if ended:
+                del self._neighbours[peer]
+                neighbour.socket.close()
+                if peer not in self.left:
+                    self._take({"kind": "lost", "rank": peer})
+                elif peer not in self.done:
+                    self._take({"kind": "done", "rank": peer})
+
+    def _end(self) -> None:
+        for neighbour in self._neighbours.values():
+            neighbour.socket.close()
+        self._neighbours.clear()
+        self._wake.close()
+        self._woken.close()

@@ -1,0 +1,212 @@
+"""The operations of a Communicator over a link that does nothing until it is aborted."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from collectives.communicator import close_all
+from collectives.errors import CollectiveError, LinkError, PeerLost
+from collectives.operations import Operations, Turn
+from collectives.transport.watch import Watch
+from collectives.work import WorkQueue
+from tests.unit.test_watch import DEADLINE_S, end_abruptly, watches
+
+
+class StuckTransport:
+    """Of rank 0; a wait in it ends with abort() only, as gloo's do at times after a peer was killed."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+        self._aborted = threading.Event()
+
+    def wait(self) -> None:
+        assert self._aborted.wait(DEADLINE_S), "nobody ended the wait"
+        raise LinkError(None, timed_out=False, detail="aborted")
+
+    def abort(self) -> None:
+        self._aborted.set()
+
+
+@contextmanager
+def operations(size: int) -> Iterator[tuple[Operations, StuckTransport, list[Watch]]]:
+    """Rank 0's, its transport, and the watches of all ranks."""
+    with watches(size) as all_watches:
+        transport = StuckTransport(size)
+        yield Operations(transport, None, all_watches[0], timeout_s=300.0), transport, all_watches  # type: ignore[arg-type]
+
+
+def nothing(turn: Turn) -> None:
+    pass
+
+
+def waits(transport: StuckTransport, began: threading.Event) -> Callable[[Turn], None]:
+    def body(turn: Turn) -> None:
+        began.set()
+        transport.wait()
+
+    return body
+
+
+def ends(watch: Watch) -> None:
+    end_abruptly(watch)
+
+
+def leaves(watch: Watch) -> None:
+    watch.say_leaving(0)
+
+
+@pytest.mark.parametrize("goes", [ends, leaves])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_wait_that_the_link_does_not_end_is_ended(goes: Callable[[Watch], None], async_op: bool) -> None:
+    with operations(3) as (mine, transport, all_watches):
+        began = threading.Event()
+        threading.Thread(target=lambda: (began.wait(DEADLINE_S), goes(all_watches[2]))).start()
+
+        def call() -> None:
+            work = mine.submit("allreduce", waits(transport, began), async_op=async_op)
+            assert work is not None
+            work.wait()
+
+        with pytest.raises(PeerLost) as caught:
+            call()
+        assert caught.value.ranks == (2,)
+
+
+@pytest.mark.parametrize("goes", [ends, leaves])
+def test_what_is_known_to_be_in_vain_is_not_begun(goes: Callable[[Watch], None]) -> None:
+    with operations(3) as (mine, _, all_watches):
+        goes(all_watches[1])
+        assert all_watches[0].wait_for(lambda: bool(all_watches[0].lost or all_watches[0].left), DEADLINE_S)
+        with pytest.raises(PeerLost, match="lost rank 1"):
+            mine.submit("allreduce", lambda turn: pytest.fail("it was begun"), async_op=False)
+
+
+def test_a_rank_that_leaves_later_does_not_disturb() -> None:
+    with operations(2) as (mine, _, all_watches):
+        all_watches[1].say_leaving(2)
+        assert all_watches[0].wait_for(lambda: bool(all_watches[0].left), DEADLINE_S)
+        for _ in range(2):
+            mine.submit("allreduce", nothing, async_op=False)
+        with pytest.raises(PeerLost):
+            mine.submit("allreduce", nothing, async_op=False)
+
+
+def test_turns_of_several_threads_have_numbers_of_their_own() -> None:
+    with operations(1) as (mine, _, _):
+        taken: list[int] = []
+
+        def call() -> None:
+            for number in range(200):
+                body: Callable[[Turn], None] = lambda turn: taken.append(turn.sequence)  # noqa: E731
+                work = mine.submit("allreduce", body, async_op=number % 3 == 0)
+                if work is not None:
+                    work.wait()
+                mine.run_now("allreduce", 0, lambda first, second, tag, deadline: taken.append(-1), None, None)
+
+        threads = [threading.Thread(target=call) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        numbered = [number for number in taken if number >= 0]
+        assert len(numbered) == 800
+        assert numbered == sorted(set(numbered))
+
+
+def test_an_interrupt_on_the_way_into_the_queue_leaves_it_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    with operations(1) as (mine, _, _):
+        enter = WorkQueue.enter
+
+        def interrupted(queue: WorkQueue, turn: object) -> bool:
+            enter(queue, turn)
+            raise KeyboardInterrupt
+
+        for call in (
+            lambda: mine.run_now("allreduce", 0, lambda *arguments: None, None, None),
+            lambda: mine.submit("allreduce", nothing, async_op=False),
+        ):
+            with monkeypatch.context() as patched:
+                patched.setattr(WorkQueue, "enter", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    call()
+            assert mine.run_now("allreduce", 0, lambda *arguments: None, None, None)
+
+
+def test_an_interrupted_operation_is_told_to_the_others() -> None:
+    with operations(2) as (mine, _, all_watches):
+
+        def body(turn: Turn) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            mine.submit("allreduce", body, async_op=False)
+        assert all_watches[1].wait_for(lambda: all_watches[1].left == {0: 0}, DEADLINE_S)
+        with pytest.raises(CollectiveError, match="broken"):
+            mine.submit("allreduce", nothing, async_op=False)
+
+
+def test_the_queue_lets_go_of_what_it_has_run() -> None:
+    with operations(1) as (mine, _, _):
+
+        class Tensor:
+            pass
+
+        tensor = Tensor()
+        gone = weakref.ref(tensor)
+        body: Callable[[Turn], Any] = lambda turn, held=tensor: None  # noqa: E731
+        work = mine.submit("allreduce", body, async_op=True)
+        assert work is not None
+        work.wait()
+        del tensor, body
+        mine.submit("allreduce", nothing, async_op=False)  # by when the queue's thread has put the first aside
+        assert gone() is None
+
+
+def test_what_nobody_uses_any_more_gives_its_threads_back() -> None:
+    before = set(threading.enumerate())
+    with watches(2) as all_watches:
+        mine = Operations(StuckTransport(2), None, all_watches[0], timeout_s=300.0)  # type: ignore[arg-type]
+        work = mine.submit("allreduce", nothing, async_op=True)
+        assert work is not None
+        work.wait()
+        mine.submit("allreduce", nothing, async_op=False)
+        gone = weakref.ref(mine)
+        gc.disable()  # nothing may depend on it
+        try:
+            del mine
+            assert gone() is None
+        finally:
+            gc.enable()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+class _Steps:
+    """Stands for a Communicator and its engine, and notes the steps of its end."""
+
+    def __init__(self, name: str, steps: list[str]) -> None:
+        self._engine, self._name, self._steps = self, name, steps
+
+    def announce_close(self) -> bool:
+        self._steps.append(f"announce {self._name}")
+        return True
+
+    def drain(self) -> None:
+        self._steps.append(f"drain {self._name}")
+
+    def part(self, deadline: float) -> None:
+        self._steps.append(f"part {self._name}")
+
+
+def test_all_say_that_they_close_before_any_waits() -> None:
+    steps: list[str] = []
+    close_all([_Steps(name, steps) for name in "ab"])  # type: ignore[misc]
+    assert steps == ["announce a", "announce b", "drain a", "drain b", "part a", "part b"]

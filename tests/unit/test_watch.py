@@ -1,0 +1,144 @@
+"""Ranks that watch over each other, all in this process: what each of them hears, and who may connect."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from collectives.errors import LinkError
+from collectives.transport.watch import Listener, Watch, neighbours
+
+DEADLINE_S = 20.0
+SECRET = secrets.token_bytes(32)
+
+
+def joined(size: int, before: Callable[[list[str]], object] = lambda cards: None) -> list[dict[int, socket.socket]]:
+    """The connections of every rank. before: called with all cards when everyone listens."""
+    listeners = [Listener("127.0.0.1") for _ in range(size)]
+    cards = [listener.card for listener in listeners]
+    before(cards)
+    made: list[dict[int, socket.socket]] = [{} for _ in range(size)]
+
+    def join(rank: int) -> None:
+        made[rank] = listeners[rank].join(rank, cards, SECRET, time.monotonic() + DEADLINE_S)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made
+
+
+@contextmanager
+def watches(size: int) -> Iterator[list[Watch]]:
+    made = [Watch(rank, size, connections) for rank, connections in enumerate(joined(size))]
+    try:
+        yield made
+    finally:
+        for watch in made:
+            watch.close()
+
+
+def end_abruptly(watch: Watch) -> None:
+    """As a process does that is killed: all connections at once, before it can say what it thinks of that."""
+    with watch._changed:
+        for neighbour in watch._neighbours.values():
+            neighbour.socket.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("size", range(1, 34))
+def test_the_ranks_are_connected_whoever_of_them_is_gone(size: int) -> None:
+    for gone in range(size):
+        reached, new = set[int](), {(gone + 1) % size} - {gone}
+        while new:
+            reached |= new
+            new = {peer for rank in new for peer in neighbours(rank, size)} - reached - {gone}
+        assert reached == set(range(size)) - {gone}
+        assert all(rank in neighbours(peer, size) for rank in range(size) for peer in neighbours(rank, size))
+        assert len(neighbours(gone, size)) <= 2 * (size - 1).bit_length()
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 13])
+def test_everyone_hears_of_a_rank_that_ends_without_a_word(size: int) -> None:
+    with watches(size) as all_watches:
+        end_abruptly(all_watches[1])
+        for watch in all_watches[:1] + all_watches[2:]:
+            assert watch.wait_for(lambda watch=watch: bool(watch.lost), DEADLINE_S)
+            assert set(watch.lost) == {1}
+            assert watch.has_news
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_rank_that_leaves_is_not_lost(size: int) -> None:
+    with watches(size) as all_watches:
+        all_watches[0].say_leaving(7)
+        for watch in all_watches:
+            assert watch.wait_for(lambda watch=watch: 0 in watch.left, DEADLINE_S)
+        all_watches[0].close()  # without having said that it is done: an interpreter that exits
+        for watch in all_watches[1:]:
+            assert watch.wait_for(lambda watch=watch: 0 in watch.done, DEADLINE_S)
+            assert (watch.left, set(watch.lost)) == ({0: 7}, set())
+
+
+def test_a_report_comes_before_the_end_of_who_made_it_however_long_it_is() -> None:
+    size, long = 8, "x" * (1 << 20)
+    with watches(size) as all_watches:
+        all_watches[5].say_report({"call": long})
+        all_watches[5].close()
+        for watch in all_watches[:5] + all_watches[6:]:
+            assert watch.wait_for(lambda watch=watch: bool(watch.lost or watch.reports), DEADLINE_S)
+            assert watch.reports == {5: {"call": long}}
+
+
+def test_a_listener_is_told_of_news_and_called_again_when_it_asks() -> None:
+    called = threading.Semaphore(0)
+    answers = [0.001, 0.001]
+
+    def listener() -> float | None:
+        called.release()
+        return answers.pop() if answers else None
+
+    with watches(2) as (mine, theirs):
+        mine.on_news(listener)
+        theirs.say_leaving(3)
+        for _ in range(3):
+            assert called.acquire(timeout=DEADLINE_S)
+
+
+def test_strangers_are_dropped() -> None:
+    """Some say nothing, some too little, some the wrong thing, and one knows a secret, but of another job."""
+    strangers: list[socket.socket] = []
+
+    def knock(cards: list[str]) -> None:
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(36), b"\0\0\0\0" + secrets.token_bytes(32), bytes(5000)):
+            address, port = cards[2].split()
+            strangers.append(socket.create_connection((address, int(port)), DEADLINE_S))
+            strangers[-1].sendall(said)
+
+    for connections in joined(3, knock):
+        assert len(connections) == 2
+        for connection in connections.values():
+            connection.close()
+    for stranger in strangers:
+        stranger.settimeout(DEADLINE_S)
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+        stranger.close()
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    mine, theirs = Listener("127.0.0.1"), Listener("127.0.0.1")
+    with pytest.raises(LinkError, match="rank 0 did not connect") as caught:
+        mine.join(1, [theirs.card, mine.card], SECRET, time.monotonic() + 0.1)
+    assert caught.value.timed_out
+    theirs.close()
+    with pytest.raises(LinkError, match=r"rank 1 at 127\.0\.0\.1") as caught:
+        mine.join(0, ["", theirs.card], SECRET, time.monotonic() + DEADLINE_S)
+    assert caught.value.peer == 1
