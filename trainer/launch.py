@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -33,14 +34,18 @@ class _Family:
 
 
 TORCHRUN = "torchrun"
+OPEN_MPI = "Open MPI"
 SLURM = "Slurm"
 ALONE = Launch("none", rank=0, size=1, local_rank=0, local_size=1)
+
+#: Where ports that ranks derive begin, and how many there are: outside of the range that Linux gives to clients.
+_FIRST_PORT, _PORTS = 15000, 16384
 
 # In the order of trust. Slurm comes last: its variables are also there around an mpirun or torchrun inside of a job.
 _FAMILIES = (
     _Family(TORCHRUN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     _Family(
-        "Open MPI",
+        OPEN_MPI,
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -74,18 +79,20 @@ def meeting_point(environment: Mapping[str, str], launch: Launch) -> tuple[str, 
     """Address and port at which rank 0 listens for the others: MASTER_ADDR and MASTER_PORT.
 
     When all run on one host, a missing address is the loopback. Under Slurm it is the first host of SLURM_STEP_NODELIST or
-    SLURM_JOB_NODELIST, and a missing port follows from SLURM_JOB_ID, so that a plain `srun python train.py` works.
+    SLURM_JOB_NODELIST. A missing port follows from what tells jobs apart, SLURM_JOB_ID or Open MPI's PMIX_NAMESPACE, so that
+    a plain `srun python train.py` works, and on one host a plain `mpirun python train.py`.
     Raises ValueError, saying what to set, where that leaves one unknown.
     """
-    slurm = launch.launcher == SLURM
     address = environment.get(MASTER_ADDR)
     if address is None and launch.local_size == launch.size:
         address = "127.0.0.1"
-    if address is None and slurm:
+    if address is None and launch.launcher == SLURM:
         address = _first_host(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", ""))
     port = _whole_number(environment, MASTER_PORT) if MASTER_PORT in environment else None
-    if port is None and slurm:
+    if port is None and launch.launcher == SLURM:
         port = _slurm_port(environment)
+    if port is None and launch.launcher == OPEN_MPI:
+        port = _open_mpi_port(environment)
     if address is None or port is None:
         missing = [name for name, value in ((MASTER_ADDR, address), (MASTER_PORT, port)) if value is None]
         raise ValueError(
@@ -111,8 +118,14 @@ def _first_host(node_list: str) -> str | None:
 
 
 def _slurm_port(environment: Mapping[str, str]) -> int | None:
-    """A port that the tasks of one job step agree on, outside of the range that Linux gives to clients."""
+    """A port that the tasks of one job step agree on; steps of one job, and jobs started together, have different ones."""
     if "SLURM_JOB_ID" not in environment:
         return None
     step = int(environment["SLURM_STEP_ID"]) if environment.get("SLURM_STEP_ID", "").isdecimal() else 0
-    return 15000 + (_whole_number(environment, "SLURM_JOB_ID") * 16 + step) % 16384
+    return _FIRST_PORT + (_whole_number(environment, "SLURM_JOB_ID") * 16 + step) % _PORTS
+
+
+def _open_mpi_port(environment: Mapping[str, str]) -> int | None:
+    """A port that the ranks of one mpirun agree on: its name for the job holds its host and process id."""
+    job = environment.get("PMIX_NAMESPACE")
+    return None if job is None else _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS

@@ -11,10 +11,12 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
 
 from collectives import Communicator
 from collectives.communicator import close_all
-from trainer.launch import TORCHRUN, Launch, meeting_point, read_launch
+from trainer.launch import Launch, read_launch
+from trainer.meeting import meet
 
 ProcessSet: TypeAlias = "dist.ProcessGroup | Communicator | None"
 """Which ranks take part: None for all, a torch.distributed group, or a Communicator."""
@@ -23,14 +25,13 @@ ProcessSet: TypeAlias = "dist.ProcessGroup | Communicator | None"
 class World:
     """All ranks, with the Communicators that the verbs and the optimizers use.
 
-    A world that finds torch.distributed initialized uses it and leaves it alone when closed.
-    timeout_s: for joining, and for each operation of these Communicators.
+    A world that finds torch.distributed initialized uses it and leaves it alone when closed; otherwise `store` is where its
+    ranks have met. timeout_s: for joining, and for each operation of these Communicators.
     """
 
     def __init__(self, launch: Launch, timeout_s: float) -> None:
         self._owns_process_group = not dist.is_initialized()
-        if self._owns_process_group:
-            start_torch_distributed(launch, timeout_s)
+        self.store = start_torch_distributed(launch, timeout_s) if self._owns_process_group else None
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._timeout_s = timeout_s
@@ -53,7 +54,7 @@ class World:
     def open_communicator(self, group: dist.ProcessGroup | None) -> Communicator:
         """A new Communicator, for one user alone, closed with the world at the latest. Collective over the group."""
         communicator = Communicator(group, timeout_s=self._timeout_s)
-        self._opened.append(weakref.ref(communicator))
+        self._opened = [opened for opened in self._opened if opened() is not None] + [weakref.ref(communicator)]
         return communicator
 
     def close(self) -> None:
@@ -72,27 +73,31 @@ def cross_position(rank: int, local_ranks: list[int]) -> tuple[int, int]:
     return peers.index(rank), len(peers)
 
 
-def start_torch_distributed(launch: Launch, timeout_s: float, backend: str | None = None) -> None:
-    """Initialize torch.distributed as launched. backend None: gloo, with NCCL for CUDA tensors where torch has both."""
+def start_torch_distributed(launch: Launch, timeout_s: float, backend: str | None = None) -> Store:
+    """Initialize torch.distributed as launched, and return the store in which the ranks have met.
+
+    backend None: gloo, with NCCL for CUDA tensors where torch has both.
+    """
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if launch.size == 1:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
-        return
-    address, port = meeting_point(os.environ, launch)
-    if launch.launcher == TORCHRUN:  # whose agent may already keep the store: only env:// knows how to join it
-        init_method = "env://"
+        store: Store = HashStore()
     else:
-        init_method = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
-    dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=launch.rank, world_size=launch.size)
+        store = meet(launch, timeout_s)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=launch.rank, world_size=launch.size)
+    return store
 
 
 class _Holder:
-    """Horovod's functions take no handle of the world, so one place has to know it."""
+    """Horovod's functions take no handle of the world, so one place has to know it.
+
+    store: of the last world that init() made. Rank 0 keeps its server for as long as this process holds it: others may still
+    be leaving that world, or have come for the next one already.
+    """
 
     world: World | None = None
+    store: Store | None = None
 
 
 _holder = _Holder()
@@ -106,12 +111,14 @@ def init(timeout_s: float = 300.0) -> None:
 
     timeout_s: what the ranks have to find each other, and what each operation of the verbs and optimizers may take before it
     raises. A torch.distributed that was there before, and a Communicator given as process_set, keep their own.
-    Raises ValueError where the environment does not say how to find rank 0.
+    Raises ValueError where the environment does not say how to find rank 0, CollectiveError where the ranks do not find each
+    other in time.
     """
     if not (math.isfinite(timeout_s) and timeout_s > 0):
         raise ValueError(f"timeout_s must be a finite number of seconds > 0, not {timeout_s!r}")
     if _holder.world is None:
         _holder.world = World(read_launch(os.environ), timeout_s)
+        _holder.store = _holder.world.store
         atexit.register(shutdown)
 
 

@@ -1,5 +1,6 @@
 """Horovod's verbs: defaults, forms, shapes, gradients, refusals."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import trainer as hvd
 from collectives import CollectiveTimeout, Communicator
 from tests.harness import Worlds
 from tests.ranks.training import in_world
+from trainer.world import current_world
 
 
 def own(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -35,6 +37,21 @@ def position() -> list[int]:
 
 def test_position(ranks: Worlds) -> None:
     assert ranks(3).run(run, position) == [[rank, 3, rank, 3, 0, 1] for rank in range(3)]
+
+
+def forgets() -> None:
+    """A Communicator that its user has dropped leaves nothing behind in the world."""
+    world = current_world()
+    gc.collect()
+    before = len(world._opened)
+    for _ in range(5):
+        world.open_communicator(None)
+        gc.collect()
+    assert len(world._opened) <= before + 1
+
+
+def test_the_world_forgets_what_is_dropped(ranks: Worlds) -> None:
+    check(ranks, forgets, size=2)
 
 
 def initialized_again() -> None:

@@ -117,6 +117,23 @@ def test_slurm_ports_differ_by_job_and_step() -> None:
     assert all(1024 < port < 32768 for port in ports), "outside of the range of ephemeral ports"
 
 
+def test_open_mpi_on_one_host_needs_nothing_set() -> None:
+    """All ranks of one mpirun meet at one port, those of another at another."""
+
+    def point(rank: str, job: str) -> tuple[str, int]:
+        told = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": job}
+        return meet(OPEN_MPI | told)
+
+    points = {point(rank, f"prterun-node01-{process}@1") for process in range(4711, 4721) for rank in "0123"}
+    assert len(points) == 10
+    assert all(address == "127.0.0.1" and 1024 < port < 32768 for address, port in points)
+
+
+def test_open_mpi_on_several_hosts_needs_an_address() -> None:
+    with pytest.raises(ValueError, match="set MASTER_ADDR to"):
+        meet(OPEN_MPI | {"PMIX_NAMESPACE": "prterun-node01-4711@1"})
+
+
 def test_cross_position() -> None:
     """Hosts of 3, 1 and 2 ranks, dealt round-robin: rank -> local rank."""
     local_ranks = [0, 0, 0, 1, 1, 2]

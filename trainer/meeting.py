@@ -1,0 +1,115 @@
+"""How the ranks of a world find each other: in the store that rank 0, or torchrun's agent, keeps at the meeting point."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # in Python 3.10 not the built-in one
+from contextlib import suppress
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from collectives.errors import CollectiveError
+from trainer.launch import TORCHRUN, Launch, meeting_point
+
+#: What torch has beyond its deadline to say itself whom it waited for, and to notice that its connection is shut.
+_GRACE_S = 2.0
+_KNOCK_AGAIN_S = 0.05
+
+_Result = TypeVar("_Result")
+
+
+def meet(launch: Launch, timeout_s: float) -> Store:
+    """Return the store through which the ranks of one world find each other, with nothing in it from an earlier world.
+
+    A store may outlive a world: torchrun's agent keeps one for all, and rank 0 keeps its own for as long as anything in its
+    process holds what this has returned. So the store counts how often each rank has come, and the ranks that come for the
+    nth time have the nth prefix to themselves, whoever of them is still leaving the world before.
+
+    Raises ValueError where the environment does not say how to find rank 0; CollectiveError, which says what was found at
+    the meeting point, after timeout_s seconds and two.
+    """
+    address, port = meeting_point(os.environ, launch)
+    host = f"[{address}]" if ":" in address else address
+    # torchrun's agent may already keep the store: only env:// knows how to join that
+    method = "env://" if launch.launcher == TORCHRUN else f"tcp://{host}:{port}"
+    deadline = time.monotonic() + timeout_s
+
+    def come() -> Store:
+        timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
+        store, _, _ = next(rendezvous(method, launch.rank, launch.size, timeout=timeout))
+        return PrefixStore(f"trainer/{store.add(f'trainer/{launch.rank}', 1)}", store)
+
+    try:
+        if launch.rank != 0:
+            _knock(address, port, deadline)
+        return _bounded(come, deadline + _GRACE_S, port)
+    except (dist.DistError, OSError) as error:
+        message = f"the ranks did not meet at {host}:{port} within {timeout_s:g} s: {error}"
+        raise CollectiveError(message, rank=launch.rank, operation="init") from error
+
+
+def _knock(address: str, port: int, deadline: float) -> None:
+    """Wait until something listens at an address. Raises the OSError of the last attempt at the deadline."""
+    while True:
+        try:
+            socket.create_connection((address, port), max(_KNOCK_AGAIN_S, deadline - time.monotonic())).close()
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_KNOCK_AGAIN_S)
+        else:
+            return
+
+
+def _bounded(call: Callable[[], _Result], deadline: float, port: int) -> _Result:
+    """Return call(), which connects to a port. At the deadline its connection is shut, and ConnectionError raised.
+
+    torch's store waits without a deadline for the first answer of whatever has accepted its connection. A thread that is left
+    waiting in there would abort the process, were it to wake while the interpreter ends.
+    """
+    future: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    before = _connections(port)
+    thread = threading.Thread(target=run, name="trainer.init", daemon=True)
+    thread.start()
+    try:
+        return future.result(deadline - time.monotonic())
+    except BaseException as error:  # an interrupt, too
+        end = time.monotonic() + _GRACE_S
+        while thread.is_alive() and time.monotonic() < end:
+            for descriptor in _connections(port) - before:
+                with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+            thread.join(_KNOCK_AGAIN_S)
+        if isinstance(error, FutureTimeoutError):
+            silent = "what listens there does not answer as rank 0 would; is the port another program's?"
+            raise ConnectionError(silent) from error
+        raise
+
+
+def _connections(port: int) -> set[int]:
+    """Return the descriptors of this process that are connected to a port, of whatever host."""
+    found = set()
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        with suppress(OSError):  # it has been closed, or is not connected
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as copy:
+                    if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getpeername()[1] == port:
+                        found.add(descriptor)
+    return found
