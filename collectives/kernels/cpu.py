@@ -16,6 +16,8 @@ from numba import cfunc, float32, float64, int8, int16, int32, int64, njit, type
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from collectives.kernels.compiling import compiled
+
 _I8 = ir.IntType(8)
 _I16 = ir.IntType(16)
 _I32 = ir.IntType(32)
@@ -316,7 +318,8 @@ def arithmetic(dtype: torch.dtype) -> Any:
     """The C function for a dtype, compiled now or loaded from the cache: (destination, source, count, op, divisor)."""
     function, memory = _ARITHMETIC[dtype]
     pointer = types.CPointer(memory)
-    return cfunc(types.void(pointer, pointer, int64, int64, int64), cache=True, error_model="numpy")(function)
+    signature = types.void(pointer, pointer, int64, int64, int64)
+    return compiled(cfunc, signature, error_model="numpy")(function)
 
 
 # What the kernels below share with the process that calls them: a block of 64-bit fields, private to the process.
@@ -402,7 +405,7 @@ def _rest(context, beats, since):
     return FINISHED
 
 
-@njit(types.void(int64, int64), cache=True)
+@compiled(njit, types.void(int64, int64))
 def publish(address, value):
     """Set a word at which other processes look, after all that was written before."""
     store(address, value)
@@ -632,7 +635,7 @@ def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor):
 _START, _ANNOUNCED, _STAGING_NOW, _REDUCED_NOW = range(4)
 
 
-@njit(int64(*[int64] * 12), nogil=True, cache=True)
+@compiled(njit, int64(*[int64] * 12), nogil=True)
 def allreduce(context, data, nbytes, itemsize, function, op, divisor, sequence, tag, slot, offset, born):
     """Reduce `nbytes` at `data` over the ranks of a segment, in place. PENDING: call again with the same arguments.
 
@@ -810,7 +813,7 @@ def _move_some(context, rings, capacity, table, first, count, blocked):
     return moves
 
 
-@njit(int64(*[int64] * 8), nogil=True, cache=True)
+@compiled(njit, int64(*[int64] * 8), nogil=True)
 def move(context, rings, capacity, table, first, count, blocked, wanted):
     """Move the messages in rows [first, count) until row `wanted` is done; with wanted = -1 only what can be moved at once."""
     if _field(context, ABORTED) != 0:

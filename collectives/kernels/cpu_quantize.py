@@ -25,7 +25,7 @@ from numba import float32, int8, int32, int64, njit, types, uint8, uint16, uint3
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from collectives.kernels import one_at_a_time
+from collectives.kernels.compiling import compiled
 from collectives.kernels.stack import PIECE, room, settle, stream, streams  # 0e0e27e0df148eb3
 
 _I16, _I32, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
@@ -45,8 +45,7 @@ _ROUND = np.float32(1.5 * 2**23)  # added to a number below 2^22, rounds it, hal
 def _compiled(function: Callable[..., None]) -> Any:
     """A function on addresses and lengths (int64) and a `scale` (float32), compiled."""
     kinds = [float32 if name == "scale" else int64 for name in inspect.signature(function).parameters]
-    with one_at_a_time():
-        return njit(types.void(*kinds), nogil=True, cache=True, error_model="numpy")(function)
+    return compiled(njit, types.void(*kinds), nogil=True, error_model="numpy")(function)
 
 
 def _addresses(*tensors: torch.Tensor | None) -> list[int]:

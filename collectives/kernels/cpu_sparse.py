@@ -24,7 +24,7 @@ from numba import float32, int64, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from collectives.kernels import one_at_a_time
+from collectives.kernels.compiling import compiled
 from collectives.kernels.stack import PIECE, room, settle, stream, streams  # 0e0e27e0df148eb3
 from collectives.kernels.wire import pad16
 
@@ -47,8 +47,7 @@ _NAN = 0x7F800001  # the key of every NaN
 def _compiled(function: Callable[..., Any]) -> Any:
     """A function on addresses and lengths (int64) and a factor (float32), compiled."""
     kinds = [float32 if name in ("scale", "decay") else int64 for name in inspect.signature(function).parameters]
-    with one_at_a_time():
-        return njit(tuple(kinds), nogil=True, cache=True, error_model="numpy")(function)
+    return compiled(njit, tuple(kinds), nogil=True, error_model="numpy")(function)
 
 
 @intrinsic

@@ -1,0 +1,58 @@
+"""Compiling where nothing can be kept: kernels and codecs work all the same, and one line says what to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import collectives
+
+SCRIPT = """
+    import resource, sys
+    import torch
+    from collectives.compression.integers import Int8
+    from collectives.kernels import cpu_arithmetic, cpu_kernels
+
+    if sys.argv[1] == "full disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    values, codec = torch.arange(-64.0, 64), Int8()
+    wire = torch.empty(codec.wire_bytes(128), dtype=torch.uint8)
+    codec.encode(values, wire)
+    codec.decode(wire, decoded := torch.empty(128))
+    assert (decoded - values).abs().max() <= 0.5
+    assert not isinstance(cpu_kernels(), str), cpu_kernels()
+    assert cpu_arithmetic(torch.float32).address
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("no folder", "no folder for it can be written"), ("full disk", "File too large")],
+)
+def test_what_cannot_be_kept_is_compiled_all_the_same(tmp_path: Path, kind: str, reason: str) -> None:
+    """As root, too, who may write everywhere but in what is no folder."""
+    package = Path(collectives.__file__).parent
+    copy = shutil.copytree(package, tmp_path / "collectives", ignore=shutil.ignore_patterns("__pycache__"))
+    nowhere = tmp_path / "nowhere"
+    nowhere.touch()
+    if kind == "no folder":
+        (copy / "kernels" / "__pycache__").touch()
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    without = {"HOME": str(nowhere), "XDG_CACHE_HOME": str(nowhere), "NUMBA_CACHE_DIR": str(nowhere)}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py"), kind],  # whose own folder, with the copy, comes first
+        env={**os.environ, **without, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert reason in line
+    assert "set NUMBA_CACHE_DIR to a folder that can be written" in line
