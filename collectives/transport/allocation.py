@@ -13,13 +13,13 @@ import math
 import threading
 import weakref
 from collections import deque
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from collectives.transport.local_group import SLOT_FIELDS, SLOTS, LocalGroup
+from collectives.transport.memory import memory_left
 from collectives.transport.segment import Segment
 
 _log = logging.getLogger("gradwire")
@@ -37,12 +37,6 @@ class Place(NamedTuple):
 
 #: Of a tensor that the others cannot see.
 ELSEWHERE = Place(-1, 0, 0)
-
-
-def _memory_left() -> int:
-    """Bytes that the machine could give out now."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 class Allocations:
@@ -67,7 +61,7 @@ class Allocations:
         """A tensor that the others will see; None where there is no room for it. Its memory is given back with it."""
         nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
-            if self._closed or nbytes == 0 or nbytes > _memory_left() // self._group.size:
+            if self._closed or nbytes == 0:
                 return None
             self._reap()
             free = [slot for slot in range(SLOTS) if slot not in self._own]
@@ -75,8 +69,10 @@ class Allocations:
                 return None
             slot, version = free[0], self._version + 1
             try:
+                if nbytes > memory_left() // self._group.size:
+                    return None
                 segment = Segment.create(self._name(self._group.index, version), nbytes)
-            except OSError:
+            except OSError:  # no memory, or too many files are open
                 return None
             assert segment.address is not None
             memory = (ctypes.c_uint8 * nbytes).from_address(segment.address)

@@ -218,6 +218,30 @@ def test_more_than_there_is(ranks: Worlds) -> None:
     ranks(2).run(ask_for_too_much)
 
 
+def open_too_many_files() -> None:
+    """Rank 0 can open nothing more: its tensors are ordinary, and those of the others are copied."""
+    rank = dist.get_rank()
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Communicator(timeout_s=TIMEOUT_S) as comm:
+        comm.allreduce(torch.ones(1))
+        first_free = os.open(os.devnull, os.O_RDONLY)
+        os.close(first_free)
+        if rank == 0:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, most))
+        try:
+            tensor = comm.empty(5000)
+            for _ in range(3):
+                tensor.fill_(1)
+                comm.allreduce(tensor)
+                assert torch.equal(tensor, torch.full_like(tensor, float(comm.size)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+
+
+def test_too_many_open_files(ranks: Worlds) -> None:
+    ranks(2).run(open_too_many_files)
+
+
 def fork_in_the_middle() -> None:
     """A child that drops what it inherited takes nothing from its parent; what it calls is refused."""
     with Communicator(timeout_s=TIMEOUT_S) as comm:
