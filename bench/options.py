@@ -59,7 +59,7 @@ def count_from(least: int, text: str) -> int:
 
 def picture(text: str) -> Path:
     if find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("matplotlib is not installed: pip install 'gradwire[bench]'")
+        raise argparse.ArgumentTypeError("matplotlib is not installed: pip install '.[bench]' in a clone of gradwire")
     return Path(text)
 
 
@@ -108,7 +108,7 @@ def parse_arguments(name: str, arguments: Sequence[str]) -> argparse.Namespace:
     add(
         "--peers",
         action="store_true",
-        help="MPI too, as an algorithm of that name: run under mpirun, with gradwire[peers]",
+        help="MPI too, as an algorithm of that name: run under mpirun; needs pip install '.[peers]' in a clone of gradwire",
     )
     add(
         "--shared",

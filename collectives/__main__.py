@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import os
 
 import torch
@@ -18,12 +17,13 @@ from collectives.selection import Table
 from collectives.sizes import format_size
 
 
-def _version(package: str) -> str:
+def _version(name: str) -> str:
     """Installed version of a package, or that it is not there. CuPy's wheels are named after the CUDA version."""
-    if importlib.util.find_spec(package) is None:
+    wheels = importlib.metadata.packages_distributions().get(name, [name])
+    try:
+        return importlib.metadata.version(wheels[0])
+    except importlib.metadata.PackageNotFoundError:
         return "not installed"
-    names = importlib.metadata.packages_distributions().get(package, [package])
-    return importlib.metadata.version(names[0])
 
 
 def _range(table: Table) -> str:

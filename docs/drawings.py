@@ -1,12 +1,16 @@
 """Draw the schedules of docs/algorithms.md from the planners themselves: `python docs/drawings.py` writes docs/images/*.png.
 
 Left to right the rounds, top to bottom the ranks. An arrow is a message; its label names the blocks it carries. Solid: the
-receiver adds what arrives to what it has. Dashed: it replaces it.
+receiver adds what arrives to what it has. Dashed: it replaces it. Each picture carries a digest of its messages, by which a
+test sees that it still shows what the planners plan.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 
@@ -24,42 +28,72 @@ def blocks_text(start: int, stop: int) -> str:
     return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
 
 
-def draw(title: str, schedules: list[Schedule], path: Path) -> None:
-    rounds = len(schedules[0].rounds)
-    size = len(schedules)
+class Message(NamedTuple):
+    """An arrow: the blocks from start to stop, of those that the buffer has."""
+
+    receiver: int
+    sender: int
+    start: int
+    stop: int
+    adds: bool
+
+
+class Picture(NamedTuple):
+    name: str
+    title: str
+    schedules: list[Schedule]
+
+    def rounds(self) -> list[list[Message]]:
+        """The messages of each round, in an order that does not depend on the planner's."""
+        return [
+            sorted(
+                Message(schedule.rank, step.peer, *step.span, step.action is Action.REDUCE)
+                for schedule in self.schedules
+                for step in schedule.rounds[index]
+                if step.action is not Action.SEND
+            )
+            for index in range(len(self.schedules[0].rounds))
+        ]
+
+    def digest(self) -> str:
+        messages = [[tuple(message) for message in messages] for messages in self.rounds()]
+        return hashlib.sha256(f"{self.title}: {messages}".encode()).hexdigest()
+
+
+def draw(picture: Picture) -> None:
+    size, rounds = len(picture.schedules), len(picture.rounds())
     figure, axes = plt.subplots(figsize=(1.2 + 1.75 * rounds, 0.9 + 0.62 * size))
     for rank in range(size):
         axes.axhline(rank, color="#d4d4d8", linewidth=1, zorder=0)
-    for index in range(rounds):
+    for index, messages in enumerate(picture.rounds()):
         if index % 2 == 0:
             axes.axvspan(index, index + 1, color="#f4f4f5", zorder=-1)
-        messages = [(s, step) for s in schedules for step in s.rounds[index] if step.action is not Action.SEND]
-        for place, (receiver, step) in enumerate(messages):
-            adds = step.action is Action.REDUCE
+        for place, message in enumerate(messages):
+            colour = ADDS if message.adds else COPIES
             start = index + 0.08 + 0.2 * (place + 0.5) / len(messages)
             axes.annotate(
                 "",
-                xy=(start + 0.62, receiver.rank),
-                xytext=(start, step.peer),
+                xy=(start + 0.62, message.receiver),
+                xytext=(start, message.sender),
                 arrowprops={
                     "arrowstyle": "-|>",
-                    "color": ADDS if adds else COPIES,
-                    "linestyle": "-" if adds else (0, (4, 2)),
+                    "color": colour,
+                    "linestyle": "-" if message.adds else (0, (4, 2)),
                     "linewidth": 1.3,
                     "shrinkA": 2,
                     "shrinkB": 2,
                 },
             )
-            if schedules[0].blocks > 1:
+            if picture.schedules[0].blocks > 1:
                 along = 0.16
                 axes.text(
                     start + 0.62 * along,
-                    step.peer + (receiver.rank - step.peer) * along,
-                    blocks_text(*step.span),
+                    message.sender + (message.receiver - message.sender) * along,
+                    blocks_text(message.start, message.stop),
                     fontsize=7.5,
                     ha="center",
                     va="center",
-                    color=ADDS if adds else COPIES,
+                    color=colour,
                     bbox={"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.9},
                 )
     axes.set_xlim(0, rounds)
@@ -69,14 +103,14 @@ def draw(title: str, schedules: list[Schedule], path: Path) -> None:
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_title(picture.title, fontsize=10, loc="left")
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    about = {"Description": picture.digest(), "Software": None}  # matplotlib's version says nothing about the schedules
+    figure.savefig(IMAGES / f"{picture.name}.png", dpi=130, metadata=about)
     plt.close(figure)
 
 
-def main() -> None:
-    IMAGES.mkdir(exist_ok=True)
+def pictures() -> Iterator[Picture]:
     hosts = ((0, 1), (2, 3), (4,))
     for name, planner in PLANNERS["allreduce"].items():
         size = {"ring": 4, "direct": 4, "tree": 6}.get(name, 5)
@@ -84,13 +118,16 @@ def main() -> None:
         where = ", hosts {0, 1}, {2, 3}, {4}" if name == "hierarchical" else ""
         blocks = schedules[0].blocks
         cut = f"buffer in {blocks} blocks" if blocks > 1 else "whole buffer"
-        draw(f"allreduce, {name}: {size} ranks{where}, {cut}", schedules, IMAGES / f"{name}.png")
+        yield Picture(name, f"allreduce, {name}: {size} ranks{where}, {cut}", schedules)
     size = 6
-    draw(
-        "broadcast, tree: 6 ranks",
-        [PLANNERS["broadcast"]["tree"](Place(r, size)) for r in range(size)],
-        IMAGES / "broadcast.png",
-    )
+    schedules = [PLANNERS["broadcast"]["tree"](Place(rank, size)) for rank in range(size)]
+    yield Picture("broadcast", "broadcast, tree: 6 ranks", schedules)
+
+
+def main() -> None:
+    IMAGES.mkdir(exist_ok=True)
+    for picture in pictures():
+        draw(picture)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import options
 from bench.cases import CASES
 from bench.micro import choose_algorithms, plan_jobs
 from bench.options import DTYPES, OPS, parse_arguments
@@ -104,3 +105,13 @@ def test_algorithms_default_to_all_with_the_peers_beside_auto() -> None:
     assert choose_algorithms(["tree", "auto"], legal) == ["tree", "auto"]
     with pytest.raises(ValueError, match="'rong' is not one of auto, native, torch, ring, tree"):
         choose_algorithms(["rong"], legal)
+
+
+def test_what_is_missing_can_be_installed_as_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a clone: no index has the project."""
+    monkeypatch.setattr(options, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        parse_arguments("allreduce", ["--plot", "out.png"])
+    assert "pip install '.[bench]' in a clone" in capsys.readouterr().err
