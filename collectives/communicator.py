@@ -6,10 +6,11 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from collectives import objects, verbs
 from collectives.compression.codec import Codec
@@ -138,7 +139,7 @@ class Communicator:
         """Whether CPU tensors between this rank and others of its host go through memory that they share."""
         return self._engine.shares_memory
 
-    def empty(self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def empty(self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised CPU tensor of a shape given as for torch.empty, that ranks of one host allreduce without copying it.
 
         From the second allreduce on, that is: make it once and use it often. It is an ordinary tensor where there is no memory to
@@ -152,9 +153,57 @@ class Communicator:
 
     # Reductions
 
+    @overload
     def allreduce(
         self,
-        tensor: torch.Tensor,
+        tensor: Tensor,
+        op: Op = ...,
+        *,
+        prescale: float = ...,
+        postscale: float = ...,
+        codec: str | Codec | None = ...,
+        feedback: Feedback | None = ...,
+        step: int = ...,
+        seed: int = ...,
+        algorithm: str = ...,
+        async_op: Literal[False] = ...,
+    ) -> None: ...
+
+    @overload
+    def allreduce(
+        self,
+        tensor: Tensor,
+        op: Op = ...,
+        *,
+        prescale: float = ...,
+        postscale: float = ...,
+        codec: str | Codec | None = ...,
+        feedback: Feedback | None = ...,
+        step: int = ...,
+        seed: int = ...,
+        algorithm: str = ...,
+        async_op: Literal[True],
+    ) -> Work: ...
+
+    @overload
+    def allreduce(
+        self,
+        tensor: Tensor,
+        op: Op = ...,
+        *,
+        prescale: float = ...,
+        postscale: float = ...,
+        codec: str | Codec | None = ...,
+        feedback: Feedback | None = ...,
+        step: int = ...,
+        seed: int = ...,
+        algorithm: str = ...,
+        async_op: bool,
+    ) -> Work | None: ...
+
+    def allreduce(
+        self,
+        tensor: Tensor,
         op: Op = "sum",
         *,
         prescale: float = 1.0,
@@ -204,9 +253,45 @@ class Communicator:
             raise ValueError(f"rank {self.rank}: numel={numel!r}; a whole number from 0 is needed")
         return Feedback(made, self._engine.sharing(made, numel), torch.device(device))
 
+    @overload
     def grouped_allreduce(
         self,
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[Tensor],
+        op: Op = ...,
+        *,
+        prescale: float = ...,
+        postscale: float = ...,
+        algorithm: str = ...,
+        async_op: Literal[False] = ...,
+    ) -> None: ...
+
+    @overload
+    def grouped_allreduce(
+        self,
+        tensors: Sequence[Tensor],
+        op: Op = ...,
+        *,
+        prescale: float = ...,
+        postscale: float = ...,
+        algorithm: str = ...,
+        async_op: Literal[True],
+    ) -> Work: ...
+
+    @overload
+    def grouped_allreduce(
+        self,
+        tensors: Sequence[Tensor],
+        op: Op = ...,
+        *,
+        prescale: float = ...,
+        postscale: float = ...,
+        algorithm: str = ...,
+        async_op: bool,
+    ) -> Work | None: ...
+
+    def grouped_allreduce(
+        self,
+        tensors: Sequence[Tensor],
         op: Op = "sum",
         *,
         prescale: float = 1.0,
@@ -219,10 +304,37 @@ class Communicator:
             self._engine, tensors, op, prescale=prescale, postscale=postscale, algorithm=algorithm, async_op=async_op
         )
 
+    @overload
     def reduce_scatter(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor | Sequence[torch.Tensor],
+        output: Tensor,
+        input: Tensor | Sequence[Tensor],
+        op: Op = ...,
+        *,
+        algorithm: str = ...,
+        async_op: Literal[False] = ...,
+    ) -> None: ...
+
+    @overload
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        input: Tensor | Sequence[Tensor],
+        op: Op = ...,
+        *,
+        algorithm: str = ...,
+        async_op: Literal[True],
+    ) -> Work: ...
+
+    @overload
+    def reduce_scatter(
+        self, output: Tensor, input: Tensor | Sequence[Tensor], op: Op = ..., *, algorithm: str = ..., async_op: bool
+    ) -> Work | None: ...
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        input: Tensor | Sequence[Tensor],
         op: Op = "sum",
         *,
         algorithm: str = "auto",
@@ -234,18 +346,48 @@ class Communicator:
         """
         return verbs.reduce_scatter(self._engine, output, input, op, algorithm=algorithm, async_op=async_op)
 
+    @overload
     def reduce(
-        self, tensor: torch.Tensor, dst: int = 0, op: Op = "sum", *, algorithm: str = "auto", async_op: bool = False
+        self, tensor: Tensor, dst: int = ..., op: Op = ..., *, algorithm: str = ..., async_op: Literal[False] = ...
+    ) -> None: ...
+
+    @overload
+    def reduce(
+        self, tensor: Tensor, dst: int = ..., op: Op = ..., *, algorithm: str = ..., async_op: Literal[True]
+    ) -> Work: ...
+
+    @overload
+    def reduce(
+        self, tensor: Tensor, dst: int = ..., op: Op = ..., *, algorithm: str = ..., async_op: bool
+    ) -> Work | None: ...
+
+    def reduce(
+        self, tensor: Tensor, dst: int = 0, op: Op = "sum", *, algorithm: str = "auto", async_op: bool = False
     ) -> Work | None:
         """Reduce `tensor` over all ranks, in place on rank dst; on the others it is not changed."""
         return verbs.reduce(self._engine, tensor, dst, op, algorithm=algorithm, async_op=async_op)
 
     # Movement
 
+    @overload
+    def allgather(
+        self, output: Tensor | Sequence[Tensor], input: Tensor, *, algorithm: str = ..., async_op: Literal[False] = ...
+    ) -> None: ...
+
+    @overload
+    def allgather(
+        self, output: Tensor | Sequence[Tensor], input: Tensor, *, algorithm: str = ..., async_op: Literal[True]
+    ) -> Work: ...
+
+    @overload
+    def allgather(
+        self, output: Tensor | Sequence[Tensor], input: Tensor, *, algorithm: str = ..., async_op: bool
+    ) -> Work | None: ...
+
     def allgather(
         self,
-        output: torch.Tensor | Sequence[torch.Tensor],
-        input: torch.Tensor,
+        output: Tensor | Sequence[Tensor],
+        input: Tensor,
         *,
         algorithm: str = "auto",
         async_op: bool = False,
@@ -256,16 +398,60 @@ class Communicator:
         """
         return verbs.allgather(self._engine, output, input, algorithm=algorithm, async_op=async_op)
 
+    @overload
     def broadcast(
-        self, tensor: torch.Tensor, src: int = 0, *, algorithm: str = "auto", async_op: bool = False
+        self, tensor: Tensor, src: int = ..., *, algorithm: str = ..., async_op: Literal[False] = ...
+    ) -> None: ...
+
+    @overload
+    def broadcast(self, tensor: Tensor, src: int = ..., *, algorithm: str = ..., async_op: Literal[True]) -> Work: ...
+
+    @overload
+    def broadcast(self, tensor: Tensor, src: int = ..., *, algorithm: str = ..., async_op: bool) -> Work | None: ...
+
+    def broadcast(
+        self, tensor: Tensor, src: int = 0, *, algorithm: str = "auto", async_op: bool = False
     ) -> Work | None:
         """Copy rank src's `tensor` into that of every other rank, in place."""
         return verbs.broadcast(self._engine, tensor, src, algorithm=algorithm, async_op=async_op)
 
+    @overload
     def gather(
         self,
-        input: torch.Tensor,
-        output: Sequence[torch.Tensor] | None = None,
+        input: Tensor,
+        output: Sequence[Tensor] | None = ...,
+        dst: int = ...,
+        *,
+        algorithm: str = ...,
+        async_op: Literal[False] = ...,
+    ) -> None: ...
+
+    @overload
+    def gather(
+        self,
+        input: Tensor,
+        output: Sequence[Tensor] | None = ...,
+        dst: int = ...,
+        *,
+        algorithm: str = ...,
+        async_op: Literal[True],
+    ) -> Work: ...
+
+    @overload
+    def gather(
+        self,
+        input: Tensor,
+        output: Sequence[Tensor] | None = ...,
+        dst: int = ...,
+        *,
+        algorithm: str = ...,
+        async_op: bool,
+    ) -> Work | None: ...
+
+    def gather(
+        self,
+        input: Tensor,
+        output: Sequence[Tensor] | None = None,
         dst: int = 0,
         *,
         algorithm: str = "auto",
@@ -274,10 +460,43 @@ class Communicator:
         """Collect every rank's `input`, of one size, on rank dst. output: on dst one tensor per rank, elsewhere None."""
         return verbs.gather(self._engine, input, output, dst, algorithm=algorithm, async_op=async_op)
 
+    @overload
     def scatter(
         self,
-        output: torch.Tensor,
-        input: Sequence[torch.Tensor] | None = None,
+        output: Tensor,
+        input: Sequence[Tensor] | None = ...,
+        src: int = ...,
+        *,
+        algorithm: str = ...,
+        async_op: Literal[False] = ...,
+    ) -> None: ...
+
+    @overload
+    def scatter(
+        self,
+        output: Tensor,
+        input: Sequence[Tensor] | None = ...,
+        src: int = ...,
+        *,
+        algorithm: str = ...,
+        async_op: Literal[True],
+    ) -> Work: ...
+
+    @overload
+    def scatter(
+        self,
+        output: Tensor,
+        input: Sequence[Tensor] | None = ...,
+        src: int = ...,
+        *,
+        algorithm: str = ...,
+        async_op: bool,
+    ) -> Work | None: ...
+
+    def scatter(
+        self,
+        output: Tensor,
+        input: Sequence[Tensor] | None = None,
         src: int = 0,
         *,
         algorithm: str = "auto",
@@ -286,10 +505,46 @@ class Communicator:
         """Hand rank r the r-th tensor of rank src's `input`. input: on src one tensor per rank, of one size; elsewhere None."""
         return verbs.scatter(self._engine, output, input, src, algorithm=algorithm, async_op=async_op)
 
+    @overload
     def alltoall(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int] | None = ...,
+        input_splits: Sequence[int] | None = ...,
+        *,
+        algorithm: str = ...,
+        async_op: Literal[False] = ...,
+    ) -> None: ...
+
+    @overload
+    def alltoall(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int] | None = ...,
+        input_splits: Sequence[int] | None = ...,
+        *,
+        algorithm: str = ...,
+        async_op: Literal[True],
+    ) -> Work: ...
+
+    @overload
+    def alltoall(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int] | None = ...,
+        input_splits: Sequence[int] | None = ...,
+        *,
+        algorithm: str = ...,
+        async_op: bool,
+    ) -> Work | None: ...
+
+    def alltoall(
+        self,
+        output: Tensor,
+        input: Tensor,
         output_splits: Sequence[int] | None = None,
         input_splits: Sequence[int] | None = None,
         *,
@@ -304,6 +559,15 @@ class Communicator:
         return verbs.alltoall(
             self._engine, output, input, output_splits, input_splits, algorithm=algorithm, async_op=async_op
         )
+
+    @overload
+    def barrier(self, *, algorithm: str = ..., async_op: Literal[False] = ...) -> None: ...
+
+    @overload
+    def barrier(self, *, algorithm: str = ..., async_op: Literal[True]) -> Work: ...
+
+    @overload
+    def barrier(self, *, algorithm: str = ..., async_op: bool) -> Work | None: ...
 
     def barrier(self, *, algorithm: str = "auto", async_op: bool = False) -> Work | None:
         """Return when every rank has called it."""
