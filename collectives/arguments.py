@@ -12,6 +12,7 @@ import torch
 
 from collectives.engine import Engine
 from collectives.reduction import check_dtype
+from collectives.staging import refusal
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -28,12 +29,12 @@ def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]
 
 
 def check_tensors(engine: Engine, *tensors: torch.Tensor) -> None:
-    """Raises TypeError for what is no tensor of an allowed dtype, ValueError for a mixture or a wrong device."""
+    """Raises TypeError for what is no tensor that can be moved, ValueError for a mixture or a wrong device."""
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"rank {engine.rank}: a torch.Tensor is needed, not {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"rank {engine.rank}: a dense tensor is needed, not one of layout {tensor.layout}")
+        if said := refusal(tensor):
+            raise TypeError(f"rank {engine.rank}: {said}")
         check_dtype(engine.rank, tensor.dtype)
         if tensor.device.type not in engine.device_types:
             allowed = " and ".join(engine.device_types)

@@ -38,14 +38,16 @@ class Communicator:
     CPU tensors between ranks of one host go through memory that these share, all else through the group's backend. Where memory
     cannot be shared (the log says why), or with COLLECTIVES_SHARED_MEMORY=0 on any rank, everything does.
 
-    Making one is a collective call, and so is every verb: all ranks of the group call the same verbs in the same order. Ranks
-    in arguments (src, dst) count within the group. The verbs follow torch.distributed: results in place, None returned, or
-    with async_op=True a Work; then the tensors belong to the operation until its wait() returns. Operations run in the order
-    issued. Tensors may be strided and may be empty; dtypes are float16, bfloat16, float32, float64, int8, uint8, int16,
-    int32, int64 and bool. `op` is 'sum', 'average', 'min', 'max' or 'product', or torch's ReduceOp of that name; sums and
-    products of integers wrap around, averages of them truncate toward zero; on bool, sum and max are "or", product and min are
-    "and", average is a TypeError. `algorithm` is 'auto' or one of algorithms(verb). The result of one algorithm in one world is
-    the same on all ranks to the bit, every time.
+    Making one is a collective call, and so is every verb: all ranks of the group call the same verbs in the same order.
+    Ranks in arguments (src, dst) count within the group. The verbs follow torch.distributed: results in place, None
+    returned, or with async_op=True a Work; then the tensors belong to the operation until its wait() returns.
+    Operations run in the order issued. Tensors may be strided, empty or of inference mode, and an output may share
+    memory with an input; a tensor without memory of its own (a DTensor, a FakeTensor, a nested one) is a TypeError.
+    Dtypes are float16, bfloat16, float32, float64, int8, uint8, int16, int32, int64 and bool. `op` is 'sum', 'average',
+    'min', 'max' or 'product', or torch's ReduceOp of that name; sums and products of integers wrap around, averages of
+    them truncate toward zero; on bool, sum and max are "or", product and min are "and", average is a TypeError.
+    `algorithm` is 'auto' or one of algorithms(verb). The result of one algorithm in one world is the same on all ranks
+    to the bit, every time.
 
     Raises, from every verb: ValueError, TypeError for a wrong argument, at the call, before anything is sent. From the verb or,
     when asynchronous, from wait: PeerLost, CollectiveTimeout or Mismatch when the operation cannot finish; the Communicator is
@@ -251,7 +253,8 @@ class Communicator:
         made = make_codec(codec)
         if not isinstance(numel, int) or numel < 0:
             raise ValueError(f"rank {self.rank}: numel={numel!r}; a whole number from 0 is needed")
-        return Feedback(made, self._engine.sharing(made, numel), torch.device(device))
+        with torch.inference_mode(False):  # it is for calls in any mode
+            return Feedback(made, self._engine.sharing(made, numel), torch.device(device))
 
     @overload
     def grouped_allreduce(

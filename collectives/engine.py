@@ -144,7 +144,10 @@ class Engine:
         return self._schedules[key]
 
     def submit(self, call: str, body: Callable[[Turn], None], *, async_op: bool) -> Work | None:
-        """See Operations."""
+        """See Operations. Bodies run outside of inference mode, so that the memory they keep serves later calls in any mode."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self._operations.submit(call, body, async_op=async_op)
         return self._operations.submit(call, body, async_op=async_op)
 
     def remember(self, tensor: torch.Tensor, key: Hashable, call: str, op: str) -> None:
@@ -160,8 +163,17 @@ class Engine:
         in the way; False, with nothing done, where not. What it saves is most of the time of a small message."""
         if self._shared is None or type(tensor) is not torch.Tensor:
             return False
-        known = self._calls.get((tensor.dtype, tensor.shape, key))
-        if known is None or not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        try:
+            known = self._calls.get((tensor.dtype, tensor.shape, key))
+            if (
+                known is None
+                or not tensor.is_cpu
+                or not tensor.is_contiguous()
+                or tensor.is_neg()
+                or not tensor.data_ptr()
+            ):
+                return False
+        except RuntimeError:  # nested or sparse: no shape or address; see staging.refusal
             return False
         call, call_digest, reduction = known
         return self._operations.run_now(call, call_digest, self._shared.allreduce, tensor, reduction)

@@ -1,4 +1,4 @@
-"""Tensors of any strides and device as the contiguous 1-D buffer that a transport moves."""
+"""Which tensors can be moved, and any of them as the contiguous 1-D buffer that a transport moves."""
 
 from __future__ import annotations
 
@@ -7,28 +7,69 @@ from collections.abc import Sequence
 import torch
 
 
+def refusal(tensor: torch.Tensor) -> str | None:
+    """Return what to say of a tensor that cannot be moved, None of one that can.
+
+    Transports and kernels use bare addresses, so the elements must lie at data_ptr(). Subclasses with a __torch_dispatch__ of
+    their own (DTensor, FakeTensor, nested tensors) keep theirs elsewhere or have none; a plain subclass such as Parameter is
+    as good as a Tensor.
+    """
+    nested = tensor.is_nested
+    if not nested and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        if tensor.layout != torch.strided:
+            return f"a dense tensor is needed, not one of layout {tensor.layout}"
+        try:
+            if tensor.numel() == 0 or tensor.data_ptr() != 0:
+                return None
+        except RuntimeError:  # the stand-ins of torch.func, inside vmap for example
+            pass
+    kind = "nested tensor" if nested else type(tensor).__name__
+    return (
+        f"this {kind} on {tensor.device} has no memory of its own; give the ordinary tensors that it stands for: to_local() of a "
+        "DTensor, values() of a nested tensor"
+    )
+
+
+def apart(source: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
+    """Return source, or a copy of it where it shares memory with destination. Both are contiguous."""
+    begin, other = source.data_ptr(), destination.data_ptr()
+    shared = begin < other + destination.nbytes and other < begin + source.nbytes
+    return source.clone() if shared else source
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor without history. One made in inference mode, of which views could not be written outside of it, becomes
+    an ordinary one over the same memory."""
+    if not tensor.is_inference():
+        return tensor.detach()
+    memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    memory.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    return torch._neg_view(memory) if tensor.is_neg() else memory
+
+
 class Buffer:
     """One tensor, or several of one dtype and device end to end, as `flat`: contiguous, 1-D, where the transport can reach it.
 
-    flat shares the memory of a single tensor when it can. Strided tensors and several are copied; what is on CUDA and must
-    travel through the host is copied to pinned memory on the current stream.
+    flat shares the memory of a single tensor when it can. Strided tensors, several, and those whose memory holds the negative of
+    their elements (Tensor.is_neg) are copied; what is on CUDA and must travel through the host is copied to pinned memory on the
+    current stream.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, via_host: bool, fill: bool = True) -> None:
         """fill=False leaves a copy's contents undefined: for buffers that will only be written."""
-        self._tensors = [tensor.detach() for tensor in tensors]
+        self._tensors = [_plain(tensor) for tensor in tensors]
         self._whole = whole = self._joined(fill)
         if via_host:
             self.flat = torch.empty(whole.numel(), dtype=whole.dtype, pin_memory=True)
             if fill:
                 self.flat.view(whole.shape).copy_(whole, non_blocking=True)
                 torch.cuda.current_stream().synchronize()
-        elif whole.is_contiguous():
-            self.flat = whole.view(-1)
-        elif fill:
-            self.flat = whole.contiguous().view(-1)
+        elif whole.is_contiguous() and not whole.is_neg():
+            self.flat = whole.as_strided((whole.numel(),), (1,))  # view(-1) would keep the stride of a single element
         else:
             self.flat = torch.empty(whole.numel(), dtype=whole.dtype, device=whole.device)
+            if fill:
+                self.flat.view(whole.shape).copy_(whole)
 
     def _joined(self, fill: bool) -> torch.Tensor:
         first = self._tensors[0]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.optimizer import DistributedOptimizer
+from trainer.validation import check_tensor
 from trainer.world import ProcessSet, communicator_of, here
 
 T = TypeVar("T")
@@ -23,7 +24,7 @@ def broadcast_parameters(
     """Overwrite tensors, in place, with those of root_rank: model.state_dict(), named_parameters() or parameters().
 
     All ranks must give the same tensors in shape and dtype, in the same order (a mapping is taken in the order of its keys).
-    Raises TypeError for anything that is not a tensor.
+    Raises TypeError for anything that is not a tensor, or has no memory of its own, as a DTensor.
     """
     entries: list[Any] = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     tensors: list[Tensor] = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
@@ -32,10 +33,10 @@ def broadcast_parameters(
             raise TypeError(
                 f"{here()}can broadcast tensors, or pairs of a name and a tensor, not {type(tensor).__name__}"
             )
+        check_tensor(tensor)
     communicator = communicator_of(process_set)
     works = [communicator.broadcast(tensor.detach(), root_rank, async_op=True) for tensor in tensors]
     for work in works:
-        assert work is not None
         work.wait()
 
 
@@ -45,11 +46,15 @@ def broadcast_optimizer_state(
     """Give every rank's optimizer the state and the param group options of root_rank's.
 
     Works for any optimizer whose state_dict() is made of dicts, lists, tuples, tensors and picklable values; no step is
-    taken, so parameters stay as they are, and root_rank's optimizer is not touched. `model` is Horovod's, and unused.
+    taken, so parameters stay as they are, and root_rank's optimizer is not touched. Raises TypeError for an optimizer of
+    DTensors. `model` is Horovod's, and unused.
     Of a DistributedOptimizer, that is the wrapped optimizer's; what its codecs remember is each rank's own, and stays.
     """
     if isinstance(optimizer, DistributedOptimizer):
         optimizer = optimizer.optimizer
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            check_tensor(parameter)  # of what is no ordinary tensor, neither is the state, and all ranks notice alike
     communicator = communicator_of(process_set)
     tensors: list[Tensor] = []
 

@@ -9,15 +9,18 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from collectives.staging import refusal
 from trainer.compression import Compressor, Policy
 from trainer.ops import Average, Sum
 from trainer.world import here
 
 
 def check_tensor(value: object) -> Tensor:
-    """The value, which must be a tensor. Raises TypeError."""
+    """The value, which must be a tensor that can be moved. Raises TypeError."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{here()}a torch.Tensor is needed, not {type(value).__name__}")
+    if said := refusal(value):
+        raise TypeError(f"{here()}{said}")
     return value
 
 

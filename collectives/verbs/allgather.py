@@ -10,6 +10,7 @@ from collectives import arguments, native
 from collectives.engine import NATIVE, Engine
 from collectives.operations import Turn
 from collectives.spans import consecutive
+from collectives.staging import apart
 from collectives.work import Work
 
 
@@ -31,11 +32,14 @@ def allgather(
     def body(turn: Turn) -> None:
         source = engine.buffer(input).flat
         result = engine.buffer(*parts, fill=False)
+        layout = consecutive(lengths)
+        place = result.flat[layout[engine.rank].start : layout[engine.rank].stop]
+        if source.data_ptr() != place.data_ptr():
+            source = apart(source, result.flat)
         if chosen == NATIVE:
             engine.native(turn, native.allgather(result.flat, source), is_cuda=source.is_cuda)
         else:
-            layout = consecutive(lengths)
-            result.flat[layout[engine.rank].start : layout[engine.rank].stop].copy_(source)
+            place.copy_(source)
             engine.over_blocks(turn, "allgather", chosen, result.flat, layout)
         result.store()
 

@@ -11,6 +11,7 @@ from collectives.engine import NATIVE, Engine
 from collectives.errors import Mismatch
 from collectives.operations import Turn
 from collectives.spans import consecutive
+from collectives.staging import apart
 from collectives.work import Work
 
 
@@ -42,8 +43,8 @@ def alltoall(
     def body(turn: Turn) -> None:
         if input_splits is not None:
             _check_splits(engine, turn, outgoing, incoming)
-        source = engine.buffer(input).flat
         result = engine.buffer(output, fill=False)
+        source = apart(engine.buffer(input).flat, result.flat)
         if chosen == NATIVE:
             call_native = native.alltoall(result.flat, source, incoming, outgoing)
             engine.native(turn, call_native, is_cuda=source.is_cuda)

@@ -10,6 +10,7 @@ from collectives import arguments, native
 from collectives.engine import NATIVE, Engine
 from collectives.operations import Turn
 from collectives.spans import consecutive, only
+from collectives.staging import apart
 from collectives.work import Work
 
 
@@ -29,8 +30,8 @@ def gather(
     call = f"gather({arguments.described(input)}, dst={dst}, {chosen})"
 
     def body(turn: Turn) -> None:
-        source = engine.buffer(input).flat
         result = engine.buffer(*(parts or [input.new_empty(0)]), fill=False)
+        source = apart(engine.buffer(input).flat, result.flat)
         if chosen == NATIVE:
             pieces = list(result.flat.view(engine.size, -1)) if parts else []
             engine.native(turn, native.gather(source, pieces, dst), is_cuda=source.is_cuda)

@@ -10,6 +10,7 @@ from collectives import arguments, native
 from collectives.engine import NATIVE, Engine
 from collectives.operations import Turn
 from collectives.spans import consecutive, only
+from collectives.staging import apart
 from collectives.work import Work
 
 
@@ -29,8 +30,8 @@ def scatter(
     call = f"scatter({arguments.described(output)}, src={src}, {chosen})"
 
     def body(turn: Turn) -> None:
-        source = engine.buffer(*(parts or [output.new_empty(0)])).flat
         result = engine.buffer(output, fill=False)
+        source = apart(engine.buffer(*(parts or [output.new_empty(0)])).flat, result.flat)
         if chosen == NATIVE:
             pieces = list(source.view(engine.size, -1)) if parts else []
             engine.native(turn, native.scatter(result.flat, pieces, src), is_cuda=source.is_cuda)

@@ -7,7 +7,16 @@ import torch
 
 from collectives.algorithms import PLANNERS
 from tests.harness import ON_EVERY_TRANSPORT, Worlds
-from tests.ranks.exact import DTYPES, WORLDS, Checks, communicator, contribution, copies, uneven_parts
+from tests.ranks.exact import (
+    DTYPES,
+    SEVERAL_SEGMENTS,
+    WORLDS,
+    Checks,
+    communicator,
+    contribution,
+    copies,
+    uneven_parts,
+)
 
 pytestmark = ON_EVERY_TRANSPORT
 
@@ -131,6 +140,77 @@ def alltoall_splits(algorithm: str) -> list[str]:
     return checks.failures
 
 
+def laid_over(first: torch.Tensor, numel: int, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same elements, and a tensor of numel that begins `shift` elements after these in the same memory."""
+    memory = torch.zeros(2 * (first.numel() + numel) + abs(shift))
+    start = first.numel() + numel if shift < 0 else 0
+    memory[start : start + first.numel()] = first
+    return memory[start : start + first.numel()], memory[start + shift : start + shift + numel]
+
+
+def alltoall_in_place(algorithm: str) -> list[str]:
+    """An output that is the input, overlaps it, or lies between its elements."""
+    checks = Checks()
+    with communicator() as comm:
+        rank, size = comm.rank, comm.size
+        for numel in (1, 37, SEVERAL_SEGMENTS):
+            parts = [contribution(r, size, size * numel, torch.float32) for r in range(size)]
+            expected = torch.cat([part.split(numel)[rank] for part in parts])
+            for shift in (0, 1, -1, numel):
+                with checks.case(numel=numel, shift=shift):
+                    source, output = laid_over(parts[rank], size * numel, shift)
+                    comm.alltoall(output, source, algorithm=algorithm)
+                    checks.equal(output, expected)
+            with checks.case(numel=numel, view="columns"):
+                columns = torch.stack([parts[rank], parts[rank]], 1)
+                comm.alltoall(columns[:, 1], columns[:, 0], algorithm=algorithm)
+                checks.equal(columns, torch.stack([parts[rank], expected], 1))
+    return checks.failures
+
+
+def allgather_in_place(algorithm: str) -> list[str]:
+    """An input that is this rank's part of the output, or another part of it."""
+    checks = Checks()
+    with communicator() as comm:
+        rank, size = comm.rank, comm.size
+        for numel in (1, 37, SEVERAL_SEGMENTS):
+            parts = [contribution(r, size, numel, torch.float32) for r in range(size)]
+            for place in (rank * numel, 0, rank * numel + 1, (size - 1) * numel, -1):
+                with checks.case(numel=numel, place=place):
+                    source, output = laid_over(parts[rank], size * numel, -place)
+                    comm.allgather(output, source, algorithm=algorithm)
+                    checks.equal(output, torch.cat(parts))
+    return checks.failures
+
+
+def gather_in_place(algorithm: str) -> list[str]:
+    checks = Checks()
+    with communicator() as comm:
+        parts = [contribution(r, comm.size, 37, torch.float32) for r in range(comm.size)]
+        for shift in (0, 1):
+            with checks.case(shift=shift):
+                source, output = laid_over(parts[comm.rank], 37, shift)
+                outputs = [output, *(torch.zeros(37) for _ in parts[1:])]
+                comm.gather(source, outputs if comm.rank == 0 else None, 0, algorithm=algorithm)
+                if comm.rank == 0:
+                    for got, part in zip(outputs, parts, strict=True):
+                        checks.equal(got, part)
+    return checks.failures
+
+
+def scatter_in_place(algorithm: str) -> list[str]:
+    checks = Checks()
+    with communicator() as comm:
+        parts = [contribution(r, comm.size, 37, torch.float32) for r in range(comm.size)]
+        for shift in (0, 1):
+            with checks.case(shift=shift):
+                source, output = laid_over(parts[0], 37, shift)
+                inputs = [source, *parts[1:]] if comm.rank == 0 else None
+                comm.scatter(output, inputs, 0, algorithm=algorithm)
+                checks.equal(output, parts[comm.rank])
+    return checks.failures
+
+
 CASES = [
     (verb, function, algorithm)
     for verb, function in (
@@ -141,6 +221,10 @@ CASES = [
         ("broadcast", broadcast),
         ("alltoall", alltoall_equal),
         ("alltoall", alltoall_splits),
+        ("alltoall", alltoall_in_place),
+        ("allgather", allgather_in_place),
+        ("gather", gather_in_place),
+        ("scatter", scatter_in_place),
     )
     for algorithm in (*PLANNERS[verb], "native", "auto")
 ]

@@ -44,6 +44,13 @@ def reduce_scatter_exact(algorithm: str) -> list[str]:
                 comm.reduce_scatter(output, source, op, algorithm=algorithm)
                 checks.equal(output, reduced(size, size * numel, dtype, op)[rank * numel : (rank + 1) * numel])
                 checks.equal(source, before)
+        for place in range(0, size * 37, 36):
+            with checks.case(place=place):
+                source = contribution(rank, size, size * 37, torch.float32)
+                comm.reduce_scatter(source[place : place + 37], source, algorithm=algorithm)
+                checks.equal(
+                    source[place : place + 37], reduced(size, size * 37, torch.float32)[rank * 37 : (rank + 1) * 37]
+                )
         with checks.case(view="transposed"):
             source = contribution(rank, size, size * 40, torch.float32).view(5, size * 8).t()
             output = torch.zeros(5, 8).t()

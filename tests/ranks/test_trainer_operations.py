@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import trainer as hvd
 from collectives import CollectiveTimeout, Communicator
@@ -233,6 +234,38 @@ def what_is_no_tensor() -> None:
 
 def test_what_is_no_tensor(ranks: Worlds) -> None:
     check(ranks, what_is_no_tensor)
+
+
+def what_has_no_memory() -> None:
+    """A fake tensor, by every verb: refused before the sizes or splits of the verbs that exchange them are sent."""
+    with FakeTensorMode():
+        fake = torch.empty(3)
+    calls: list[Callable[[], Any]] = [
+        lambda: hvd.allreduce(fake),
+        lambda: hvd.allreduce_(fake),
+        lambda: hvd.allreduce_async(fake),
+        lambda: hvd.grouped_allreduce([torch.ones(3), fake]),
+        lambda: hvd.grouped_allreduce_async([torch.ones(3), fake]),
+        lambda: hvd.reducescatter(fake),
+        lambda: hvd.reducescatter_async(fake),
+        lambda: hvd.allgather(fake),
+        lambda: hvd.allgather_async(fake),
+        lambda: hvd.alltoall(fake),
+        lambda: hvd.alltoall_async(fake, [1, 1, 1]),
+        lambda: hvd.broadcast(fake, 0),
+        lambda: hvd.broadcast_(fake, 0),
+        lambda: hvd.broadcast_parameters({"a": torch.ones(3), "b": fake}, 0),
+        lambda: hvd.broadcast_optimizer_state(torch.optim.SGD([fake.requires_grad_()]), 0),
+    ]
+    if hvd.rank() == 1:
+        for call in calls:
+            with pytest.raises(TypeError, match="rank 1: this FakeTensor on cpu has no memory of its own"):
+                call()
+    assert hvd.allreduce(own(3), op=hvd.Sum).shape == (3,)
+
+
+def test_what_has_no_memory(ranks: Worlds) -> None:
+    check(ranks, what_has_no_memory)
 
 
 def rows_that_do_not_fit() -> None:
