@@ -1,7 +1,7 @@
 """The backend's own collectives: what algorithm='native' runs, and the peer that ours are measured against.
 
 Each function returns a call that starts the operation on a backend. Roots are ranks in the group; tensors are 1-D.
-Reductions take what `reducible` returns; whatever only moves data takes every dtype, as bytes.
+Reductions take what `reducible` returns, and `settle` turns that back; whatever only moves data takes every dtype, as bytes.
 """
 
 from __future__ import annotations
@@ -34,6 +34,14 @@ _OPS: dict[str, Any] = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
+#: Integers of the width of each floating-point dtype.
+_BITS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+
 #: Dtypes that the backends cannot reduce, and what they travel as.
 _WIDENED = {torch.int16: torch.int32}
 
@@ -41,9 +49,30 @@ Call = Callable[[Backend], dist.Work | None]
 
 
 def reducible(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
-    """A tensor and op that the backend can reduce in place of these: the same, a view, or a copy in a wider dtype."""
+    """A tensor and op that the backend can reduce in place of these: the same, a view, or a copy in another dtype.
+
+    The backends' own min and max lose a NaN where another rank has a number, so floating-point numbers go as integers in the
+    same order, with NaN at the end that wins.
+    """
     moved, op = carried(tensor, op)
+    if op in ("min", "max") and moved.dtype.is_floating_point:
+        ordered = _reordered(moved.view(_BITS[moved.dtype]))
+        limits = torch.iinfo(ordered.dtype)
+        moved = ordered.masked_fill_(moved.isnan(), limits.max if op == "max" else limits.min)
     return moved.to(_WIDENED.get(moved.dtype, moved.dtype)), op
+
+
+def settle(tensor: torch.Tensor, moved: torch.Tensor) -> None:
+    """Write to a tensor what came of its, or its like's, `reducible`."""
+    if tensor.dtype.is_floating_point and not moved.dtype.is_floating_point:
+        moved = _reordered(moved.to(_BITS[tensor.dtype])).view(tensor.dtype)
+    tensor.copy_(moved)
+
+
+def _reordered(bits: torch.Tensor) -> torch.Tensor:
+    """The bits of floating-point numbers as integers in the order of the numbers, and these back: below zero, bits count down."""
+    limits = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
 
 
 def _bytes(flat: torch.Tensor) -> torch.Tensor:

@@ -145,7 +145,7 @@ def _reduce(engine: Engine, turn: Turn, flat: torch.Tensor, op: str, choice: str
     elif choice == NATIVE:
         moved, native_op = native.reducible(flat, op)
         engine.native(turn, native.allreduce(moved, native_op), is_cuda=moved.is_cuda)
-        flat.copy_(moved)
+        native.settle(flat, moved)
     else:
         engine.over_buffer(turn, "allreduce", choice, flat, op)
 

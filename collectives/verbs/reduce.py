@@ -27,7 +27,7 @@ def reduce(
         if chosen == NATIVE:
             moved, native_op = native.reducible(flat, name)
             engine.native(turn, native.reduce(moved, dst, native_op), is_cuda=moved.is_cuda)
-            flat.copy_(moved)
+            native.settle(flat, moved)
         else:
             engine.over_buffer(turn, "reduce", chosen, flat, name, dst)
         if engine.rank == dst:

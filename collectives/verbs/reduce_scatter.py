@@ -39,12 +39,12 @@ def reduce_scatter(
             moved, native_op = native.reducible(source.flat, name)
             landed = torch.empty(lengths[engine.rank], dtype=moved.dtype, device=moved.device)
             engine.native(turn, native.reduce_scatter(landed, moved, native_op), is_cuda=moved.is_cuda)
+            native.settle(result.flat, landed)
         else:
             layout = consecutive(lengths)
             whole = source.expendable()
             engine.over_blocks(turn, "reduce_scatter", chosen, whole, layout, name)
-            landed = whole[layout[engine.rank].start : layout[engine.rank].stop]
-        result.flat.copy_(landed)
+            result.flat.copy_(whole[layout[engine.rank].start : layout[engine.rank].stop])
         finish(result.flat, name, engine.size)
         result.store()
 

@@ -197,6 +197,38 @@ def in_and_out_of_inference_mode() -> list[str]:
     return checks.failures
 
 
+def keeping_nan() -> list[str]:
+    """NaN wins in min and max, whichever rank has it, by every algorithm; all other numbers as ever."""
+    checks = Checks()
+    with communicator() as comm:
+        rank, size = comm.rank, comm.size
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            numbers = torch.tensor([1.5, -2.5, 0.0, float("inf"), -float("inf"), float(rank), -float(rank)] * size)
+            numbers[rank::size] = float("nan") if rank % 2 else -float("nan")
+            numbers = torch.cat([numbers, torch.tensor([-1.5, -0.25, 3.0, torch.finfo(dtype).max] * size) * (rank - 1)])
+            numbers = numbers[: numbers.numel() // size * size].to(dtype)
+            everyones = list(torch.empty(size, numbers.numel(), dtype=dtype))
+            comm.allgather(everyones, numbers)
+            for op in ("min", "max"):
+                wanted = getattr(torch.stack(everyones), "a" + op)(0)
+                part = wanted.split(numbers.numel() // size)[rank]
+                for verb in ("allreduce", "reduce", "reduce_scatter"):
+                    for algorithm in comm.algorithms(verb):
+                        with checks.case(dtype=dtype, op=op, verb=verb, algorithm=algorithm):
+                            tensor, output = numbers.clone(), torch.zeros_like(part)
+                            if verb == "allreduce":
+                                comm.allreduce(tensor, op, algorithm=algorithm)
+                                checks.equal(tensor.nan_to_num(99.0), wanted.nan_to_num(99.0))
+                            elif verb == "reduce":
+                                comm.reduce(tensor, 0, op, algorithm=algorithm)
+                                there = wanted if rank == 0 else numbers
+                                checks.equal(tensor.nan_to_num(99.0), there.nan_to_num(99.0))
+                            else:
+                                comm.reduce_scatter(output, tensor, op, algorithm=algorithm)
+                                checks.equal(output.nan_to_num(99.0), part.nan_to_num(99.0))
+    return checks.failures
+
+
 def fake() -> Tensor:
     with FakeTensorMode():
         return torch.empty(4)
@@ -287,6 +319,10 @@ def test_with_every_codec(ranks: Worlds, kind: str) -> None:
 
 def test_in_and_out_of_inference_mode(ranks: Worlds) -> None:
     assert ranks(3).run(in_and_out_of_inference_mode) == [[]] * 3
+
+
+def test_nan_in_min_and_max(ranks: Worlds) -> None:
+    assert ranks(3).run(keeping_nan) == [[]] * 3
 
 
 @pytest.mark.parametrize("name", WITHOUT_MEMORY)
