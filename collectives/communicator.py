@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives import objects, verbs
+from collectives.algorithms import PLANNERS
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.registry import make_codec
@@ -21,7 +22,7 @@ from collectives.environment import shared_memory_wanted
 from collectives.neighbours import connect_neighbours
 from collectives.operations import MEET_S
 from collectives.reduction import Op, check_dtype
-from collectives.selection import SHARED, Table, default_segment_bytes, default_table, overrides
+from collectives.selection import SHARED, Table, default_segment_bytes, default_table, overrides, variables
 from collectives.topology import Topology, host_id
 from collectives.transport.process_group import connect
 from collectives.work import Work
@@ -33,7 +34,8 @@ class Communicator:
     group: a ProcessGroup over gloo (CPU tensors; CUDA tensors travel through pinned memory) or NCCL (CUDA tensors); None is
     the world. timeout_s: seconds that each operation may take from its start. segment_bytes: how large a piece of one rank's
     share is sent at once when a buffer is long; larger pieces cost less overhead, smaller ones overlap better; None chooses
-    by topology.
+    by topology. segment_bytes and the tables of COLLECTIVES_<VERB> must be the same on all ranks, or all get a ValueError that
+    says what differs; timeout_s need not be.
 
     CPU tensors between ranks of one host go through memory that these share, all else through the group's backend. Where memory
     cannot be shared (the log says why), or with COLLECTIVES_SHARED_MEMORY=0 on any rank, everything does.
@@ -68,11 +70,15 @@ class Communicator:
             group = dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
             raise ValueError(f"group is {group!r}: a ProcessGroup that this process belongs to is needed")
-        if timeout_s <= 0 or (segment_bytes is not None and segment_bytes <= 0):
+        if segment_bytes is not None and not isinstance(segment_bytes, int):
+            raise TypeError(f"segment_bytes={segment_bytes!r}: a whole number is needed")
+        if not timeout_s > 0 or (segment_bytes is not None and segment_bytes <= 0):
             raise ValueError(f"timeout_s={timeout_s} and segment_bytes={segment_bytes} must be positive")
         wanted = shared_memory_wanted(os.environ)
         overrides(legal_algorithms(shared=wanted), os.environ)  # a wrong one is found before anyone connects
-        connection = connect(group, host_id(), timeout_s, note=wanted)
+        settings = [f"segment_bytes={segment_bytes}"]
+        settings += [f"{name}={os.environ[name]!r}" for name in variables(PLANNERS, os.environ).values()]
+        connection = connect(group, host_id(), timeout_s, note=wanted, settings=", ".join(settings))
         self.topology = Topology.from_host_ids(connection.transport.rank, connection.host_digests)
         if segment_bytes is None:
             segment_bytes = default_segment_bytes(self.topology)
@@ -229,7 +235,7 @@ class Communicator:
         seed: any whole number that tells this buffer from others of the step, so that they are not rounded alike.
         """
         if codec is not None or feedback is not None:
-            made = verbs.named_codec(self._engine, codec, feedback, step)
+            made = verbs.named_codec(self._engine, codec, feedback, step, seed)
             if made is not None:
                 return verbs.allreduce_compressed(
                     self._engine,

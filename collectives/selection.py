@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from collectives.environment import TABLE_PREFIX
@@ -39,7 +39,10 @@ def parse_table(text: str, allowed: Sequence[str], variable: str) -> Table:
         low, dash, high = (sizes or "0-max").partition("-")
         if not dash:
             raise ValueError(f"{variable}={text!r}: {entry!r} needs a range such as {name}:0-16K or {name}:16K-max")
-        rules.append(Rule(name, parse_size(low), None if high.strip() == "max" else parse_size(high)))
+        try:
+            rules.append(Rule(name, parse_size(low), None if high.strip() == "max" else parse_size(high)))
+        except ValueError as error:
+            raise ValueError(f"{variable}={text!r}: in {entry!r}, {error}") from None
     rules.sort(key=lambda rule: rule.start)
     stops = [rule.stop for rule in rules]
     if not rules or rules[0].start != 0 or stops[-1] is not None or stops[:-1] != [rule.start for rule in rules[1:]]:
@@ -85,16 +88,20 @@ def default_segment_bytes(topology: Topology) -> int:
     return (4 << 20) if len(topology.hosts) == 1 else (256 << 10)
 
 
+def variables(collectives: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment's variables that set tables, by collective, such as COLLECTIVES_ALLREDUCE."""
+    names = {collective: TABLE_PREFIX + collective.upper() for collective in collectives}
+    return {collective: name for collective, name in names.items() if environment.get(name)}
+
+
 def overrides(collectives: Mapping[str, Sequence[str]], environment: Mapping[str, str]) -> dict[str, Table]:
     """The tables that the environment sets, for collectives given with their legal algorithm names.
 
     Raises ValueError for one that makes no sense, such as COLLECTIVES_ALLREDUCE naming an unknown algorithm.
     """
-    variables = {collective: TABLE_PREFIX + collective.upper() for collective in collectives}
     return {
         collective: parse_table(environment[variable], collectives[collective], variable)
-        for collective, variable in variables.items()
-        if environment.get(variable)
+        for collective, variable in variables(collectives, environment).items()
     }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from collectives import Communicator
+from collectives.reduction import check_arithmetic
 from trainer.compression import Cast, Compression, Compressor, verb_codec
 from trainer.functional import Allreduce, ReduceScatter, copied, scattered
 from trainer.handles import Handle
@@ -174,9 +175,11 @@ def reducescatter(
     communicator = communicator_of(process_set)
     if not isinstance(compression, Cast):
         raise ValueError(f"{here()}reducescatter has no codecs: compression must be Compression.none, .fp16 or .bf16")
+    reduction = resolve_op(op, None)
     rows = _even_rows(tensor, communicator)
+    check_arithmetic(communicator.rank, tensor.dtype, reduction, prescale_factor, postscale_factor)
     sent, dtype = compression.compress(tensor)
-    output = ReduceScatter.apply(communicator, rows, resolve_op(op, None), prescale_factor, postscale_factor, sent)
+    output = ReduceScatter.apply(communicator, rows, reduction, prescale_factor, postscale_factor, sent)
     return compression.decompress(output, dtype)
 
 
@@ -190,9 +193,11 @@ def reducescatter_async(
 ) -> Handle[Tensor]:
     """reducescatter() in the background; synchronize() returns the new tensor."""
     communicator = communicator_of(process_set)
+    reduction = resolve_op(op, None)
     rows = _even_rows(tensor, communicator)
+    check_arithmetic(communicator.rank, tensor.dtype, reduction, prescale_factor, postscale_factor)
     output, chunks = scattered(communicator, rows, tensor, prescale_factor)
-    work = communicator.reduce_scatter(output, chunks, resolve_op(op, None), async_op=True)
+    work = communicator.reduce_scatter(output, chunks, reduction, async_op=True)
     return Handle(work, output, None if postscale_factor == 1 else lambda result: result.mul_(postscale_factor))
 
 

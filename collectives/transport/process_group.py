@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, _get_default_store
 
-from collectives.errors import CollectiveError, LinkError
+from collectives.errors import CollectiveError, LinkError, ranks_text
 from collectives.transport.base import Backend, Message, Pending
 from collectives.transport.interface import own_address
 from collectives.transport.watch import Listener, Watch
@@ -32,8 +32,9 @@ _ROUNDING_S = 0.005
 _SECRET_BYTES = 32
 
 #: What every rank tells all others before there is anything else to tell it by: a digest of its host, a name for the store and a
-#: secret for the connections (those of rank 0 count), its note, and where it listens for news.
-_CARD = struct.Struct("32s16s32sB64s")
+#: secret for the connections (those of rank 0 count), a digest of its settings and their length, its note, and where it
+#: listens for news.
+_CARD = struct.Struct("=32s16s32s32sIB64s")
 
 
 def _reason(error: RuntimeError) -> str:
@@ -170,14 +171,14 @@ class Connection:
     notes: list[int]
 
 
-def connect(group: dist.ProcessGroup, host: str, timeout_s: float, note: int = 0) -> Connection:
+def connect(group: dist.ProcessGroup, host: str, timeout_s: float, *, note: int, settings: str) -> Connection:
     """Build backends of our own for the ranks and kinds of backend of a group, so that nothing meets the user's traffic.
 
     A collective call on `group`, which carries one small message, everyone's card. The name in it is for the store, without
     which a second connection would read the addresses of the first. (torch.distributed's own names for sub-groups are used
     again after a group is destroyed, so its new_group would do just that.) note: a byte. Raises ValueError for a group with
-    neither gloo nor NCCL and for an interface without an address, CollectiveError when the ranks do not come together within
-    timeout_s seconds.
+    neither gloo nor NCCL, for an interface without an address, and on all ranks where their settings differ;
+    CollectiveError when the ranks do not come together within timeout_s seconds.
     """
     config = dist.get_backend_config(group).split(",")
     kinds = [(device, kind) for device, kind in (("cpu", "gloo"), ("cuda", "nccl")) if f"{device}:{kind}" in config]
@@ -188,19 +189,21 @@ def connect(group: dist.ProcessGroup, host: str, timeout_s: float, note: int = 0
     deadline = time.monotonic() + timeout_s
     listener = Listener(own_address(os.environ))
     try:
+        told = settings.encode()
         card = _CARD.pack(
-            hashlib.sha256(host.encode()).digest(),
+            _digest(host.encode()),
             uuid.uuid4().bytes,
             secrets.token_bytes(_SECRET_BYTES),
+            _digest(told),
+            len(told),
             note,
             listener.card.encode(),
         )
-        mine = torch.frombuffer(bytearray(card), dtype=torch.uint8).to(kinds[0][0])
-        cards = [torch.empty_like(mine) for _ in range(size)]
-        work = group.allgather([cards], [mine])
-        work.wait(timeout)
-        rows = [_CARD.unpack(bytes(each.tolist())) for each in cards]
-        hosts, tokens, keys, notes, addresses = zip(*rows, strict=True)
+        cards = _everyones(group, card, kinds[0][0], timeout)
+        hosts, tokens, keys, digests, lengths, notes, addresses = zip(*map(_CARD.unpack, cards), strict=True)
+        if len(set(digests)) > 1:
+            texts = _everyones(group, told.ljust(max(lengths)), kinds[0][0], timeout)
+            raise ValueError(_difference(rank, [text.decode().rstrip() for text in texts]))
         store = PrefixStore(f"gradwire/{tokens[0].hex()}", _get_default_store())
         backends = {device: _backend(kind, store, rank, size, timeout) for device, kind in kinds}
         news = listener.join(rank, [address.rstrip(b"\0").decode() for address in addresses], keys[0], deadline)
@@ -210,7 +213,28 @@ def connect(group: dist.ProcessGroup, host: str, timeout_s: float, note: int = 0
     finally:
         listener.close()
     watch = Watch(rank, size, news)
-    return Connection(ProcessGroupTransport(backends), store, watch, [host.hex() for host in hosts], list(notes))
+    return Connection(ProcessGroupTransport(backends), store, watch, [each.hex() for each in hosts], list(notes))
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.sha256(text).digest()
+
+
+def _everyones(group: dist.ProcessGroup, mine: bytes, device: str, timeout: timedelta) -> list[bytes]:
+    """Return every rank's bytes, equally many on all ranks. Raises RuntimeError."""
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    received = [torch.empty_like(sent) for _ in range(group.size())]
+    group.allgather([received], [sent]).wait(timeout)
+    return [bytes(each.tolist()) for each in received]
+
+
+def _difference(rank: int, settings: Sequence[str]) -> str:
+    """Return what to say of settings, by rank, that are not all the same."""
+    by_text: dict[str, list[int]] = {}
+    for giver, text in enumerate(settings):
+        by_text.setdefault(text, []).append(giver)
+    given = "; ".join(f"{text} on {ranks_text(givers)}" for text, givers in by_text.items())
+    return f"rank {rank}: a Communicator needs the same settings on all ranks; given are {given}"
 
 
 def _backend(kind: str, store: Store, rank: int, size: int, timeout: timedelta) -> Backend:

@@ -114,10 +114,14 @@ def allreduce_compressed(
     return engine.submit(call, body, async_op=async_op)
 
 
-def named_codec(engine: Engine, codec: str | Codec | None, feedback: Feedback | None, step: int) -> Codec | None:
-    """What a caller calls a codec; None for no compression. Raises ValueError for what is none."""
+def named_codec(
+    engine: Engine, codec: str | Codec | None, feedback: Feedback | None, step: int, seed: int
+) -> Codec | None:
+    """What a caller calls a codec; None for no compression. Raises ValueError for what is none, or a wrong step or seed."""
     if not isinstance(step, int) or step < 0:
         raise ValueError(f"rank {engine.rank}: step={step!r}; a whole number from 0 is needed")
+    if not isinstance(seed, int):
+        raise ValueError(f"rank {engine.rank}: seed={seed!r}; a whole number is needed")
     made = make_codec(codec) if codec is not None else None
     if made is None or made.name == "none":
         if feedback is not None:

@@ -34,6 +34,8 @@ MISTAKES: dict[str, tuple[type[Exception], str, Mistake]] = {
         lambda c: c.alltoall(TWO, TWO.clone(), algorithm="ring"),
     ),
     "asynchronous too": (ValueError, "'median'", lambda c: c.allreduce(TWO, "median", async_op=True)),
+    "seed that is no whole number": (ValueError, "seed=1.5", lambda c: c.allreduce(TWO, codec="int8", seed=1.5)),
+    "step that is no whole number": (ValueError, "step=1.5", lambda c: c.allreduce(TWO, codec="int8", step=1.5)),
     "group with a non-tensor": (TypeError, "Tensor", lambda c: c.grouped_allreduce([TWO, 1])),
     "root too high": (ValueError, "src=2.*0 to 1", lambda c: c.broadcast(TWO, 2)),
     "root negative": (ValueError, "dst=-1.*0 to 1", lambda c: c.reduce(TWO, -1)),
@@ -76,9 +78,11 @@ def make(name: str) -> None:
 
 
 def making_one() -> None:
-    for arguments in ({"timeout_s": 0}, {"timeout_s": -1.0}, {"segment_bytes": 0}):
+    for arguments in ({"timeout_s": 0}, {"timeout_s": -1.0}, {"timeout_s": float("nan")}, {"segment_bytes": 0}):
         with pytest.raises(ValueError, match="positive"):
             Communicator(**arguments)
+    with pytest.raises(TypeError, match=r"segment_bytes=1\.5.*whole number"):
+        Communicator(segment_bytes=1.5)
     with pytest.raises(ValueError, match="group"):
         Communicator(dist.GroupMember.NON_GROUP_MEMBER)
     with pytest.raises(ValueError, match=r"'reduse'.*allreduce"), communicator() as comm:
@@ -117,6 +121,20 @@ def with_the_table(variable: str, text: str) -> dict[int, str]:
         return {nbytes: comm.chosen("allreduce", nbytes) for nbytes in (0, 16 * 1024 - 1, 16 * 1024, 1 << 30)}
 
 
+def with_settings_of_its_own(settings: dict[int, tuple[int | None, dict[str, str]]], message: str) -> None:
+    """Each rank makes one with its own segment_bytes and tables; all hear alike that they differ, and go on."""
+    segment_bytes, tables = settings[dist.get_rank()]
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, text in tables.items():
+            patch.setenv(variable, text)
+        with pytest.raises(ValueError, match=f"rank {dist.get_rank()}: .*{message}"):
+            Communicator(timeout_s=EXCHANGE_TIMEOUT_S, segment_bytes=segment_bytes)
+    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S + dist.get_rank(), segment_bytes=200) as comm:
+        tensor = contribution(comm.rank, comm.size, 999, torch.float32)
+        comm.allreduce(tensor, algorithm="ring")
+        assert torch.equal(tensor, reduced(comm.size, 999, torch.float32))
+
+
 def with_a_wrong_table(text: str, message: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLLECTIVES_ALLREDUCE", text)
@@ -146,6 +164,23 @@ def test_torch_names_of_ops(ranks: Worlds) -> None:
     ranks(3).run(torch_names_of_ops)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({0: (200, {}), 1: (400, {}), 2: (200, {})}, "segment_bytes=200 on ranks 0, 2; segment_bytes=400 on rank 1"),
+        ({0: (None, {}), 1: (None, {}), 2: (1 << 20, {})}, "segment_bytes=None on ranks 0, 1; .*1048576 on rank 2"),
+        (
+            {0: (200, {}), 1: (200, {"COLLECTIVES_REDUCE": "tree"}), 2: (200, {"COLLECTIVES_REDUCE": "direct"})},
+            "on rank 0; .*COLLECTIVES_REDUCE='tree' on rank 1; .*COLLECTIVES_REDUCE='direct' on rank 2",
+        ),
+    ],
+)
+def test_settings_that_differ(
+    ranks: Worlds, settings: dict[int, tuple[int | None, dict[str, str]]], message: str
+) -> None:
+    ranks(3).run(with_settings_of_its_own, settings, message)
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_table_from_the_environment(ranks: Worlds, world: int) -> None:
     text = "recursive_doubling:0-16K;tree:16K-max"
@@ -157,7 +192,8 @@ def test_table_from_the_environment(ranks: Worlds, world: int) -> None:
     ("text", "message"),
     [
         ("quick:0-max", "COLLECTIVES_ALLREDUCE.*'quick'.*ring.*rsag.*recursive_doubling.*tree.*direct.*native"),
-        ("ring:0-16Q;rsag:16K-max", "16Q"),
+        ("ring:0-16Q;rsag:16K-max", "COLLECTIVES_ALLREDUCE.*16Q"),
+        ("ring:0-5;rsag:5-", "COLLECTIVES_ALLREDUCE.*'rsag:5-'"),
         ("ring:0-16K", "0-max"),
         ("ring:0-16K;rsag:32K-max", "gap"),
         ("ring:16K", "range"),

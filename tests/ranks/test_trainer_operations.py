@@ -268,6 +268,24 @@ def test_what_has_no_memory(ranks: Worlds) -> None:
     check(ranks, what_has_no_memory)
 
 
+def scaled_integers() -> None:
+    """Found before anything is sent: the rank that gives them does so alone."""
+    if hvd.rank() == 1:
+        for factors in ({"prescale_factor": 0.5}, {"postscale_factor": 0.5}):
+            for verb in (hvd.allreduce, hvd.allreduce_async, hvd.reducescatter, hvd.reducescatter_async):
+                with pytest.raises(
+                    TypeError, match=r"rank 1: prescale=.* need a floating-point tensor, not torch.int32"
+                ):
+                    verb(torch.ones(3, dtype=torch.int32), **factors)
+        with pytest.raises(TypeError, match="average of bool"):
+            hvd.reducescatter(torch.ones(3, dtype=torch.bool))
+    assert hvd.allreduce(own(3), op=hvd.Sum).shape == (3,)
+
+
+def test_scaled_integers(ranks: Worlds) -> None:
+    check(ranks, scaled_integers)
+
+
 def rows_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"rank 0 gave \[2, 3\] torch.float32, rank 1 gave \[2, 4\] torch.float32"):
         hvd.allgather(torch.zeros(2, 4 if hvd.rank() == 1 else 3))

@@ -31,7 +31,9 @@ def test_a_table_chooses_by_size_and_a_bound_belongs_to_the_upper_range() -> Non
         ("ring:0-16K", "without gap or overlap"),
         (";", "without gap or overlap"),
         ("ring:16K", "needs a range"),
-        ("ring:0-16X;rsag:16X-max", "'16X'"),
+        ("ring:0-16X;rsag:16X-max", "COLLECTIVES_ALLREDUCE=.*'16X'"),
+        ("ring:0-5;rsag:5-", "COLLECTIVES_ALLREDUCE='ring:0-5;rsag:5-': in 'rsag:5-', size ''"),
+        ("ring:-5;rsag:5-max", "COLLECTIVES_ALLREDUCE=.*in 'ring:-5', size ''"),
     ],
 )
 def test_a_table_that_makes_no_sense_is_refused(text: str, said: str) -> None:
