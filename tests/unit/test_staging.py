@@ -5,11 +5,23 @@ import torch
 
 from collectives.staging import Buffer
 
+
+def of_inference_mode() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.arange(6.0)
+
+
 LAYOUTS = {
     "contiguous": lambda: [torch.arange(6.0).view(2, 3)],
     "strided": lambda: [torch.arange(6.0).view(2, 3).T],
     "several": lambda: [torch.arange(4.0), torch.empty(0), torch.arange(6.0).view(2, 3).T],
     "empty": lambda: [torch.empty(0, 3)],
+    "one element of stride 2": lambda: [torch.arange(4.0)[::2][:1]],
+    "negated": lambda: [torch._neg_view(torch.arange(6.0))],
+    "negated and strided": lambda: [torch._neg_view(torch.arange(6.0).view(2, 3).T)],
+    "several, one negated": lambda: [torch.arange(4.0), torch._neg_view(torch.arange(6.0))],
+    "of inference mode": lambda: [of_inference_mode()],
+    "negated, of inference mode": lambda: [torch._neg_view(of_inference_mode())],
 }
 
 
@@ -19,7 +31,9 @@ def test_flat_holds_the_tensors_and_store_brings_it_back(layout: str, fill: bool
     tensors = LAYOUTS[layout]()
     elements = torch.cat([tensor.reshape(-1) for tensor in tensors])
     buffer = Buffer(tensors, via_host=False, fill=fill)
-    assert buffer.flat.is_contiguous()
+    assert buffer.flat.stride() == (1,)
+    assert not buffer.flat.is_neg()
+    assert not buffer.flat.is_inference()
     if fill:
         assert torch.equal(buffer.flat, elements)
     buffer.flat.copy_(elements + 1)
