@@ -44,7 +44,7 @@ def reduce_scatter_exact(algorithm: str) -> list[str]:
                 comm.reduce_scatter(output, source, op, algorithm=algorithm)
                 checks.equal(output, reduced(size, size * numel, dtype, op)[rank * numel : (rank + 1) * numel])
                 checks.equal(source, before)
-        for place in range(0, size * 37, 36):
+        for place in range(0, (size - 1) * 37 + 1, 36):
             with checks.case(place=place):
                 source = contribution(rank, size, size * 37, torch.float32)
                 comm.reduce_scatter(source[place : place + 37], source, algorithm=algorithm)
