@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from trainer.buckets import Bucket, Reduction
 from trainer.layout import Layout
 from trainer.ops import Sum
+from trainer.uncompiled import uncompiled
 
 
 class GradientExchange:
@@ -135,6 +136,7 @@ class GradientExchange:
             self._arrived.clear()
             self._missing = [len(bucket.items) for bucket in self._layout.buckets]
 
+    @uncompiled
     def _on_backward_end(self) -> None:
         with self._lock:
             if not self._pass_is_open:
@@ -148,6 +150,7 @@ class GradientExchange:
                 # Not here: another optimizer's callback may follow, and all must have started before one waits.
                 _when_backward_ends(self._on_all_started)
 
+    @uncompiled
     def _on_all_started(self) -> None:
         with self._lock:
             self._finish()
@@ -208,6 +211,7 @@ class _Hook:
         self._exchange = exchange
         self._index = index
 
+    @uncompiled
     def __call__(self, parameter: Tensor) -> None:
         exchange = self._exchange() if self._exchange is not None else None
         if exchange is not None:

@@ -17,6 +17,7 @@ from trainer.exchange import GradientExchange
 from trainer.layout import Layout
 from trainer.ops import Average
 from trainer.resumption import KEY, Resumption
+from trainer.uncompiled import uncompiled
 from trainer.validation import check_arguments, check_named_parameters, check_passes, check_policy
 from trainer.world import ProcessSet, current_world, here
 
@@ -138,6 +139,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         check_passes(passes)
         self._exchange.passes_per_window = passes
 
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer, after an exchange where gradients were accumulated since the last one, or none took place.
 
@@ -169,11 +171,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         return evaluate
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as torch does. What was accumulated towards backward_passes_per_step no longer counts."""
         self.optimizer.zero_grad(set_to_none)
         self._exchange.renew(forget=True)
 
+    @uncompiled
     def synchronize(self) -> None:
         """Exchange gradients that were accumulated since the last exchange. Without any, and with Horovod's code, a no-op."""
         self._exchange.flush()
