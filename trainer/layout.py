@@ -11,6 +11,7 @@ from torch import Tensor
 from trainer.buckets import Bucket, BucketPlan, Item, Reduction, cast_bucket, lay_out, plan_buckets
 from trainer.compression import Cast, Encoding, Policy
 from trainer.encoded import EncodedBucket, Owed, Presence, encoded_bucket
+from trainer.world import here
 
 EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -41,13 +42,10 @@ class Layout:
         """To be exchanged after the buckets."""
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """More parameters, for the next extend() or update(). Raises ValueError for dtypes that cannot be exchanged."""
-        for name, parameter in zip(names, parameters, strict=True):
-            if parameter.dtype not in EXCHANGEABLE_DTYPES:
-                raise ValueError(
-                    f"parameter {name!r} has dtype {parameter.dtype}; gradients can be exchanged for "
-                    f"{', '.join(map(str, EXCHANGEABLE_DTYPES))}"
-                )
+        """More parameters, for the next extend() or update(). Raises ValueError for dtypes that cannot be exchanged; frozen
+        parameters are not exchanged, and may have any."""
+        named = zip(names, parameters, strict=True)
+        _check_dtypes((name, parameter) for name, parameter in named if parameter.requires_grad)
         self._names += names
         self._encodings += [self._policy.encoding(*named) for named in zip(names, parameters, strict=True)]
         self.parameters += parameters
@@ -71,6 +69,7 @@ class Layout:
         """Lay out parameters that require gradients since the last update(), behind the others. Sends nothing."""
         newcomers = [index for index in reversed(self._trainable()) if index not in self.places]
         if newcomers:
+            _check_dtypes((self._names[index], self.parameters[index]) for index in newcomers)
             self._order += newcomers
             self._take_in(self._made(self._plan(newcomers), len(self.buckets)))
             self._learning = True
@@ -83,6 +82,7 @@ class Layout:
         trainable = self._trainable()
         if self._arrivals is None and self.places.keys() == set(trainable):
             return
+        _check_dtypes((self._names[index], self.parameters[index]) for index in trainable)
         known = dict.fromkeys([*(self._arrivals or ()), *self._order, *reversed(trainable)])
         self._learning = not self.places.keys() >= set(trainable)
         self._arrivals = None
@@ -210,3 +210,13 @@ class Layout:
     def _is_kind(self, items: Sequence[Item], members: Sequence[int]) -> bool:
         """Whether these are parameters, and may share a bucket."""
         return max(members) < len(items) and len({items[index].kind for index in members}) == 1
+
+
+def _check_dtypes(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError for a parameter of a dtype that cannot be exchanged."""
+    for name, parameter in named:
+        if parameter.dtype not in EXCHANGEABLE_DTYPES:
+            raise ValueError(
+                f"{here()}parameter {name!r} has dtype {parameter.dtype}; gradients can be exchanged for "
+                f"{', '.join(map(str, EXCHANGEABLE_DTYPES))}"
+            )

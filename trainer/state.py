@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree  # torch's own: namedtuples, and what else is registered there
 
 from trainer.optimizer import DistributedOptimizer
 from trainer.validation import check_tensor
@@ -45,7 +46,7 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank's optimizer the state and the param group options of root_rank's.
 
-    Works for any optimizer whose state_dict() is made of dicts, lists, tuples, tensors and picklable values; no step is
+    Works for any optimizer whose state_dict() is made of dicts, lists, (named) tuples, tensors and picklable values; no step is
     taken, so parameters stay as they are, and root_rank's optimizer is not touched. Raises TypeError for an optimizer of
     DTensors. `model` is Horovod's, and unused.
     Of a DistributedOptimizer, that is the wrapped optimizer's; what its codecs remember is each rank's own, and stays.
@@ -67,9 +68,9 @@ def broadcast_optimizer_state(
         return tensors[-1]
 
     is_root = communicator.rank == root_rank
-    outlines = _map(optimizer.state_dict(), Tensor, take_out) if is_root else None
+    outlines = pytree.tree_map_only(Tensor, take_out, optimizer.state_dict()) if is_root else None
     outlines = communicator.broadcast_object(outlines, root_rank)
-    state: dict[str, Any] = {} if is_root else _map(outlines, _Outline, make_room)
+    state: dict[str, Any] = {} if is_root else pytree.tree_map_only(_Outline, make_room, outlines)
     for tensor in tensors:
         communicator.broadcast(tensor.detach(), root_rank)
     if not is_root:
@@ -96,14 +97,3 @@ class _Outline:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device_type: str
-
-
-def _map(structure: Any, kind: type[T], change: Callable[[T], Any]) -> Any:
-    """A copy of nested dicts, lists and tuples with everything of one kind changed."""
-    if isinstance(structure, kind):
-        return change(structure)
-    if isinstance(structure, dict):
-        return {key: _map(value, kind, change) for key, value in structure.items()}
-    if isinstance(structure, (list, tuple)):
-        return type(structure)(_map(value, kind, change) for value in structure)
-    return structure

@@ -1,7 +1,7 @@
 """Starting equal: parameters, optimizer state, objects."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -94,6 +94,32 @@ def optimizer_state_of(name: str, wrap: bool, root: int) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_broadcast_optimizer_state(ranks: Worlds, name: str, wrap: bool) -> None:
     check(ranks, optimizer_state_of, name, wrap, 1)
+
+
+class Schedule(NamedTuple):
+    """What an optimizer may keep: a tuple that is not made from an iterable."""
+
+    rate: torch.Tensor
+    milestones: tuple[int, ...]
+
+
+def named_tuples_of(root: int) -> None:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if hvd.rank() == root:
+        optimizer.param_groups[0]["schedule"] = Schedule(torch.tensor(0.5), (1, 2))
+        optimizer.state["of all"] = [Schedule(torch.ones(2), ())]  # type: ignore[index]
+    hvd.broadcast_optimizer_state(optimizer, root)
+    schedule = optimizer.param_groups[0]["schedule"]
+    assert schedule == Schedule(torch.tensor(0.5), (1, 2))
+    assert isinstance(schedule, Schedule)
+    (other,) = optimizer.state["of all"]  # type: ignore[index]
+    assert isinstance(other, Schedule)
+    assert torch.equal(other.rate, torch.ones(2))
+
+
+def test_broadcast_named_tuples(ranks: Worlds) -> None:
+    check(ranks, named_tuples_of, 1)
 
 
 def fresh_optimizer_state() -> None:

@@ -220,6 +220,26 @@ def test_refusal_of_a_wrapper_and_of_dtypes() -> None:
         hvd.DistributedOptimizer(inner, [("w", weight)])
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_a_frozen_parameter_may_have_any_dtype(dtype: torch.dtype) -> None:
+    """Until it is thawed, which torch allows for complex numbers."""
+    frozen = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False)
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight, frozen], lr=0.5))
+    added = nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False)
+    optimizer.add_param_group({"params": [added]})
+    weight.sum().backward()
+    optimizer.step()
+    assert weight.tolist() == [0.5] * 3
+    assert frozen.tolist() == [1] * 3
+    if dtype.is_complex:
+        frozen.requires_grad_()
+        with pytest.raises(ValueError, match=r"rank 0: parameter 'parameter 1' has dtype torch\.complex64"):
+            optimizer.step()
+        with pytest.raises(ValueError, match=r"rank 0: parameter 'parameter 1' has dtype torch\.complex64"):
+            weight.sum().backward()
+
+
 def test_init_comes_first() -> None:
     hvd.shutdown()
     with pytest.raises(RuntimeError, match=r"call trainer\.init\(\) first"):
