@@ -93,14 +93,22 @@ class EncodedBucket(Bucket, ABC):
         }
 
     def fits(self, state: dict[str, Any]) -> bool:
-        """Whether load_state_dict() can take this."""
+        """Whether load_state_dict() can take this. Raises ValueError for what this bucket cannot have saved."""
         mine = self.state_dict()
         saved, tensors = state["tensors"], mine.pop("tensors")
-        return (
-            all(state[key] == value for key, value in mine.items())
-            and saved.keys() == tensors.keys()
-            and all(saved[name].shape == tensor.shape for name, tensor in tensors.items())
-        )
+        if any(state[key] != value for key, value in mine.items()):
+            return False
+        # What codecs remember lies in pieces, which topology and segments decide about too.
+        if difference := {name for name in saved.keys() ^ tensors.keys() if not name.startswith("state.")}:
+            raise ValueError(
+                f"{min(difference)!r} of a bucket is {'missing' if min(difference) in tensors else 'unknown'}"
+            )
+        if saved.keys() != tensors.keys() or any(saved[name].shape != tensor.shape for name, tensor in tensors.items()):
+            return False
+        for name, tensor in tensors.items():
+            if saved[name].dtype is not tensor.dtype:
+                raise ValueError(f"{name!r} of a bucket has dtype {saved[name].dtype}, not {tensor.dtype}")
+        return True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where state_dict() was taken. state: one that fits."""

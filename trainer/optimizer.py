@@ -16,7 +16,8 @@ from trainer.compression import Compression, Compressor
 from trainer.exchange import GradientExchange
 from trainer.layout import Layout
 from trainer.ops import Average
-from trainer.resumption import KEY, Resumption
+from trainer.parts import KEY
+from trainer.resumption import Resumption
 from trainer.uncompiled import uncompiled
 from trainer.validation import check_arguments, check_named_parameters, check_passes, check_policy
 from trainer.world import ProcessSet, current_world, here
@@ -97,7 +98,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         reduction = Reduction(self._communicator, op, gradient_predivide_factor)
         self._layout = Layout(reduction, checked, bucket_bytes)
         self._exchange = GradientExchange(self._layout, reduction, backward_passes_per_step)
-        self._resumption = Resumption(self._layout, self._exchange, reduction)
+        self._resumption = Resumption(optimizer, self._layout, self._exchange, reduction)
         self._take_in(0, parameters)
         self._layout.update()
 
@@ -227,11 +228,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         lost; a rank that did not exist is given any other's. A warning on rank 0 says what became of what.
         Without "gradwire", on all ranks, error feedback begins anew.
 
-        Raises ValueError on all ranks where only some have "gradwire", or not of one checkpoint or of these parameters.
+        With codecs, raises ValueError on all ranks, with nothing loaded, where only some have "gradwire", or not of one
+        checkpoint or of these parameters, where one is damaged, and where the wrapped optimizer of any rank cannot load its own.
         """
-        self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != KEY})
         if self._layout.is_encoded:
-            self._resumption.load(state_dict.get(KEY), [other.get(KEY, {}) for other in also])
+            self._resumption.load(state_dict, also)
+        else:
+            self._resumption.load_without_codecs(state_dict)
 
     def close(self) -> None:
         """Remove the hooks, and close the Communicator unless it was given as process_set. The wrapped optimizer lives on."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,18 +16,20 @@ from trainer.encoded import Owed
 from trainer.exchange import GradientExchange
 from trainer.layout import Layout
 from trainer.ops import Average, Sum
+from trainer.parts import KEY, VERSION, check_part, is_owing, label_of
 from trainer.world import here
 
-KEY = "gradwire"
-"""In the state_dict() of a DistributedOptimizer."""
-
-VERSION = 1
+T = TypeVar("T")
 
 
 class Resumption:
-    """Saves and restores what the gradients of one rank's exchange will become: layout, residuals, states, number of steps."""
+    """Saves and restores what the gradients of one rank's exchange will become: layout, residuals, states, number of steps; and
+    with it the wrapped optimizer."""
 
-    def __init__(self, layout: Layout, exchange: GradientExchange, reduction: Reduction) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, layout: Layout, exchange: GradientExchange, reduction: Reduction
+    ) -> None:
+        self._optimizer = optimizer
         self._layout = layout
         self._exchange = exchange
         self._reduction = reduction
@@ -45,50 +48,87 @@ class Resumption:
             **self._layout.state_dict(),
         }
 
-    def load(self, mine: dict[str, Any] | None, also: Sequence[dict[str, Any]]) -> None:
-        """Go on from state_dict() of this rank, and `also` of ranks that there are no more. Collective.
+    def load_without_codecs(self, state_dict: dict[str, Any]) -> None:
+        """Load into the wrapped optimizer, with a warning on rank 0 of what was owed when codecs were in use. Not collective."""
+        self._optimizer.load_state_dict(_of_optimizer(state_dict))
+        if self._communicator.rank == 0 and is_owing(state_dict.get(KEY)):
+            warnings.warn(f"{here()}saved with codecs, loaded without: what compression owed is lost", stacklevel=3)
+
+    def load(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
+        """Go on from a state_dict() of this rank, and from `also` of ranks that there are no more. Collective.
 
         With as many ranks as there were, each with its own part, the same codecs and parameters: exactly. Otherwise what was owed
-        is handed over, in the mean (sums: in all) what it was, to all ranks alike. None, on all ranks: nothing is owed.
+        is handed over, in the mean (sums: in all) what it was, to all ranks alike. Without a part, on all ranks: nothing is owed.
 
-        Raises ValueError on all ranks where some have a part and some have not, a part is damaged or of other parameters, or
-        parts are of different checkpoints.
+        Raises ValueError on all ranks, and loads nothing, where some have a part and some have not, a part is damaged or of
+        other parameters, parts are of different checkpoints, or the wrapped optimizer cannot load its own.
         """
-        given = [] if mine is None else [mine, *also]
-        fault, labels_here, buckets = "", [], None
+        parts: list[dict[str, Any]] = []
+        labels_here, buckets, fault = [], None, ""
         try:
-            if mine is None and also:
-                raise ValueError(f"also= without {KEY!r} in the state_dict itself")
-            labels_here = [_label(part) for part in given]
-            self._check_parameters(given)
+            parts = _parts_of(state_dict, also)
+            for part in parts:
+                check_part(part, self._layout.described())
             self._check_idle()
-            if mine is not None and self._continues(mine):
-                buckets = self._layout.restored(mine)
-        # All ranks must hear of it, or they would wait.
-        except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+            labels_here = [label_of(part) for part in parts]
+            if parts and self._continues(parts[0]):
+                buckets = self._layout.restored(parts[0])
+        except Exception as error:  # all ranks must hear of it, or they would wait
             fault = f"{type(error).__name__}: {error}"
-        gathered = self._communicator.allgather_object((labels_here, buckets is not None, fault))
-        for rank, (_, _, theirs) in enumerate(gathered):
+        everyones = self._agree((labels_here, buckets is not None), fault)
+        self._check([labels for labels, _ in everyones])
+        go_on: Callable[[], object]
+        if not parts:
+            go_on = functools.partial(self._layout.restart, {})
+        elif all(exact for _, exact in everyones):
+            assert buckets is not None
+            go_on = functools.partial(self._layout.restore, parts[0], buckets)
+        else:
+            go_on = self._handover(parts, [labels for labels, _ in everyones])
+        self._load_optimizer(_of_optimizer(state_dict))
+        self._exchange.step = parts[0]["step"] if parts else 0
+        go_on()
+
+    def _agree(self, value: T, fault: str) -> list[T]:
+        """Every rank's value. Raises ValueError on all ranks where any has a fault."""
+        gathered = self._communicator.allgather_object((value, fault))
+        for rank, (_, theirs) in enumerate(gathered):
             if theirs:
                 raise ValueError(f"{here()}load_state_dict: rank {rank} was given what cannot be loaded ({theirs})")
-        everyones = [(labels, exact) for labels, exact, _ in gathered]
-        labels = [label for labels, _ in everyones for label in labels]
-        self._check([labels for labels, _ in everyones])
-        if mine is None:
-            self._layout.restart({})
-            self._exchange.step = 0
-            return
-        self._exchange.step = mine["step"]
-        if all(exact for _, exact in everyones):
-            assert buckets is not None
-            self._layout.restore(mine, buckets)
-            return
-        lenders = {part["rank"]: part for part in given}
-        held_by = {rank: holder for holder, (held, _) in reversed(list(enumerate(everyones))) for rank in _ranks(held)}
-        lent = {rank for rank, holder in held_by.items() if holder == self._communicator.rank}
-        refused = self._layout.restart(self._owed(mine, [lenders[rank] for rank in sorted(lent)], len(held_by)))
-        if self._communicator.rank == 0 and any(entry.get("tensors") for entry in mine["buckets"]):
-            _warn(labels[0]["world_size"], self._communicator.size, sorted(held_by), refused)
+        return [theirs for theirs, _ in gathered]
+
+    def _load_optimizer(self, state_dict: dict[str, Any]) -> None:
+        """Load into the wrapped optimizer: on all ranks, or, with a ValueError, on none. (torch's loading replaces these two.)"""
+        before, fault = (self._optimizer.state, self._optimizer.param_groups), ""
+        try:
+            self._optimizer.load_state_dict(state_dict)
+        except Exception as error:  # as above
+            fault = f"{type(error).__name__}: {error}"
+        try:
+            self._agree(None, fault)
+        except ValueError:
+            self._optimizer.state, self._optimizer.param_groups = before
+            raise
+
+    def _handover(
+        self, parts: Sequence[dict[str, Any]], labels: Sequence[Sequence[dict[str, Any]]]
+    ) -> Callable[[], None]:
+        """Sum up what is owed, over the parts that any rank was given, each once; returns what is left to do. Collective.
+
+        labels: of the parts that each rank was given.
+        """
+        mine, rank, size = parts[0], self._communicator.rank, self._communicator.size
+        lenders = {part["rank"]: part for part in parts}
+        held_by = {lent: holder for holder, held in reversed(list(enumerate(labels))) for lent in _ranks(held)}
+        lent = sorted(lent for lent, holder in held_by.items() if holder == rank)
+        owed = self._owed(mine, [lenders[lender] for lender in lent], len(held_by))
+
+        def take_over() -> None:
+            refused = self._layout.restart(owed)
+            if rank == 0 and is_owing(mine):
+                _warn(mine["world_size"], size, sorted(held_by), refused)
+
+        return take_over
 
     def _identity(self) -> dict[str, Any]:
         """Of who saves."""
@@ -111,17 +151,6 @@ class Resumption:
                 f"{here()}gradients are being exchanged, and what that leaves is not there yet: an earlier backward() failed "
                 "midway (go on with synchronize(), then zero_grad())"
             )
-
-    def _check_parameters(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Raise ValueError for parts of other parameters."""
-        now = self._layout.described()
-        for part in parts:
-            saved = [(name, tuple(shape)) for name, shape in part.get("parameters", now)]
-            if saved != now:
-                old, new = next((pair for pair in zip(saved, now, strict=False) if pair[0] != pair[1]), (None, None))
-                raise ValueError(
-                    f"saved with {len(saved)} parameters, here are {len(now)}; the first that differs was {old} and is {new}"
-                )
 
     def _check(self, everyones: Sequence[Sequence[dict[str, Any]]]) -> None:
         """everyones: labels of the parts that each rank was given."""
@@ -170,12 +199,19 @@ class Resumption:
         return owed
 
 
-def _label(part: dict[str, Any]) -> dict[str, Any]:
-    """What parts of one checkpoint must have in common; and the rank."""
-    known = part.get("version") == VERSION
-    layout = [(entry["parameters"], entry.get("encoding")) for entry in part["buckets"]] if known else None
-    keys = ("version", "world_size", "rank", "op", "predivide", "step")
-    return {key: part.get(key) for key in keys} | {"buckets": layout}
+def _parts_of(state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """This rank's part and those of others; none where the state_dict has none. Raises ValueError."""
+    parts: list[Any] = [state_dict.get(KEY), *(other.get(KEY) for other in also)]
+    if parts == [None]:
+        return []
+    if without := [place for place, part in enumerate(parts) if part is None]:
+        raise ValueError(f"{KEY!r} is not in " + ("also" if without[0] else "the state_dict itself, but in also"))
+    return parts
+
+
+def _of_optimizer(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """What the wrapped optimizer has saved."""
+    return {key: value for key, value in state_dict.items() if key != KEY}
 
 
 def _ranks(labels: Sequence[dict[str, Any]]) -> list[int]:
@@ -207,4 +243,4 @@ def _warn(saved: int, now: int, handed_over: Sequence[int], refused: Sequence[st
         message += (
             f"; but nothing can be owed to {', '.join(refused)}, whose codec has no error feedback now: that is lost"
         )
-    warnings.warn(message, stacklevel=4)
+    warnings.warn(message, stacklevel=5)

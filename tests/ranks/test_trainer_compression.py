@@ -24,7 +24,7 @@ from tests.ranks.training import assert_same_on_all_ranks, copies, in_world
 from tests.two_shot_model import TwoShotModel
 from trainer.compression import NAMES, Compressor, ErrorFeedback
 from trainer.encoded import EncodedBucket
-from trainer.resumption import KEY
+from trainer.parts import KEY
 
 CODECS = [name for name in NAMES if name not in ("none", "fp16", "bf16")]
 
@@ -607,11 +607,14 @@ def test_with_all_that_optimizers_can(ranks: Worlds, name: str) -> None:
     ranks(2).run(accumulate, Int8(block=64) if name == "int8" else PowerSGD(rank=32))
 
 
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+def as_bytes(state: dict[str, Any]) -> bytes:
     file = io.BytesIO()
     torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return file.getvalue()
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(io.BytesIO(as_bytes(state)), weights_only=True)
     return loaded
 
 
@@ -801,13 +804,122 @@ def test_parts_that_do_not_belong_together_are_refused_everywhere(ranks: Worlds,
     assert one == other
     assert "rank 0 was given what cannot be loaded (ValueError: saved with" in one[4]
     assert "the first that differs was" in one[4]
-    assert one[5] == "rank 1 was given what cannot be loaded (KeyError: 'buckets')"
+    assert one[5] == "rank 1 was given what cannot be loaded (ValueError: 'gradwire' is damaged: buckets missing)"
     assert one[:4] == [
         "ranks [1] were given a state_dict without 'gradwire', the others one with it",
         "ranks 0 and 1 were given parts of different checkpoints: they differ in step",
         "rank 0 was given a 'gradwire' of version 7",
         "saved with op='sum', not 'average'",
     ]
+
+
+def change(part: dict[str, Any], bucket: int | None, **values: Any) -> None:
+    """Of the part, or of one of its buckets that a codec is for."""
+    (part if bucket is None else [entry for entry in part["buckets"] if "tensors" in entry][bucket]).update(values)
+
+
+def tensors_in(part: dict[str, Any]) -> dict[str, Tensor]:
+    """Of the first bucket that a codec is for."""
+    found: dict[str, Tensor] = next(entry for entry in part["buckets"] if "tensors" in entry)["tensors"]
+    return found
+
+
+def swap(items: list[Any], one: int, other: int) -> None:
+    items[one], items[other] = items[other], items[one]
+
+
+def swap_buckets(part: dict[str, Any]) -> None:
+    """Two parameters of one shape change places."""
+    one, other = [
+        e for e in part["buckets"] if "tensors" in e and part["parameters"][e["parameters"][0]][1] == (80, 64)
+    ][:2]
+    one["parameters"], other["parameters"] = other["parameters"], one["parameters"]
+
+
+def convert(tensors: dict[str, Tensor], name: str, change: Callable[[Tensor], Tensor]) -> None:
+    tensors[name] = change(tensors[name])
+
+
+#: What may be wrong with the part of onebit, of which the message must name something.
+DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "residuals": (lambda part: convert(tensors_in(part), "worker", Tensor.int), "worker has dtype torch.int32"),
+    "owner's": (lambda part: convert(tensors_in(part), "owner", Tensor.double), "owner has dtype torch.float64"),
+    "shorter": (lambda part: convert(tensors_in(part), "worker", lambda t: t[1:]), "worker has 5119 numbers, not 5120"),
+    "longer": (lambda part: convert(tensors_in(part), "owner", lambda t: t.repeat(3)), r"owner has \d+ numbers"),
+    "halved": (lambda part: tensors_in(part).pop("owner"), "of worker and owner one is missing"),
+    "emptied": (lambda part: tensors_in(part).clear(), "'owner' of a bucket is missing"),
+    "no tensor": (lambda part: tensors_in(part).update(worker=7), "tensors by name are needed"),  # type: ignore[call-overload]
+    "step": (lambda part: change(part, None, step=-1), "step is -1"),
+    "half a step": (lambda part: change(part, None, step=1.5), "step is 1.5"),
+    "rank": (lambda part: change(part, None, rank=2), "rank is 2 of 2"),
+    "factor": (lambda part: change(part, None, predivide=float("nan")), "predivide is nan"),
+    "parameters": (lambda part: swap(part["parameters"], 0, 4), "the first that differs was"),
+    "order": (lambda part: swap(part["order"], 0, -1), "are not in order"),
+    "buckets": (lambda part: swap_buckets(part), "are not in order"),
+    "twice": (lambda part: part["buckets"].append(part["buckets"][0]), "are not those of order"),
+    "beyond": (lambda part: change(part, 0, parameters=[99]), r"\[99\] are not parameters"),
+    "starts": (lambda part: change(part, 0, starts=[64]), "do not fit between starts"),
+    "arrivals": (lambda part: change(part, None, arrivals=[0, 0]), "are not different"),
+    "waiting": (lambda part: change(part, None, waiting={0: {"residual": torch.ones(3)}}), "has 3 numbers, not 5120"),
+    "missing": (lambda part: part.pop("waiting"), "waiting missing"),
+}
+
+
+@in_world
+def load_damaged(directory: Path, compression: Compressor, name: str, also_here: bool) -> None:
+    """On rank 1, or on both: both refuse it, and have loaded nothing; then the checkpoint itself is loaded."""
+    damage, message = DAMAGES[name]
+    model = Ladder()
+    optimizer = optimizer_of(model, compression)
+    train(model, optimizer, range(2))
+    before = as_bytes(optimizer.state_dict())
+    mine = torch.load(directory / f"{hvd.rank()}.pt", weights_only=True)
+    mine["param_groups"][0]["lr"] = 7.0
+    wrong = through_a_file(mine)
+    if hvd.rank() == 1 or also_here:
+        damage(wrong[KEY])
+    with pytest.raises(ValueError, match=rf"rank {hvd.rank()}: load_state_dict: rank \d was given .*{message}"):
+        optimizer.load_state_dict(wrong)
+    assert as_bytes(optimizer.state_dict()) == before
+    optimizer.load_state_dict(mine)
+    train(model, optimizer, range(2))
+    assert optimizer.param_groups[0]["lr"] == 7.0
+    optimizer.close()
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_part_is_refused_everywhere(ranks: Worlds, tmp_path: Path, name: str) -> None:
+    ranks(2).run(save, tmp_path, "onebit", hvd.Average)
+    for also_here in (False, True):
+        ranks(2).run(load_damaged, tmp_path, "onebit", name, also_here)
+        if name != "emptied":  # another codec cannot tell that from a bucket without error feedback
+            ranks(2).run(load_damaged, tmp_path, "topk", name, also_here)
+
+
+@in_world
+def load_what_the_optimizer_refuses() -> None:
+    """The state of the wrapped optimizer of one rank is damaged: nothing is loaded on any."""
+    model = Ladder()
+    optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters()), compression="onebit")
+    train(model, optimizer, range(2))
+    before = as_bytes(optimizer.state_dict())
+    wrong = through_a_file(optimizer.state_dict())
+    wrong["param_groups"][0]["lr"] = 7.0
+    wrong[KEY]["step"] = 99
+    if hvd.rank() == 1:
+        wrong["param_groups"][0]["params"].pop()
+    with pytest.raises(
+        ValueError, match=r"rank 1 was given what cannot be loaded \(ValueError: loaded state dict contains"
+    ):
+        optimizer.load_state_dict(wrong)
+    assert as_bytes(optimizer.state_dict()) == before
+    train(model, optimizer, range(2))
+    assert_same_on_all_ranks(model.parameters())
+    optimizer.close()
+
+
+def test_nothing_is_loaded_where_one_optimizer_refuses(ranks: Worlds) -> None:
+    ranks(2).run(load_what_the_optimizer_refuses)
 
 
 @in_world
@@ -836,6 +948,16 @@ def test_a_codec_without_error_feedback_is_owed_nothing_with_a_warning(ranks: Wo
     assert nothing == []
     assert "nothing can be owed to" in message
     assert "whose codec has no error feedback now: that is lost" in message
+
+
+@pytest.mark.parametrize("codec", ["none", "fp16"])
+def test_without_codecs_what_is_owed_is_lost_with_a_warning(ranks: Worlds, tmp_path: Path, codec: str) -> None:
+    ranks(2).run(save, tmp_path, "onebit", hvd.Average)
+    (_, messages), (_, nothing) = ranks(2).run(load_with_another_codec, tmp_path, codec)
+    assert messages == ["rank 0: saved with codecs, loaded without: what compression owed is lost"]
+    assert nothing == []
+    ranks(2).run(save, tmp_path, "int8", hvd.Average)
+    assert [warned for _, warned in ranks(2).run(load_with_another_codec, tmp_path, codec)] == [[], []]
 
 
 @in_world

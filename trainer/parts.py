@@ -1,0 +1,191 @@
+"""What a rank's part of a checkpoint is made of, and whether one that was loaded is whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KEY = "gradwire"
+"""In the state_dict() of a DistributedOptimizer."""
+
+VERSION = 1
+
+_KEYS = (
+    "world_size",
+    "rank",
+    "op",
+    "predivide",
+    "step",
+    "parameters",
+    "order",
+    "learning",
+    "arrivals",
+    "buckets",
+    "waiting",
+)
+
+
+def label_of(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what parts of one checkpoint must have in common; and the rank."""
+    if part["version"] != VERSION:
+        return {"version": part["version"]}
+    keys = ("version", "world_size", "rank", "op", "predivide", "step", "order", "learning")
+    return {key: part[key] for key in keys} | {
+        "arrivals": part["arrivals"] is not None,
+        "buckets": [_label_of_bucket(entry) for entry in part["buckets"]],
+        "waiting": sorted(part["waiting"]),
+    }
+
+
+def _label_of_bucket(entry: Mapping[str, Any]) -> list[Any]:
+    """All but numbers, and pieces whose number and place are a rank's own."""
+    kept = sorted(name for name in entry.get("tensors", ()) if not name.startswith("state."))
+    return [entry["parameters"], *(entry.get(key) for key in ("encoding", "starts", "numel")), kept]
+
+
+def is_owing(part: object) -> bool:
+    """Return whether anything is outstanding in a part; as far as can be seen, where it is not whole."""
+    if not isinstance(part, Mapping):
+        return False
+    buckets = part.get("buckets")
+    entries = [entry for entry in buckets if isinstance(entry, Mapping)] if isinstance(buckets, list) else []
+    return bool(part.get("waiting")) or any(entry.get("tensors") for entry in entries)
+
+
+def check_part(part: object, described: Sequence[tuple[Any, ...]]) -> None:
+    """Raise ValueError, which says where, unless this is a whole part for these parameters: name and shape of each.
+
+    What other versions consist of is not known here: of those nothing is looked at.
+    """
+    if not isinstance(part, Mapping):
+        raise ValueError(f"{KEY!r} must be a dict, not {type(part).__name__}")
+    _need(_is_whole(part.get("version"), 0), f"version is {part.get('version')!r}")
+    if part["version"] != VERSION:
+        return
+    missing = [key for key in _KEYS if key not in part]
+    _need(not missing, f"{', '.join(missing)} missing")
+    _need(_is_whole(part["world_size"], 1), f"world_size is {part['world_size']!r}")
+    _need(_is_whole(part["rank"], 0, part["world_size"]), f"rank is {part['rank']!r} of {part['world_size']}")
+    _need(_is_whole(part["step"], 0), f"step is {part['step']!r}")
+    predivide = part["predivide"]
+    _need(
+        isinstance(predivide, (int, float)) and math.isfinite(predivide) and predivide > 0,
+        f"predivide is {predivide!r}",
+    )
+    _check_parameters(part["parameters"], described)
+    numels = [math.prod(shape) for _, shape, *_ in described]
+    _check_indices("order", part["order"], len(numels))
+    _need(isinstance(part["learning"], bool), f"learning is {part['learning']!r}")
+    if part["arrivals"] is not None:
+        _check_indices("arrivals", part["arrivals"], len(numels))
+    _need(isinstance(part["buckets"], list), f"buckets is a {type(part['buckets']).__name__}")
+    for place, entry in enumerate(part["buckets"]):
+        _check_bucket(f"bucket {place}", entry, numels)
+    _check_order(part["order"], [entry["parameters"] for entry in part["buckets"]])
+    _check_waiting(part["waiting"], numels)
+
+
+def _check_parameters(saved: object, described: Sequence[tuple[Any, ...]]) -> None:
+    if not isinstance(saved, list) or not all(isinstance(entry, (list, tuple)) and len(entry) >= 2 for entry in saved):
+        raise _damaged("parameters are not names and shapes")
+    was = [(name, tuple(shape), *more) for name, shape, *more in saved]
+    if was != list(described):
+        old, new = next((pair for pair in zip(was, described, strict=False) if pair[0] != pair[1]), (None, None))
+        raise ValueError(
+            f"saved with {len(was)} parameters, here are {len(described)}; the first that differs was {old} and is {new}"
+        )
+
+
+def _check_bucket(name: str, entry: object, numels: Sequence[int]) -> None:
+    if not isinstance(entry, Mapping) or "parameters" not in entry:
+        raise _damaged(f"{name} has no parameters")
+    members = entry["parameters"]
+    _check_indices(f"{name}: parameters", members, len(numels))
+    _need(len(members) > 0, f"{name} has no parameters")
+    if "tensors" not in entry:
+        return
+    missing = [key for key in ("starts", "numel", "encoding", "shard_start") if key not in entry]
+    _need(not missing, f"{name}: {', '.join(missing)} missing")
+    starts, numel, shard_start, tensors = (entry[key] for key in ("starts", "numel", "shard_start", "tensors"))
+    _need(_is_whole(numel, 0), f"{name}: numel is {numel!r}")
+    _need(_is_whole(shard_start, 0, numel + 1), f"{name}: shard_start is {shard_start!r} of {numel}")
+    _need(isinstance(entry["encoding"], str), f"{name}: encoding is {entry['encoding']!r}")
+    whole = isinstance(starts, list) and len(starts) == len(members) and all(_is_whole(start, 0) for start in starts)
+    _need(whole, f"{name}: starts are {starts!r}")
+    ends = [start + numels[index] for start, index in zip(starts, members, strict=True)]
+    fit = all(end <= start for end, start in zip(ends, [*starts[1:], numel], strict=True))
+    _need(fit, f"{name}: its parameters do not fit between starts {starts!r} and numel {numel}")
+    _check_tensors(name, tensors)
+    for key, tensor in tensors.items():
+        kind, _, slot = key.partition(".")
+        if kind == "worker":
+            _check_numbers(f"{name}: {key}", tensor, numel)
+        elif kind == "owner":
+            _check_numbers(f"{name}: {key}", tensor)
+            _need(shard_start + tensor.numel() <= numel, f"{name}: owner has {tensor.numel()} numbers")
+        elif kind in ("error", "basis"):
+            _need(slot.isdecimal() and int(slot) < len(members), f"{name}: {key} is of no parameter")
+            _check_numbers(f"{name}: {key}", tensor, numels[members[int(slot)]] if kind == "error" else None)
+    for one, other in (("worker", "owner"), *((f"error.{slot}", f"basis.{slot}") for slot in range(len(members)))):
+        _need((one in tensors) == (other in tensors), f"{name}: of {one} and {other} one is missing")
+
+
+def _check_order(order: Sequence[int], buckets: Sequence[Sequence[int]]) -> None:
+    """Buckets divide what is ordered, keep its order inside, and come in the order in which they fill up."""
+    members = [index for bucket in buckets for index in bucket]
+    _need(sorted(members) == sorted(order), "the buckets' parameters are not those of order")
+    position = {index: place for place, index in enumerate(order)}
+    places = [[position[index] for index in bucket] for bucket in buckets]
+    lasts = [bucket[-1] for bucket in places]
+    ordered = all(bucket == sorted(bucket) for bucket in places) and lasts == sorted(lasts)
+    _need(ordered, "the buckets' parameters are not in order")
+
+
+def _check_waiting(waiting: object, numels: Sequence[int]) -> None:
+    if not isinstance(waiting, Mapping):
+        raise _damaged(f"waiting is a {type(waiting).__name__}")
+    for index, owed in waiting.items():
+        _need(_is_whole(index, 0, len(numels)), f"waiting: there is no parameter {index!r}")
+        name = f"waiting {index}"
+        _check_tensors(name, owed)
+        _need("residual" in owed, f"{name}: residual missing")
+        for key, tensor in owed.items():
+            _check_numbers(f"{name}: {key}", tensor, None if key == "basis" else numels[index])
+
+
+def _check_tensors(name: str, tensors: object) -> None:
+    named = isinstance(tensors, Mapping) and all(
+        isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in tensors.items()
+    )
+    _need(named, f"{name}: tensors by name are needed")
+
+
+def _check_numbers(name: str, tensor: Tensor, numel: int | None = None) -> None:
+    """numel: how many there must be, where that is known."""
+    _need(tensor.dtype is torch.float32, f"{name} has dtype {tensor.dtype}, not torch.float32")
+    _need(numel is None or tensor.numel() == numel, f"{name} has {tensor.numel()} numbers, not {numel}")
+
+
+def _check_indices(name: str, indices: object, end: int) -> None:
+    """Each at most once."""
+    if not isinstance(indices, list) or not all(_is_whole(index, 0, end) for index in indices):
+        raise _damaged(f"{name}: {indices!r} are not parameters, of which there are {end}")
+    _need(len(set(indices)) == len(indices), f"{name}: {indices!r} are not different")
+
+
+def _is_whole(value: object, least: int, end: int | None = None) -> bool:
+    """Whether least <= value < end, and a whole number."""
+    return type(value) is int and least <= value and (end is None or value < end)
+
+
+def _need(condition: bool, fault: str) -> None:
+    if not condition:
+        raise _damaged(fault)
+
+
+def _damaged(fault: str) -> ValueError:
+    return ValueError(f"{KEY!r} is damaged: {fault}")
