@@ -12,6 +12,7 @@ from collectives import Communicator, Work
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from trainer.compression import Cast
+from trainer.shards import as_gradient_of, held_here, placed_like
 
 MiB = 1024 * 1024
 DEFAULT_BUCKET_BYTES = 25 * MiB
@@ -110,7 +111,7 @@ class Reduction:
 
 
 class Bucket:
-    """The buffer of a plan, with a view of it for the gradient of every parameter in it.
+    """The buffer of a plan, with a view of it for the gradient of every parameter in it; of sharded ones, for this rank's shard.
 
     names and parameters: all that were planned, of which plan.items picks. wire: what is reduced, zeros; where it has the
     gradients' dtype, it is their buffer too.
@@ -132,9 +133,11 @@ class Bucket:
         dtype = self._parameters[0].dtype
         self._buffer = wire if wire.dtype == dtype else wire.to(dtype)
         self._views = [
-            self._buffer.as_strided(parameter.shape, dense_strides(parameter), offset)
-            for parameter, offset in zip(self._parameters, plan.offsets, strict=True)
+            self._buffer.as_strided(held.shape, dense_strides(held), offset)
+            for held, offset in zip(map(held_here, self._parameters), plan.offsets, strict=True)
         ]
+        self._gradients = list(map(as_gradient_of, self._parameters, self._views))
+        """What parameter.grad becomes: the views, where parameters are not sharded."""
         self.presence = self._buffer[plan.presence_offset :]
         """One number for each gradient: whether this rank has it, and after complete(), whether any rank has."""
         self._absent: list[int] = []
@@ -147,7 +150,7 @@ class Bucket:
         return self._in_flight
 
     def collect(self, slot: int) -> bool:
-        """Bring the gradient of the slot's parameter into the buffer and make parameter.grad the view of it.
+        """Bring the gradient of the slot's parameter into the buffer and make parameter.grad what lies there.
 
         False, with zeros in the buffer, where the parameter has no gradient.
         """
@@ -156,19 +159,20 @@ class Bucket:
         if gradient is None:
             view.zero_()
             return False
-        if gradient is not view:
+        if gradient is not self._gradients[slot]:
             if gradient.layout is not torch.strided:
                 raise TypeError(
                     f"the gradient of {self.names[slot]!r} is sparse ({gradient.layout}), which cannot be exchanged: "
                     "make it dense, for example nn.Embedding(..., sparse=False)"
                 )
-            view.copy_(gradient)
-            parameter.grad = view
+            is_sharded = self._gradients[slot] is not view
+            view.copy_(held_here(placed_like(gradient, parameter)) if is_sharded else gradient)
+            parameter.grad = self._gradients[slot]
         return True
 
     def holds_gradient(self, slot: int) -> bool:
-        """Whether parameter.grad is the view of this bucket."""
-        return self._parameters[slot].grad is self._views[slot]
+        """Whether parameter.grad is what lies in this bucket."""
+        return self._parameters[slot].grad is self._gradients[slot]
 
     def scale(self, slot: int, factor: float) -> None:
         self._views[slot].mul_(factor)
@@ -206,7 +210,7 @@ class Bucket:
             present = self.presence.tolist()
             for slot in self._absent:
                 if present[slot]:
-                    self._parameters[slot].grad = self._views[slot]
+                    self._parameters[slot].grad = self._gradients[slot]
                 else:
                     self._on_absent_everywhere(slot)
 

@@ -13,7 +13,7 @@ from collectives import Work
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.powersgd import PowerSGD
-from trainer.buckets import Bucket, BucketPlan, Reduction, dense_strides
+from trainer.buckets import Bucket, BucketPlan, Reduction
 from trainer.compression import Encoding
 from trainer.ops import Average, Sum
 
@@ -38,7 +38,7 @@ class EncodedBucket(Bucket, ABC):
         super().__init__(plan, names, parameters, reduction, wire)
         self._encoding = encoding
         self._number = number
-        stops = [start + parameter.numel() for start, parameter in zip(plan.offsets, self._parameters, strict=True)]
+        stops = [start + view.numel() for start, view in zip(plan.offsets, self._views, strict=True)]
         self._spans = [slice(start, stop) for start, stop in zip(plan.offsets, stops, strict=True)]
         gaps = zip(stops, (*plan.offsets[1:], plan.presence_offset), strict=True)
         self._gaps = [wire[start:stop] for start, stop in gaps if start < stop]
@@ -200,7 +200,7 @@ class LowRankBucket(EncodedBucket):
 
     def restart(self) -> None:
         assert isinstance(self._encoding.codec, PowerSGD)
-        self._shapes = [_shape_in_memory(parameter) for parameter in self._parameters]
+        self._shapes = [_shape_in_memory(view) for view in self._views]
         self._state = self._encoding.codec.new_state(self._shapes, self._wire.device)
         self._sums: Iterator[Tensor] = iter(())
 
@@ -307,7 +307,6 @@ def _inputs_of(reduction: Reduction) -> int:
     return reduction.communicator.size if reduction.op == Average else 1
 
 
-def _shape_in_memory(parameter: Tensor) -> tuple[int, ...]:
-    """The shape of the parameter's elements in the order in which they lie in memory."""
-    strides = dense_strides(parameter)
-    return tuple(parameter.shape[d] for d in sorted(range(parameter.dim()), key=lambda d: -strides[d]))
+def _shape_in_memory(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of a dense tensor's elements in the order in which they lie in memory."""
+    return tuple(tensor.shape[d] for d in sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True))

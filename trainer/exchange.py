@@ -138,6 +138,11 @@ class GradientExchange:
 
     @uncompiled
     def _on_backward_end(self) -> None:
+        # Not here: another callback that follows may have gradients to hand out, as those of fully_shard have.
+        _when_backward_ends(self._on_all_arrived)
+
+    @uncompiled
+    def _on_all_arrived(self) -> None:
         with self._lock:
             if not self._pass_is_open:
                 return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from trainer.buckets import Bucket, BucketPlan, Item, Reduction, cast_bucket, lay_out, plan_buckets
 from trainer.compression import Cast, Encoding, Policy
 from trainer.encoded import EncodedBucket, Owed, Presence, encoded_bucket
+from trainer.shards import held_here, shard_of
 from trainer.world import here
 
 EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -47,7 +48,8 @@ class Layout:
         named = zip(names, parameters, strict=True)
         _check_dtypes((name, parameter) for name, parameter in named if parameter.requires_grad)
         self._names += names
-        self._encodings += [self._policy.encoding(*named) for named in zip(names, parameters, strict=True)]
+        held = map(held_here, parameters)
+        self._encodings += [self._policy.encoding(name, tensor) for name, tensor in zip(names, held, strict=True)]
         self.parameters += parameters
 
     @property
@@ -106,22 +108,28 @@ class Layout:
 
     def _agree(self, order: Sequence[int]) -> list[int]:
         """Rank 0's order."""
-        mine = [(self._names[i], tuple(self.parameters[i].shape), str(self.parameters[i].dtype)) for i in order]
-        everyones = self._reduction.communicator.allgather_object(mine)
+        shards = {self._names[i]: shard_of(self.parameters[i]) for i in order}
+        mine = [
+            (self._names[i], tuple(held_here(self.parameters[i]).shape), str(self.parameters[i].dtype)) for i in order
+        ]
+        gathered = self._reduction.communicator.allgather_object((shards, mine))
+        for rank, (theirs, _) in enumerate(gathered):
+            _check_shards(rank, theirs, gathered[0][0])
+        everyones = [theirs for _, theirs in gathered]
         for rank, theirs in enumerate(everyones):
             if difference := set(theirs) ^ set(everyones[0]):
                 name, shape, dtype = min(difference)
                 holder = rank if (name, shape, dtype) in theirs else 0
                 raise ValueError(
-                    f"ranks 0 and {rank} do not train the same parameters: only rank {holder} has "
+                    f"{here()}ranks 0 and {rank} do not train the same parameters: only rank {holder} has "
                     f"{name!r} of shape {list(shape)} and dtype {dtype}"
                 )
         index = dict(zip((name for name, _, _ in mine), order, strict=True))
         return [index[name] for name, _, _ in everyones[0]]
 
     def _items(self) -> list[Item]:
-        kinds = zip(self.parameters, self._encodings, strict=True)
-        return [Item(p.numel(), p.element_size(), (p.dtype, p.device, encoding)) for p, encoding in kinds]
+        kinds = zip(map(held_here, self.parameters), self._encodings, strict=True)
+        return [Item(held.numel(), held.element_size(), (held.dtype, held.device, code)) for held, code in kinds]
 
     def _plan(self, order: Sequence[int]) -> Sequence[BucketPlan]:
         """Of buckets for parameters in this order."""
@@ -203,9 +211,10 @@ class Layout:
         self._waiting = owed
         return [self._names[index] for index in self._give()]
 
-    def described(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Name and shape of every parameter."""
-        return [(name, tuple(p.shape)) for name, p in zip(self._names, self.parameters, strict=True)]
+    def described(self) -> list[tuple[Any, ...]]:
+        """Name and shape of what this rank holds of every parameter; of a sharded one also which shard."""
+        named = zip(self._names, self.parameters, strict=True)
+        return [(name, tuple(held_here(p).shape), *filter(None, [shard_of(p)])) for name, p in named]
 
     def _is_kind(self, items: Sequence[Item], members: Sequence[int]) -> bool:
         """Whether these are parameters, and may share a bucket."""
@@ -219,4 +228,15 @@ def _check_dtypes(named: Iterable[tuple[str, Tensor]]) -> None:
             raise ValueError(
                 f"{here()}parameter {name!r} has dtype {parameter.dtype}; gradients can be exchanged for "
                 f"{', '.join(map(str, EXCHANGEABLE_DTYPES))}"
+            )
+
+
+def _check_shards(rank: int, theirs: Mapping[str, str], first: Mapping[str, str]) -> None:
+    """Raise ValueError where a rank holds other shards than rank 0, for gradients of different numbers cannot be averaged."""
+    for name in sorted(theirs.keys() & first.keys()):
+        if theirs[name] != first[name]:
+            raise ValueError(
+                f"{here()}ranks 0 and {rank} of the process_set hold different shards of {name!r} ({first[name] or 'all of it'}; "
+                f"{theirs[name] or 'all of it'}): gradients are exchanged among ranks that hold the same. Beside "
+                "fully_shard(model, mesh=mesh['shard']), that is process_set=mesh.get_group('replicate')"
             )

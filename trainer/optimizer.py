@@ -40,6 +40,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     - Ranks may reach different parameters in backward(), or none, but must call backward(), step(), synchronize() and
       zero_grad() in the same order; what is frozen, thawed or added must be so on all of them.
     - step(closure) gives the optimizer the loss averaged (or summed) over the ranks, so that all take the same decisions.
+    - Of parameters that are DTensors, as after fully_shard(model, mesh=mesh["shard"]), the shards of this rank are exchanged,
+      with process_set=mesh.get_group("replicate"): the ranks that hold the same shards.
     - Activation checkpoints with use_reentrant=True are exchanged correctly but once per segment; prefer use_reentrant=False,
       and do so with op=Sum or backward_passes_per_step > 1.
 
@@ -56,7 +58,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     bucket_bytes: size up to which gradients are fused.
 
     Collective over the process set. Raises ValueError or TypeError for arguments that cannot be meant, RuntimeError before
-    init(), and, on all ranks, ValueError where these do not have the same parameters.
+    init(), and, on all ranks, ValueError where these do not have the same parameters, or hold different shards of them.
     """
 
     def __init__(
@@ -99,8 +101,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._layout = Layout(reduction, checked, bucket_bytes)
         self._exchange = GradientExchange(self._layout, reduction, backward_passes_per_step)
         self._resumption = Resumption(optimizer, self._layout, self._exchange, reduction)
-        self._take_in(0, parameters)
-        self._layout.update()
+        try:
+            self._take_in(0, parameters)
+            self._layout.update()
+        except BaseException:
+            self.close()  # or hooks of what was refused would go on exchanging, as long as anybody keeps the error
+            raise
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

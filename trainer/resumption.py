@@ -17,6 +17,7 @@ from trainer.exchange import GradientExchange
 from trainer.layout import Layout
 from trainer.ops import Average, Sum
 from trainer.parts import KEY, VERSION, check_part, is_owing, label_of
+from trainer.shards import held_here
 from trainer.world import here
 
 T = TypeVar("T")
@@ -193,7 +194,7 @@ class Resumption:
                 _add(total, part["buckets"][place], number if part["op"] == Average else 1)
             self._communicator.allreduce(total, Sum, postscale=mine["predivide"])
             for slot, (index, start) in enumerate(zip(entry["parameters"], entry["starts"], strict=True)):
-                owed[index] = {"residual": total[start : start + self._layout.parameters[index].numel()]}
+                owed[index] = {"residual": total[start : start + held_here(self._layout.parameters[index]).numel()]}
                 if (basis := entry["tensors"].get(f"basis.{slot}")) is not None:
                     owed[index]["basis"] = basis.to(total.device)
         return owed

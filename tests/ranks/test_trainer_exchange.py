@@ -166,8 +166,8 @@ def other_parameters(kind: str) -> str:
     ],
 )
 def test_ranks_must_have_the_same_parameters(ranks: Worlds, kind: str, who: str) -> None:
-    for message in ranks(3).run(other_parameters, kind):
-        assert re.fullmatch(f"ranks 0 and 2 do not train the same parameters: {who}", message)
+    for rank, message in enumerate(ranks(3).run(other_parameters, kind)):
+        assert re.fullmatch(f"rank {rank}: ranks 0 and 2 do not train the same parameters: {who}", message)
 
 
 @in_world

@@ -1,0 +1,51 @@
+"""Parameters of which each rank holds a shard (DTensor, as fully_shard makes them): what is here, and of which shard.
+
+DTensor is imported where it is used, since that takes half a second: any optimizer has imported it before.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def held_here(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor, in the same memory: of a DTensor its local tensor, else the tensor itself."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def as_gradient_of(parameter: Tensor, held: Tensor) -> Tensor:
+    """Return the gradient of a parameter that this rank holds so much of, in the same memory. Not collective."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return held
+    return DTensor.from_local(
+        held,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def placed_like(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return a gradient with the parameter's placements: that of a replicated one may be a sum still to be made. Then that is
+    made, collectively over the parameter's mesh."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        return gradient.redistribute(placements=parameter.placements)
+    return gradient
+
+
+def shard_of(parameter: Tensor) -> str:
+    """Return which shard this rank holds, in words that are equal on ranks that hold the same; "" of an ordinary tensor."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return ""
+    mesh = parameter.device_mesh
+    return f"{parameter.placements} at {tuple(mesh.get_coordinate() or ())} of a mesh of shape {tuple(mesh.shape)}"
