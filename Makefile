@@ -6,7 +6,7 @@ BIN := .venv/bin
 PACKAGES := collectives trainer bench
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test lint clean
+.PHONY: help train test soak lint clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):[^#]*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -17,6 +17,9 @@ train: .venv/.train  ## train a small GPT on 2 processes (PROCESSES=N) for a min
 
 test: .venv/.test  ## run the tests; options pass through: ARGS="-k NAME"
 	$(BIN)/python -m pytest tests $(ARGS)
+
+soak: .venv/.test  ## random operations and random faults for an hour or so, as root also between simulated hosts; ARGS="--seed 7 --faults 20"
+	$(BIN)/python -m tests.soak $(ARGS)
 
 lint: .venv/.lint  ## check style, types and the import contract
 	$(BIN)/ruff check .

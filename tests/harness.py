@@ -54,15 +54,25 @@ class Outcome:
     status: Literal["returned", "raised", "died", "hung"]
     value: Any = None
     detail: str = ""
+    exit_code: int | None = None  # of one that died
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.status}\n{self.detail}".rstrip()
 
 
 class World:
-    """`size` fresh processes with torch.distributed (gloo) initialised, waiting for functions to run."""
+    """`size` fresh processes with torch.distributed (gloo) initialised, waiting for functions to run.
 
-    def __init__(self, size: int, directory: Path, environment: Mapping[str, str]) -> None:
+    arrive: called in each process with its rank, before anything else.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        directory: Path,
+        environment: Mapping[str, str],
+        arrive: Callable[[int], None] | None = None,
+    ) -> None:
         self.size = size
         self._directory = directory
         self._connections: list[Connection] = []
@@ -72,7 +82,7 @@ class World:
             ours, theirs = _context.Pipe()
             process = _context.Process(
                 target=_serve,
-                args=(rank, size, directory, dict(environment), theirs),
+                args=(rank, size, directory, dict(environment), arrive, theirs),
                 name=f"rank {rank} of {size}",
                 daemon=True,
             )
@@ -157,7 +167,8 @@ class World:
         except (EOFError, ConnectionResetError):
             process = self._processes[rank]
             process.join(GRACE_S)
-            return Outcome(rank, "died", detail=f"exit code {process.exitcode}\n{self._stacks(rank)}")
+            detail = f"exit code {process.exitcode}\n{self._stacks(rank)}"
+            return Outcome(rank, "died", detail=detail, exit_code=process.exitcode)
         return Outcome(rank, status, value) if status == "returned" else Outcome(rank, status, detail=value)
 
     def _abort(self, rank: int) -> Outcome:
@@ -203,9 +214,18 @@ class Worlds:
             raise RanksFailedError(f"processes left over: {left_over}")
 
 
-def _serve(rank: int, size: int, directory: Path, environment: dict[str, str], connection: Connection) -> None:
+def _serve(
+    rank: int,
+    size: int,
+    directory: Path,
+    environment: dict[str, str],
+    arrive: Callable[[int], None] | None,
+    connection: Connection,
+) -> None:
     """The life of a rank: run what comes down the connection until it is closed."""
     os.environ.update(environment)
+    if arrive is not None:
+        arrive(rank)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with _stacks_file(directory, rank).open("w") as stacks:
         faulthandler.enable(stacks)

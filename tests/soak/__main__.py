@@ -1,0 +1,202 @@
+"""A soak: `python -m tests.soak` runs random operations and random faults, and ends with 1 where anything fell short.
+
+All ranks draw the same operations from one seed; a finding is printed with the command that repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import random
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench.hosts import HostsError
+from tests.harness import GRACE_S, TRANSPORTS, World
+from tests.soak.faults import STOPPED, Fault, draw_fault
+from tests.soak.operations import SESSION_OPERATIONS, draw_session
+from tests.soak.places import NAMESPACES, Place, place
+from tests.soak.ranks import Report, failed_at_file, leave, report_file, run_session, suffer
+from tests.soak.verdict import Finding, Kind, judge_fault, judge_session, news_s
+
+WORLD_SESSIONS = 25  # that a world lives for
+SESSION_DEADLINE_S = 180.0
+FAULT_DEADLINE_S = 90.0
+FAULTS_AT_A_TIME = 2
+LEAVE_S = 30.0  # an interpreter that has loaded torch and Numba takes seconds to end where cores are scarce
+PROGRESS_S = 15.0
+STDERR_CHARACTERS = 1500
+WIDTH = 110  # of the table, where nobody looks on
+
+
+@dataclass
+class Tally:
+    """What has been done on one transport, and what was found. limitation: why nothing could be."""
+
+    transport: str
+    operations: int = 0
+    faults: int = 0
+    counts: Counter[Kind] = field(default_factory=Counter)
+    slowest_news_s: float = 0.0
+    limitation: str = ""
+
+
+class Soak:
+    """Runs sessions and faults in one place, and prints what it finds."""
+
+    def __init__(self, where: Place, seed: int, ranks: int, console: Console) -> None:
+        self.tally = Tally(where.transport)
+        self._place, self._seed, self._ranks, self._console = where, seed, ranks, console
+        self._printed = self._began = time.monotonic()
+
+    def run_operations(self, start: int, operations: int) -> None:
+        """start: the first session."""
+        current: tuple[World, Path] | None = None
+        sessions = -(-operations // SESSION_OPERATIONS)
+        for index in range(start, start + sessions):
+            if current is not None and index % WORLD_SESSIONS == 0:
+                self._end(*current)
+                current = None
+            hosts = random.Random(f"{self._seed}/{index // WORLD_SESSIONS}").randint(2, max(2, self._ranks))
+            current = current or self._place.world(self._ranks, hosts)
+            world, directory = current
+            count = min(SESSION_OPERATIONS, operations - (index - start) * SESSION_OPERATIONS)
+            pretend = not self._place.on_hosts
+            session = draw_session(self._seed, self._place.transport, index, self._ranks, pretend_hosts=pretend)
+            world.start(run_session, session, count, directory)
+            outcomes = world.collect(SESSION_DEADLINE_S, grace_s=GRACE_S)
+            found = judge_session(session.members, outcomes)
+            self.tally.operations += max((o.value.done for o in outcomes if isinstance(o.value, Report)), default=0)
+            if found:
+                again = f"--start {index} --operations {count} --faults 0"
+                self._tell(found, f"session {index}: {session}", again, directory)
+                world.kill()
+                current = None
+            self._progress(f"{self.tally.operations} of {operations} operations")
+        if current is not None:
+            self._end(*current)
+
+    def run_faults(self, start: int, faults: int) -> None:
+        """start: the first fault. FAULTS_AT_A_TIME of their worlds live at the same time."""
+        running: deque[tuple[Fault, World, Path, float]] = deque()
+        for index in range(start, start + faults):
+            fault = draw_fault(self._seed, self._place.transport, index, on_hosts=self._place.on_hosts)
+            world, directory = self._place.world(fault.size, fault.hosts)
+            world.start(suffer, fault, self._place.address, directory)
+            running.append((fault, world, directory, time.monotonic()))
+            if len(running) == FAULTS_AT_A_TIME:
+                self._judge(*running.popleft())
+            self._progress(f"{self.tally.faults} of {faults} faults")
+        while running:
+            self._judge(*running.popleft())
+
+    def _judge(self, fault: Fault, world: World, directory: Path, started: float) -> None:
+        left_s = max(0.0, started + FAULT_DEADLINE_S - time.monotonic())
+        outcomes = world.collect(left_s, ranks=fault.survivors)
+        if fault.kind != STOPPED:
+            outcomes += world.collect(LEAVE_S, ranks=[fault.victim])
+        world.kill()
+        reports = {
+            rank: pickle.loads(report_file(directory, rank).read_bytes())
+            for rank in range(fault.size)
+            if report_file(directory, rank).exists()
+        }
+        failed_at = float(failed_at_file(directory).read_text()) if failed_at_file(directory).exists() else None
+        self.tally.faults += 1
+        self.tally.slowest_news_s = max(self.tally.slowest_news_s, news_s(fault, reports, failed_at))
+        if found := judge_fault(fault, outcomes, reports, failed_at):
+            again = f"--start {fault.index} --operations 0 --faults 1"
+            self._tell(found, f"fault {fault.index}: {fault}", again, directory)
+
+    def _end(self, world: World, directory: Path) -> None:
+        """Let the ranks of a world leave as scripts do."""
+        world.start(leave)
+        for outcome in world.collect(LEAVE_S):
+            if outcome.exit_code != 0:
+                kind = Kind.HANG if outcome.status == "hung" else Kind.ABORT
+                found = [Finding(kind, f"leaving: {outcome}")]
+                self._tell(found, f"the end of {directory.name}", "(all operations up to here)", directory)
+        world.kill()
+
+    def _tell(self, found: Sequence[Finding], what: str, again: str, directory: Path) -> None:
+        """Count and print findings. again: the options that repeat them, besides those of this run."""
+        self.tally.counts.update(finding.kind for finding in found)
+        command = f"python -m tests.soak --seed {self._seed} --ranks {self._ranks} --transport {self._place.transport}"
+        self._write(f"FOUND on {self._place.transport}, {what}\n  again: {command} {again}")
+        for finding in found:
+            self._write(f"  {finding.kind.value}: {finding.text}")
+        if any(finding.kind in (Kind.HANG, Kind.ABORT) for finding in found):
+            for path in sorted((*directory.glob("diary-*"), *directory.glob("stderr-*"))):
+                lines = path.read_text(errors="replace").splitlines()
+                if text := "\n".join(line for line in lines if line and not line.startswith("frame #")):
+                    self._write(f"  {path.name}: {text[-STDERR_CHARACTERS:]}")
+
+    def _write(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _progress(self, done: str) -> None:
+        if time.monotonic() - self._printed > PROGRESS_S:
+            self._printed = time.monotonic()
+            findings = self.tally.counts.total()
+            self._write(f"{self._place.transport}: {done}, {findings} findings, {self._printed - self._began:.0f} s")
+
+
+def table(tallies: Sequence[Tally]) -> Table:
+    """A row for each transport."""
+    drawn = Table(box=box.SIMPLE, padding=0)
+    for heading in ("transport", "operations", "faults", *(kind.value for kind in Kind), "slowest news, s"):
+        drawn.add_column(heading.replace(" ", "\n"), justify="left" if heading == "transport" else "right")
+    for tally in tallies:
+        name = f"{tally.transport} (not run: {tally.limitation})" if tally.limitation else tally.transport
+        counts = [str(tally.counts[kind]) for kind in Kind]
+        drawn.add_row(name, str(tally.operations), str(tally.faults), *counts, f"{tally.slowest_news_s:.1f}")
+    return drawn
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--seed", type=int, help="of everything that is drawn (default: another one each time)")
+    parser.add_argument("--operations", type=int, default=20_000, help="on each transport (default 20000)")
+    parser.add_argument("--faults", type=int, default=500, help="on all transports together (default 500)")
+    parser.add_argument("--ranks", type=int, default=3, help="that exchange; faults have 2 to 4 (default 3)")
+    parser.add_argument("--transport", choices=(*TRANSPORTS, NAMESPACES, "all"), default="all")
+    parser.add_argument("--start", type=int, default=0, help="the first session, and the first fault (default 0)")
+    chosen = parser.parse_args(arguments)
+    if chosen.ranks < 1 or min(chosen.operations, chosen.faults, chosen.start) < 0:
+        parser.error("--ranks must be positive; --operations, --faults and --start must not be negative")
+    return chosen
+
+
+def main(arguments: Sequence[str]) -> int:
+    chosen = parse_arguments(arguments)
+    seed = random.SystemRandom().getrandbits(32) if chosen.seed is None else chosen.seed
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console.print(f"seed {seed}: {chosen.operations} operations on each transport, {chosen.faults} faults in all")
+    transports = [*TRANSPORTS, NAMESPACES] if chosen.transport == "all" else [chosen.transport]
+    tallies = []
+    for number, transport in enumerate(transports):
+        faults = chosen.faults // len(transports) + (number < chosen.faults % len(transports))
+        with tempfile.TemporaryDirectory(prefix="gradwire-soak-", ignore_cleanup_errors=True) as directory:
+            try:
+                with place(transport, Path(directory)) as where:
+                    soak = Soak(where, seed, chosen.ranks, console)
+                    tallies.append(soak.tally)
+                    soak.run_operations(chosen.start, chosen.operations)
+                    soak.run_faults(chosen.start, faults)
+            except HostsError as error:
+                tallies.append(Tally(transport, limitation=str(error)))
+    console.print(table(tallies))
+    return int(any(tally.counts for tally in tallies) or all(tally.limitation for tally in tallies))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""Where the ranks of a soak live: on this machine, or on simulated hosts; each world's files in a directory of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from bench import hosts
+from tests.harness import TRANSPORTS, World
+
+NAMESPACES = "namespaces"
+MOST_HOSTS = 4
+RATE = "1gbit"
+_NAMESPACES_OF_A_HOST = ("mnt", "uts", "net")
+
+
+def stderr_file(directory: Path, rank: int) -> Path:
+    """What a rank printed as errors."""
+    return directory / f"stderr-{rank}"
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a rank does first: write its errors to a file, and move to its host. hosts: the process that holds the namespaces
+    of each rank's host, environments: of each rank; empty where the ranks stay on this machine."""
+
+    directory: Path
+    holders: tuple[int, ...] = ()
+    environments: tuple[Mapping[str, str], ...] = ()
+
+    def __call__(self, rank: int) -> None:
+        with stderr_file(self.directory, rank).open("wb") as errors:
+            os.dup2(errors.fileno(), 2)
+        if self.holders:
+            _enter(self.holders[rank])
+            os.environ.update(self.environments[rank])
+
+
+def _enter(holder: int) -> None:
+    """Move this process, which must have one thread yet, into the namespaces of another."""
+    setns = ctypes.CDLL(None, use_errno=True).setns
+    here = os.getcwd()
+    for kind in _NAMESPACES_OF_A_HOST:
+        with open(f"/proc/{holder}/ns/{kind}") as namespace:
+            if setns(namespace.fileno(), 0) != 0:
+                raise OSError(ctypes.get_errno(), f"rank cannot enter the {kind} namespace of process {holder}")
+    os.chdir(here)
+
+
+class Place:
+    """Makes fresh worlds on one transport. hosts: the simulated hosts there are; none where ranks stay on this machine."""
+
+    def __init__(self, transport: str, directory: Path, cluster: hosts.Cluster | None = None) -> None:
+        self.transport = transport
+        self._directory = directory
+        self._cluster = cluster
+        self._worlds = count()
+
+    @property
+    def on_hosts(self) -> bool:
+        return self._cluster is not None
+
+    @property
+    def address(self) -> str:
+        """Where rank 0 can be reached."""
+        return hosts.address(0) if self.on_hosts else "127.0.0.1"
+
+    def world(self, size: int, host_count: int) -> tuple[World, Path]:
+        """A fresh world and its directory. host_count: over how many simulated hosts, where there are any."""
+        directory = self._directory / f"{self.transport}-{next(self._worlds)}"
+        directory.mkdir()
+        if self._cluster is None:
+            return World(size, directory, TRANSPORTS[self.transport], Arrival(directory)), directory
+        planned = hosts.plan_ranks(size, min(size, host_count), hosts.network_description(host_count, RATE))
+        holders = tuple(self._cluster.hosts[rank.host].pid for rank in planned)
+        arrival = Arrival(directory, holders, tuple(rank.environment for rank in planned))
+        return World(size, directory, {}, arrival), directory
+
+
+@contextmanager
+def place(transport: str, directory: Path) -> Iterator[Place]:
+    """Raises HostsError where there cannot be simulated hosts."""
+    if transport != NAMESPACES:
+        yield Place(transport, directory)
+        return
+    hosts.check_machine()
+    with hosts.Cluster(MOST_HOSTS, RATE) as cluster:
+        yield Place(transport, directory, cluster)

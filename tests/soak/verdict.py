@@ -1,0 +1,137 @@
+"""Judge what the ranks of a world reported: every way to fall short, counted by its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from tests.harness import Outcome
+from tests.soak.faults import CLOSES, DISAGREES, ENDS, EXIT_CODES, STOPPED, Fault
+from tests.soak.ranks import Report, Witness
+
+LATE_S = 10.0  # longer than any busy machine delays what takes no time
+TEXT_CHARACTERS = 3000
+
+
+class Kind(Enum):
+    """The columns of the table."""
+
+    HANG = "hangs"
+    ABORT = "aborts"
+    WRONG = "wrong"
+    REPLICAS = "replicas differ"
+    INNOCENT = "innocents blamed"
+    NO_CULPRIT = "culprit not named"
+    LATE = "late news"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One way in which a world fell short."""
+
+    kind: Kind
+    text: str
+
+
+def judge_session(members: Sequence[int], outcomes: Sequence[Outcome]) -> list[Finding]:
+    """What was wrong with a session, in which nobody was to fail. members: the ranks that took part."""
+    found = [finding for outcome in outcomes for finding in _of_outcome(outcome, expected_exit=None)]
+    reports = {outcome.rank: outcome.value for outcome in outcomes if isinstance(outcome.value, Report)}
+    for rank, report in reports.items():
+        found += [Finding(Kind.WRONG, f"rank {rank}: {text}") for text in report.wrong]
+    found += compare_replicas({rank: report for rank, report in reports.items() if rank in members})
+    guilty = {outcome.rank for outcome in outcomes if outcome.status != "returned"}
+    guilty |= {
+        r for r, report in reports.items() if report.witness is not None and not _tells_of_others(report.witness)
+    }
+    for rank, report in reports.items():
+        if report.witness is None:
+            continue
+        accused = set(report.witness.blamed) - guilty
+        kind = Kind.INNOCENT if accused or (report.witness.calls and not guilty) else Kind.WRONG
+        if rank in guilty or not guilty or accused:
+            found.append(Finding(kind, _said(rank, report)))
+    return found
+
+
+def judge_fault(
+    fault: Fault, outcomes: Sequence[Outcome], reports: Mapping[int, Report], failed_at: float | None
+) -> list[Finding]:
+    """What was wrong with a world in which one rank failed. reports: of those that wrote one; failed_at: time.monotonic()."""
+    found: list[Finding] = []
+    for outcome in outcomes:
+        if outcome.rank != fault.victim or fault.kind != STOPPED:
+            expected_exit = 0
+            if outcome.rank == fault.victim:
+                expected_exit = EXIT_CODES.get(fault.kind, 0)
+            found += _of_outcome(outcome, expected_exit)
+    found += compare_replicas({rank: report for rank, report in reports.items() if rank != fault.victim})
+    for rank, report in reports.items():
+        found += [Finding(Kind.WRONG, f"rank {rank}: {text}") for text in report.wrong]
+    for rank in fault.survivors if fault.kind != DISAGREES else fault.reporting:
+        if rank in reports:
+            found += _of_testimony(fault, rank, reports[rank], failed_at)
+    if failed_at is None and not found:
+        found.append(Finding(Kind.WRONG, "the world ended before the fault"))
+    return found
+
+
+def compare_replicas(reports: Mapping[int, Report]) -> list[Finding]:
+    """Results that must be the same on all ranks, where several had them."""
+    found = []
+    for position in sorted({position for report in reports.values() for position in report.digests}):
+        digests = {rank: r.digests[position] for rank, r in reports.items() if position in r.digests}
+        if len(set(digests.values())) > 1:
+            found.append(Finding(Kind.REPLICAS, f"operation {position}: digests by rank {digests}"))
+    return found
+
+
+def _of_outcome(outcome: Outcome, expected_exit: int | None) -> Iterable[Finding]:
+    """expected_exit: the code with which a rank was to leave; None where it was to stay."""
+    if outcome.status == "hung":
+        yield Finding(Kind.HANG, f"{outcome}"[:TEXT_CHARACTERS])
+    elif outcome.status == "raised":
+        yield Finding(Kind.WRONG, f"{outcome}"[-TEXT_CHARACTERS:])
+    elif outcome.status == "died" and outcome.exit_code != expected_exit:
+        yield Finding(Kind.ABORT, f"{outcome}"[:TEXT_CHARACTERS])
+
+
+def _of_testimony(fault: Fault, rank: int, report: Report, failed_at: float | None) -> Iterable[Finding]:
+    witness = report.witness
+    if witness is None:
+        yield Finding(Kind.NO_CULPRIT, f"rank {rank}: {report.done} operations ended as if nothing had happened")
+        return
+    said = _said(rank, report)
+    if not _tells_of_others(witness):
+        yield Finding(Kind.NO_CULPRIT, said)
+        return
+    innocents = set(witness.blamed) - {fault.victim}
+    alive = fault.kind in (STOPPED, DISAGREES)
+    if innocents or (alive and witness.kind == "PeerLost") or (witness.calls and fault.kind not in (DISAGREES, CLOSES)):
+        yield Finding(Kind.INNOCENT, said)
+    if fault.victim not in (*witness.blamed, *witness.calls):
+        yield Finding(Kind.NO_CULPRIT, said)
+    elif fault.kind == DISAGREES and not witness.calls:
+        yield Finding(Kind.NO_CULPRIT, f"{said} (a Mismatch was to be told)")
+    since = max(witness.waited_since, failed_at or 0.0)
+    if witness.raised - since > LATE_S:
+        yield Finding(Kind.LATE, f"after {witness.raised - since:.1f} s: {said}")
+
+
+def news_s(fault: Fault, reports: Mapping[int, Report], failed_at: float | None) -> float:
+    """How long the slowest survivor took to hear that a process was gone; 0 for other faults."""
+    if failed_at is None or fault.kind not in ENDS:
+        return 0.0
+    witnesses = [reports[rank].witness for rank in fault.survivors if rank in reports]
+    return max((w.raised - max(w.waited_since, failed_at) for w in witnesses if w is not None), default=0.0)
+
+
+def _tells_of_others(witness: Witness) -> bool:
+    """Whether it says who is to blame, and is no failure of this rank's own."""
+    return witness.kind in ("PeerLost", "CollectiveTimeout", "Mismatch")
+
+
+def _said(rank: int, report: Report) -> str:
+    assert report.witness is not None
+    return f"rank {rank}: {report.witness.kind}: {report.witness.text[-TEXT_CHARACTERS:]} [during {report.during}]"

@@ -1,0 +1,194 @@
+"""The soak's own pieces: what it draws is the same every time, and whatever falls short is counted."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from collectives.engine import legal_algorithms
+from collectives.errors import CollectiveTimeout, Mismatch, PeerLost
+from tests.harness import Outcome
+from tests.ranks.exact import DTYPES, OPS, Checks
+from tests.soak import __main__ as soak
+from tests.soak.exchange import Exchange
+from tests.soak.faults import CLOSES, DISAGREES, EXITS, KILLED, KINDS, PHASES, STOPPED, Fault, draw_fault
+from tests.soak.operations import Operation, Session, draw_operations, draw_session
+from tests.soak.ranks import Report, Witness
+from tests.soak.verdict import Kind, judge_fault, judge_session
+
+ALGORITHMS = legal_algorithms(shared=True)
+EVERYONE = (0, 1, 2)
+
+
+def sessions(seed: int, count: int) -> list[tuple[Session, list[Operation]]]:
+    drawn = [draw_session(seed, "sockets", index, 3, pretend_hosts=True) for index in range(count)]
+    return [(session, draw_operations(session, 40, ALGORITHMS)) for session in drawn]
+
+
+def test_all_ranks_draw_the_same() -> None:
+    assert sessions(1, 20) == sessions(1, 20)
+    assert sessions(1, 20) != sessions(2, 20)
+    assert len({str(operations) for _, operations in sessions(1, 20)}) == 20, "each session has operations of its own"
+    faults = [draw_fault(1, "sockets", index, on_hosts=False) for index in range(50)]
+    assert faults == [draw_fault(1, "sockets", index, on_hosts=False) for index in range(50)]
+
+
+def test_fewer_operations_are_the_first_of_more() -> None:
+    session, operations = sessions(3, 1)[0]
+    assert draw_operations(session, 7, ALGORITHMS) == operations[:7]
+
+
+def test_everything_is_drawn() -> None:
+    operations = [operation for _, drawn in sessions(1, 200) for operation in drawn]
+    for collective, names in ALGORITHMS.items():
+        assert {o.algorithm for o in operations if o.verb == collective} == {"auto", *names}
+    assert {o.dtype for o in operations if o.verb == "reduce"} == set(DTYPES)
+    assert {o.op for o in operations if o.verb == "allreduce"} == set(OPS)
+    assert {0, 1, 2, 3, 4} <= {o.numel for o in operations}
+    assert any(o.counts for o in operations)
+    assert any(len(set(o.parts)) > 1 for o in operations)
+    assert any(not o.asynchronous and o.waits for o in operations), "a synchronous one among asynchronous ones"
+    faults = [draw_fault(1, "sockets", index, on_hosts=False) for index in range(300)]
+    assert {(fault.kind, fault.phase) for fault in faults} == {(kind, phase) for kind in KINDS for phase in PHASES}
+
+
+def test_what_is_asynchronous_is_waited_for_once() -> None:
+    for _, operations in sessions(1, 50):
+        waited = Counter(waiting for operation in operations for waiting in operation.waits)
+        assert set(waited.values()) <= {1}
+        assert all(operations[waiting].asynchronous for waiting in waited)
+
+
+class Alone:
+    """A Communicator of one rank, whose allreduce adds what it should not."""
+
+    rank, size = 0, 1
+
+    def __init__(self, planted: float) -> None:
+        self._planted = planted
+
+    def allreduce(self, tensor: torch.Tensor, op: str, **_: Any) -> None:
+        tensor[..., -1:] += self._planted
+
+
+@pytest.mark.parametrize("values", ["exact", "any"])
+@pytest.mark.parametrize("layout", ["contiguous", "every second", "shifted", "columns"])
+def test_a_planted_wrong_result_is_counted(values: str, layout: str) -> None:
+    session = Session(1, "sockets", 0, (0,), "", None)
+    operation = Operation("allreduce", numel=20, values=values, layout=layout)
+    for planted in (0.0, 100.0):
+        checks = Checks()
+        exchange = Exchange(session, Alone(planted))  # type: ignore[arg-type]
+        exchange.start(0, operation, asynchronous=False).check(checks)
+        found = judge_session((0,), [Outcome(0, "returned", Report(wrong=checks.failures))])
+        assert [finding.kind for finding in found] == ([Kind.WRONG] if planted else [])
+
+
+class StandIn:
+    """A World, and the Place that makes it, in which a planned thing happens."""
+
+    transport, on_hosts = "sockets", False
+
+    def __init__(self, directory: Path, outcomes: list[Outcome]) -> None:
+        self._directory, self._outcomes = directory, outcomes
+
+    def world(self, size: int, host_count: int) -> tuple[StandIn, Path]:
+        return self, self._directory
+
+    def start(self, *_: object) -> None: ...
+
+    def collect(self, deadline_s: float, **_: object) -> list[Outcome]:
+        return self._outcomes
+
+    def kill(self) -> None: ...
+
+
+def test_a_planted_hang_is_counted_and_told_how_to_repeat(tmp_path: Path) -> None:
+    outcomes = [Outcome(0, "returned", Report(done=40)), Outcome(1, "hung", detail="in allreduce")]
+    told = io.StringIO()
+    run = soak.Soak(StandIn(tmp_path, outcomes), 7, 2, Console(file=told))  # type: ignore[arg-type]
+    run.run_operations(start=3, operations=40)
+    assert run.tally.counts == {Kind.HANG: 1}
+    assert "in allreduce" in told.getvalue()
+    assert "--seed 7 --ranks 2 --transport sockets --start 3 --operations 40 --faults 0" in told.getvalue()
+
+
+def test_an_abort_is_counted() -> None:
+    outcomes = [Outcome(0, "returned", Report()), Outcome(1, "died", detail="exit code -6", exit_code=-6)]
+    assert [finding.kind for finding in judge_session((0, 1), outcomes)] == [Kind.ABORT]
+
+
+def test_replicas_that_differ_are_counted() -> None:
+    digests = ({4: "aa", 5: "bb"}, {4: "aa", 5: "cc"})
+    outcomes = [Outcome(rank, "returned", Report(digests=digest)) for rank, digest in enumerate(digests)]
+    found = judge_session((0, 1), outcomes)
+    assert [finding.kind for finding in found] == [Kind.REPLICAS]
+    assert "operation 5" in found[0].text
+
+
+def lost(*ranks: int) -> PeerLost:
+    return PeerLost(ranks, rank=0, operation="allreduce")
+
+
+def late(*ranks: int) -> CollectiveTimeout:
+    return CollectiveTimeout(3.0, ranks, rank=0, operation="allreduce")
+
+
+def differing(*ranks: int) -> Mismatch:
+    return Mismatch({rank: "allreduce" if rank else "barrier" for rank in ranks}, rank=0, operation="allreduce")
+
+
+def test_blame_where_nobody_failed_is_counted() -> None:
+    witness = Witness.of(lost(1), EVERYONE, 0.0)
+    outcomes = [Outcome(rank, "returned", Report(witness=witness if rank == 0 else None)) for rank in EVERYONE]
+    assert [finding.kind for finding in judge_session(EVERYONE, outcomes)] == [Kind.INNOCENT]
+
+
+def test_blame_of_the_rank_that_failed_by_itself_is_not() -> None:
+    witnesses = [Witness.of(error, EVERYONE, 0.0) for error in (lost(2), lost(2), ValueError("its own"))]
+    outcomes = [Outcome(rank, "returned", Report(witness=witness)) for rank, witness in enumerate(witnesses)]
+    assert [finding.kind for finding in judge_session(EVERYONE, outcomes)] == [Kind.WRONG]
+
+
+def fault_of(kind: str) -> Fault:
+    drawn = (draw_fault(1, "sockets", index, on_hosts=False) for index in range(1000))
+    return next(fault for fault in drawn if fault.kind == kind and fault.size == 3 and fault.victim == 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "counted"),
+    [
+        (KILLED, lost(2), []),
+        (EXITS, lost(2), []),
+        (CLOSES, lost(2), []),
+        (STOPPED, late(2), []),
+        (DISAGREES, differing(0, 1, 2), []),
+        (KILLED, lost(1, 2), [Kind.INNOCENT]),
+        (KILLED, lost(1), [Kind.INNOCENT, Kind.NO_CULPRIT]),
+        (KILLED, late(), [Kind.NO_CULPRIT]),
+        (KILLED, differing(0, 1, 2), [Kind.INNOCENT]),
+        (KILLED, RuntimeError("of another kind"), [Kind.NO_CULPRIT]),
+        (STOPPED, lost(2), [Kind.INNOCENT]),
+        (STOPPED, late(1, 2), [Kind.INNOCENT]),
+        (DISAGREES, late(2), [Kind.NO_CULPRIT]),
+        (DISAGREES, differing(0, 1), [Kind.NO_CULPRIT]),
+        (KILLED, None, [Kind.NO_CULPRIT]),
+    ],
+)
+def test_whom_a_survivor_names_is_judged(kind: str, error: Exception | None, counted: list[Kind]) -> None:
+    fault = fault_of(kind)
+    witness = None if error is None else Witness.of(error, EVERYONE, 0.0)
+    found = judge_fault(fault, [], {0: Report(witness=witness)}, failed_at=1e12)
+    assert [finding.kind for finding in found] == counted
+
+
+def test_late_news_is_counted() -> None:
+    witness = Witness.of(lost(2), EVERYONE, 0.0)
+    found = judge_fault(fault_of(KILLED), [], {0: Report(witness=witness)}, failed_at=witness.raised - 15.0)
+    assert [finding.kind for finding in found] == [Kind.LATE]
