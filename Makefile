@@ -18,7 +18,7 @@ train: .venv/.train  ## train a small GPT on 2 processes (PROCESSES=N) for a min
 test: .venv/.test  ## run the tests; options pass through: ARGS="-k NAME"
 	$(BIN)/python -m pytest tests $(ARGS)
 
-soak: .venv/.test  ## random operations and random faults for an hour or so, as root also between simulated hosts; ARGS="--seed 7 --faults 20"
+soak: .venv/.test  ## random operations and random faults for an hour or more; options pass through: ARGS="--seed 7 --faults 20"
 	$(BIN)/python -m tests.soak $(ARGS)
 
 lint: .venv/.lint  ## check style, types and the import contract

@@ -264,8 +264,11 @@ def _fail(fault: Fault, comms: list[Communicator]) -> None:
 def _meet_at_rank_0(address: str, directory: Path) -> None:
     """As torchrun's ranks do: the store is a thread of rank 0, and ends with it."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
     port = dist.FileStore(str(directory / "port"), size)
+    dist.barrier()
+    port.set(f"connected/{rank}", "")
+    port.wait([f"connected/{each}" for each in range(size)])  # who closes sooner breaks what another still connects
+    dist.destroy_process_group()
     store = None
     if rank == 0:
         store = dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False)

@@ -61,19 +61,20 @@ def judge_fault(
     """What was wrong with a world in which one rank failed. reports: of those that wrote one; failed_at: time.monotonic()."""
     found: list[Finding] = []
     for outcome in outcomes:
-        if outcome.rank != fault.victim or fault.kind != STOPPED:
-            expected_exit = 0
-            if outcome.rank == fault.victim:
-                expected_exit = EXIT_CODES.get(fault.kind, 0)
-            found += _of_outcome(outcome, expected_exit)
+        failed = outcome.rank == fault.victim and failed_at is not None
+        if not (failed and fault.kind == STOPPED):
+            found += _of_outcome(outcome, EXIT_CODES.get(fault.kind, 0) if failed else 0)
     found += compare_replicas({rank: report for rank, report in reports.items() if rank != fault.victim})
     for rank, report in reports.items():
         found += [Finding(Kind.WRONG, f"rank {rank}: {text}") for text in report.wrong]
+    if failed_at is None:
+        found += [
+            Finding(Kind.WRONG, f"before the fault: {_said(rank, reports[rank])}") for rank in _witnesses(reports)
+        ]
+        return found or [Finding(Kind.WRONG, "the world ended before the fault")]
     for rank in fault.survivors if fault.kind != DISAGREES else fault.reporting:
         if rank in reports:
             found += _of_testimony(fault, rank, reports[rank], failed_at)
-    if failed_at is None and not found:
-        found.append(Finding(Kind.WRONG, "the world ended before the fault"))
     return found
 
 
@@ -87,17 +88,25 @@ def compare_replicas(reports: Mapping[int, Report]) -> list[Finding]:
     return found
 
 
+def _witnesses(reports: Mapping[int, Report]) -> list[int]:
+    return [rank for rank, report in reports.items() if report.witness is not None]
+
+
 def _of_outcome(outcome: Outcome, expected_exit: int | None) -> Iterable[Finding]:
     """expected_exit: the code with which a rank was to leave; None where it was to stay."""
     if outcome.status == "hung":
-        yield Finding(Kind.HANG, f"{outcome}"[:TEXT_CHARACTERS])
+        yield Finding(Kind.HANG, _stacks(outcome)[:TEXT_CHARACTERS])
     elif outcome.status == "raised":
         yield Finding(Kind.WRONG, f"{outcome}"[-TEXT_CHARACTERS:])
     elif outcome.status == "died" and outcome.exit_code != expected_exit:
-        yield Finding(Kind.ABORT, f"{outcome}"[:TEXT_CHARACTERS])
+        yield Finding(Kind.ABORT, _stacks(outcome)[:TEXT_CHARACTERS])
 
 
-def _of_testimony(fault: Fault, rank: int, report: Report, failed_at: float | None) -> Iterable[Finding]:
+def _stacks(outcome: Outcome) -> str:
+    return "\n".join(line for line in str(outcome).splitlines() if not line.startswith("Extension modules"))
+
+
+def _of_testimony(fault: Fault, rank: int, report: Report, failed_at: float) -> Iterable[Finding]:
     witness = report.witness
     if witness is None:
         yield Finding(Kind.NO_CULPRIT, f"rank {rank}: {report.done} operations ended as if nothing had happened")
@@ -114,7 +123,7 @@ def _of_testimony(fault: Fault, rank: int, report: Report, failed_at: float | No
         yield Finding(Kind.NO_CULPRIT, said)
     elif fault.kind == DISAGREES and not witness.calls:
         yield Finding(Kind.NO_CULPRIT, f"{said} (a Mismatch was to be told)")
-    since = max(witness.waited_since, failed_at or 0.0)
+    since = max(witness.waited_since, failed_at)
     if witness.raised - since > LATE_S:
         yield Finding(Kind.LATE, f"after {witness.raised - since:.1f} s: {said}")
 

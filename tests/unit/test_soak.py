@@ -188,6 +188,13 @@ def test_whom_a_survivor_names_is_judged(kind: str, error: Exception | None, cou
     assert [finding.kind for finding in found] == counted
 
 
+def test_an_error_before_the_fault_is_counted() -> None:
+    witness = Witness.of(lost(2), EVERYONE, 0.0)
+    outcomes = [Outcome(2, "died", exit_code=0)]
+    found = judge_fault(fault_of(EXITS), outcomes, {0: Report(witness=witness)}, failed_at=None)
+    assert [finding.kind for finding in found] == [Kind.WRONG]
+
+
 def test_late_news_is_counted() -> None:
     witness = Witness.of(lost(2), EVERYONE, 0.0)
     found = judge_fault(fault_of(KILLED), [], {0: Report(witness=witness)}, failed_at=witness.raised - 15.0)
