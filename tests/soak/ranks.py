@@ -17,7 +17,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from collectives import CollectiveTimeout, Communicator, Mismatch, PeerLost
+from collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
 from collectives.algorithms import PLANNERS
 from tests.harness import EXCHANGE_TIMEOUT_S
 from tests.ranks.exact import Checks, on_host
@@ -47,14 +47,20 @@ class Witness:
 
     @classmethod
     def of(cls, error: Exception, members: tuple[int, ...], waited_since: float) -> Witness:
-        """members: the ranks in the world of those that the error speaks of."""
+        """members: the ranks in the world of those that the error speaks of.
+
+        Where an earlier operation broke the Communicator, that one's error counts: an asynchronous one may fail unwaited for.
+        """
+        while type(error) is CollectiveError and isinstance(error.__cause__, CollectiveError):
+            error = error.__cause__
         blamed: tuple[int, ...] = ()
         if isinstance(error, PeerLost):
             blamed = error.ranks
         elif isinstance(error, CollectiveTimeout):
             blamed = error.waiting_for
         calls = tuple(error.calls) if isinstance(error, Mismatch) else ()
-        text = str(error) if isinstance(error, PeerLost | CollectiveTimeout | Mismatch) else traceback.format_exc()
+        tells = isinstance(error, PeerLost | CollectiveTimeout | Mismatch)
+        text = str(error) if tells else "".join(traceback.format_exception(error))
         return cls(
             type(error).__name__,
             text,

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from collectives.engine import legal_algorithms
-from collectives.errors import CollectiveTimeout, Mismatch, PeerLost
+from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
 from tests.harness import Outcome
 from tests.ranks.exact import DTYPES, OPS, Checks
 from tests.soak import __main__ as soak
@@ -154,6 +154,13 @@ def test_blame_of_the_rank_that_failed_by_itself_is_not() -> None:
     witnesses = [Witness.of(error, EVERYONE, 0.0) for error in (lost(2), lost(2), ValueError("its own"))]
     outcomes = [Outcome(rank, "returned", Report(witness=witness)) for rank, witness in enumerate(witnesses)]
     assert [finding.kind for finding in judge_session(EVERYONE, outcomes)] == [Kind.WRONG]
+
+
+def test_the_error_that_broke_a_communicator_counts() -> None:
+    broken = CollectiveError("broken since an earlier failure", rank=0, operation="allreduce")
+    broken.__cause__ = lost(1)
+    witness = Witness.of(broken, (4, 7), 0.0)
+    assert (witness.kind, witness.blamed) == ("PeerLost", (7,))
 
 
 def fault_of(kind: str) -> Fault:
