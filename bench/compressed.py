@@ -22,9 +22,9 @@ from bench.compare import format_comparison
 from bench.table import Row, format_heading, format_row, format_trailer
 from bench.timing import Protocol, Times, distributed_machine, median_and_p99, over_ranks, slowest_rank, take_turns
 from collectives import Communicator
-from collectives.compressed import effective
 from collectives.compression.codec import Codec, State
 from collectives.compression.sharing import Sharing
+from collectives.run.two_shot import effective
 
 Codecs = Mapping[str, tuple[Codec, bool]]
 Measured = tuple[Job, Row, Times]

@@ -8,7 +8,7 @@ with Communicator() as communicator:
 
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
-from collectives.topology import Topology
-from collectives.work import Work
+from collectives.plan.topology import Topology
+from collectives.run.work import Work
 
 __all__ = ["CollectiveError", "CollectiveTimeout", "Communicator", "Mismatch", "PeerLost", "Topology", "Work"]

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from collectives.algorithms import PLANNERS
 from collectives.communicator import Communicator
 from collectives.environment import TABLE_PREFIX
-from collectives.selection import Table
+from collectives.plan.algorithms import PLANNERS
+from collectives.plan.selection import Table
 from collectives.sizes import format_size
 
 

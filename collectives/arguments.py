@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives.engine import Engine
 from collectives.reduction import check_dtype
-from collectives.staging import refusal
+from collectives.run.engine import Engine
+from collectives.run.staging import refusal
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

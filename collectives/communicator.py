@@ -13,19 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives import objects, verbs
-from collectives.algorithms import PLANNERS
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.registry import make_codec
-from collectives.engine import Engine, legal_algorithms
 from collectives.environment import shared_memory_wanted
-from collectives.neighbours import connect_neighbours
-from collectives.operations import MEET_S
+from collectives.link.neighbours import connect_neighbours
+from collectives.link.process_group import connect
+from collectives.plan.algorithms import PLANNERS
+from collectives.plan.selection import SHARED, Table, default_segment_bytes, default_table, overrides, variables
+from collectives.plan.topology import Topology, host_id
 from collectives.reduction import Op, check_dtype
-from collectives.selection import SHARED, Table, default_segment_bytes, default_table, overrides, variables
-from collectives.topology import Topology, host_id
-from collectives.transport.process_group import connect
-from collectives.work import Work
+from collectives.run.engine import Engine, legal_algorithms
+from collectives.run.operations import MEET_S
+from collectives.run.work import Work
 
 
 class Communicator:
@@ -229,7 +229,7 @@ class Communicator:
 
         codec: for the sum or average of floating-point tensors: what travels is not the numbers (as float32) but their codes, by
         one of collectives.compression, or its name with the default settings. Ranks that give different ones get a Mismatch. A
-        codec whose codes can be added rides any algorithm; the others 'two_shot' (see collectives.compressed), between hosts
+        codec whose codes can be added rides any algorithm; the others 'two_shot' (see collectives.run.two_shot), between hosts
         only where ranks share hosts and there are several. feedback: from new_feedback, for this buffer alone: adds what was
         lost the last time. step: of training, for codecs that change or draw by it; with equal steps, runs repeat to the bit.
         seed: any whole number that tells this buffer from others of the step, so that they are not rounded alike.

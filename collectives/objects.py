@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from collectives import arguments, verbs
-from collectives.engine import Engine
+from collectives.run.engine import Engine
 
 
 def allgather_object(engine: Engine, obj: Any) -> list[Any]:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives.compressed import effective
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.seeds import rounding_seed
 from collectives.compression.sharing import share
-from collectives.spans import Span
+from collectives.plan.spans import Span
+from collectives.run.two_shot import effective
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from collectives import Communicator, Work
 from collectives.compression.casts import BFloat16, Float16
 from collectives.compression.codec import Codec
 from collectives.compression.powersgd import PowerSGD
-from collectives.work import WorkQueue
+from collectives.run.work import WorkQueue
 from trainer.compression import Cast, Compressor, Encoding, encoding_of, is_compressible
 from trainer.ddp_exchange import CodedGroup, Exchange, Group, LowRankGroup
 

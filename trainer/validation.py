@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from collectives.staging import refusal
+from collectives.run.staging import refusal
 from trainer.compression import Compressor, Policy
 from trainer.ops import Average, Sum
 from trainer.world import here

@@ -6,7 +6,7 @@ import torch
 
 from collectives.compression.codec import Codec, State
 from collectives.compression.sharing import Sharing
-from collectives.spans import Span
+from collectives.plan.spans import Span
 
 
 class Feedback:

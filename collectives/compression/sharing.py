@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from collectives.compression.codec import Codec
-from collectives.spans import Layout, Span, split_aligned
+from collectives.plan.spans import Layout, Span, split_aligned
 
 #: A chunk is what is encoded at once. The longer its code, the longer its wire waits for the first and its ranks for the last;
 #: the more its numbers, the less of what is added up stays in the cache; the shorter both, the more messages.

@@ -1,7 +1,7 @@
 """After a failure: compare what every rank saw, and name the cause on every survivor.
 
 A dead rank breaks its own connections only, so most survivors see a neighbour fail, not the culprit. So a rank tells everyone
-what it saw *before* it breaks its own connections, and listens before it blames anyone (transport.watch carries both). Then a
+what it saw *before* it breaks its own connections, and listens before it blames anyone (link.watch carries both). Then a
 rank whose process has ended without a word is the cause; so is one that has left; one that others wait for and that says
 nothing does not answer; and when everybody has spoken, what they say differs, or messages are lost between two of them.
 """
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost, ranks_text
-from collectives.transport.watch import Watch
+from collectives.link.watch import Watch
 
 #: How long survivors wait for each other's reports: a few round trips of a slow network, and a wake-up of a busy machine.
 GRACE_S = 1.5

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives import arguments, native
-from collectives.compressed import TWO_SHOT
+from collectives import arguments
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.registry import make_codec
-from collectives.engine import NATIVE, Engine
-from collectives.operations import Turn
+from collectives.link import native
+from collectives.plan.selection import SHARED
 from collectives.reduction import Op, check_arithmetic, finish, op_name
-from collectives.selection import SHARED
-from collectives.staging import Buffer
-from collectives.work import Work
+from collectives.run.engine import NATIVE, Engine
+from collectives.run.operations import Turn
+from collectives.run.staging import Buffer
+from collectives.run.two_shot import TWO_SHOT
+from collectives.run.work import Work
 
 
 def allreduce(

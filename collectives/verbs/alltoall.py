@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives import arguments, native
-from collectives.engine import NATIVE, Engine
+from collectives import arguments
 from collectives.errors import Mismatch
-from collectives.operations import Turn
-from collectives.spans import consecutive
-from collectives.staging import apart
-from collectives.work import Work
+from collectives.link import native
+from collectives.plan.spans import consecutive
+from collectives.run.engine import NATIVE, Engine
+from collectives.run.operations import Turn
+from collectives.run.staging import apart
+from collectives.run.work import Work
 
 
 def alltoall(

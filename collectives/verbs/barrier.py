@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from collectives import native
-from collectives.engine import NATIVE, Engine
-from collectives.operations import Turn
-from collectives.selection import SHARED
-from collectives.work import Work
+from collectives.link import native
+from collectives.plan.selection import SHARED
+from collectives.run.engine import NATIVE, Engine
+from collectives.run.operations import Turn
+from collectives.run.work import Work
 
 
 def barrier(engine: Engine, *, algorithm: str = "auto", async_op: bool = False) -> Work | None:

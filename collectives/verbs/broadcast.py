@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from collectives import arguments, native
-from collectives.engine import NATIVE, Engine
-from collectives.operations import Turn
-from collectives.work import Work
+from collectives import arguments
+from collectives.link import native
+from collectives.run.engine import NATIVE, Engine
+from collectives.run.operations import Turn
+from collectives.run.work import Work
 
 
 def broadcast(

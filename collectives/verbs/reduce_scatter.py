@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives import arguments, native
-from collectives.engine import NATIVE, Engine
-from collectives.operations import Turn
+from collectives import arguments
+from collectives.link import native
+from collectives.plan.spans import consecutive
 from collectives.reduction import Op, check_arithmetic, finish, op_name
-from collectives.spans import consecutive
-from collectives.work import Work
+from collectives.run.engine import NATIVE, Engine
+from collectives.run.operations import Turn
+from collectives.run.work import Work
 
 
 def reduce_scatter(

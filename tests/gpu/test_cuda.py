@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import Communicator
-from collectives.algorithms import PLANNERS
+from collectives.plan.algorithms import PLANNERS
 from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
 from tests.ranks.exact import SEGMENT_BYTES, Checks, contribution, reduced, reductions
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import Communicator
-from collectives.algorithms import PLANNERS
+from collectives.plan.algorithms import PLANNERS
 from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
 from tests.ranks.exact import WORLDS, communicator, contribution, reduced
 

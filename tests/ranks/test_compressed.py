@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from collectives import Communicator, Mismatch, PeerLost
-from collectives.algorithms import PLANNERS
 from collectives.compression.codec import Codec
 from collectives.compression.dgc import DGC
 from collectives.compression.fp8 import Float8
@@ -18,6 +17,7 @@ from collectives.compression.onebit import OneBit
 from collectives.compression.randomk import RandomK
 from collectives.compression.registry import CODECS, make_codec
 from collectives.compression.topk import TopK
+from collectives.plan.algorithms import PLANNERS
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds
 from tests.ranks.exact import SEVERAL_SEGMENTS, Checks, contribution, on_host, reduced
 from tests.ranks.test_failures import DEADLINE_S, FAR_S, TIMEOUT_S, Witness, die, witness

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
-from collectives.algorithms import PLANNERS
+from collectives.plan.algorithms import PLANNERS
 from tests.harness import ON_EVERY_TRANSPORT, Outcome, World
 from tests.ranks.exact import on_host
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from collectives import CollectiveError, Communicator
 from collectives.environment import SHARED_MEMORY
+from collectives.link.shared_memory.segment import Segment
 from collectives.reduction import DTYPES
-from collectives.transport.segment import Segment
 from tests.harness import World, Worlds
 
 WORLDS = (2, 3, 4, 8)

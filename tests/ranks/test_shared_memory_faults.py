@@ -21,10 +21,10 @@ import torch
 
 from collectives.errors import LinkError
 from collectives.kernels import cpu_arithmetic, cpu_kernels
-from collectives.shared import SharedMemory
-from collectives.transport.local_group import LocalGroup
-from collectives.transport.segment import Segment
-from collectives.transport.shared_memory import SharedMemoryTransport
+from collectives.link.shared_memory.group import LocalGroup
+from collectives.link.shared_memory.messages import SharedMemoryTransport
+from collectives.link.shared_memory.reductions import SharedMemory
+from collectives.link.shared_memory.segment import Segment
 from tests.harness import Worlds
 
 TRIALS, AT_A_TIME = 1000, 16

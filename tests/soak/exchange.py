@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from collectives import Communicator
-from collectives.selection import default_segment_bytes
-from collectives.work import Work
+from collectives.plan.selection import default_segment_bytes
+from collectives.run.work import Work
 from tests.ranks.exact import Checks, contribution, reduced
 from tests.ranks.test_compressed import codec_named
 from tests.ranks.test_compressed import inputs as uneven_magnitudes

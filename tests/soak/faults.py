@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from collectives.algorithms import PLANNERS
+from collectives.plan.algorithms import PLANNERS
 from tests.soak.operations import SESSION_OPERATIONS, Operation, Session
 
 KILLED, STOPPED, RAISES, EXITS, CLOSES, DISAGREES = KINDS = (

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
-from collectives.algorithms import PLANNERS
+from collectives.plan.algorithms import PLANNERS
 from tests.harness import EXCHANGE_TIMEOUT_S
 from tests.ranks.exact import Checks, on_host
 from tests.soak.exchange import Exchange, Started, digest

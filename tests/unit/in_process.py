@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from collectives.errors import LinkError
-from collectives.transport.base import Message, Pending
+from collectives.link.base import Message, Pending
 
 
 class _Transfer:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from collectives.schedule import Action, Schedule
+from collectives.plan.schedule import Action, Schedule
 
 #: State of a world: masks[rank][block].
 Masks = list[list[int]]

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.compressed import TwoShot, Wires, effective, legal_with
 from collectives.compression.dgc import DGC
 from collectives.compression.feedback import Feedback
 from collectives.compression.integers import Int4, Int8
@@ -17,6 +16,7 @@ from collectives.compression.registry import CODECS, make_codec
 from collectives.compression.seeds import rounding_seed
 from collectives.compression.sharing import share
 from collectives.compression.threshold import Threshold
+from collectives.run.two_shot import TwoShot, Wires, effective, legal_with
 from tests.two_shot_model import CPU, TwoShotModel
 from tests.unit.in_process import Hub, InProcessTransport, run_ranks
 

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives.algorithms import PLANNERS
 from collectives.errors import LinkError
-from collectives.execute import Scratch, execute, lay_out
+from collectives.plan.algorithms import PLANNERS
+from collectives.plan.schedule import Place, Schedule, receive, send
+from collectives.plan.spans import Span, consecutive, segments_of_blocks, segments_of_buffer
 from collectives.reduction import COMBINE
-from collectives.schedule import Place, Schedule, receive, send
-from collectives.spans import Span, consecutive, segments_of_blocks, segments_of_buffer
+from collectives.run.executor import Scratch, execute, lay_out
 from tests.unit.in_process import Hub, InProcessTransport, run_ranks
 
 SIZES = st.integers(1, 7)

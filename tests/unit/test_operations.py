@@ -13,9 +13,9 @@ import pytest
 
 from collectives.communicator import close_all
 from collectives.errors import CollectiveError, LinkError, PeerLost
-from collectives.operations import Operations, Turn
-from collectives.transport.watch import Watch
-from collectives.work import WorkQueue
+from collectives.link.watch import Watch
+from collectives.run.operations import Operations, Turn
+from collectives.run.work import WorkQueue
 from tests.unit.test_watch import DEADLINE_S, end_abruptly, watches
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.algorithms import PLANNERS
-from collectives.schedule import Action, Place, Schedule
+from collectives.plan.algorithms import PLANNERS
+from collectives.plan.schedule import Action, Place, Schedule
 from tests.unit.symbolic import contributions, run
 
 SIZES = range(1, 65)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.algorithms import PLANNERS
-from collectives.selection import Rule, choose, default_table, overrides, parse_table
-from collectives.topology import Topology
+from collectives.plan.algorithms import PLANNERS
+from collectives.plan.selection import Rule, choose, default_table, overrides, parse_table
+from collectives.plan.topology import Topology
 
 NAMES = ("ring", "rsag", "native")
 ONE_HOST = Topology(0, ((0, 1, 2, 3),))

@@ -11,8 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from collectives.engine import legal_algorithms
 from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
+from collectives.run.engine import legal_algorithms
 from tests.harness import Outcome
 from tests.ranks.exact import DTYPES, OPS, Checks
 from tests.soak import __main__ as soak

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from collectives.errors import LinkError
-from collectives.transport.watch import Listener, Watch, neighbours
+from collectives.link.watch import Listener, Watch, neighbours
 
 DEADLINE_S = 20.0
 SECRET = secrets.token_bytes(32)

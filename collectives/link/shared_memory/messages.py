@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from collectives.transport.base import Message, Pending
-from collectives.transport.local_group import LocalGroup
+from collectives.link.base import Message, Pending
+from collectives.link.shared_memory.group import LocalGroup
 
 _FIRST_ROWS = 64
 

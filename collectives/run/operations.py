@@ -14,11 +14,11 @@ from typing import TypeVar
 
 from collectives.diagnostics.postmortem import Report, inquire, verdict
 from collectives.errors import CollectiveError, LinkError, Mismatch
-from collectives.transport.local_group import LocalGroup
-from collectives.transport.process_group import ProcessGroupTransport
-from collectives.transport.routing import RoutingTransport
-from collectives.transport.watch import Watch
-from collectives.work import Work, WorkQueue
+from collectives.link.process_group import ProcessGroupTransport
+from collectives.link.routing import RoutingTransport
+from collectives.link.shared_memory.group import LocalGroup
+from collectives.link.watch import Watch
+from collectives.run.work import Work, WorkQueue
 
 #: How long close() waits for what is queued, and then for the other ranks.
 _DRAIN_S = 5.0

@@ -14,7 +14,7 @@ from types import ModuleType
 import numpy as np
 
 from collectives.errors import LinkError, ranks_text
-from collectives.transport.segment import Segment
+from collectives.link.shared_memory.segment import Segment
 
 #: Shared tensors that a rank may have at a time.
 SLOTS = 256

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch.distributed as dist
 
-from collectives.transport.base import Backend, Message, Pending
-from collectives.transport.process_group import ProcessGroupTransport
-from collectives.transport.shared_memory import SharedMemoryTransport
+from collectives.link.base import Backend, Message, Pending
+from collectives.link.process_group import ProcessGroupTransport
+from collectives.link.shared_memory.messages import SharedMemoryTransport
 
 _POLL_S = 0.0005
 

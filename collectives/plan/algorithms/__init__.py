@@ -5,8 +5,8 @@ PLANNERS is the whole list of what can be chosen, by collective and name. To add
 
 from __future__ import annotations
 
-from collectives.algorithms import direct, hierarchical, recursive_doubling, ring, rsag, tree
-from collectives.schedule import Planner
+from collectives.plan.algorithms import direct, hierarchical, recursive_doubling, ring, rsag, tree
+from collectives.plan.schedule import Planner
 
 PLANNERS: dict[str, dict[str, Planner]] = {
     "allreduce": {

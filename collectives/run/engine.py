@@ -8,26 +8,26 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
 
-from collectives.algorithms import PLANNERS, hierarchical
-from collectives.compressed import TwoShot, Wires, effective, legal_with
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.sharing import Sharing, share
-from collectives.execute import Program, Scratch, execute, lay_out
-from collectives.native import Call
-from collectives.operations import Operations, Turn, digest
+from collectives.link.native import Call
+from collectives.link.process_group import ProcessGroupTransport
+from collectives.link.routing import RoutingTransport
+from collectives.link.shared_memory.group import LocalGroup
+from collectives.link.shared_memory.reductions import Reduction, SharedMemory
+from collectives.link.watch import Watch
+from collectives.plan.algorithms import PLANNERS, hierarchical
+from collectives.plan.schedule import Place, Schedule
+from collectives.plan.selection import SHARED, Table, choose
+from collectives.plan.spans import Layout, consecutive, segments_of_blocks, segments_of_buffer
+from collectives.plan.topology import Topology
 from collectives.reduction import COMBINE, carried
-from collectives.schedule import Place, Schedule
-from collectives.selection import SHARED, Table, choose
-from collectives.shared import Reduction, SharedMemory
-from collectives.spans import Layout, consecutive, segments_of_blocks, segments_of_buffer
-from collectives.staging import Buffer
-from collectives.topology import Topology
-from collectives.transport.local_group import LocalGroup
-from collectives.transport.process_group import ProcessGroupTransport
-from collectives.transport.routing import RoutingTransport
-from collectives.transport.watch import Watch
-from collectives.work import Work
+from collectives.run.executor import Program, Scratch, execute, lay_out
+from collectives.run.operations import Operations, Turn, digest
+from collectives.run.staging import Buffer
+from collectives.run.two_shot import TwoShot, Wires, effective, legal_with
+from collectives.run.work import Work
 
 NATIVE = "native"
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from collectives.link.base import Pending, Transport
+from collectives.plan.schedule import Action, Schedule
+from collectives.plan.spans import Layout, Span, joined
 from collectives.reduction import Combine
-from collectives.schedule import Action, Schedule
-from collectives.spans import Layout, Span, joined
-from collectives.transport.base import Pending, Transport
 
 #: Segments in flight at once: while one is reduced, the others keep the wire busy.
 WINDOW = 3

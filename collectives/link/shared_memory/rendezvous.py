@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from collectives import native
-from collectives.topology import Topology
-from collectives.transport.local_group import LocalGroup
-from collectives.transport.process_group import ProcessGroupTransport
-from collectives.transport.segment import Segment
+from collectives.link import native
+from collectives.link.process_group import ProcessGroupTransport
+from collectives.link.shared_memory.group import LocalGroup
+from collectives.link.shared_memory.segment import Segment
+from collectives.plan.topology import Topology
 
 _CARD_BYTES = 1024
 _LONGEST_REASON = 150

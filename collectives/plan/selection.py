@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from collectives.environment import TABLE_PREFIX
+from collectives.plan.topology import Topology
 from collectives.sizes import parse_size
-from collectives.topology import Topology
 
-#: The algorithm that needs no messages: see collectives.shared.
+#: The algorithm that needs no messages: see collectives.link.shared_memory.reductions.
 SHARED = "shared"
 
 

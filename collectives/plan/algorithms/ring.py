@@ -7,8 +7,8 @@ With p ranks and n bytes, per rank: reduce_scatter and allgather p - 1 rounds, (
 
 from __future__ import annotations
 
-from collectives.schedule import Place, Schedule, receive, reduce, send
-from collectives.spans import circular
+from collectives.plan.schedule import Place, Schedule, receive, reduce, send
+from collectives.plan.spans import circular
 
 
 def reduce_scatter(place: Place) -> Schedule:

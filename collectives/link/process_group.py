@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, _get_default_store
 
 from collectives.errors import CollectiveError, LinkError, ranks_text
-from collectives.transport.base import Backend, Message, Pending
-from collectives.transport.interface import own_address
-from collectives.transport.watch import Listener, Watch
+from collectives.link.base import Backend, Message, Pending
+from collectives.link.interface import own_address
+from collectives.link.watch import Listener, Watch
 
 #: A tag that no operation uses, for a receive that nobody answers.
 _ABORT_TAG = 2**31 - 1
@@ -130,7 +130,7 @@ class ProcessGroupTransport:
         return [pending] * max(1, len(receives))
 
     def native(self, call: Callable[[Backend], dist.Work | None], device: str, deadline: float) -> None:
-        """Run one of the backend's own collectives (see collectives.native) under the deadline."""
+        """Run one of the backend's own collectives (see collectives.link.native) under the deadline."""
         try:
             work = call(self.backends[device])
         except RuntimeError as error:

@@ -9,9 +9,9 @@ neighbours share hosts, and up to g times as much when they do not. 2 + 2(h - 1)
 
 from __future__ import annotations
 
-from collectives.algorithms import ring
-from collectives.schedule import Place, Round, Schedule, receive, reduce, send
-from collectives.spans import Span
+from collectives.plan.algorithms import ring
+from collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
+from collectives.plan.spans import Span
 
 
 def inside(place: Place, across: int = 1) -> tuple[Round, Round]:

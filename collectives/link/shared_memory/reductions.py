@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from collectives.kernels import cpu_arithmetic
-from collectives.transport.allocation import ELSEWHERE, Allocations
-from collectives.transport.local_group import LocalGroup
+from collectives.link.shared_memory.allocation import ELSEWHERE, Allocations
+from collectives.link.shared_memory.group import LocalGroup
 
 
 class Reduction(NamedTuple):

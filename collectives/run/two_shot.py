@@ -19,14 +19,14 @@ from collectives.compression.feedback import Feedback
 from collectives.compression.raw import Raw
 from collectives.compression.seeds import rounding_seed
 from collectives.compression.sharing import Sharing
-from collectives.transport.base import Pending, Transport
+from collectives.link.base import Pending, Transport
 
 TWO_SHOT = "two_shot"
 
 #: By how many chunks adding up follows encoding, and taking the result adding up: as many are on their way meanwhile.
 _LAG = 2
 
-#: How many chunks ahead of its turn a receive is posted: see collectives.execute.
+#: How many chunks ahead of its turn a receive is posted: see collectives.run.executor.
 _LOOKAHEAD = 2
 
 #: Chunks for which there is room, so that the place of a message is free when its receive is posted.

@@ -23,8 +23,8 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
 )
 
+from collectives.link.base import Backend
 from collectives.reduction import carried
-from collectives.transport.base import Backend
 
 _OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,

@@ -8,8 +8,8 @@ which every other rank sends n/p and n. A rank adds the others' contributions to
 
 from __future__ import annotations
 
-from collectives.schedule import Place, Round, Schedule, receive, reduce, send
-from collectives.spans import Span
+from collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
+from collectives.plan.spans import Span
 
 
 def _block(rank: int) -> tuple[Span]:

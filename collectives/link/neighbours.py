@@ -12,14 +12,14 @@ from torch.distributed.distributed_c10d import Store
 from collectives.environment import SHARED_MEMORY
 from collectives.errors import CollectiveError, LinkError, ranks_text
 from collectives.kernels import cpu_kernels
-from collectives.rendezvous import join_host
-from collectives.shared import SharedMemory
-from collectives.topology import Topology
-from collectives.transport.local_group import LocalGroup
-from collectives.transport.process_group import ProcessGroupTransport
-from collectives.transport.routing import RoutingTransport
-from collectives.transport.shared_memory import SharedMemoryTransport
-from collectives.transport.watch import Watch
+from collectives.link.process_group import ProcessGroupTransport
+from collectives.link.routing import RoutingTransport
+from collectives.link.shared_memory.group import LocalGroup
+from collectives.link.shared_memory.messages import SharedMemoryTransport
+from collectives.link.shared_memory.reductions import SharedMemory
+from collectives.link.shared_memory.rendezvous import join_host
+from collectives.link.watch import Watch
+from collectives.plan.topology import Topology
 
 #: What all processes of a machine may take to compile the kernels or load them, one after the other.
 _ALL_COMPILE_S = 120.0

@@ -1,6 +1,6 @@
 """A collective algorithm as data: who sends which blocks to whom, round by round. No tensors, no I/O.
 
-A planner (`collectives.algorithms`) returns one Schedule per rank; `collectives.execute` runs it. Because a Schedule is
+A planner (`collectives.plan.algorithms`) returns one Schedule per rank; `collectives.run.executor` runs it. Because a Schedule is
 plain data it can also be checked symbolically, priced and drawn.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from collectives.spans import Span
+from collectives.plan.spans import Span
 
 
 class Action(Enum):
