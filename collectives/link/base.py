@@ -37,7 +37,8 @@ class Transport(Protocol):
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int
     ) -> tuple[list[Pending], list[Pending]]:
-        """Start all messages of one round. Raises LinkError when a peer is known to be gone."""
+        """Start all messages of one round; return one Pending for each send and each receive. Raises LinkError when a peer is
+        known to be gone."""
 
     def abort(self) -> None:
         """Break every connection now, so that all waits, here and at the peers, end with a LinkError. Never blocks."""

@@ -97,7 +97,8 @@ class ProcessGroupTransport:
         if not sends and not receives:
             return [], []
         if (receives or sends)[0][1].is_cuda:
-            return [], self._post_nccl(sends, receives)
+            pending = self._post_nccl(sends, receives)
+            return [pending] * len(sends), [pending] * len(receives)
         gloo = self.backends["cpu"]
         peer = None
         try:
@@ -111,9 +112,9 @@ class ProcessGroupTransport:
             raise LinkError(peer, timed_out=False, detail=_reason(error)) from None
         return sent, received
 
-    def _post_nccl(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Pending]:
-        """NCCL deadlocks when the sends and receives of a round are not launched as one group. One work stands for all: it is
-        given once for every receive, and the sends need no wait of their own. Bytes travel: NCCL does not know every dtype."""
+    def _post_nccl(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """NCCL deadlocks when the sends and receives of a round are not launched as one group. One work stands for
+        all. Bytes travel: NCCL does not know every dtype."""
         nccl = self.backends["cuda"]
         try:
             nccl._start_coalescing()
@@ -124,10 +125,9 @@ class ProcessGroupTransport:
                     nccl.recv([tensor.view(torch.uint8)], peer, 0)
             finally:  # a group left open would swallow whatever else this process sends
                 work = nccl._end_coalescing()
-            pending = _StreamPending(work, None)
         except RuntimeError as error:
             raise LinkError(None, timed_out=False, detail=_reason(error)) from None
-        return [pending] * max(1, len(receives))
+        return _StreamPending(work, None)
 
     def native(self, call: Callable[[Backend], dist.Work | None], device: str, deadline: float) -> None:
         """Run one of the backend's own collectives (see collectives.link.native) under the deadline."""

@@ -18,12 +18,13 @@ from collectives.link.shared_memory.group import LocalGroup
 from collectives.link.shared_memory.reductions import Reduction, SharedMemory
 from collectives.link.watch import Watch
 from collectives.plan.algorithms import PLANNERS, hierarchical
+from collectives.plan.program import Program
 from collectives.plan.schedule import Place, Schedule
 from collectives.plan.selection import SHARED, Table, choose
 from collectives.plan.spans import Layout, consecutive, segments_of_blocks, segments_of_buffer
 from collectives.plan.topology import Topology
 from collectives.reduction import COMBINE, carried
-from collectives.run.executor import Program, Scratch, execute, lay_out
+from collectives.run.executor import Scratch, execute
 from collectives.run.operations import Operations, Turn, digest
 from collectives.run.staging import Buffer
 from collectives.run.two_shot import TwoShot, Wires, effective, legal_with
@@ -193,7 +194,7 @@ class Engine:
         segment = max(1, self._segment_bytes // buffer.element_size())
         program = self._program(
             (collective, algorithm, root, buffer.numel(), segment),
-            lambda: lay_out(schedule, segments_of_buffer(buffer.numel(), schedule.blocks, segment)),
+            lambda: Program(schedule, segments_of_buffer(buffer.numel(), schedule.blocks, segment)),
         )
         self._execute(turn, program, buffer, buffer, op)
 
@@ -205,7 +206,7 @@ class Engine:
         schedule = self.schedule(collective, algorithm)
         segment = max(1, self._segment_bytes // buffer.element_size())
         program = self._program(
-            (collective, algorithm, layout, segment), lambda: lay_out(schedule, segments_of_blocks(layout, segment))
+            (collective, algorithm, layout, segment), lambda: Program(schedule, segments_of_blocks(layout, segment))
         )
         self._execute(turn, program, buffer, buffer, op)
 
@@ -221,7 +222,7 @@ class Engine:
         root: int = 0,
     ) -> None:
         """Run a schedule that moves blocks of one buffer into another, reducing nothing."""
-        program = lay_out(self.schedule(collective, algorithm, root), [layout], [source_layout])
+        program = Program(self.schedule(collective, algorithm, root), [layout], [source_layout])
         self._execute(turn, program, source, destination, "sum")
 
     def two_shot(
@@ -276,7 +277,7 @@ class Engine:
 
         def planned() -> Program:
             steps = hierarchical.inside(Place(self.rank, self.size, 0, self.topology.hosts))[which]
-            return lay_out(Schedule(self.rank, self.size, len(parts), (steps,)), segments_of_blocks(parts, segment))
+            return Program(Schedule(self.rank, self.size, len(parts), (steps,)), segments_of_blocks(parts, segment))
 
         buffer = self.buffer(flat)
         program = self._program(("inside", which, parts, segment), planned)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 
 from collectives.errors import LinkError
 from collectives.plan.algorithms import PLANNERS
+from collectives.plan.program import Instruction, Kind, Program
 from collectives.plan.schedule import Place, Schedule, receive, send
 from collectives.plan.spans import Span, consecutive, segments_of_blocks, segments_of_buffer
 from collectives.reduction import COMBINE
-from collectives.run.executor import Scratch, execute, lay_out
+from collectives.run.executor import Scratch, execute
 from tests.unit.in_process import Hub, InProcessTransport, run_ranks
 
 SIZES = st.integers(1, 7)
@@ -41,7 +43,7 @@ def test_allreduce(algorithm: str, size: int, numel: int, segment: int, eager: b
 
     def body(rank: int) -> None:
         schedule = PLANNERS["allreduce"][algorithm](Place(rank, size, 0, hosts_of(size)))
-        program = lay_out(schedule, segments_of_buffer(numel, schedule.blocks, segment))
+        program = Program(schedule, segments_of_buffer(numel, schedule.blocks, segment))
         buffer = results[rank]
         transport = InProcessTransport(hub, rank)
         deadline = time.monotonic() + 20
@@ -67,7 +69,7 @@ def test_allgather_and_reduce_scatter_of_unequal_blocks(
         buffer = results[rank]
         for tag, collective in ((100, "reduce_scatter"), (900, "allgather")):
             schedule = PLANNERS[collective][algorithm](Place(rank, size))
-            program = lay_out(schedule, segments_of_blocks(layout, segment))
+            program = Program(schedule, segments_of_blocks(layout, segment))
             transport = InProcessTransport(hub, rank)
             deadline = time.monotonic() + 20
             execute(program, buffer, buffer, COMBINE["sum"], transport, tag=tag, deadline=deadline, scratch=Scratch())
@@ -85,7 +87,7 @@ def test_zeros_of_both_signs_come_out_alike_everywhere(algorithm: str, op: str) 
 
     def body(rank: int) -> None:
         schedule = PLANNERS["allreduce"][algorithm](Place(rank, size, 0, hosts_of(size)))
-        program = lay_out(schedule, segments_of_buffer(2, schedule.blocks, 2))
+        program = Program(schedule, segments_of_buffer(2, schedule.blocks, 2))
         transport = InProcessTransport(hub, rank)
         deadline = time.monotonic() + 20
         execute(
@@ -106,7 +108,7 @@ def test_zeros_of_both_signs_come_out_alike_everywhere(algorithm: str, op: str) 
 def test_a_message_that_never_comes_ends_at_the_deadline() -> None:
     schedule = PLANNERS["allreduce"]["ring"](Place(0, 3))
     buffer = torch.ones(30)
-    program = lay_out(schedule, segments_of_buffer(30, 3, 10))
+    program = Program(schedule, segments_of_buffer(30, 3, 10))
     transport = InProcessTransport(Hub(3, eager=True), 0)
     started = time.monotonic()
     with pytest.raises(LinkError) as caught:
@@ -138,7 +140,7 @@ def test_a_receive_is_not_posted_while_its_memory_is_still_to_be_sent() -> None:
     def body(rank: int) -> None:
         if rank == 0:
             assert sent.wait(10)
-        program = lay_out(schedules[rank], segments_of_buffer(4, 1, 4))
+        program = Program(schedules[rank], segments_of_buffer(4, 1, 4))
         deadline = time.monotonic() + 20
         transport = InProcessTransport(hub, rank)
         if rank == 2:
@@ -157,3 +159,31 @@ def test_a_receive_is_not_posted_while_its_memory_is_still_to_be_sent() -> None:
     run_ranks(3, body)
     assert torch.equal(results[1], contribution(0, 4))
     assert torch.equal(results[0], contribution(2, 4))
+
+
+@pytest.mark.parametrize("algorithm", list(PLANNERS["allreduce"]))
+@pytest.mark.parametrize("numel", [0, 5, 5000])
+def test_a_program_is_the_same_whether_it_is_kept_or_laid_out_while_it_runs(
+    algorithm: str, numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(rank: int) -> tuple[list[Instruction], tuple[int, int]]:
+        schedule = PLANNERS["allreduce"][algorithm](Place(rank, 5, 0, hosts_of(5)))
+        program = Program(schedule, segments_of_buffer(numel, schedule.blocks, 100))
+        return list(program), program.sent()
+
+    kept = [rows(rank) for rank in range(5)]
+    monkeypatch.setattr("collectives.plan.program._KEPT", -1)
+    assert [rows(rank) for rank in range(5)] == kept
+    for instructions, (messages, elements) in kept:
+        assert np.array(instructions, dtype=np.int64).size == len(instructions) * len(Instruction._fields)
+        sends = [row for row in instructions if row.kind == Kind.SEND]
+        assert (messages, elements) == (len(sends), sum(row.length for row in sends))
+        numbers = [row.message for row in instructions if row.kind in (Kind.SEND, Kind.RECEIVE)]
+        assert numbers == list(range(len(numbers)))
+        assert sorted(row.message for row in instructions if row.kind == Kind.WAIT) == numbers
+
+
+def test_a_ring_among_very_many_ranks_is_planned_for_one_of_them() -> None:
+    schedule = PLANNERS["allreduce"]["ring"](Place(5000, 10_000))
+    program = Program(schedule, segments_of_buffer(1 << 20, schedule.blocks, 1 << 16))
+    assert program.sent() == (19_998, 2_096_942)
