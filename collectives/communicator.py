@@ -24,7 +24,7 @@ from collectives.plan.selection import SHARED, Table, default_segment_bytes, def
 from collectives.plan.topology import Topology, host_id
 from collectives.reduction import Op, check_dtype
 from collectives.run.engine import Engine, legal_algorithms
-from collectives.run.operations import MEET_S
+from collectives.run.operations import DRAIN_S, MEET_S
 from collectives.run.work import Work
 
 
@@ -40,7 +40,9 @@ class Communicator:
     CPU tensors between ranks of one host go through memory that these share, all else through the group's backend. Where memory
     cannot be shared (the log says why), or with COLLECTIVES_SHARED_MEMORY=0 on any rank, everything does.
 
-    Making one is a collective call, and so is every verb: all ranks of the group call the same verbs in the same order.
+    Making one is a collective call, and so is every verb: all ranks of the group call the same verbs in the same order. Threads
+    of a rank may share one where it does not matter whose call comes first, because their calls are equal: otherwise ranks could
+    take them in different orders, which is a Mismatch when the deadline has passed.
     Ranks in arguments (src, dst) count within the group. The verbs follow torch.distributed: results in place, None
     returned, or with async_op=True a Work; then the tensors belong to the operation until its wait() returns.
     Operations run in the order issued. Tensors may be strided, empty or of inference mode, and an output may share
@@ -620,8 +622,11 @@ def close_all(communicators: Iterable[Communicator]) -> None:
     """Close several Communicators as close() does one, in little more time than one takes: all say so before any waits."""
     engines = [communicator._engine for communicator in communicators]
     engines = [engine for engine in engines if engine.announce_close()]
-    for engine in engines:
-        engine.drain()
-    deadline = time.monotonic() + MEET_S
-    for engine in engines:
-        engine.part(deadline)
+    drain_by = time.monotonic() + DRAIN_S
+    try:
+        for engine in engines:
+            engine.drain(drain_by)
+    finally:
+        part_by = time.monotonic() + MEET_S
+        for engine in engines:
+            engine.part(part_by)

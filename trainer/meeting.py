@@ -36,7 +36,8 @@ def meet(launch: Launch, timeout_s: float) -> Store:
     nth time have the nth prefix to themselves, whoever of them is still leaving the world before.
 
     Raises ValueError where the environment does not say how to find rank 0; CollectiveError, which says what was found at
-    the meeting point, after timeout_s seconds and two.
+    the meeting point, after timeout_s seconds and at most four. A failure is final: ranks that come again would count more
+    often than those that come for the first time, so the job must be started again.
     """
     address, port = meeting_point(os.environ, launch)
     host = f"[{address}]" if ":" in address else address
@@ -52,7 +53,7 @@ def meet(launch: Launch, timeout_s: float) -> Store:
     try:
         if launch.rank != 0:
             _knock(address, port, deadline)
-        return _bounded(come, deadline + _GRACE_S, port)
+        return _bounded(come, deadline + _GRACE_S, address, port)
     except (dist.DistError, OSError) as error:
         message = f"the ranks did not meet at {host}:{port} within {timeout_s:g} s: {error}"
         raise CollectiveError(message, rank=launch.rank, operation="init") from error
@@ -71,8 +72,8 @@ def _knock(address: str, port: int, deadline: float) -> None:
             return
 
 
-def _bounded(call: Callable[[], _Result], deadline: float, port: int) -> _Result:
-    """Return call(), which connects to a port. At the deadline its connection is shut, and ConnectionError raised.
+def _bounded(call: Callable[[], _Result], deadline: float, address: str, port: int) -> _Result:
+    """Return call(), which connects to an address. At the deadline its connection is shut, and ConnectionError raised.
 
     torch's store waits without a deadline for the first answer of whatever has accepted its connection. A thread that is left
     waiting in there would abort the process, were it to wake while the interpreter ends.
@@ -85,7 +86,7 @@ def _bounded(call: Callable[[], _Result], deadline: float, port: int) -> _Result
         except BaseException as error:
             future.set_exception(error)
 
-    before = _connections(port)
+    before = _connections(address, port)
     thread = threading.Thread(target=run, name="trainer.init", daemon=True)
     thread.start()
     try:
@@ -93,7 +94,7 @@ def _bounded(call: Callable[[], _Result], deadline: float, port: int) -> _Result
     except BaseException as error:  # an interrupt, too
         end = time.monotonic() + _GRACE_S
         while thread.is_alive() and time.monotonic() < end:
-            for descriptor in _connections(port) - before:
+            for descriptor in _connections(address, port) - before:
                 with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
             thread.join(_KNOCK_AGAIN_S)
@@ -103,13 +104,17 @@ def _bounded(call: Callable[[], _Result], deadline: float, port: int) -> _Result
         raise
 
 
-def _connections(port: int) -> set[int]:
-    """Return the descriptors of this process that are connected to a port, of whatever host."""
+def _connections(address: str, port: int) -> set[int]:
+    """Return the descriptors of this process that are connected to an address."""
     found = set()
+    places = set[tuple[str, int]]()
+    with suppress(OSError):
+        places = {(str(each[4][0]), port) for each in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)}
+    places |= {(f"::ffff:{host}", at) for host, at in places if "." in host}  # IPv4 through a socket of IPv6
     for descriptor in map(int, os.listdir("/dev/fd")):
         with suppress(OSError):  # it has been closed, or is not connected
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as copy:
-                    if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getpeername()[1] == port:
+                    if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getpeername()[:2] in places:
                         found.add(descriptor)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ def _check_parameters(saved: object, described: Sequence[tuple[Any, ...]]) -> No
         raise _damaged("parameters are not names and shapes")
     was = [(name, tuple(shape), *more) for name, shape, *more in saved]
     if was != list(described):
-        old, new = next((pair for pair in zip(was, described, strict=False) if pair[0] != pair[1]), (None, None))
+        old, new = next((pair for pair in zip_longest(was, described) if pair[0] != pair[1]), (None, None))
         raise ValueError(
             f"saved with {len(was)} parameters, here are {len(described)}; the first that differs was {old} and is {new}"
         )

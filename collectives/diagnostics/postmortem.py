@@ -9,7 +9,7 @@ nothing does not answer; and when everybody has spoken, what they say differs, o
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost, ranks_text
@@ -18,7 +18,8 @@ from collectives.link.watch import Watch
 #: How long survivors wait for each other's reports: a few round trips of a slow network, and a wake-up of a busy machine.
 GRACE_S = 1.5
 
-#: How far apart the ends of several processes are noticed that end together, as those of one host do.
+#: How far apart the ends of several processes are noticed that end together, as those of one host do, and what a rank has to
+#: say that it lives although a connection to it ended.
 _TOGETHER_S = 0.2
 
 
@@ -27,8 +28,8 @@ class Report:
     """What one rank saw.
 
     sequence, call: its operation. waiting_for: the ranks that it was waiting for. gave_up: whether it stopped because its own
-    deadline had passed. waited_s: how long it had been in the operation. before: number and call of the last operations
-    that it finished.
+    deadline had passed. waited_s: how long it had been in the operation, of the timeout_s that it had. before: number and
+    call of the last operations that it finished.
     """
 
     sequence: int
@@ -36,6 +37,7 @@ class Report:
     waiting_for: tuple[int, ...] = ()
     gave_up: bool = False
     waited_s: float = 0.0
+    timeout_s: float = 0.0
     before: tuple[tuple[int, str], ...] = ()
 
     def to_news(self) -> dict[str, Any]:
@@ -44,6 +46,7 @@ class Report:
 
     @classmethod
     def from_news(cls, news: Mapping[str, Any]) -> Report:
+        """Return what to_news() was made of."""
         before = tuple((sequence, call) for sequence, call in news["before"])
         return cls(**{**news, "waiting_for": tuple(news["waiting_for"]), "before": before})
 
@@ -57,12 +60,14 @@ class Findings:
     """All that a rank knows when it must name a cause.
 
     reports: by rank, its own among them. lost: whose process has ended without a word. left: who closes the Communicator, with
-    the first operation in which it takes no part, in the order in which that was heard.
+    the first operation in which it takes no part, in the order in which that was heard. cut: pairs of ranks that live but are not
+    connected any more.
     """
 
     reports: Mapping[int, Report]
     lost: Set[int] = frozenset()
-    left: Mapping[int, int] | None = None
+    left: Mapping[int, int] = field(default_factory=dict)
+    cut: Set[tuple[int, int]] = frozenset()
 
     def gone(self, sequence: int) -> set[int]:
         """Return who is to blame for not taking part in an operation: whoever ended without a word, else who left first.
@@ -72,38 +77,37 @@ class Findings:
         """
         if ended := self.lost - self.reports.keys():
             return set(ended)
-        leavers = [r for r, first in (self.left or {}).items() if first <= sequence and r not in self.reports]
+        leavers = [r for r, first in self.left.items() if first <= sequence and r not in self.reports]
         return set(leavers[:1])
 
 
 def inquire(watch: Watch, report: Report) -> Findings:
     """Return what is known once the cause is, or once everyone has had GRACE_S seconds to speak. report: this rank's own."""
 
-    def findings() -> Findings:
-        reports = {rank: Report.from_news(news) for rank, news in list(watch.reports.items())}
-        return Findings(reports | {watch.rank: report}, frozenset(watch.lost), dict(watch.left))
-
     def known() -> bool:
-        found = findings()
-        return bool(found.gone(report.sequence)) or not watch.others - found.reports.keys() - watch.done
+        spoken = watch.reports.keys() | {watch.rank}
+        left = (r for r, first in watch.left.items() if first <= report.sequence)
+        return any(r not in spoken for r in (*watch.lost, *left)) or watch.others <= spoken | watch.done
 
     watch.wait_for(known, GRACE_S)
     if watch.lost:
         watch.wait_for(lambda: False, _TOGETHER_S)
-    return findings()
+    reports = {rank: Report.from_news(news) for rank, news in list(watch.reports.items())}
+    return Findings(reports | {watch.rank: report}, frozenset(watch.lost), dict(watch.left), frozenset(watch.cut))
 
 
-def verdict(findings: Findings, rank: int, seconds: float, detail: str) -> CollectiveError:
-    """Return the error that this rank raises. seconds: the deadline that operations have. detail: of the link's own error."""
+def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
+    """Return the error that this rank raises. detail: of the link's own error."""
     mine = findings.reports[rank]
     if calls := _disagreement(findings.reports):
         return Mismatch(calls, rank=rank, operation=mine.call)
     if gone := findings.gone(mine.sequence):
         return PeerLost(gone, rank=rank, operation=mine.call, detail=detail)
     if not any(report.gave_up for report in findings.reports.values()):
-        return CollectiveError(f"a connection to a living rank broke: {detail}", rank=rank, operation=mine.call)
-    waiting_for, why = _unanswered(findings.reports, rank, seconds)
-    return CollectiveTimeout(seconds, waiting_for, rank=rank, operation=mine.call, detail=why)
+        pairs = ", ".join(f"between ranks {a} and {b}" for a, b in sorted(findings.cut)) or "to a living rank"
+        return CollectiveError(f"a connection {pairs} broke: {detail}", rank=rank, operation=mine.call)
+    waiting_for, why = _unanswered(findings.reports, rank)
+    return CollectiveTimeout(mine.timeout_s, waiting_for, rank=rank, operation=mine.call, detail=why)
 
 
 def _disagreement(reports: Mapping[int, Report]) -> dict[int, str]:
@@ -115,23 +119,26 @@ def _disagreement(reports: Mapping[int, Report]) -> dict[int, str]:
     return next((calls for _, calls in sorted(by_sequence.items()) if len(set(calls.values())) > 1), {})
 
 
-def _unanswered(reports: Mapping[int, Report], rank: int, seconds: float) -> tuple[set[int], str]:
+def _unanswered(reports: Mapping[int, Report], rank: int) -> tuple[set[int], str]:
     """Return which ranks did not answer when a deadline passed, although nobody is gone and all called alike, and what else
     there is to say of it."""
+    gave_up = {r for r, report in reports.items() if report.gave_up}
+    who = "" if rank in gave_up else f"{ranks_text(gave_up)} gave up"
     waited = {peer for report in reports.values() for peer in report.waiting_for}
     if silent := waited - reports.keys():
-        return silent, ""
+        return silent, who
     first = min(report.sequence for report in reports.values())
     unreached = sorted(
         (peer, r)
         for r, report in reports.items()
         for peer in report.waiting_for
-        if report.sequence == first and reports[peer].sequence > first  # it has finished, so it has sent everything
+        # Who has finished has sent everything, and who gave up was there to receive it.
+        if report.gave_up and report.sequence == first and reports[peer].sequence > first
     )
     if unreached:
         return set(), "; ".join(f"nothing that rank {sender} sends reaches rank {r}" for sender, r in unreached)
-    gave_up = {r for r, report in reports.items() if report.gave_up}
-    late = {r for r in waited - gave_up if reports[r].waited_s < seconds / 2}
+    patience_s = min(reports[r].timeout_s for r in gave_up)
+    late = {r for r in waited - gave_up if reports[r].waited_s < patience_s / 2}
     if rank in late:
-        return set(), f"{ranks_text(gave_up)} gave up waiting for this rank, which came later"
-    return late or set(reports[rank].waiting_for) - {rank} or waited - {rank}, ""
+        return set(), f"{who} waiting for this rank, which came later"
+    return late or set(reports[rank].waiting_for) - {rank} or waited - {rank}, who

@@ -34,7 +34,11 @@ _SECRET_BYTES = 32
 #: What every rank tells all others before there is anything else to tell it by: a digest of its host, a name for the store and a
 #: secret for the connections (those of rank 0 count), a digest of its settings and their length, its note, and where it
 #: listens for news.
-_CARD = struct.Struct("=32s16s32s32sIB64s")
+_WHERE_BYTES = 256
+_CARD = struct.Struct(f"=32s16s32s32sIB{_WHERE_BYTES}s")
+
+#: In place of where a rank listens: why it cannot.
+_REFUSAL = "!"
 
 
 def _reason(error: RuntimeError) -> str:
@@ -177,8 +181,8 @@ def connect(group: dist.ProcessGroup, host: str, timeout_s: float, *, note: int,
     A collective call on `group`, which carries one small message, everyone's card. The name in it is for the store, without
     which a second connection would read the addresses of the first. (torch.distributed's own names for sub-groups are used
     again after a group is destroyed, so its new_group would do just that.) note: a byte. Raises ValueError for a group with
-    neither gloo nor NCCL, for an interface without an address, and on all ranks where their settings differ;
-    CollectiveError when the ranks do not come together within timeout_s seconds.
+    neither gloo nor NCCL, and on all ranks where their settings differ; CollectiveError when the ranks do not come together
+    within timeout_s seconds, or one cannot listen for the others.
     """
     config = dist.get_backend_config(group).split(",")
     kinds = [(device, kind) for device, kind in (("cpu", "gloo"), ("cuda", "nccl")) if f"{device}:{kind}" in config]
@@ -187,7 +191,7 @@ def connect(group: dist.ProcessGroup, host: str, timeout_s: float, *, note: int,
     rank, size = group.rank(), group.size()
     timeout = timedelta(seconds=timeout_s)
     deadline = time.monotonic() + timeout_s
-    listener = Listener(own_address(os.environ))
+    listener, where = _listen()
     try:
         told = settings.encode()
         card = _CARD.pack(
@@ -197,23 +201,40 @@ def connect(group: dist.ProcessGroup, host: str, timeout_s: float, *, note: int,
             _digest(told),
             len(told),
             note,
-            listener.card.encode(),
+            where.encode()[:_WHERE_BYTES],
         )
         cards = _everyones(group, card, kinds[0][0], timeout)
         hosts, tokens, keys, digests, lengths, notes, addresses = zip(*map(_CARD.unpack, cards), strict=True)
         if len(set(digests)) > 1:
             texts = _everyones(group, told.ljust(max(lengths)), kinds[0][0], timeout)
             raise ValueError(_difference(rank, [text.decode().rstrip() for text in texts]))
+        places = [address.rstrip(b"\0").decode(errors="replace") for address in addresses]
+        if refusals := [f"rank {r}: {place[1:]}" for r, place in enumerate(places) if place.startswith(_REFUSAL)]:
+            message = f"cannot listen for the other ranks: {'; '.join(refusals)}"
+            raise CollectiveError(message, rank=rank, operation="making a Communicator")
         store = PrefixStore(f"gradwire/{tokens[0].hex()}", _get_default_store())
         backends = {device: _backend(kind, store, rank, size, timeout) for device, kind in kinds}
-        news = listener.join(rank, [address.rstrip(b"\0").decode() for address in addresses], keys[0], deadline)
-    except (RuntimeError, LinkError) as error:
+        assert listener is not None
+        news = listener.join(rank, places, keys[0], deadline)
+    except CollectiveError:
+        raise
+    except (RuntimeError, LinkError, OSError) as error:
         message = f"the ranks did not come together within {timeout_s:g} s: {error}"
         raise CollectiveError(message, rank=rank, operation="making a Communicator") from error
     finally:
-        listener.close()
+        if listener is not None:
+            listener.close()
     watch = Watch(rank, size, news)
     return Connection(ProcessGroupTransport(backends), store, watch, [each.hex() for each in hosts], list(notes))
+
+
+def _listen() -> tuple[Listener | None, str]:
+    """Listen for the other ranks, and return where. A rank that cannot says why instead, or the others would wait for it."""
+    try:
+        listener = Listener(own_address(os.environ))
+    except (ValueError, OSError) as error:
+        return None, _REFUSAL + str(error)
+    return listener, listener.card
 
 
 def _digest(text: bytes) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import os
 import select
 import socket
@@ -21,6 +22,8 @@ from contextlib import suppress
 from typing import Any
 
 from collectives.errors import LinkError, ranks_text
+
+_log = logging.getLogger("gradwire")
 
 _HELLO = struct.Struct("!i32s")
 _LENGTH = struct.Struct("!I")
@@ -75,6 +78,7 @@ class Listener:
         return made
 
     def close(self) -> None:
+        """Stop listening. Calling it again does nothing."""
         self._socket.close()
 
     def _accept(self, rank: int, expected: set[int], secret: bytes, deadline: float) -> dict[int, socket.socket]:
@@ -116,13 +120,16 @@ class Listener:
 
 def _connect(rank: int, peer: int, card: str, secret: bytes, deadline: float) -> socket.socket:
     address, port = card.split()
+    connection: socket.socket | None = None
     try:
         connection = socket.create_connection((address, int(port)), max(0.001, deadline - time.monotonic()))
         connection.sendall(_HELLO.pack(rank, _code(rank, peer, secret)))
+        connection.setblocking(False)
     except OSError as error:
+        if connection is not None:
+            connection.close()
         timed_out = isinstance(error, TimeoutError)
         raise LinkError(peer, timed_out=timed_out, detail=f"rank {peer} at {address} port {port}: {error}") from error
-    connection.setblocking(False)
     return connection
 
 
@@ -206,9 +213,10 @@ class Watch:
     """What this rank knows of the others.
 
     Attributes, for reading: lost, the ranks whose process has ended, or whose host does not answer, with the time at which
-    that was noticed (time.monotonic()); left, the ranks that close their Communicator, with the number of the first operation in
-    which they take no part, in the order in which they said so; done, those of them that nobody needs to wait for;
-    reports, what ranks said of a failure; has_news, whether any of these holds anything.
+    that was noticed (time.monotonic()); cut, the pairs of ranks that live but are not connected any more; left, the ranks that
+    close their Communicator, with the number of the first operation in which they take no part, in the order in which they said
+    so; done, those of them that nobody needs to wait for; reports, what ranks said of a failure; failure, why this rank
+    hears nothing any more; has_news, whether any of these holds anything.
     """
 
     def __init__(self, rank: int, size: int, connections: dict[int, socket.socket]) -> None:
@@ -216,15 +224,19 @@ class Watch:
         self.rank = rank
         self.size = size
         self.lost: dict[int, float] = {}
+        self.cut: set[tuple[int, int]] = set()
         self.left: dict[int, int] = {}
         self.done: set[int] = set()
         self.reports: dict[int, dict[str, Any]] = {}
+        self.failure = ""
         self.has_news = False
-        self._heard: set[tuple[str, int]] = set()
+        self._heard: set[str] = set()
+        self._missed: set[tuple[int, int]] = set()  # (who, by whom)
         self._neighbours = {peer: _Neighbour(connection) for peer, connection in connections.items()}
         self._changed = threading.Condition()
         self._listener: Callable[[], float | None] | None = None
         self._close_by: float | None = None
+        self._ending = False
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
@@ -262,16 +274,20 @@ class Watch:
         return set(range(self.size)) - {self.rank}
 
     def close(self) -> None:
-        """Bring what was said on its way and end the connections. Calling it again does nothing."""
+        """Begin to bring what was said on its way and to end the connections; join() waits for that. Calling it again does
+        nothing."""
         if os.getpid() != self._process or self._close_by is not None:
             return
         with self._changed:
             self._close_by = time.monotonic() + _FLUSH_S
             if self._thread is None:
                 self._end()
-                return
-            self._wake_up()
-        if threading.current_thread() is not self._thread:
+            else:
+                self._wake_up()
+
+    def join(self) -> None:
+        """Wait until close() is through: a few seconds at most, where a peer does not take what is said to it."""
+        if self._thread is not None and os.getpid() == self._process:
             self._thread.join(2 * _FLUSH_S)
 
     def disown(self) -> None:
@@ -288,45 +304,77 @@ class Watch:
 
     def _take(self, message: dict[str, Any]) -> None:
         """Note a piece of news and pass it on, if it is one."""
+        text = json.dumps(message).encode()
         kind, rank = message["kind"], message["rank"]
-        if (kind, rank) in self._heard or (kind == "lost" and rank == self.rank):
+        known = text.decode() if kind != "report" else f"report {rank}"
+        if known in self._heard:
             return
-        self._heard.add((kind, rank))
-        if kind == "lost":
-            self.lost[rank] = time.monotonic()
+        self._heard.add(known)
+        if kind in ("lost", "alive"):
+            self._note_end(rank, message["by"], is_alive=kind == "alive")
         elif kind == "leaving":
-            self.left[rank] = message["sequence"]
+            self.left[rank] = min(message["sequence"], self.left.get(rank, message["sequence"]))
         elif kind == "done":
             self.done.add(rank)
         elif kind == "report":
             self.reports[rank] = message["report"]
         self.has_news = True
-        text = json.dumps(message).encode()
         for neighbour in self._neighbours.values():
             neighbour.outgoing += _LENGTH.pack(len(text)) + text
             neighbour.write()
         if any(neighbour.outgoing for neighbour in self._neighbours.values()):
             self._wake_up()
         self._changed.notify_all()
+        if kind == "lost" and rank == self.rank:
+            self._take({"kind": "alive", "rank": rank, "by": message["by"]})
+
+    def _note_end(self, rank: int, by: int, *, is_alive: bool) -> None:
+        """Note that a rank saw the connection to another one end, or that this other one lives all the same."""
+        if is_alive:
+            self.cut.add((min(rank, by), max(rank, by)))
+            self._missed.discard((rank, by))
+        elif rank != self.rank and (min(rank, by), max(rank, by)) not in self.cut:
+            self._missed.add((rank, by))
+        missed = {who for who, _ in self._missed}
+        self.lost = {who: self.lost.get(who, time.monotonic()) for who in missed}
 
     def _wake_up(self) -> None:
-        with suppress(BlockingIOError):  # raised where it has been woken often enough
+        with suppress(OSError):  # raised where it has been woken often enough, or has ended
             self._wake.send(b"!")
 
     def _serve(self) -> None:
-        again_s: float | None = None
-        while True:
-            ready = self._poll().poll(None if again_s is None else again_s * 1000)
-            with self._changed:
-                self._look(dict(ready))
-                if self._close_by is not None:
-                    unsaid = any(neighbour.outgoing for neighbour in self._neighbours.values())
-                    if not unsaid or time.monotonic() >= self._close_by:
-                        self._end()
+        try:
+            again_s: float | None = None
+            while True:
+                ready = self._poll().poll(None if again_s is None else again_s * 1000)
+                with self._changed:
+                    self._look(dict(ready))
+                    if self._close_by is not None and self._is_through(self._close_by):
                         return
-            again_s = self._listener() if self._listener is not None else None
-            if self._close_by is not None:
-                again_s = _FLUSH_S / 40
+                again_s = self._listener() if self._listener is not None else None
+                if self._close_by is not None:
+                    again_s = _FLUSH_S / 40
+        except Exception as error:  # the others must not go on to count on this rank
+            _log.exception("gradwire: rank %d does not hear of the other ranks any more", self.rank)
+            self.failure = repr(error)
+            self.has_news = True
+        finally:
+            with self._changed:
+                self._end()
+                self._changed.notify_all()
+
+    def _is_through(self, close_by: float) -> bool:
+        """Bring a close() forward; return whether it is through.
+
+        A connection that is closed with something unread in it is reset, and what was said last is lost. So each end says that it
+        has said all, and reads until the other has.
+        """
+        if not self._ending and not any(neighbour.outgoing for neighbour in self._neighbours.values()):
+            self._ending = True
+            for neighbour in self._neighbours.values():
+                with suppress(OSError):
+                    neighbour.socket.shutdown(socket.SHUT_WR)
+        return not self._neighbours or time.monotonic() >= close_by
 
     def _poll(self) -> select.poll:
         poll = select.poll()
@@ -350,10 +398,9 @@ class Watch:
             if ended:
                 del self._neighbours[peer]
                 neighbour.socket.close()
-                if peer not in self.left:
-                    self._take({"kind": "lost", "rank": peer})
-                elif peer not in self.done:
-                    self._take({"kind": "done", "rank": peer})
+                if self._close_by is None:
+                    said = "done" if peer in self.left else "lost"
+                    self._take({"kind": said, "rank": peer} | ({"by": self.rank} if said == "lost" else {}))
 
     def _end(self) -> None:
         for neighbour in self._neighbours.values():

@@ -360,14 +360,15 @@ class Engine:
         )
 
     def announce_close(self) -> bool:
-        """See Operations, as for drain() and part()."""
+        """Tell the other ranks that this one issues no more operations; False, with nothing done, the second time."""
         return self._operations.announce_close()
 
-    def drain(self) -> None:
-        self._operations.drain()
+    def drain(self, deadline: float) -> None:
+        """Finish what is queued, but not beyond the deadline (time.monotonic())."""
+        self._operations.drain(deadline)
 
     def part(self, deadline: float) -> None:
-        """See Operations; give everything back after it."""
+        """Wait for the other ranks, but not beyond the deadline (time.monotonic()), and give everything back."""
         self._operations.part(deadline)
         if self._shared is not None:
             self._shared.close()

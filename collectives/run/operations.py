@@ -21,13 +21,18 @@ from collectives.link.watch import Watch
 from collectives.run.work import Work, WorkQueue
 
 #: How long close() waits for what is queued, and then for the other ranks.
-_DRAIN_S = 5.0
+DRAIN_S = 5.0
 MEET_S = 2.0
+
+#: What a backend may take to end the waits of an operation after abort().
+_LET_GO_S = 2.0
+
+_ENDED = "its wait was ended, because another rank takes no part any more"
 
 #: How long an operation may go on after a peer's process has ended: it may have all that it needs of it.
 _LAST_WORDS_S = 0.5
 
-#: How many finished operations a report tells of: as many as ranks that do not disagree can be apart.
+#: How many finished operations a report tells of. The root of a broadcast can be further ahead; most ranks are one apart.
 _REMEMBERED = 4
 
 #: Odd, and far from regular in binary (Knuth 1973, 6.4): numbers that follow each other give tags that lie far apart.
@@ -62,6 +67,10 @@ class Turn:
         return tag_of(self.sequence, digest(self.call))
 
 
+class _InVainError(LinkError):
+    """An operation was not begun, because it was known that it could not be done."""
+
+
 class Operations:
     """Runs operations in the order of issue. local: the ranks of this host, where they share memory. watch: belongs to the
     Operations from now on. timeout_s: seconds that each operation may take from its start."""
@@ -79,7 +88,7 @@ class Operations:
         self._timeout_s = timeout_s
         self._watch = watch
         self._queue = WorkQueue("gradwire")
-        self._sequence = 0  # of the next turn
+        self._sequence = -1  # of the last turn that began
         self._calls: list[tuple[int, str]] = [(-1, "")] * _REMEMBERED
         self._running = -1
         self._interrupted = False
@@ -89,7 +98,7 @@ class Operations:
         self._exiting = False
         self._at_exit = partial(_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
-        weakref.finalize(self, _abandon, self._queue, watch, self._at_exit).atexit = False
+        weakref.finalize(self, _abandon, os.getpid(), self._queue, watch, self._at_exit).atexit = False
         watch.on_news(partial(_on_news, weakref.ref(self)))
         _all.add(self)
 
@@ -97,6 +106,11 @@ class Operations:
     def usable(self) -> bool:
         """Whether anything can still be run."""
         return self._failure is None and not self._closed
+
+    @property
+    def _unfinished(self) -> int:
+        """The number of the first operation that this rank has not finished."""
+        return self._running if self._running >= 0 else self._sequence + 1
 
     def submit(self, call: str, body: Callable[[Turn], None], *, async_op: bool) -> Work | None:
         """Run `body` when its turn comes; with async_op return its handle at once. Turns are numbered as they come, which is in
@@ -116,7 +130,7 @@ class Operations:
                     self._take_turn(call, body, beside_work=False)
                     return None
             finally:
-                self._queue.leave(turn)
+                self._queue.leave(turn, self._sequence)
         work = Work(self._rank, call, lambda: self._take_turn(call, body, beside_work=True))
         self._queue.submit(work)
         if async_op:
@@ -138,17 +152,20 @@ class Operations:
         try:
             if self._failure is not None or self._closed or not self._queue.enter(turn):
                 return False
-            sequence, deadline = self._begin(call, beside_work=False)
+            deadline = time.monotonic() + self._timeout_s
             try:
+                sequence = self._begin(call, beside_work=False)
                 if self._watch.has_news:
                     self._check_news(sequence)
                 body(first, second, tag_of(sequence, call_digest), deadline)
+                if self._interrupted:
+                    raise LinkError(None, timed_out=False, detail=_ENDED)
             except BaseException as error:
-                raise self._failed(error, Turn(sequence, call, deadline)) from None
+                raise self._failed(error, call, deadline) from None
             finally:
                 self._running = -1
         finally:
-            self._queue.leave(turn)
+            self._queue.leave(turn, self._sequence)
         return True
 
     def _take_turn(self, call: str, body: Callable[[Turn], None], *, beside_work: bool) -> None:
@@ -156,29 +173,30 @@ class Operations:
             raise CollectiveError(
                 f"not run, the Communicator broke before ({self._failure})", rank=self._rank, operation=call
             ) from self._failure
-        sequence, deadline = self._begin(call, beside_work=beside_work)
-        turn = Turn(sequence, call, deadline)
+        deadline = time.monotonic() + self._timeout_s
         try:
+            turn = Turn(self._begin(call, beside_work=beside_work), call, deadline)
             if self._watch.has_news:
                 self._check_news(turn.sequence)
             body(turn)
+            if self._interrupted:  # of a backend whose wait then ends as if all were well, as NCCL's may
+                raise LinkError(None, timed_out=False, detail=_ENDED)
         except BaseException as error:
-            raise self._failed(error, turn) from None
+            raise self._failed(error, call, deadline) from None
         finally:
             self._running = -1
 
-    def _begin(self, call: str, *, beside_work: bool) -> tuple[int, float]:
-        """Number the turn that has come; return its number and deadline. beside_work: whether the caller computes meanwhile, so
+    def _begin(self, call: str, *, beside_work: bool) -> int:
+        """Begin the turn that has come; return its number. beside_work: whether the caller computes meanwhile, so
         that waits leave the cores to others; in the caller's own thread nothing else has anything to do."""
-        sequence = self._sequence
-        self._sequence = sequence + 1
-        self._calls[sequence % _REMEMBERED] = (sequence, call)
-        self._running = sequence
+        sequence = self._queue.number
         if beside_work is not self._beside_work:
             self._beside_work = beside_work
             if self._local is not None:
                 self._local.wait_beside_work(beside_work)
-        return sequence, time.monotonic() + self._timeout_s
+        self._calls[sequence % _REMEMBERED] = (sequence, call)
+        self._running = self._sequence = sequence
+        return sequence
 
     def _absent(self, sequence: int) -> bool:
         """Whether some rank takes no part in an operation: it has left before, or has failed there or earlier."""
@@ -189,8 +207,11 @@ class Operations:
 
     def _check_news(self, sequence: int) -> None:
         """Raise LinkError where it is known before an operation that it cannot be done."""
-        if self._watch.lost or self._absent(sequence):
-            raise LinkError(None, timed_out=False, detail="known before it began")
+        watch = self._watch
+        if watch.failure:
+            raise _InVainError(None, timed_out=False, detail=f"this rank hears nothing of the others: {watch.failure}")
+        if watch.lost or self._absent(sequence):
+            raise _InVainError(None, timed_out=False, detail="known before it began")
 
     def on_news(self) -> float | None:
         """End the wait of the running operation if it waits in vain. Returns as Watch.on_news says."""
@@ -200,39 +221,47 @@ class Operations:
         if not self._absent(running):
             if not self._watch.lost:
                 return None
-            left_s = min(self._watch.lost.values()) + _LAST_WORDS_S - time.monotonic()
+            left_s = min(list(self._watch.lost.values())) + _LAST_WORDS_S - time.monotonic()
             if left_s > 0:
                 return left_s
         self._interrupted = True
         self._transport.abort()
         return None
 
-    def _failed(self, error: BaseException, turn: Turn) -> BaseException:
-        """What to raise for what went wrong in a turn. All but a Mismatch breaks the Communicator: that one was found before any
-        of the data was sent, by all ranks alike."""
+    def _failed(self, error: BaseException, call: str, deadline: float) -> BaseException:
+        """Return what to raise for what went wrong in a turn. All but a Mismatch breaks the Communicator: that one was found
+        before any of the data was sent, by all ranks alike."""
+        if self._sequence < self._queue.number:
+            return error  # an interrupt before it began
         if isinstance(error, LinkError):
-            self._failure = self._explain(error, turn)
+            self._failure = self._explain(error, Turn(self._sequence, call, deadline))
             return self._failure
         if not isinstance(error, Mismatch):
-            self._failure = CollectiveError(f"interrupted by {error!r}", rank=self._rank, operation=turn.call)
-            self._watch.say_leaving(turn.sequence)
-            self._transport.abort()
+            self._break(call, repr(error), self._sequence)
         return error
+
+    def _break(self, call: str, why: str, sequence: int) -> None:
+        """Take no part in an operation and all after it, and let the others know."""
+        self._failure = CollectiveError(f"interrupted by {why}", rank=self._rank, operation=call)
+        self._watch.say_leaving(sequence)
+        self._transport.abort()
 
     def _explain(self, error: LinkError, turn: Turn) -> CollectiveError:
         if self._exiting:
             return CollectiveError("this process is exiting", rank=self._rank, operation=turn.call)
+        awaited = error.awaited or (self._watch.others if not isinstance(error, _InVainError) else frozenset())
         report = Report(
             turn.sequence,
             turn.call,
-            waiting_for=tuple(sorted((error.awaited or self._watch.others) - {self._rank})),
+            waiting_for=tuple(sorted(awaited - {self._rank})),
             gave_up=error.timed_out,
             waited_s=self._timeout_s - (turn.deadline - time.monotonic()),
+            timeout_s=self._timeout_s,
             before=tuple(sorted(done for done in self._calls if 0 <= done[0] < turn.sequence)),
         )
         self._watch.say_report(report.to_news())
         self._transport.abort()
-        return verdict(inquire(self._watch, report), self._rank, self._timeout_s, str(error))
+        return verdict(inquire(self._watch, report), self._rank, str(error))
 
     def announce_close(self) -> bool:
         """Tell the other ranks how many operations this one has issued, and that it issues no more: the first of three steps to
@@ -241,15 +270,16 @@ class Operations:
             return False
         self._closed = True
         atexit.unregister(self._at_exit)
-        self._watch.say_leaving(self._queue.issued)
+        self._watch.say_leaving(self._queue.promised())
         return True
 
-    def drain(self) -> None:
-        """Finish what is queued, and tell the other ranks."""
-        if self._failure is not None or not self._queue.close(_DRAIN_S):
-            self._failure = self._failure or CollectiveError("closed while running", rank=self._rank, operation="close")
+    def drain(self, deadline: float) -> None:
+        """Finish what is queued, but not beyond the deadline (time.monotonic()), and tell the other ranks."""
+        if self._failure is not None or not self._queue.close(max(0.0, deadline - time.monotonic())):
+            if self._failure is None:
+                self._break("close", "the end of the time for what was queued", self._unfinished)
             self._transport.abort()
-            self._queue.close(_DRAIN_S)
+            self._queue.close(_LET_GO_S)
         elif self._local is not None:
             self._local.leave()
         self._watch.say_done()
@@ -263,6 +293,7 @@ class Operations:
         if self._failure is None:
             watch.wait_for(lambda: watch.others <= watch.done | watch.lost.keys(), deadline - time.monotonic())
         watch.close()
+        watch.join()
 
     def disown(self) -> None:
         """This process is a fork of the one that made the Communicator: connections and their threads stayed there."""
@@ -277,11 +308,12 @@ class Operations:
         A thread that is still inside the backend when the interpreter is gone would end the process with an abort.
         """
         self._exiting = True
-        self._watch.say_leaving(self._running if self._running >= 0 else self._sequence)
+        self._watch.say_leaving(self._unfinished)
         if self._queue.busy():
             self._transport.abort()
-            self._queue.close(_DRAIN_S)
+            self._queue.close(_LET_GO_S)
         self._watch.close()
+        self._watch.join()
 
 
 def _at_exit(operations: weakref.ref[Operations]) -> None:
@@ -296,8 +328,11 @@ def _on_news(operations: weakref.ref[Operations]) -> float | None:
     return alive.on_news() if alive is not None else None
 
 
-def _abandon(queue: WorkQueue, watch: Watch, at_exit: Callable[[], None]) -> None:
-    """Give back the threads and connections of a Communicator that nobody uses any more and nobody has closed."""
+def _abandon(owner: int, queue: WorkQueue, watch: Watch, at_exit: Callable[[], None]) -> None:
+    """Give back the threads and connections of a Communicator that nobody uses any more and nobody has closed; but not where
+    this process is a fork of the one that made it."""
+    if os.getpid() != owner:
+        return
     atexit.unregister(at_exit)
     queue.close(0.0)
     watch.close()

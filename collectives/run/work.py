@@ -71,14 +71,15 @@ def _cuda_event() -> torch.cuda.Event | None:
 class WorkQueue:
     """Runs works one at a time in the order submitted: on its own thread, or in the caller's when nothing is queued.
 
-    Attribute issued: how many turns have been given or promised so far.
+    Attribute number: of the turn that was given last, counted from 0.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.issued = 0
+        self.number = -1
         self._queue: deque[Work] = deque()
-        self._lock = threading.Lock()  # quicker to take than the Condition made of it
+        # Quicker to take than the Condition made of it; one that its owner may take again, as finalizers may run anywhere.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._turn: object = None  # what has entered; True while the thread runs a work
         self._closed = False
@@ -88,7 +89,6 @@ class WorkQueue:
         """Run `work` on the queue's thread, after everything submitted before it."""
         with self._changed:
             self._queue.append(work)
-            self.issued += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._thread.start()
@@ -104,16 +104,23 @@ class WorkQueue:
             if self._turn is not None or self._queue:
                 return False
             self._turn = turn
-            self.issued += 1
+            self.number += 1
             return True
 
-    def leave(self, turn: object) -> None:
-        """End the turn that enter() gave; do nothing where it gave none."""
+    def leave(self, turn: object, last_begun: int) -> None:
+        """End the turn that enter() gave; do nothing where it gave none. last_begun: number of the last turn in which anything
+        was begun; this one goes to the next who enters, where that was an earlier one."""
         with self._lock:
             if self._turn is turn:
                 self._turn = None
+                self.number = last_begun
                 if self._queue or self._closed:
                     self._changed.notify_all()
+
+    def promised(self) -> int:
+        """Return how many turns have been given or are still to be given."""
+        with self._lock:
+            return self.number + 1 + len(self._queue)
 
     def busy(self) -> bool:
         """True while anything runs or waits to run."""
@@ -145,4 +152,5 @@ class WorkQueue:
                     return None
                 self._changed.wait()
             self._turn = True
+            self.number += 1
             return self._queue.popleft()

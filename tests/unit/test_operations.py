@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -98,6 +99,14 @@ def test_a_rank_that_leaves_later_does_not_disturb() -> None:
             mine.submit("allreduce", nothing, async_op=False)
 
 
+def test_a_rank_that_exits_has_taken_part_in_what_it_finished() -> None:
+    with operations(2) as (mine, _, all_watches):
+        for _ in range(3):
+            mine.submit("allreduce", nothing, async_op=False)
+        mine.exit()
+        assert all_watches[1].wait_for(lambda: all_watches[1].left == {0: 3}, DEADLINE_S)
+
+
 def test_turns_of_several_threads_have_numbers_of_their_own() -> None:
     with operations(1) as (mine, _, _):
         taken: list[int] = []
@@ -137,6 +146,39 @@ def test_an_interrupt_on_the_way_into_the_queue_leaves_it_usable(monkeypatch: py
                 with pytest.raises(KeyboardInterrupt):
                     call()
             assert mine.run_now("allreduce", 0, lambda *arguments: None, None, None)
+
+
+def test_an_interrupt_as_an_operation_begins_does_not_put_the_rank_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    with operations(1) as (mine, _, _):
+        taken: list[int] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(Operations, "_begin", lambda *arguments, **options: signal.raise_signal(signal.SIGINT))
+            for call in (
+                lambda: mine.run_now("allreduce", 0, lambda *arguments: None, None, None),
+                lambda: mine.submit("allreduce", nothing, async_op=False),
+            ):
+                with pytest.raises(KeyboardInterrupt):
+                    call()
+        mine.submit("allreduce", lambda turn: taken.append(turn.sequence), async_op=False)
+        assert taken == [0]
+
+
+def test_a_wait_that_ends_as_if_all_were_well_is_a_failure_all_the_same() -> None:
+    with operations(2) as (mine, transport, all_watches):
+
+        def body(turn: Turn) -> None:
+            leaves(all_watches[1])
+            with pytest.raises(LinkError):
+                transport.wait()
+
+        with pytest.raises(PeerLost, match="lost rank 1"):
+            mine.submit("allreduce", body, async_op=False)
+
+
+def test_a_collector_that_runs_in_the_queue_does_not_block_it() -> None:
+    queue = WorkQueue("test")
+    with queue._lock:
+        queue.close(0.0)
 
 
 def test_an_interrupted_operation_is_told_to_the_others() -> None:
@@ -199,7 +241,7 @@ class _Steps:
         self._steps.append(f"announce {self._name}")
         return True
 
-    def drain(self) -> None:
+    def drain(self, deadline: float) -> None:
         self._steps.append(f"drain {self._name}")
 
     def part(self, deadline: float) -> None:

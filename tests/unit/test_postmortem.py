@@ -14,11 +14,11 @@ SECONDS = 3.0
 
 
 def stopped(*waiting_for: int, sequence: int = 4, gave_up: bool = False, waited_s: float = SECONDS) -> Report:
-    return Report(sequence, CALL, waiting_for, gave_up, waited_s, before=((sequence - 1, CALL),))
+    return Report(sequence, CALL, waiting_for, gave_up, waited_s, SECONDS, before=((sequence - 1, CALL),))
 
 
 def judged(rank: int, reports: dict[int, Report], **known: object) -> CollectiveError:
-    return verdict(Findings(reports, **known), rank, SECONDS, detail="closed")  # type: ignore[arg-type]
+    return verdict(Findings(reports, **known), rank, detail="closed")  # type: ignore[arg-type]
 
 
 def test_the_dead_rank_is_named_by_all_not_the_neighbour_that_broke_its_connections() -> None:
@@ -108,6 +108,30 @@ def test_a_connection_that_broke_between_the_living_is_called_that() -> None:
     error = judged(0, {0: stopped(1), 1: stopped(0)})
     assert type(error) is CollectiveError
     assert "a connection to a living rank broke" in str(error)
+    error = judged(0, {0: stopped(1), 1: stopped(0)}, cut={(0, 1)})
+    assert "a connection between ranks 0 and 1 broke" in str(error)
+
+
+def test_a_rank_that_comes_late_to_one_that_finished_alone_is_told_so() -> None:
+    """Rank 0 was the root of a broadcast that it could finish, and has given up in the operation after it."""
+    reports = {0: stopped(1, sequence=5, gave_up=True), 1: stopped(0, waited_s=0.01)}
+    assert "gave up waiting for this rank" in str(judged(1, reports))
+    error = judged(0, reports)
+    assert isinstance(error, CollectiveTimeout)
+    assert error.waiting_for == (1,)
+
+
+def test_a_rank_that_did_not_wait_itself_accuses_nobody() -> None:
+    reports = {0: Report(4, CALL), 1: stopped(2, gave_up=True)}
+    error = judged(0, reports)
+    assert isinstance(error, CollectiveTimeout)
+    assert error.waiting_for == (2,)
+    assert "rank 1 gave up" in str(error)
+
+
+def test_patience_is_that_of_who_gave_up() -> None:
+    reports = {0: stopped(1, gave_up=True), 1: Report(4, CALL, (0,), False, SECONDS, timeout_s=300.0)}
+    assert "came later" not in str(judged(1, reports))
 
 
 def test_a_report_survives_its_way() -> None:

@@ -44,6 +44,8 @@ def watches(size: int) -> Iterator[list[Watch]]:
     finally:
         for watch in made:
             watch.close()
+        for watch in made:
+            watch.join()
 
 
 def end_abruptly(watch: Watch) -> None:
@@ -73,6 +75,29 @@ def test_everyone_hears_of_a_rank_that_ends_without_a_word(size: int) -> None:
             assert watch.wait_for(lambda watch=watch: bool(watch.lost), DEADLINE_S)
             assert set(watch.lost) == {1}
             assert watch.has_news
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_a_connection_that_ends_between_two_living_ranks_makes_neither_lost(size: int) -> None:
+    with watches(size) as all_watches:
+        all_watches[0]._neighbours[1].socket.shutdown(socket.SHUT_RDWR)
+        for watch in all_watches:
+            assert watch.wait_for(lambda watch=watch: watch.cut == {(0, 1)} and not watch.lost, DEADLINE_S)
+        end_abruptly(all_watches[1])
+        for watch in all_watches[:1] + all_watches[2:]:
+            assert watch.wait_for(lambda watch=watch: set(watch.lost) == {1}, DEADLINE_S)
+
+
+def test_a_watch_that_fails_says_so_and_does_not_stay_behind(caplog: pytest.LogCaptureFixture) -> None:
+    def listener() -> float | None:
+        raise ValueError("planted")
+
+    with watches(2) as (mine, theirs):
+        mine.on_news(listener)
+        theirs.say_leaving(3)
+        assert theirs.wait_for(lambda: bool(theirs.lost), DEADLINE_S)
+        assert "planted" in mine.failure
+    assert "does not hear of the other ranks any more" in caplog.text
 
 
 @pytest.mark.parametrize("size", [2, 8])

@@ -36,10 +36,10 @@ def memory_left(root: Path = Path("/")) -> int:
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """What each cgroup around this process leaves it. One that is not to be seen from here does not count."""
+    """Yield what each cgroup around this process leaves it. One that is not to be seen from here does not count."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except FileNotFoundError:
+    except OSError:
         return
     for _, controllers, path in (line.split(":", 2) for line in lines):
         if controllers and "memory" not in controllers.split(","):
@@ -47,7 +47,7 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
         names = _V1 if controllers else _V2
         group = PurePosixPath(path).relative_to("/")
         for folder in (group, *group.parents) if ".." not in group.parts else [PurePosixPath()]:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 yield from _left(root / names.mount / folder, names)
 
 
@@ -60,5 +60,5 @@ def _left(folder: Path, names: _Names) -> Iterator[int]:
 
 
 def _fields(file: Path) -> dict[str, str]:
-    """The second word of each line, by the first."""
+    """Return the second word of each line, by the first."""
     return {words[0]: words[1] for words in map(str.split, file.read_text().splitlines())}

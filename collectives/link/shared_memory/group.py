@@ -188,7 +188,7 @@ class LocalGroup:
         if status == kernels.DISAGREED:
             raise LinkError(peer, timed_out=False, detail=f"rank {peer} called something else")
         if status == kernels.STOPPED:
-            raise LinkError(None, timed_out=False, detail="this rank gave up", awaited=awaited)
+            raise LinkError(None, timed_out=False, detail="its wait was ended", awaited=awaited)
         if gone := awaited & lost:
             how = "process has ended" if gone & self.dead() else "Communicator is closed or broken"
             raise LinkError(min(gone), timed_out=False, detail=f"{ranks_text(gone)}: the {how}")
