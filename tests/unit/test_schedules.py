@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from math import ceil, log2
 
@@ -10,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.plan.algorithms import PLANNERS
-from collectives.plan.schedule import Action, Place, Schedule
-from tests.unit.symbolic import contributions, run
+from collectives.plan.check import ScheduleError, check_algorithm, contributions, run
+from collectives.plan.schedule import Action, Place, Planner, Schedule
+from collectives.plan.spans import Span
 
 SIZES = range(1, 65)
 
@@ -29,57 +32,58 @@ def everyone(size: int) -> int:
     return (1 << size) - 1
 
 
-@pytest.mark.parametrize("size", SIZES)
-@of("allreduce")
-def test_allreduce_gives_every_rank_every_contribution_once(algorithm: str, size: int) -> None:
-    schedules = plan("allreduce", algorithm, size)
-    state = run(schedules, contributions(size, schedules[0].blocks))
-    assert all(mask == everyone(size) for masks in state for mask in masks)
+ALL = [(collective, algorithm) for collective, planners in PLANNERS.items() for algorithm in planners]
 
 
 @pytest.mark.parametrize("size", SIZES)
-@of("reduce_scatter")
-def test_reduce_scatter_completes_the_own_block(algorithm: str, size: int) -> None:
-    state = run(plan("reduce_scatter", algorithm, size), contributions(size, size))
-    assert [state[rank][rank] for rank in range(size)] == [everyone(size)] * size
+@pytest.mark.parametrize(("collective", "algorithm"), ALL)
+def test_every_contribution_arrives_once_where_it_belongs(collective: str, algorithm: str, size: int) -> None:
+    check_algorithm(collective, PLANNERS[collective][algorithm], [size])
 
 
-@pytest.mark.parametrize("size", SIZES)
-@of("allgather")
-def test_allgather_brings_every_block(algorithm: str, size: int) -> None:
-    start = [[1 << rank if block == rank else 0 for block in range(size)] for rank in range(size)]
-    state = run(plan("allgather", algorithm, size), start)
-    assert all(masks == [1 << block for block in range(size)] for masks in state)
+def changed(planner: Planner, change: Callable[[Schedule], Schedule], rank: int = 1) -> Planner:
+    """A planner that makes something else for one rank."""
+    return lambda place: change(planner(place)) if place.rank == rank else planner(place)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@of("broadcast")
-def test_broadcast_copies_the_root(algorithm: str, size: int) -> None:
-    for root in {0, size // 2, size - 1}:
-        schedules = plan("broadcast", algorithm, size, root)
-        state = run(schedules, contributions(size, schedules[0].blocks))
-        assert all(mask == 1 << root for masks in state for mask in masks)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: replace(s, rounds=s.rounds[:-1]), "different numbers of rounds"),
+        (lambda s: replace(s, blocks=s.blocks + 1), "cut the buffer differently"),
+        (lambda s: replace(s, rounds=(s.rounds[0][:1], *s.rounds[1:])), "sends rank 1 blocks .* which expects"),
+        (lambda s: replace(s, rounds=(s.rounds[0] * 2, *s.rounds[1:])), "in round 0 rank"),
+        (
+            lambda s: replace(s, rounds=(tuple(replace(step, peer=1) for step in s.rounds[0]), *s.rounds[1:])),
+            "rank 1 talks to itself",
+        ),
+        (
+            lambda s: replace(s, rounds=(tuple(replace(step, span=Span(0, 9)) for step in s.rounds[0]), *s.rounds[1:])),
+            "names blocks",
+        ),
+    ],
+)
+def test_a_planner_that_is_wrong_for_one_rank_is_told_where(change: Callable[[Schedule], Schedule], said: str) -> None:
+    with pytest.raises(ScheduleError, match=f"allreduce among 3 ranks on 3 hosts: .*{said}"):
+        check_algorithm("allreduce", changed(PLANNERS["allreduce"]["ring"], change), [3])
 
 
-@pytest.mark.parametrize("size", SIZES)
-@of("reduce")
-def test_reduce_completes_the_root(algorithm: str, size: int) -> None:
-    for root in {0, size // 2, size - 1}:
-        schedules = plan("reduce", algorithm, size, root)
-        state = run(schedules, contributions(size, schedules[0].blocks))
-        assert all(mask == everyone(size) for mask in state[root])
+def test_a_planner_that_is_alike_on_all_ranks_and_wrong_is_told() -> None:
+    for collective, planner in (
+        ("allreduce", PLANNERS["reduce_scatter"]["ring"]),
+        ("broadcast", PLANNERS["reduce"]["tree"]),
+        ("allgather", PLANNERS["alltoall"]["direct"]),
+    ):
+        with pytest.raises(ScheduleError, match=f"{collective} among "):
+            check_algorithm(collective, planner)
+    with pytest.raises(ScheduleError, match="added twice"):
+        check_algorithm("allreduce", lambda place: twice(PLANNERS["allreduce"]["direct"](place)))
+    with pytest.raises(ValueError, match="no collective is called 'dance'"):
+        check_algorithm("dance", PLANNERS["allreduce"]["ring"])
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_gather_scatter_and_alltoall_move_the_right_blocks(size: int) -> None:
-    root = size // 2
-    own = [[1 << rank if block == rank else 0 for block in range(size)] for rank in range(size)]
-    assert run(plan("gather", "direct", size, root), own)[root] == [1 << block for block in range(size)]
-    state = run(plan("scatter", "direct", size, root), contributions(size, size))
-    assert [state[rank][rank] for rank in range(size)] == [1 << root] * size
-    landed = [[1 << rank if block == rank else 0 for block in range(size)] for rank in range(size)]
-    state = run(plan("alltoall", "direct", size), contributions(size, size), landed)
-    assert all(masks == [1 << block for block in range(size)] for masks in state)
+def twice(schedule: Schedule) -> Schedule:
+    return schedule.then(schedule)
 
 
 def levels(size: int) -> int:
