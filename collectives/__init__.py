@@ -7,8 +7,23 @@ with Communicator() as communicator:
 """
 
 from collectives.communicator import Communicator
+from collectives.compression.registry import register_codec
 from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
+from collectives.plan.algorithms import register_algorithm
+from collectives.plan.check import ScheduleError, check_algorithm
 from collectives.plan.topology import Topology
 from collectives.run.work import Work
 
-__all__ = ["CollectiveError", "CollectiveTimeout", "Communicator", "Mismatch", "PeerLost", "Topology", "Work"]
+__all__ = [
+    "CollectiveError",
+    "CollectiveTimeout",
+    "Communicator",
+    "Mismatch",
+    "PeerLost",
+    "ScheduleError",
+    "Topology",
+    "Work",
+    "check_algorithm",
+    "register_algorithm",
+    "register_codec",
+]

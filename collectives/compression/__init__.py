@@ -9,7 +9,7 @@ from collectives.compression.integers import Int4, Int8
 from collectives.compression.onebit import OneBit
 from collectives.compression.powersgd import PowerSGD
 from collectives.compression.randomk import RandomK
-from collectives.compression.registry import CODECS, make_codec
+from collectives.compression.registry import CODECS, make_codec, register_codec
 from collectives.compression.stochastic import QSGD, Natural, TernGrad
 from collectives.compression.threshold import Threshold
 from collectives.compression.topk import TopK
@@ -33,4 +33,5 @@ __all__ = [
     "Threshold",
     "TopK",
     "make_codec",
+    "register_codec",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import fields
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -27,6 +28,13 @@ class Codec(ABC):
     summable: ClassVar[bool] = False
     needs_feedback: ClassVar[bool] = False
     wire_dtype: ClassVar[torch.dtype] = torch.uint8
+
+    @property
+    def identity(self) -> str:
+        """What ranks compare before they exchange codes: the name and all settings. A codec that writes other bytes for the same
+        settings than it did before needs another name."""
+        settings = ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in fields(self))  # type: ignore[arg-type]
+        return f"{self.name}({settings})"
 
     @property
     def alignment(self) -> int:

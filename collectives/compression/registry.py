@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
+
 from collectives.compression.casts import BFloat16, Float16
 from collectives.compression.codec import Codec
 from collectives.compression.dgc import DGC
@@ -14,6 +16,7 @@ from collectives.compression.raw import Raw
 from collectives.compression.stochastic import QSGD, Natural, TernGrad
 from collectives.compression.threshold import Threshold
 from collectives.compression.topk import TopK
+from collectives.naming import check_name
 
 #: Those that write any buffer in fewer bytes, with their defaults.
 CODECS: dict[str, type[Codec]] = {
@@ -35,6 +38,31 @@ CODECS: dict[str, type[Codec]] = {
         DGC,
     )
 }
+
+
+def register_codec(codec: type[Codec]) -> type[Codec]:
+    """Let a codec be used by its name, wherever those of this package can; return it, so that this may decorate the class.
+
+    codec: a frozen dataclass that derives from Codec, whose settings all have defaults, with a name of its own in lower case.
+    Every rank must register it before it is used. Raises TypeError for anything else, ValueError for a name that is
+    malformed or taken.
+    """
+    if not _is_codec(codec):
+        raise TypeError(f"a dataclass that derives from Codec is needed, not {codec!r}")
+    name = getattr(codec, "name", None)
+    check_name("codec", name, (*CODECS, PowerSGD.name))
+    try:
+        made = codec()
+    except TypeError as error:
+        raise TypeError(f"codec {name!r}: every setting needs a default ({error})") from error
+    if made != codec() or hash(made) != hash(codec()):
+        raise TypeError(f"codec {name!r} must be a frozen dataclass: equal settings make equal codecs")
+    CODECS[made.name] = codec
+    return codec
+
+
+def _is_codec(given: object) -> bool:
+    return isinstance(given, type) and issubclass(given, Codec) and is_dataclass(given)
 
 
 def make_codec(codec: str | Codec) -> Codec:

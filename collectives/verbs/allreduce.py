@@ -91,7 +91,7 @@ def allreduce_compressed(
     chosen = engine.choose_for_codec(codec, algorithm, present.wire_bytes(tensor.numel()))
     scales = f", prescale={prescale}, postscale={postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
     corrected = ", error feedback" if feedback is not None else ""
-    call = f"allreduce({arguments.described(tensor)}, {name}{scales}, {chosen}, {present!r}{corrected})"
+    call = f"allreduce({arguments.described(tensor)}, {name}{scales}, {chosen}, {present.identity}{corrected})"
     sharing = engine.sharing(codec, tensor.numel())
     engine.prepare_codec(codec, tensor.device, with_feedback=feedback is not None)
     if chosen == SHARED:

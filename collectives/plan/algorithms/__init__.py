@@ -1,10 +1,12 @@
 """The planners: one algorithm a file, each a pure function from a Place to a Schedule.
 
-PLANNERS is the whole list of what can be chosen, by collective and name. To add an algorithm, write its file and name it here.
+PLANNERS is the whole list of what can be chosen, by collective and name. To add an algorithm, write its file and name it here;
+from outside, register_algorithm() adds to the list.
 """
 
 from __future__ import annotations
 
+from collectives.naming import check_name
 from collectives.plan.algorithms import direct, hierarchical, recursive_doubling, ring, rsag, tree
 from collectives.plan.schedule import Planner
 
@@ -30,3 +32,23 @@ PLANNERS: dict[str, dict[str, Planner]] = {
     "alltoall": {"direct": direct.alltoall},
     "barrier": {"recursive_doubling": recursive_doubling.allreduce, "tree": tree.allreduce},
 }
+
+#: Names that mean something else as `algorithm=`.
+_RESERVED = ("auto", "native", "shared", "two_shot")
+
+
+def register_algorithm(collective: str, name: str, planner: Planner) -> None:
+    """Let an algorithm be chosen by name in Communicators made from now on. collectives.check_algorithm tells if it is right.
+
+    planner: returns the Schedule of the rank that a Place describes. Every rank must register the same: ranks compare the names
+    alone, so a planner that changes what is sent needs another name. Raises ValueError for an unknown collective and for a name
+    that is malformed or taken, TypeError for a planner that cannot be called.
+    """
+    if collective not in PLANNERS:
+        raise ValueError(f"no collective is called {collective!r}; known are {', '.join(PLANNERS)}")
+    check_name(f"{collective} algorithm", name, (*PLANNERS[collective], *_RESERVED))
+    if not callable(planner):
+        raise TypeError(
+            f"{collective} algorithm {name!r}: a function from a Place to a Schedule is needed, not {planner!r}"
+        )
+    PLANNERS[collective][name] = planner

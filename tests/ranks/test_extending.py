@@ -1,0 +1,114 @@
+"""docs/extending.md as it stands: what it adds can be used by name, and what cannot be added is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from collectives import Communicator, check_algorithm, register_algorithm, register_codec
+from collectives.compression import CODECS, Codec, Int8
+from collectives.plan.algorithms import PLANNERS, ring
+from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
+from tests.ranks.exact import SEVERAL_SEGMENTS, contribution, reduced
+
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+
+
+def examples() -> dict[str, Any]:
+    """Run the page's blocks, once in a process, as a module that a user imports."""
+    if "hundredths" in CODECS:
+        return {}
+    names: dict[str, Any] = {"__name__": __name__}  # dataclasses look for their module
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL):
+        exec(block, names)
+    return names
+
+
+def use_the_codec() -> torch.Tensor:
+    examples()
+    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
+        tensor = torch.linspace(-1.0, 1.0, SEVERAL_SEGMENTS) * (comm.rank + 1)
+        feedback = comm.new_feedback("hundredths", tensor.numel())
+        given, got = torch.zeros_like(tensor), torch.zeros_like(tensor)
+        for step in range(20):
+            result = tensor.clone()
+            comm.allreduce(result, codec="hundredths", feedback=feedback, step=step)
+            given += tensor * comm.size * (comm.size + 1) / 2 / (comm.rank + 1)
+            got += result
+        assert torch.allclose(got, given, atol=0.1), "error feedback keeps the sum of all steps right"
+        return got
+
+
+def use_the_algorithm() -> None:
+    examples()
+    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S, segment_bytes=200) as comm:
+        assert "star" in comm.algorithms("allreduce")
+        tensor = contribution(comm.rank, comm.size, SEVERAL_SEGMENTS, torch.float32)
+        comm.allreduce(tensor, algorithm="star")
+        assert torch.equal(tensor, reduced(comm.size, SEVERAL_SEGMENTS, torch.float32))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_codec_of_the_page(ranks: Worlds, world: int) -> None:
+    first, *others = ranks(world).run(use_the_codec)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_algorithm_of_the_page(ranks: Worlds, world: int) -> None:
+    ranks(world).run(use_the_algorithm)
+
+
+@dataclass(frozen=True)
+class Nameless(Int8):
+    name: ClassVar[str] = "No Name"
+
+
+@dataclass(frozen=True)
+class Needy(Int8):
+    name: ClassVar[str] = "needy"
+    depth: int = 0
+
+    def __init__(self, depth: int) -> None:
+        object.__setattr__(self, "depth", depth)
+
+
+@pytest.mark.parametrize(
+    ("codec", "error", "said"),
+    [
+        (Int8, ValueError, "a codec called 'int8' exists already"),
+        (Nameless, ValueError, "must be lower-case letters, digits and underscores, not 'No Name'"),
+        (Needy, TypeError, "'needy': every setting needs a default"),
+        (Codec, TypeError, "a dataclass that derives from Codec is needed"),
+        ("int8", TypeError, "a dataclass that derives from Codec is needed, not 'int8'"),
+    ],
+)
+def test_codecs_that_cannot_be_registered(codec: Any, error: type[Exception], said: str) -> None:
+    before = dict(CODECS)
+    with pytest.raises(error, match=said):
+        register_codec(codec)
+    assert before == CODECS
+
+
+@pytest.mark.parametrize(
+    ("collective", "name", "planner", "error", "said"),
+    [
+        ("dance", "star", ring.allreduce, ValueError, "no collective is called 'dance'; known are allreduce"),
+        ("allreduce", "ring", ring.allreduce, ValueError, "a allreduce algorithm called 'ring' exists already"),
+        ("allreduce", "auto", ring.allreduce, ValueError, "'auto' exists already"),
+        ("allreduce", "my ring", ring.allreduce, ValueError, "not 'my ring'"),
+        ("allreduce", "star", "ring", TypeError, "a function from a Place to a Schedule is needed, not 'ring'"),
+    ],
+)
+def test_algorithms_that_cannot_be_registered(
+    collective: str, name: str, planner: Any, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        register_algorithm(collective, name, planner)
+    assert "star" not in PLANNERS["allreduce"]
+    check_algorithm("allreduce", PLANNERS["allreduce"]["ring"], [4])
