@@ -1,12 +1,17 @@
-"""Compiling with Numba for the CPU: once a machine, and kept on the disk; where that cannot be, once a process."""
+"""Compiling with Numba for the CPU: once a machine, and kept on the disk; where that cannot be, once a process.
+
+Numba takes what it kept for fresh as long as the file of the compiled function itself is unchanged, whatever that calls in other
+files. Its files are named after the function's qualified name, so that is where a digest of all sources of the kernels is put.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +24,10 @@ _log = logging.getLogger("gradwire")
 _COMPILE_S = 60.0
 _POLL_S = 0.01
 
+#: Which version of the kernels a kept file is of. Kernels call nothing outside of this package.
+_SOURCES = sorted(Path(__file__).parent.rglob("*.py"))
+_DIGEST = hashlib.sha256(b"".join(source.read_bytes() for source in _SOURCES)).hexdigest()[:16]
+
 
 def compiled(decorate: Callable[..., Any], *signature: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return what decorates a function with numba.njit or numba.cfunc, for a signature and with options, now.
@@ -27,6 +36,7 @@ def compiled(decorate: Callable[..., Any], *signature: Any, **options: Any) -> C
     """
 
     def finish(function: Callable[..., Any]) -> Any:
+        function.__qualname__ = f"{function.__name__}.{_DIGEST}"
         if _keeps():
             try:
                 with _one_at_a_time():
@@ -40,12 +50,16 @@ def compiled(decorate: Callable[..., Any], *signature: Any, **options: Any) -> C
 
 @cache
 def _keeps() -> bool:
-    """Whether Numba finds a folder that it may write for the functions of this one."""
+    """Tell whether Numba finds a folder that it may write for the functions of this one; rid it of those of other versions."""
     try:
-        njit(cache=True)(_nothing)  # looks for the folder, and compiles nothing yet
+        folder = str(njit(cache=True)(_nothing).stats.cache_path)  # compiles nothing yet
     except RuntimeError:
         _say("no folder for it can be written")
         return False
+    for kept in Path(folder).glob("*.nb[ci]"):
+        if _DIGEST not in kept.name:
+            with suppress(OSError):
+                kept.unlink()
     return True
 
 
@@ -55,7 +69,7 @@ def _nothing() -> None:
 
 @cache
 def _say(reason: str) -> None:
-    """Warn once that nothing is kept."""
+    """Warn that nothing is kept, once for each reason."""
     _log.warning(
         "gradwire: Numba's cache cannot be used (%s), so every process compiles for itself, which takes some seconds: "
         "set NUMBA_CACHE_DIR to a folder that can be written",
@@ -65,7 +79,7 @@ def _say(reason: str) -> None:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Processes of one machine compile one after the other, so that all but the first find the result on the disk.
+    """Have the processes of one machine compile one after the other, so that all but the first find the result on the disk.
 
     Where there are no locks, or the first one takes too long, they compile at the same time, which costs time and nothing else.
     """

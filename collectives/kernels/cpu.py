@@ -1,6 +1,5 @@
 """All that is compiled for the CPU (Numba): ordered memory access, reductions, and the loops that move data between processes.
 
-One file, because Numba compiles a cached function anew when its own file changes, not when one changes that it calls into.
 Addresses are plain integers, so that one compiled signature serves every dtype.
 """
 

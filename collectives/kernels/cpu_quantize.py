@@ -6,9 +6,7 @@ once. Error feedback is fused in: every pass adds the residual to the values, an
 Loops are written so that LLVM turns them into vector code: no early exit, 32-bit lanes, maxima and tests on the bits of a float
 (as integers they have an order that NaN and Inf do not disturb), rounding by adding a constant.
 
-Numba compiles a cached function anew when its own file changes, not when one changes that it calls into. Hence one file, and the
-digest of the other beside its import, which a test keeps true. Each function is compiled, or loaded from the disk, when it is
-first called.
+Each function is compiled, or loaded from the disk, when it is first called.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from collectives.kernels.compiling import compiled
-from collectives.kernels.stack import PIECE, room, settle, stream, streams  # 0e0e27e0df148eb3
+from collectives.kernels.stack import PIECE, room, settle, stream, streams
 
 _I16, _I32, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
 

@@ -5,9 +5,7 @@ what they mean.
 Numbers are reached through addresses, 0 for a tensor that is not there. Magnitudes are compared as the integers that
 their bits are, the *keys*: the same order, with every NaN made equal and larger than infinity.
 
-Numba compiles a cached function anew when its own file changes, not when one changes that it calls into. Hence one
-file, and the digest of the other beside its import, which a test keeps true. Each function is compiled, or loaded
-from the disk, when it is first called.
+Each function is compiled, or loaded from the disk, when it is first called.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from collectives.kernels.compiling import compiled
-from collectives.kernels.stack import PIECE, room, settle, stream, streams  # 0e0e27e0df148eb3
+from collectives.kernels.stack import PIECE, room, settle, stream, streams
 from collectives.kernels.wire import pad16
 
 _I32 = ir.IntType(32)

