@@ -39,7 +39,7 @@ TRANSPORTS: dict[str, dict[str, str]] = {"shared_memory": {}, "sockets": {SHARED
 ON_EVERY_TRANSPORT = pytest.mark.parametrize("ranks", TRANSPORTS, indirect=True)
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "collectives", "collectives.kernels.cpu", "pytest"])
+_context.set_forkserver_preload(["torch.distributed", "collectives", "collectives.kernels.cpu.shared_memory", "pytest"])
 
 
 class RanksFailedError(AssertionError):

@@ -11,7 +11,7 @@ import torch
 
 
 def kernels_for(device: torch.device, family: Literal["quantize", "sparse"] = "quantize") -> ModuleType:
-    """What has the functions of collectives.kernels.reference (reference_sparse) for tensors on `device`: a module, or like one.
+    """Return what has the functions of collectives.kernels.reference.<family> for tensors on `device`: a module, or like one.
 
     Raises ImportError, which names the package to install, where there is none.
     """
@@ -22,11 +22,11 @@ def kernels_for(device: torch.device, family: Literal["quantize", "sparse"] = "q
 def _kernels(kind: str, family: str) -> ModuleType:
     if kind == "cpu":
         try:
-            return importlib.import_module(f"collectives.kernels.cpu_{family}")
+            return importlib.import_module(f"collectives.kernels.cpu.{family}")
         except ImportError as error:
             raise ImportError(f"codecs for tensors on cpu: {error}: pip install numba") from error
     if kind == "cuda":
-        from collectives.kernels import cuda
+        from collectives.kernels.cuda import kernels as cuda
 
         kernels = cuda.cuda_kernels()
         if isinstance(kernels, str):

@@ -1,4 +1,4 @@
-"""What is compiled. Each kind of processor has one file with the heavy imports, loaded when it is first needed."""
+"""The kernels: `reference` in plain torch, `cpu` and `cuda` compiled, each loaded when a process first needs it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 
 @cache
 def cpu_kernels() -> ModuleType | str:
-    """The module collectives.kernels.cpu, its kernels compiled or loaded from the disk; or why there is none."""
+    """Return cpu.shared_memory, its kernels compiled or loaded from the disk; or why there is none."""
     if sys.platform != "linux":
         return "it needs Linux"
     try:
-        from collectives.kernels import cpu
+        from collectives.kernels.cpu import shared_memory
     except ImportError as error:
         return f"{error}: pip install numba"
-    return cpu
+    return shared_memory
 
 
 @cache
 def cpu_arithmetic(dtype: torch.dtype) -> Any:
-    """The C function of collectives.kernels.cpu that reduces a dtype, compiled or loaded from the disk."""
+    """Return the C function that reduces a dtype, compiled or loaded from the disk."""
     kernels = cpu_kernels()
     assert not isinstance(kernels, str)
     return kernels.arithmetic(dtype)

@@ -2,5 +2,5 @@
 
 
 def pad16(nbytes: int) -> int:
-    """The next multiple of 16: the sections of a wire begin there, so that they can be read 16 bytes at a time."""
+    """Return the next multiple of 16, where the sections of a wire begin, so as to be read 16 bytes at a time."""
     return -(-nbytes // 16) * 16

@@ -19,8 +19,9 @@ from collectives.compression.sparse import Sparse
 from collectives.compression.stochastic import QSGD, Natural, TernGrad
 from collectives.compression.threshold import Threshold
 from collectives.compression.topk import TopK
-from collectives.kernels import reference, reference_sparse
-from collectives.kernels.cuda import CudaKernels, TorchKernels
+from collectives.kernels.cuda.kernels import CudaKernels, TorchKernels
+from collectives.kernels.reference import quantize as reference
+from collectives.kernels.reference import sparse as reference_sparse
 
 DENSE: tuple[Dense, ...] = (
     Float16(),

@@ -13,8 +13,8 @@ import torch
 from collectives.compression.dense import Dense
 from collectives.compression.integers import Int8
 from collectives.compression.sparse import Sparse
-from collectives.kernels import cpu_quantize
-from collectives.kernels.cuda import CudaKernels, TorchKernels, cuda_kernels
+from collectives.kernels.cpu import quantize as cpu_quantize
+from collectives.kernels.cuda.kernels import CudaKernels, TorchKernels, cuda_kernels
 from tests.cuda_machine.cases import DENSE, SPARSE, check_dense, check_many, check_sparse, numbers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -60,7 +60,7 @@ def test_plain_torch(codec: Dense | Sparse) -> None:
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
 def test_under_the_sanitizer(tool: str) -> None:
     check = """if True:
-        from collectives.kernels.cuda import cuda_kernels
+        from collectives.kernels.cuda.kernels import cuda_kernels
         from tests.cuda_machine.cases import DENSE, SPARSE, check_dense, check_sparse
         kernels = cuda_kernels()
         for codec in DENSE:

@@ -21,7 +21,11 @@ from collectives.compression.integers import Int4, Int8
 from collectives.compression.kernels_for import kernels_for
 from collectives.compression.onebit import OneBit
 from collectives.compression.stochastic import QSGD, Natural, TernGrad
-from collectives.kernels import cuda, reference
+from collectives.kernels.cuda import kernels as cuda
+from collectives.kernels.reference import quantize as reference
+from collectives.kernels.reference.blocks import block_sums
+from collectives.kernels.reference.fp8 import FLOAT8
+from collectives.kernels.reference.randomness import random_bits
 
 pytest.importorskip("numba")
 
@@ -304,7 +308,7 @@ def test_unbiased_and_of_bounded_variance(codec: Dense, kind: str) -> None:
 def test_every_code_of_fp8_is_read_as_torch_does() -> None:
     for codec in (Float8("e4m3"), Float8("e5m2")):
         codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-        exact = codes.view(reference.FLOAT8[codec.format].dtype).to(torch.float32)
+        exact = codes.view(FLOAT8[codec.format].dtype).to(torch.float32)
         wire = torch.cat([codes, torch.tensor([1.0, 0, 0, 0]).view(torch.uint8)])
         written = exact.isfinite()  # encode writes no others
         assert torch.equal(decoded(codec, wire, 256)[written], exact[written])
@@ -325,9 +329,7 @@ def test_random_numbers_are_those_of_the_definition() -> None:
         return x ^ (x >> 16)
 
     seed = 2**32 - 3
-    assert reference.random_bits(1000, seed, torch.device("cpu")).tolist() == [
-        by_definition(i, seed) for i in range(1000)
-    ]
+    assert random_bits(1000, seed, torch.device("cpu")).tolist() == [by_definition(i, seed) for i in range(1000)]
 
 
 def test_sums_are_added_in_the_stated_order() -> None:
@@ -338,7 +340,7 @@ def test_sums_are_added_in_the_stated_order() -> None:
     sums = [(partials[4 * j] + partials[4 * j + 1]) + (partials[4 * j + 2] + partials[4 * j + 3]) for j in range(32)]
     for half in (16, 8, 4, 2, 1):
         sums = [sums[j] + sums[j + half] for j in range(half)]
-    assert torch.equal(reference.block_sums(block.view(1, -1)), sums[0].view(1, 1))
+    assert torch.equal(block_sums(block.view(1, -1)), sums[0].view(1, 1))
 
 
 def test_wire_sizes() -> None:

@@ -20,9 +20,12 @@ from collectives.compression.randomk import RandomK
 from collectives.compression.sparse import Sparse
 from collectives.compression.threshold import Threshold
 from collectives.compression.topk import TopK
-from collectives.kernels import reference_sparse
+from collectives.kernels.reference import sparse as reference_sparse
 
-cpu_sparse = pytest.importorskip("collectives.kernels.cpu_sparse")
+pytest.importorskip("collectives.kernels.cpu.sparse")
+from collectives.kernels.cpu.keys import key_of
+from collectives.kernels.cpu.randomness import random_bits
+from collectives.kernels.cpu.selection import SIDE_BY_SIDE
 
 CODECS: list[Sparse] = [
     TopK(),
@@ -143,11 +146,10 @@ def test_same_bytes_as_the_reference_by_a_guess(codec: Sparse, kind: str, by_ref
 
 def sampled(numel: int) -> Tensor:
     """Where the CPU's top-k looks for its guess."""
-    side_by_side = cpu_sparse._SIDE_BY_SIDE
-    places = max(numel // 256, 1024) // side_by_side
-    stride = numel // places - side_by_side + 1
-    firsts = [place * numel // places + (cpu_sparse._mix(place, 0) * stride >> 32) for place in range(places)]
-    return torch.tensor([first + i for first in firsts for i in range(side_by_side)])
+    places = max(numel // 256, 1024) // SIDE_BY_SIDE
+    stride = numel // places - SIDE_BY_SIDE + 1
+    firsts = [place * numel // places + (random_bits(place, 0) * stride >> 32) for place in range(places)]
+    return torch.tensor([first + i for first in firsts for i in range(SIDE_BY_SIDE)])
 
 
 @pytest.mark.parametrize("kind", ["few reach it", "many reach it", "all are equal"])
@@ -160,7 +162,7 @@ def test_bad_guesses_change_nothing(kind: str, by_reference: SimpleNamespace) ->
         values[places] = 0
     else:
         values[values < 3] = 2.5
-    assert (cpu_sparse._key(values.view(torch.int32)[places[0]].item()) == 0) is (kind == "many reach it")
+    assert (key_of(values.view(torch.int32)[places[0]].item()) == 0) is (kind == "many reach it")
     for residual in (None, torch.zeros(LARGE)):
         same_as_reference(TopK(), [values], residual, by_reference)
 

@@ -18,9 +18,10 @@ from collectives.compression import kernels_for
 from collectives.compression.dense import Dense
 from collectives.compression.integers import Int8
 from collectives.compression.sparse import Sparse
-from collectives.kernels import cuda
-from collectives.kernels.cuda import CudaKernels, CupyLaunch, TorchKernels, cuda_kernels
-from collectives.kernels.cuda_source import source
+from collectives.kernels.cuda import launch as cuda
+from collectives.kernels.cuda.kernels import CudaKernels, TorchKernels, cuda_kernels
+from collectives.kernels.cuda.launch import CupyLaunch
+from collectives.kernels.cuda.source import source
 from tests.cuda_machine import MachineLaunch, Order
 from tests.cuda_machine.cases import (
     DENSE,

@@ -42,7 +42,7 @@ def test_what_cannot_be_kept_is_compiled_all_the_same(tmp_path: Path, kind: str,
     nowhere = tmp_path / "nowhere"
     nowhere.touch()
     if kind == "no folder":
-        (copy / "kernels" / "__pycache__").touch()
+        (copy / "kernels" / "cpu" / "__pycache__").touch()
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     without = {"HOME": str(nowhere), "XDG_CACHE_HOME": str(nowhere), "NUMBA_CACHE_DIR": str(nowhere)}
     done = subprocess.run(
@@ -61,8 +61,8 @@ def test_what_cannot_be_kept_is_compiled_all_the_same(tmp_path: Path, kind: str,
 CALLER = """
     from numba import int64, njit
 
-    from collectives.kernels.callee import answer
-    from collectives.kernels.compiling import compiled
+    from collectives.kernels.cpu.callee import answer
+    from collectives.kernels.cpu.compiling import compiled
 
 
     @compiled(njit, int64())
@@ -80,7 +80,7 @@ CALLEE = """
 """
 
 ASK = """
-    from collectives.kernels.caller import ask
+    from collectives.kernels.cpu.caller import ask
 
     print(ask(), sum(ask.stats.cache_hits.values()))
 """
@@ -93,12 +93,12 @@ def test_what_calls_into_an_edited_file_is_compiled_anew(tmp_path: Path) -> None
     copy = shutil.copytree(package / "kernels", tmp_path / "collectives" / "kernels", ignore=without)
     for imports_torch in (copy.parent / "__init__.py", copy / "__init__.py"):
         imports_torch.write_text("")
-    (copy / "caller.py").write_text(textwrap.dedent(CALLER))
+    (copy / "cpu" / "caller.py").write_text(textwrap.dedent(CALLER))
     (tmp_path / "script.py").write_text(textwrap.dedent(ASK))
     kept = tmp_path / "kept"
 
     def ask(answer: int) -> tuple[str, int]:
-        (copy / "callee.py").write_text(textwrap.dedent(CALLEE).format(answer))
+        (copy / "cpu" / "callee.py").write_text(textwrap.dedent(CALLEE).format(answer))
         done = subprocess.run(
             [sys.executable, str(tmp_path / "script.py")],
             env={**os.environ, "NUMBA_CACHE_DIR": str(kept), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},

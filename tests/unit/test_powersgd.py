@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from collectives.compression.powersgd import PowerSGD, PowerSGDState
-from collectives.kernels import reference_sparse
+from collectives.kernels.reference import sparse as reference_sparse
 
-cpu_sparse = pytest.importorskip("collectives.kernels.cpu_sparse")
+cpu_sparse = pytest.importorskip("collectives.kernels.cpu.sparse")
 
 CPU = torch.device("cpu")
 SHAPES = [(40, 30), (7,), (40, 30), (16, 4, 3, 3), (3, 5), (), (50, 40), (0, 9)]

@@ -1,7 +1,8 @@
 """Compiling with Numba for the CPU: once a machine, and kept on the disk; where that cannot be, once a process.
 
-Numba takes what it kept for fresh as long as the file of the compiled function itself is unchanged, whatever that calls in other
-files. Its files are named after the function's qualified name, so that is where a digest of all sources of the kernels is put.
+Numba takes what it kept for fresh as long as the file of the compiled function itself is unchanged, whatever that calls
+in other files. Its files are named after the function's qualified name, so that is where a digest of all sources of the
+kernels is put.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ _COMPILE_S = 60.0
 _POLL_S = 0.01
 
 #: Which version of the kernels a kept file is of. Kernels call nothing outside of this package.
-_SOURCES = sorted(Path(__file__).parent.rglob("*.py"))
+_SOURCES = sorted(Path(__file__).parents[1].rglob("*.py"))
 _DIGEST = hashlib.sha256(b"".join(source.read_bytes() for source in _SOURCES)).hexdigest()[:16]
 
 
 def compiled(decorate: Callable[..., Any], *signature: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return what decorates a function with numba.njit or numba.cfunc, for a signature and with options, now.
 
-    The result is loaded from the disk where it is there already, and put there where Numba finds a folder that it may write.
+    The result is loaded from the disk where it is there already, and put there where Numba finds a folder that it may
+    write.
     """
 
     def finish(function: Callable[..., Any]) -> Any:
@@ -50,7 +52,7 @@ def compiled(decorate: Callable[..., Any], *signature: Any, **options: Any) -> C
 
 @cache
 def _keeps() -> bool:
-    """Tell whether Numba finds a folder that it may write for the functions of this one; rid it of those of other versions."""
+    """Return whether Numba finds a folder for kernels that it may write, and delete what other sources left there."""
     try:
         folder = str(njit(cache=True)(_nothing).stats.cache_path)  # compiles nothing yet
     except RuntimeError:
@@ -79,9 +81,10 @@ def _say(reason: str) -> None:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Have the processes of one machine compile one after the other, so that all but the first find the result on the disk.
+    """Wait for the other processes of the machine: all but the first find on the disk what that has compiled.
 
-    Where there are no locks, or the first one takes too long, they compile at the same time, which costs time and nothing else.
+    Where there are no locks, or the first one takes too long, they compile at the same time, which costs nothing but
+    time.
     """
     deadline = time.monotonic() + _COMPILE_S
     with Path(__file__).open() as source:

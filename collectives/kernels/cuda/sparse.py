@@ -1,4 +1,4 @@
-"""Launches of sparse.cu: the functions of collectives.kernels.reference_sparse, which says what they write, on a GPU."""
+"""Launches of sparse.cu: the functions of reference.sparse on a GPU, the same bytes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from collectives.kernels import reference_sparse
-from collectives.kernels.cuda_source import THREADS, Launch, literal
+from collectives.kernels.cuda.source import THREADS, Launch, literal
+from collectives.kernels.reference.powersgd import powersgd_multiply, powersgd_orthonormalize
 
-# As in sparse.cu.
+# As in sums.cuh.
 _CHUNK = 8192
 _MOST_BLOCKS = 1024
 _SCRATCH = np.dtype([("state", "u4", 16), ("histograms", "u4", 2048 + 1024 + 1024), ("counts", "u4", 2 * _MOST_BLOCKS)])
@@ -87,8 +87,8 @@ class Sparse:
     def randomk_decode(self, wire: torch.Tensor, out: torch.Tensor, k: int, seed: int, add: bool, scale: float) -> None:
         self._scatter(f"place<{literal(add)}>", wire, out, add, k=k, seed=seed & 0xFFFFFFFF, scale=scale)
 
-    powersgd_orthonormalize = staticmethod(reference_sparse.powersgd_orthonormalize)
-    powersgd_multiply = staticmethod(reference_sparse.powersgd_multiply)
+    powersgd_orthonormalize = staticmethod(powersgd_orthonormalize)
+    powersgd_multiply = staticmethod(powersgd_multiply)
 
     def _select(
         self,
@@ -135,7 +135,7 @@ class Sparse:
             self._launch("sparse", kernel, blocks, parameters, _present(tensors))
 
     def _runs(self, numel: int) -> tuple[int, int]:
-        """Blocks of a launch over all numbers, and the chunks of each."""
+        """Return the blocks of a launch over all numbers, and the chunks of each."""
         chunks = -(-numel // _CHUNK)
         each = -(-chunks // self.blocks)
         return -(-chunks // each), each
@@ -150,7 +150,7 @@ class Sparse:
 
 
 def _parameters(tensors: Mapping[str, torch.Tensor | None], **numbers: float) -> NDArray[np.void]:
-    """What a kernel is given; what is not named is 0."""
+    """Return what a kernel is given; what is not named is 0."""
     selection: NDArray[np.void] = np.zeros((), _SELECTION)
     for name, tensor in tensors.items():
         selection[name] = 0 if tensor is None else tensor.data_ptr()
@@ -164,5 +164,5 @@ def _present(tensors: Mapping[str, torch.Tensor | None]) -> list[torch.Tensor]:
 
 
 def _slots(entries: int) -> int:
-    """int32 or float32 in a section of a wire, which ends at a multiple of 16 bytes."""
+    """Return how many int32 or float32 a section of a wire has, which ends at a multiple of 16 bytes."""
     return -(-entries // 4) * 4

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """What kernels on the CPU (Numba) do with memory beyond indexing it: room on the stack, and writing past the caches."""
 
 from __future__ import annotations
@@ -10,10 +9,12 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from collectives.kernels.cpu.intrinsics import float32_at
+
 PIECE = 1024  # numbers for which there is room
 
-#: Numbers of a result that is written past the caches. An ordinary store first reads the line that it overwrites, which pays only
-#: if somebody looks at the line before the caches, of 1 MiB or so for a core, need its place.
+#: Numbers of a result that is written past the caches. An ordinary store first reads the line that it overwrites, which
+#: pays only if somebody looks at the line before the caches, of 1 MiB or so for a core, need its place.
 _MANY = 1 << 18
 
 _LANES = 16
@@ -23,8 +24,9 @@ _VECTOR = ir.VectorType(ir.FloatType(), _LANES)
 
 @intrinsic
 def room(context: Any) -> Any:
-    """The address of 4 * PIECE bytes and a vector, aligned to vectors, until the function that asks returns. (An array gives
-    its memory back after its last mention, whoever still has the address.)
+    """Return the address of 4 * PIECE bytes and a vector, aligned to vectors, until the function that asks returns.
+
+    (An array gives its memory back after its last mention, whoever still has the address.)
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -47,18 +49,8 @@ def _stream_vector(context: Any, source: Any, target: Any) -> Any:
 
 
 @intrinsic
-def _copy_number(context: Any, source: Any, target: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, target = (builder.inttoptr(address, ir.FloatType().as_pointer()) for address in arguments)
-        builder.store(builder.load(source), target)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
-
-
-@intrinsic
 def settle(context: Any) -> Any:
-    """Before anybody else is told of what was streamed: such stores are not ordered with others."""
+    """Settle what was streamed before anybody else is told of it: such stores are not ordered with others."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -69,7 +61,7 @@ def settle(context: Any) -> Any:
 
 @njit
 def streams(target, numel):
-    """Whether a result of so many float32 at an address is to be streamed."""
+    """Return whether a result of so many float32 at an address is to be streamed."""
     return numel >= _MANY and target % _ALIGNMENT == 0
 
 
@@ -80,4 +72,4 @@ def stream(source, target, numel):
     for i in range(0, whole, _LANES):
         _stream_vector(source + 4 * i, target + 4 * i)
     for i in range(whole, numel):
-        _copy_number(source + 4 * i, target + 4 * i)
+        float32_at(target)[i] = float32_at(source)[i]

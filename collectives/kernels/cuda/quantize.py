@@ -1,4 +1,4 @@
-"""Launches of quantize.cu: the functions of collectives.kernels.reference, which says what they write, on a GPU."""
+"""Launches of quantize.cu: the functions of reference.quantize on a GPU, the same bytes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from collectives.kernels import reference
-from collectives.kernels.cuda_source import THREADS, Launch, literal
+from collectives.kernels.cuda.source import THREADS, Launch, literal
+from collectives.kernels.reference import quantize as reference
 
 #: One tensor, or several that one launch works through.
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
@@ -31,7 +31,7 @@ def _several(tensors: Tensors) -> Sequence[torch.Tensor]:
 
 
 class Quantizers:
-    """Each function takes one tensor of values and one wire, or as many of both (and of residuals and seeds), in one launch.
+    """Functions of one tensor of values and one wire, or as many of both (and of residuals and seeds) in one launch.
 
     Blocks of another length than the powers of two from 16 to 1024 are left to the reference.
     """
@@ -118,7 +118,7 @@ class Quantizers:
         seed: Seeds,
         block: int = 512,
     ) -> None:
-        """codec: a type in quantize.cu. parameters: of the reference's function."""
+        """Launch an encoder. codec: a type in codecs.cuh. parameters: of the reference's function."""
         inputs, wires = _several(values), _several(wire)
         residuals = [None] * len(inputs) if residual is None else _several(residual)
         seeds = [seed] * len(inputs) if isinstance(seed, int) else seed
@@ -174,5 +174,5 @@ class Quantizers:
 
 
 def _tile(name: str, block: int) -> int:
-    """Elements that a warp works on: Layout::TILE of quantize.cu."""
+    """Return how many elements a warp works on: Layout::TILE of codecs.cuh."""
     return 1024 if block > 512 or name == "onebit" else 512

@@ -1,0 +1,132 @@
+"""What the dense codecs share: what is encoded, the sums and maxima of its blocks, and what a residual becomes.
+
+Addresses are int64. What is encoded are n numbers c: values, or values + residual where the residual's address is not
+0. Loops are written so that LLVM turns them into vector code: no early exit, 32-bit lanes, maxima and tests on the bits
+of a float (as integers they have an order that NaN and Inf do not disturb), rounding by adding a constant.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import int32, int64, njit, uint8
+
+from collectives.kernels import wire
+from collectives.kernels.cpu.intrinsics import bits_of, float32_at, float_of, uint8_at
+
+NAN, INFINITY = np.float32(np.nan), np.float32(np.inf)
+ZERO, ONE = np.float32(0), np.float32(1)
+SMALLEST = np.int32((127 - 100) << 23)  # the bits of 2^-100: a block whose largest magnitude is below is zero
+LARGEST = np.int32((127 + 127) << 23)  # of 2^127: from here on, and with NaN or Inf, a block is not finite
+
+pad16 = njit(wire.pad16)
+
+
+@njit
+def count_blocks(numel, block):
+    """Return how many blocks there are; the last one may be shorter."""
+    return (numel + block - 1) // block
+
+
+@njit
+def clear(address, nbytes):
+    """Set bytes to 0."""
+    p = uint8_at(address)
+    for i in range(nbytes):
+        p[i] = uint8(0)
+
+
+@njit
+def clear_padding(wire, code_bytes, scale_bytes):
+    """Fill the two sections of a wire up with zeros."""
+    clear(wire + code_bytes, pad16(code_bytes) - code_bytes)
+    clear(wire + pad16(code_bytes) + scale_bytes, pad16(scale_bytes) - scale_bytes)
+
+
+@njit
+def forget(codes, nbytes, residual, n):
+    """Set the codes and the residual of a block that is not finite to 0."""
+    clear(codes, nbytes)
+    if residual != 0:
+        clear(residual, 4 * n)
+
+
+@njit
+def residual_at(residual, start):
+    """Return the address of an element of the residual, 0 where there is none."""
+    return residual + 4 * start if residual != 0 else int64(0)
+
+
+@njit
+def corrected(v, r, i, corrects):
+    """Return what is encoded of an element."""
+    return v[i] + r[i] if corrects else v[i]
+
+
+@njit
+def largest_bits(values, residual, n):
+    """Return the bits of the largest magnitude; a NaN is larger than Inf."""
+    v, r = float32_at(values), float32_at(residual)
+    largest = int32(0)
+    for i in range(n):
+        magnitude = int32(bits_of(corrected(v, r, i, residual != 0)) & int32(0x7FFFFFFF))
+        largest = magnitude if magnitude > largest else largest
+    return largest
+
+
+@njit
+def maximum_of(largest):
+    """Return the largest magnitude, given its bits; 0 for a block that is zero."""
+    return float_of(largest) if largest >= SMALLEST else ZERO
+
+
+@njit
+def quotient(numerator, maximum):
+    """Return numerator / maximum, and 0 for 0."""
+    return numerator / maximum if maximum > ZERO else ZERO
+
+
+@njit
+def _add_terms(v, r, s, n, inverse_power, squared, corrects):
+    for j in range(n):
+        number = corrected(v, r, j, corrects)
+        scaled = number * inverse_power
+        s[j] += scaled * scaled if squared else abs(number)
+
+
+@njit
+def folded(partials):
+    """Return the sum of 128 partial sums, added in the order of reference.block_sums. They are overwritten."""
+    for j in range(32):
+        partials[j] = (partials[4 * j] + partials[4 * j + 1]) + (partials[4 * j + 2] + partials[4 * j + 3])
+    for half in (16, 8, 4, 2, 1):
+        for j in range(half):
+            partials[j] += partials[j + half]
+    return partials[0]
+
+
+@njit
+def ordered_sum(values, residual, n, partials, inverse_power, squared):
+    """Return the sum of the magnitudes, or of the squares of c * inverse_power. partials: room for 128 floats."""
+    s = float32_at(partials)
+    for j in range(128):
+        s[j] = ZERO
+    corrects = residual != 0
+    for start in range(0, n, 128):
+        v, r = float32_at(values + 4 * start), float32_at(residual + 4 * start)
+        if n - start >= 128:
+            _add_terms(v, r, s, 128, inverse_power, squared, corrects)
+        else:
+            _add_terms(v, r, s, n - start, inverse_power, squared, corrects)
+    return folded(s)
+
+
+@njit
+def put(out, i, number, add):
+    """Set an element, or add to it."""
+    out[i] = out[i] + number if add else number
+
+
+@njit
+def loss(c, decoded):
+    """Return what a code has lost of c, 0 where what decodes is not finite."""
+    return c - decoded if abs(decoded) < INFINITY else ZERO

@@ -1,0 +1,75 @@
+"""What a kernel shares with the process that calls it and, in a segment of memory, with other ranks."""
+
+from __future__ import annotations
+
+from numba import int64, njit, types
+
+from collectives.kernels.cpu.atomics import load, store
+from collectives.kernels.cpu.compiling import compiled
+
+# Fields of 64 bits that a kernel shares with the process that calls it, the *context*. They are private to the process.
+
+(
+    RANK,  # of this process among those of the segment
+    SIZE,
+    SPINS,  # beats that a wait spins before it gives way
+    YIELD_NS,  # how long a wait gives way before it sleeps
+    BLOCK,  # bytes that are reduced at once, so that they stay in the first-level cache
+    ABORTED,  # 1 when this process is to wait no more
+    PATIENT,  # 1 when the last wait has been long: sleep at once
+    RANKS,  # address of the ranks' lines, RANK_BYTES each
+    WHOLE,  # address of two slots a rank for small messages
+    WHOLE_BYTES,  # of a slot
+    STAGING,  # address of DEPTH * SIZE * SIZE chunks
+    CHUNK_BYTES,
+    DEPTH,
+    SLOTS,  # shared allocations that a rank may have
+    BASES,  # address of SIZE * SLOTS words: where this process has mapped them, 0 where it has not
+    KNOWN,  # address of SIZE words: the version of each rank's allocations up to which this process has mapped them
+    ANNOUNCED,  # address of SIZE words: the version of each rank's allocations in the last operation
+    FAILED,  # 1 when this process could not map one
+    CHUNKS,  # staged before this operation
+    PHASE,  # of the operation that was interrupted, 0 for none
+    MINE_STAGED,
+    MINE_REDUCED,
+    MINE_COPIED,
+    DIRECT,  # 1 when the operation goes without a copy
+    PEER,  # whom the last wait was for; -1 where it was for all whose word in WAIT_LINE was below WAIT_LEAST
+    WAIT_LINE,
+    WAIT_LEAST,
+    NEWS,  # 1 when a rank has announced a version that is not KNOWN, in this operation
+    FIELDS,
+) = range(29)
+
+# A rank's lines in the segment, each apart from the others, so that no two processes write to one cache line.
+LINE = 128
+HEADERS = 0  # two, for operations of even and odd number
+DONE, STAGED, REDUCED, COPIED, STATE, VERSION = (line * LINE for line in range(2, 8))
+RANK_BYTES = 8 * LINE
+
+# What a kernel returns.
+FINISHED, FINISHED_WITH_NEWS, PENDING, STOPPED, DISAGREED = range(5)
+
+
+@njit
+def field(context, index):
+    """Return a field of the context."""
+    return load(context + 8 * index)
+
+
+@njit
+def set_field(context, index, value):
+    """Set a field of the context."""
+    store(context + 8 * index, value)
+
+
+@njit
+def line_of(context, rank, line):
+    """Return the address of one of a rank's lines."""
+    return field(context, RANKS) + rank * RANK_BYTES + line
+
+
+@compiled(njit, types.void(int64, int64))
+def publish(address, value):
+    """Set a word at which other processes look, after all that was written before."""
+    store(address, value)

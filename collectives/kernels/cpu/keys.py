@@ -1,0 +1,92 @@
+"""Magnitudes as the integers that their bits are, the *keys*: in the same order, every NaN alike and above infinity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import int64, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from collectives.kernels.cpu.intrinsics import float32_at, int32_at, splat
+
+_I32 = ir.IntType(32)
+
+LANES = 64  # numbers that are compared at once: the bits of a word
+TILE = 2048  # numbers that are added, then searched, while they are in the first-level cache
+_BINS = 2048
+INFINITY_KEY = 0x7F800000
+NAN_KEY = 0x7F800001  # the key of every NaN
+
+
+@intrinsic
+def reaching(context: Any, address: Any, key: Any) -> Any:
+    """Return which of the LANES float32 at an address have at least this key: one bit each, the first the lowest."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector = ir.VectorType(_I32, LANES)
+        bits = builder.load(builder.inttoptr(arguments[0], vector.as_pointer()), align=4)
+        keys = builder.and_(bits, ir.Constant(vector, [ir.Constant(_I32, 0x7FFFFFFF)] * LANES))
+        least = splat(builder, builder.trunc(arguments[1], _I32), LANES)
+        return builder.bitcast(builder.icmp_signed(">=", keys, least), ir.IntType(64))
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def lowest_bit(context: Any, word: Any) -> Any:
+    """Return the number of the lowest bit that is set; 64 for a word that is 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], cgutils.false_bit)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def bits_set(context: Any, word: Any) -> Any:
+    """Return how many bits are set."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.int64(types.int64), generate
+
+
+@njit
+def key_of(bits):
+    """Return the key of a number with these bits."""
+    return min(int64(bits) & 0x7FFFFFFF, NAN_KEY)
+
+
+@njit
+def kth_largest(numbers, count, k):
+    """Return the k-th largest key of `count` numbers, 0 < k <= count, and how many that have it are among the k."""
+    bits = int32_at(numbers)
+    histogram = np.empty(_BINS, np.int64)
+    key, wanted = 0, k
+    for shift, width in ((20, 11), (10, 10), (0, 10)):
+        histogram[:] = 0
+        for i in range(count):
+            prefix = key_of(bits[i]) >> shift
+            if prefix >> width == key:
+                histogram[prefix & ((1 << width) - 1)] += 1
+        digit = (1 << width) - 1
+        while histogram[digit] < wanted:
+            wanted -= histogram[digit]
+            digit -= 1
+        key = key << width | digit
+    return key, wanted
+
+
+@njit
+def forget_non_finite(residual, momentum, n):
+    """Set numbers that are not finite to 0: not sent for want of room, they would come back in every later sum."""
+    bits, r, m = int32_at(residual), float32_at(residual), float32_at(momentum)
+    for i in range(n):
+        if int64(bits[i]) & 0x7FFFFFFF >= INFINITY_KEY:
+            r[i] = 0
+            if momentum != 0:
+                m[i] = 0

@@ -1,0 +1,178 @@
+"""Messages in shared memory: a ring of bytes per ordered pair of ranks, with one writer and one reader.
+
+A message is a line with its tag and length, then its bytes, filled up to a whole line. What a process has posted is a
+table of rows, in the order posted.
+"""
+
+from __future__ import annotations
+
+from numba import int64, njit
+
+from collectives.kernels.cpu.atomics import load, monotonic_ns, store
+from collectives.kernels.cpu.compiling import compiled
+from collectives.kernels.cpu.context import (
+    ABORTED,
+    DISAGREED,
+    FINISHED,
+    LINE,
+    PATIENT,
+    PEER,
+    RANK,
+    SIZE,
+    STOPPED,
+    field,
+    set_field,
+)
+from collectives.kernels.cpu.intrinsics import copy
+from collectives.kernels.cpu.waiting import rest
+
+RING_LINE = 64
+HEAD, TAIL, RING_BYTES = 0, LINE, 2 * LINE  # of a ring: bytes written so far, bytes read so far, where its data begins
+(ROW_SENDS, ROW_PEER, ROW_TAG, ROW_ADDRESS, ROW_NBYTES, ROW_MOVED, ROW_DONE, ROW_START, ROW_FIELDS) = range(9)
+_UNSTARTED = -1
+
+
+@njit
+def _copy_in(ring, capacity, position, source, length):
+    start = position % capacity
+    before_end = min(length, capacity - start)
+    copy(ring + RING_BYTES + start, source, before_end)
+    if length > before_end:
+        copy(ring + RING_BYTES, source + before_end, length - before_end)
+
+
+@njit
+def _copy_out(ring, capacity, position, destination, length):
+    start = position % capacity
+    before_end = min(length, capacity - start)
+    copy(destination, ring + RING_BYTES + start, before_end)
+    if length > before_end:
+        copy(destination + before_end, ring + RING_BYTES, length - before_end)
+
+
+@njit
+def _send_some(ring, capacity, row):
+    """Write what fits of a message, at most a quarter of the ring, so that the reader can begin. Return whether it wrote.
+
+    A message is not done before its reader has found a row for it: who calls something else than the others must not
+    get away.
+    """
+    head = load(ring + HEAD)
+    if load(row + 8 * ROW_MOVED) == load(row + 8 * ROW_NBYTES):
+        taken = load(ring + TAIL) > load(row + 8 * ROW_START)
+        if taken:
+            store(row + 8 * ROW_DONE, 1)
+        return taken
+    free = capacity - (head - load(ring + TAIL))
+    if free < RING_LINE:
+        return False
+    moved, nbytes = load(row + 8 * ROW_MOVED), load(row + 8 * ROW_NBYTES)
+    if moved == _UNSTARTED:
+        place = ring + RING_BYTES + head % capacity
+        store(place, load(row + 8 * ROW_TAG))
+        store(place + 8, nbytes)
+        store(row + 8 * ROW_START, head)
+        head += RING_LINE
+        free -= RING_LINE
+        moved = 0
+    length = min(min(free, capacity // 4), nbytes - moved)
+    if length > 0:
+        _copy_in(ring, capacity, head, load(row + 8 * ROW_ADDRESS) + moved, length)
+        head += (length + RING_LINE - 1) // RING_LINE * RING_LINE
+        moved += length
+    store(ring + HEAD, head)
+    store(row + 8 * ROW_MOVED, moved)
+    return True
+
+
+@njit
+def _receive_some(ring, capacity, row):
+    """Read what is there of the message that a row is receiving. Return whether any was."""
+    tail = load(ring + TAIL)
+    moved, nbytes = load(row + 8 * ROW_MOVED), load(row + 8 * ROW_NBYTES)
+    length = min(min(load(ring + HEAD) - tail, capacity // 4), nbytes - moved)
+    if length > 0:
+        _copy_out(ring, capacity, tail, load(row + 8 * ROW_ADDRESS) + moved, length)
+        moved += length
+        store(ring + TAIL, tail + (length + RING_LINE - 1) // RING_LINE * RING_LINE)
+        store(row + 8 * ROW_MOVED, moved)
+    if moved == nbytes:
+        store(row + 8 * ROW_DONE, 1)
+    return length > 0
+
+
+@njit
+def _move_some(context, rings, capacity, table, first, count, blocked):
+    """Advance every message that can be. Return how many were, or -1 - peer on lengths that differ.
+
+    blocked: 2 * SIZE words.
+    """
+    rank, size = field(context, RANK), field(context, SIZE)
+    stride = RING_BYTES + capacity
+    for index in range(2 * size):
+        store(blocked + 8 * index, 0)
+    for index in range(first, count):
+        row = table + 8 * ROW_FIELDS * index
+        if load(row + 8 * ROW_SENDS) == 0 and load(row + 8 * ROW_MOVED) >= 0 and load(row + 8 * ROW_DONE) == 0:
+            store(blocked + 16 * load(row + 8 * ROW_PEER), 1)  # what comes next in that ring is not a beginning
+    moves = 0
+    for index in range(first, count):
+        row = table + 8 * ROW_FIELDS * index
+        if load(row + 8 * ROW_DONE) != 0:
+            continue
+        peer, sends = load(row + 8 * ROW_PEER), load(row + 8 * ROW_SENDS)
+        turn = blocked + 8 * (2 * peer + sends)
+        if sends == 1:
+            if load(turn) == 0:
+                moves += _send_some(rings + (rank * size + peer) * stride, capacity, row)
+                if load(row + 8 * ROW_MOVED) < load(row + 8 * ROW_NBYTES):
+                    store(turn, 1)
+            continue
+        ring = rings + (peer * size + rank) * stride
+        if load(row + 8 * ROW_MOVED) == _UNSTARTED:
+            tail = load(ring + TAIL)
+            if load(turn) != 0:
+                continue
+            if load(ring + HEAD) == tail:
+                store(turn, 1)  # what comes from now on is for this row before later ones
+                continue
+            place = ring + RING_BYTES + tail % capacity
+            if load(place) != load(row + 8 * ROW_TAG):
+                continue
+            if load(place + 8) != load(row + 8 * ROW_NBYTES):
+                return -1 - peer
+            store(ring + TAIL, tail + RING_LINE)
+            store(row + 8 * ROW_MOVED, 0)
+        moves += _receive_some(ring, capacity, row)
+        store(turn, 1)  # one message a pass: the next one may be for a row that was passed over
+    return moves
+
+
+@compiled(njit, int64(*[int64] * 8), nogil=True)
+def move(context, rings, capacity, table, first, count, blocked, wanted):
+    """Move the messages in rows [first, count) until row `wanted` is done; with -1 only what can be moved at once."""
+    if field(context, ABORTED) != 0:
+        return STOPPED
+    beats = 0
+    since = int64(0)
+    while True:
+        moves = _move_some(context, rings, capacity, table, first, count, blocked)
+        if moves < 0:
+            set_field(context, PEER, -1 - moves)
+            return DISAGREED
+        if wanted < 0 or load(table + 8 * ROW_FIELDS * wanted + 8 * ROW_DONE) != 0:
+            return FINISHED
+        if moves > 0:
+            set_field(context, PATIENT, 0)
+            beats = 0
+            continue
+        if beats == 0:
+            since = monotonic_ns()
+            set_field(context, PEER, load(table + 8 * ROW_FIELDS * wanted + 8 * ROW_PEER))
+        status = rest(context, beats, since)
+        if status != FINISHED:
+            # What came before the end of the wait counts.
+            if _move_some(context, rings, capacity, table, first, count, blocked) == 0:
+                return status
+            beats = -1
+        beats += 1

@@ -1,0 +1,153 @@
+"""The codec onebit: a sign for each number, and a mean magnitude for each block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import float32, int32, njit, types, uint8
+from numba.extending import intrinsic
+
+from collectives.kernels.cpu.blocks import (
+    INFINITY,
+    NAN,
+    ONE,
+    ZERO,
+    clear_padding,
+    corrected,
+    count_blocks,
+    forget,
+    ordered_sum,
+    pad16,
+    put,
+    residual_at,
+)
+from collectives.kernels.cpu.calling import addresses, kernel_of
+from collectives.kernels.cpu.intrinsics import float32_at, splat, uint8_at, uint16_at
+from collectives.kernels.cpu.stack import PIECE, room, settle, stream, streams
+
+_VECTOR = ir.VectorType(ir.FloatType(), 16)
+
+
+def _taking_signs(corrects: bool) -> Any:
+    @intrinsic
+    def take(context: Any, values: Any, residual: Any, magnitude: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            place, residual_place = (builder.inttoptr(address, _VECTOR.as_pointer()) for address in arguments[:2])
+            numbers = builder.load(place, align=4)
+            if corrects:
+                numbers = builder.fadd(numbers, builder.load(residual_place, align=4))
+            mask = builder.fcmp_ordered(">=", numbers, ir.Constant(_VECTOR, [0.0] * 16))
+            if corrects:
+                plus = splat(builder, arguments[2], 16)
+                lost = builder.fsub(numbers, builder.select(mask, plus, builder.fneg(plus)))
+                builder.store(lost, residual_place, align=4)
+            return builder.bitcast(mask, ir.IntType(16))
+
+        return types.uint16(types.int64, types.int64, types.float32), generate
+
+    return take
+
+
+#: Return which of 16 values, or values + residuals, are >= 0, as 16 bits. The second writes what these signs lost.
+_signs, _corrected_signs = _taking_signs(False), _taking_signs(True)
+
+
+def _putting_signs(add: bool) -> Any:
+    @intrinsic
+    def put(context: Any, address: Any, signs: Any, magnitude: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            place = builder.inttoptr(arguments[0], _VECTOR.as_pointer())
+            plus = splat(builder, arguments[2], 16)
+            mask = builder.bitcast(arguments[1], ir.VectorType(ir.IntType(1), 16))
+            numbers = builder.select(mask, plus, builder.fneg(plus))
+            if add:
+                numbers = builder.fadd(builder.load(place, align=4), numbers)
+            builder.store(numbers, place, align=4)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.uint16, types.float32), generate
+
+    return put
+
+
+#: Set the 16 floats at an address to, or increase them by, magnitude or -magnitude.
+_set_signs, _add_signs = _putting_signs(False), _putting_signs(True)
+
+
+@njit
+def _onebit_block(values, residual, codes, n, scale):
+    words = uint16_at(codes)
+    if residual != 0:
+        for j in range(n // 16):
+            words[j] = _corrected_signs(values + 64 * j, residual + 64 * j, scale)
+    else:
+        for j in range(n // 16):
+            words[j] = _signs(values + 64 * j, residual, scale)
+    v, r, byte = float32_at(values), float32_at(residual), uint8_at(codes)
+    for j in range(n // 16 * 2, (n + 7) // 8):
+        bits = int32(0)
+        for i in range(8 * j, min(n, 8 * j + 8)):
+            c = corrected(v, r, i, residual != 0)
+            positive = c >= ZERO
+            bits = int32(bits | int32(int32(positive) << int32(i % 8)))
+            if residual != 0:
+                r[i] = c - (scale if positive else -scale)
+        byte[j] = uint8(bits)
+
+
+@njit
+def _onebit_decoded(codes, out, n, magnitude, add):
+    words = uint16_at(codes)
+    if add:
+        for j in range(n // 16):
+            _add_signs(out + 64 * j, words[j], magnitude)
+    else:
+        for j in range(n // 16):
+            _set_signs(out + 64 * j, words[j], magnitude)
+    o, byte = float32_at(out), uint8_at(codes)
+    for i in range(n // 16 * 16, n):
+        put(o, i, magnitude if (byte[i // 8] >> (i % 8)) & 1 else -magnitude, add)
+
+
+def _onebit_encode(values, residual, wire, numel, block):
+    code_bytes = (numel + 7) // 8
+    scales = float32_at(wire + pad16(code_bytes))
+    partials = room()
+    for index in range(count_blocks(numel, block)):
+        start = index * block
+        n = min(block, numel - start)
+        codes = wire + start // 8
+        v, r = values + 4 * start, residual_at(residual, start)
+        total = ordered_sum(v, r, n, partials, ONE, False)
+        if not total < INFINITY:
+            scales[index] = NAN
+            forget(codes, (n + 7) // 8, r, n)
+            continue
+        scale = total / float32(n)
+        scales[index] = scale
+        _onebit_block(v, r, codes, n, scale)
+    clear_padding(wire, code_bytes, 4 * count_blocks(numel, block))
+
+
+def _onebit_decode(wire, out, numel, block, add, scale):
+    scales = float32_at(wire + pad16((numel + 7) // 8))
+    streaming, piece = add == 0 and streams(out, numel), room()
+    for index in range(count_blocks(numel, block)):
+        start = index * block
+        n = min(block, numel - start)
+        for at in range(start, start + n, PIECE):
+            target, length = out + 4 * at, min(PIECE, start + n - at)
+            _onebit_decoded(wire + at // 8, piece if streaming else target, length, scales[index] * scale, add != 0)
+            if streaming:
+                stream(piece, target, length)
+    if streaming:
+        settle()
+
+
+def onebit_encode(values, residual, wire, block, seed):
+    kernel_of(_onebit_encode)(*addresses(values, residual, wire), values.numel(), block)
+
+
+def onebit_decode(wire, out, block, add, scale):
+    kernel_of(_onebit_decode)(*addresses(wire, out), out.numel(), block, add, scale)

@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA GPUs (CUDA C++). `kernels` is what others load."""

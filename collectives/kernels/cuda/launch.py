@@ -1,0 +1,55 @@
+"""How CuPy compiles and launches the kernels, on torch's current stream and on memory of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from collectives.kernels.cuda.source import OPTIONS, THREADS, source
+
+
+class CupyLaunch:
+    """Launches kernels; compiles one when it is first launched on a device."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
+        self._functions: dict[tuple[str, torch.device], Any] = {}
+
+    def __call__(
+        self, family: str, kernel: str, grid: int, parameters: NDArray[np.void], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        device = tensors[0].device
+        with torch.cuda.device(device):
+            function = self._functions.get((kernel, device))
+            if function is None:
+                function = self._functions[kernel, device] = self._compile(family, kernel, device)
+            with self._cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream):
+                function((grid, 1, 1), (THREADS, 1, 1), (parameters,))
+
+    def _compile(self, family: str, kernel: str, device: torch.device) -> Any:
+        """Compile, but not by cupy.RawModule, which flushes denormals whatever options it is given."""
+        architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+        code, name = compile_kernel(self._cupy.cuda.nvrtc, family, kernel, architecture)
+        module = self._cupy.cuda.function.Module()
+        module.load(code)
+        return module.get_function(name)
+
+
+def compile_kernel(nvrtc: Any, family: str, kernel: str, architecture: str) -> tuple[bytes, str]:
+    """Return the machine code of a kernel, and its name in that. nvrtc: cupy.cuda.nvrtc.
+
+    Raises RuntimeError, with what the compiler said.
+    """
+    program = nvrtc.createProgram(source(family), f"{family}.cu", (), ())
+    try:
+        nvrtc.addNameExpression(program, kernel)
+        nvrtc.compileProgram(program, (*OPTIONS, f"-arch={architecture}"))
+        return nvrtc.getCUBIN(program), nvrtc.getLoweredName(program, kernel)
+    except nvrtc.NVRTCError as error:
+        raise RuntimeError(f"{family}.cu, {kernel}: {nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)

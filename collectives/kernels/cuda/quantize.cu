@@ -1,0 +1,217 @@
+// The dense quantizers: float32 to blocks of small codes with a scale each, and back. What the bytes mean: reference/quantize.py.
+//
+// A warp works on a tile of VECTORS * 128 elements. Lane l holds the elements v * 128 + 4 l + (0..3), v < VECTORS, in registers:
+// each of its loads is 16 bytes, and all are under way before the first is used. So memory is read once and written once. A block
+// is BLOCK consecutive elements: some vectors of all lanes or, if it is shorter than 128, one vector of some lanes.
+// One launch works through a table of tensors.
+
+#include "common.cuh"
+#include "codecs.cuh"
+
+constexpr int TENSORS = 96;
+
+struct Tensor {
+    float* values;  // what is encoded, or what becomes of the code
+    float* residual;
+    byte* wire;
+    long long numel;
+    word seed;
+    word first_tile;  // of the launch
+};
+
+struct Table {
+    Tensor tensors[TENSORS];
+    int count;
+    word tiles;
+    float scale;
+};
+
+// Which of the tensors a tile belongs to.
+__device__ __forceinline__ int tensor_of(const Table& table, word tile) {
+    int found = 0;
+    if (table.count == 1) return found;
+#pragma unroll 1
+    for (int step = 64; step > 0; step /= 2)
+        if (found + step < table.count && table.tensors[found + step].first_tile <= tile) found += step;
+    return found;
+}
+
+// How the codes of a tile lie in its lanes' words, and where in memory. `packed`: per vector, 4 codes, the first in the lowest bits.
+// Nothing behind `bytes` is touched.
+template <class Codec>
+struct Codes {
+    static constexpr int BITS = Codec::BITS, VECTORS = Codec::VECTORS;
+    static constexpr int FIELDS = BITS < 4 ? 8 / BITS : 1;  // vectors whose codes share a word
+    static constexpr long long BYTES = Codec::TILE * BITS / 8;
+    typedef typename Choose<BITS == 16, address, word>::type Packed;
+    typedef typename Choose<BITS == 16, address, typename Choose<BITS == 4, half_word, word>::type>::type Stored;
+
+    // Fields of FIELDS vectors are exchanged among as many lanes, so that each has 4 consecutive bytes of one vector.
+    static __device__ __forceinline__ long long place(long long begin, int v, int lane) {
+        return begin + (v + lane % FIELDS) * (16 * BITS) + lane / FIELDS * (int)sizeof(Stored);
+    }
+    static __device__ __forceinline__ void store(byte* codes, long long bytes, word tile, int lane, const Packed* packed) {
+#pragma unroll
+        for (int v = 0; v < VECTORS; v += FIELDS) {
+            Packed fields = packed[v];
+            if constexpr (FIELDS > 1) {
+#pragma unroll
+                for (int f = 1; f < FIELDS; ++f) fields |= packed[v + f] << (4 * BITS * f);
+                fields = transpose<4 * BITS>(fields, lane);
+            }
+            const long long at = place(tile * BYTES, v, lane);
+            if (at < bytes) *reinterpret_cast<Stored*>(codes + at) = (Stored)fields;
+        }
+    }
+    static __device__ __forceinline__ void load(const byte* codes, long long bytes, word tile, int lane, Packed* packed) {
+#pragma unroll
+        for (int v = 0; v < VECTORS; v += FIELDS) {
+            const long long at = place(tile * BYTES, v, lane);
+            packed[v] = at < bytes ? *reinterpret_cast<const Stored*>(codes + at) : 0;
+        }
+        if constexpr (FIELDS > 1) {
+#pragma unroll
+            for (int v = 0; v < VECTORS; v += FIELDS) {
+                const word fields = transpose<4 * BITS>(packed[v], lane);
+#pragma unroll
+                for (int f = 0; f < FIELDS; ++f) packed[v + f] = fields >> (4 * BITS * f);
+            }
+        }
+    }
+};
+
+// Where a warp is.
+template <class Codec>
+struct Tile {
+    const Tensor& tensor;
+    word number;     // among the tensor's
+    int lane;
+    long long begin;  // its first element
+    long long left;   // elements from there on
+    long long code_bytes, blocks;
+
+    __device__ __forceinline__ Tile(const Table& table, word of_all)
+        : tensor(table.tensors[tensor_of(table, of_all)]),
+          number(of_all - tensor.first_tile),
+          lane(threadIdx.x % 32),
+          begin((long long)number * Codec::TILE),
+          left(tensor.numel - begin),
+          code_bytes(padded((tensor.numel * Codec::BITS + 7) / 8)),
+          blocks((tensor.numel + Codec::BLOCK - 1) / Codec::BLOCK) {}
+
+    __device__ __forceinline__ long long block(int v) const {
+        return (long long)number * (Codec::TILE / Codec::BLOCK) + v * 128 / Codec::BLOCK + lane / Codec::LANES;
+    }
+    __device__ __forceinline__ byte* scales() const { return tensor.wire + code_bytes; }
+    __device__ __forceinline__ long long left_of(int v) const { return left - v * 128 - lane * 4; }
+    // The tile's part of a buffer, from this lane's first element on.
+    __device__ __forceinline__ float* at(float* buffer) const { return buffer + begin + lane * 4; }
+    __device__ __forceinline__ bool whole() const { return left >= Codec::TILE; }
+};
+
+__device__ __forceinline__ word tile_of_warp() { return blockIdx.x * (THREADS / 32) + threadIdx.x / 32; }
+
+template <class Codec, bool FEEDBACK>
+__global__ void __launch_bounds__(THREADS) encode(const __grid_constant__ Table table) {
+    constexpr int VECTORS = Codec::VECTORS, BITS = Codec::BITS;
+    if (tile_of_warp() >= table.tiles) return;
+    const Tile<Codec> tile(table, tile_of_warp());
+    const float* values = tile.at(tile.tensor.values);
+    float* residual = FEEDBACK ? tile.at(tile.tensor.residual) : nullptr;
+    const bool vectors = tile.whole() && aligned_to_16(values) && aligned_to_16(residual);
+
+    Four numbers[VECTORS], lost[VECTORS];
+    if (vectors) {
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            numbers[v] = load_four(values + v * 128);
+            if constexpr (FEEDBACK) lost[v] = load_four(residual + v * 128);
+        }
+    } else {
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            numbers[v] = load_some(values + v * 128, tile.left_of(v));
+            if constexpr (FEEDBACK) lost[v] = load_some(residual + v * 128, tile.left_of(v));
+        }
+    }
+    if constexpr (FEEDBACK) {
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) numbers[v].at[i] += lost[v].at[i];
+    }
+
+    typename Codes<Codec>::Packed packed[VECTORS];
+#pragma unroll
+    for (int first = 0; first < VECTORS; first += Codec::SPAN) {
+        const long long block = tile.block(first);
+        const int count = (int)min((long long)Codec::BLOCK, tile.tensor.numel - block * Codec::BLOCK);
+        const Scaling scaling = Codec::scaling(numbers + first, count);
+        if (tile.lane % Codec::LANES == 0 && block < tile.blocks) Codec::store(tile.scales(), block, scaling.scale, scaling.broken);
+#pragma unroll
+        for (int v = first; v < first + Codec::SPAN; ++v) {
+            packed[v] = 0;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const word index = (word)tile.begin + v * 128 + tile.lane * 4 + i;
+                const word code = Codec::encode(numbers[v].at[i], scaling, index, tile.tensor.seed) & ((1u << BITS) - 1);
+                packed[v] |= (typename Codes<Codec>::Packed)code << (i * BITS);
+                if constexpr (FEEDBACK) {
+                    const float decoded = Codec::decode(code, scaling.scale);
+                    const bool gone = Codec::SCALE_BYTES > 0 ? scaling.broken : magnitude_bits(decoded) >= INFINITY_BITS;
+                    numbers[v].at[i] = gone ? 0.0f : numbers[v].at[i] - decoded;
+                }
+            }
+            if (scaling.broken) packed[v] = 0;
+            if constexpr (BITS == 1)  // an element that is not there would be taken for a positive one
+                packed[v] &= (1u << min(max(tile.left_of(v), 0LL), 4LL)) - 1;
+        }
+    }
+    Codes<Codec>::store(tile.tensor.wire, tile.code_bytes, tile.number, tile.lane, packed);
+    if (tile.left <= Codec::TILE) {
+        const long long at = tile.blocks * Codec::SCALE_BYTES + tile.lane;
+        if (at < padded(tile.blocks * Codec::SCALE_BYTES)) tile.scales()[at] = 0;
+    }
+
+    if constexpr (FEEDBACK) {
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v)
+            if (vectors)
+                store_four(residual + v * 128, numbers[v]);
+            else
+                store_some(residual + v * 128, numbers[v], tile.left_of(v));
+    }
+}
+
+template <class Codec, bool ADD>
+__global__ void __launch_bounds__(THREADS) decode(const __grid_constant__ Table table) {
+    constexpr int VECTORS = Codec::VECTORS, BITS = Codec::BITS;
+    if (tile_of_warp() >= table.tiles) return;
+    const Tile<Codec> tile(table, tile_of_warp());
+    float* out = tile.at(tile.tensor.values);
+    const bool vectors = tile.whole() && aligned_to_16(out);
+
+    typename Codes<Codec>::Packed packed[VECTORS];
+    float scale[VECTORS];
+    Four before[VECTORS];
+    Codes<Codec>::load(tile.tensor.wire, tile.code_bytes, tile.number, tile.lane, packed);
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+        scale[v] = tile.block(v) < tile.blocks ? Codec::load(tile.scales(), tile.block(v)) : 0.0f;
+        if constexpr (ADD) before[v] = vectors ? load_four(out + v * 128) : load_some(out + v * 128, tile.left_of(v));
+    }
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+        Four numbers;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const word code = (word)(packed[v] >> (i * BITS)) & ((1u << BITS) - 1);
+            const float number = Codec::decode(code, scale[v]) * table.scale;
+            numbers.at[i] = ADD ? before[v].at[i] + number : number;
+        }
+        if (vectors)
+            store_four(out + v * 128, numbers);
+        else
+            store_some(out + v * 128, numbers, tile.left_of(v));
+    }
+}

@@ -1,0 +1,100 @@
+"""What the dense codecs share: blocks, their sums and maxima, the sections of a wire, and what a residual becomes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from collectives.kernels.wire import pad16
+
+SMALLEST = 2.0**-100
+LARGEST = 2.0**127
+
+#: Partial sums in a block: element e is added to partial e % 128.
+PARTIALS = 128
+
+
+def in_blocks(flat: Tensor, block: int) -> Tensor:
+    """Return (blocks, block); what is missing of the last one is 0."""
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-(-flat.numel() // block), block)
+
+
+def block_sums(terms: Tensor) -> Tensor:
+    """Return (blocks, 1) sums of the rows of (blocks, block), in the stated order: 128 partials, then a tree."""
+    partials = terms.new_zeros(len(terms), PARTIALS)
+    for row in torch.nn.functional.pad(terms, (0, -terms.shape[1] % PARTIALS)).split(PARTIALS, dim=1):
+        partials = partials + row
+    sums = (partials[:, 0::4] + partials[:, 1::4]) + (partials[:, 2::4] + partials[:, 3::4])
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return sums
+
+
+def corrected(values: Tensor, residual: Tensor | None) -> Tensor:
+    """Return what is to be encoded, in memory of its own."""
+    return values.clone() if residual is None else values + residual
+
+
+def largest_magnitudes(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (maximum, finite), each (blocks, 1). The maximum is 0 for a block that is zero or not finite."""
+    maximum = blocks.abs().amax(1, keepdim=True)
+    finite = maximum < LARGEST  # NaN is not below
+    return torch.where(finite & (maximum >= SMALLEST), maximum, torch.zeros_like(maximum)), finite
+
+
+def quotient(numerator: float, maximum: Tensor) -> Tensor:
+    """Return numerator / maximum, and 0 for 0, in one division: of `number / tensor` torch makes a reciprocal."""
+    return torch.where(maximum > 0, torch.full_like(maximum, numerator) / maximum, torch.zeros_like(maximum))
+
+
+def divided(numbers: Tensor, divisor: float) -> Tensor:
+    """Return numbers / divisor, in one division: of `tensor / number` torch makes a product on a GPU."""
+    return numbers / torch.full_like(numbers, divisor)
+
+
+def sections(wire: Tensor, code_bytes: int) -> tuple[Tensor, Tensor]:
+    """Return codes and scales (with their padding) of a wire, as bytes."""
+    return wire[:code_bytes], wire[pad16(code_bytes) :]
+
+
+def write(wire: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Write all of a wire. codes: bytes. scales: of any dtype."""
+    wire.zero_()
+    code_bytes, scale_bytes = sections(wire, codes.numel())
+    code_bytes.copy_(codes)
+    scales = scales.contiguous().view(-1).view(torch.uint8)
+    scale_bytes[: scales.numel()].copy_(scales)
+
+
+def with_nan(scales: Tensor, finite: Tensor) -> Tensor:
+    """Return the scales, NaN for blocks that are not finite."""
+    return torch.where(finite, scales, torch.full_like(scales, float("nan")))
+
+
+def keep_loss(residual: Tensor | None, corrected: Tensor, decoded: Tensor) -> None:
+    """Set the residual to what was lost, and to 0 where what decodes is not finite."""
+    if residual is not None:
+        residual.copy_(torch.where(decoded.isfinite(), corrected - decoded, torch.zeros_like(decoded)))
+
+
+def keep_dense_loss(residual: Tensor | None, blocks: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Set the residual to what codes (blocks, block) and scales (blocks, 1) lost of the blocks."""
+    if residual is not None:
+        n = residual.numel()
+        keep_loss(residual, blocks.view(-1)[:n], scaled(codes, scales, n))
+
+
+def put(out: Tensor, decoded: Tensor, add: bool, scale: float) -> None:
+    """Set a tensor, or add to it."""
+    out.copy_(out + decoded * scale if add else decoded * scale)
+
+
+def scaled(codes: Tensor, scales: Tensor, numel: int) -> Tensor:
+    """Return codes (blocks, block) float32 times scales (blocks, 1) float32, the first numel of them, flat."""
+    return (codes * scales).view(-1)[:numel]
+
+
+def scales_of(wire: Tensor, code_bytes: int, blocks: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the scales of a wire, (blocks, 1) float32."""
+    return sections(wire, code_bytes)[1].view(dtype)[:blocks].view(-1, 1).to(torch.float32)

@@ -1,0 +1,28 @@
+"""The random numbers of the codecs: a function of a position and a seed, the same on every kind of processor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Common parts
+
+
+def random_bits(numel: int, seed: int, device: torch.device) -> Tensor:
+    """Return (numel,) int64, 32 random bits for each index: Wellons' lowbias32 (2018) of index * 0x9E3779B9 + seed."""
+    low = 0xFFFFFFFF
+    x = (torch.arange(numel, device=device) * 0x9E3779B9 + seed) & low
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & low
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & low
+    return x ^ (x >> 16)
+
+
+def uniform(numel: int, seed: int, device: torch.device) -> Tensor:
+    """Return (numel,) float32 in [0, 1), in steps of 2^-24."""
+    return (random_bits(numel, seed, device) >> 8).to(torch.float32) * 2.0**-24
+
+
+def stochastic(numbers: Tensor, random: Tensor) -> Tensor:
+    """Return integers (float32) whose mean is the numbers: up where the uniform `random` is below the fraction."""
+    below = numbers.floor()
+    return below + (random < numbers - below)
