@@ -1,7 +1,9 @@
 """What the dense codecs share: what is encoded, the sums and maxima of its blocks, and what a residual becomes.
 
-Addresses are int64. What is encoded are n numbers c: values, or values + residual where the residual's address is not
-0. Loops are written so that LLVM turns them into vector code: no early exit, 32-bit lanes, maxima and tests on the bits
+Addresses are int64. What is encoded are n numbers c: values, or values + residual where the residual has an address
+other than 0.
+
+Loops are written so that LLVM turns them into vector code: no early exit, 32-bit lanes, maxima and tests on the bits
 of a float (as integers they have an order that NaN and Inf do not disturb), rounding by adding a constant.
 """
 

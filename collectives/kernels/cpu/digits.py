@@ -53,7 +53,7 @@ def unpack_twos(codes, digits, n):
 
 
 @njit
-def digits_decoded(digits, offset, out, n, block_scale, scale, add):
+def decode_digits(digits, offset, out, n, block_scale, scale, add):
     """Decode digits of a block that are `offset` more than they stand for."""
     digits, out = uint8_at(digits), float32_at(out)
     for i in range(n):
@@ -61,9 +61,9 @@ def digits_decoded(digits, offset, out, n, block_scale, scale, add):
 
 
 @njit
-def nibbles_decoded(codes, digits, out, n, block_scale, scale, add):
+def decode_nibbles(codes, digits, out, n, block_scale, scale, add):
     """Decode codes of 4 bits of a block. digits: room for PIECE of them."""
     for at in range(0, n, PIECE):
         length = min(PIECE, n - at)
         unpack_fours(codes + at // 2, digits, length)
-        digits_decoded(digits, int32(8), out + 4 * at, length, block_scale, scale, add)
+        decode_digits(digits, int32(8), out + 4 * at, length, block_scale, scale, add)

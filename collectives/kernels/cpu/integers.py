@@ -21,7 +21,7 @@ from collectives.kernels.cpu.blocks import (
     residual_at,
 )
 from collectives.kernels.cpu.calling import addresses, kernel_of
-from collectives.kernels.cpu.digits import nibbles_decoded, pack_fours
+from collectives.kernels.cpu.digits import decode_nibbles, pack_fours
 from collectives.kernels.cpu.intrinsics import bits_of, float32_at, float_of_bfloat16, int8_at, uint16_at
 from collectives.kernels.cpu.randomness import rounded_stochastically
 from collectives.kernels.cpu.stack import PIECE, room
@@ -116,7 +116,7 @@ def _int4_decode(wire, out, numel, block, add, scale):
         start = index * block
         n = min(block, numel - start)
         block_scale = float_of_bfloat16(scales[index])
-        nibbles_decoded(wire + start // 2, digits, out + 4 * start, n, block_scale, scale, add != 0)
+        decode_nibbles(wire + start // 2, digits, out + 4 * start, n, block_scale, scale, add != 0)
 
 
 def int8_encode(values, residual, wire, block, stochastic, seed):

@@ -26,7 +26,7 @@ from collectives.kernels.cpu.blocks import (
     residual_at,
 )
 from collectives.kernels.cpu.calling import addresses, kernel_of
-from collectives.kernels.cpu.digits import digits_decoded, nibbles_decoded, pack_fours, pack_twos, unpack_twos
+from collectives.kernels.cpu.digits import decode_digits, decode_nibbles, pack_fours, pack_twos, unpack_twos
 from collectives.kernels.cpu.intrinsics import bits_of, float32_at, float_of, int8_at, uint8_at
 from collectives.kernels.cpu.randomness import random_bits, rounded_stochastically, uniform
 from collectives.kernels.cpu.stack import PIECE, room
@@ -92,7 +92,7 @@ def _qsgd_decode(wire, out, numel, block, add, scale):
     for index in range(count_blocks(numel, block)):
         start = index * block
         n = min(block, numel - start)
-        nibbles_decoded(wire + start // 2, digits, out + 4 * start, n, scales[index], scale, add != 0)
+        decode_nibbles(wire + start // 2, digits, out + 4 * start, n, scales[index], scale, add != 0)
 
 
 @njit
@@ -141,7 +141,7 @@ def _terngrad_decode(wire, out, numel, block, add, scale):
         for at in range(0, n, PIECE):
             length = min(PIECE, n - at)
             unpack_twos(wire + (start + at) // 4, digits, length)
-            digits_decoded(digits, int32(2), out + 4 * (start + at), length, scales[index], scale, add != 0)
+            decode_digits(digits, int32(2), out + 4 * (start + at), length, scales[index], scale, add != 0)
 
 
 # natural: bits of the magnitude + 23 random ones, whose carry is the rounding; the exponent that is then there, less an

@@ -24,7 +24,7 @@ from collectives.kernels.reference.randomness import stochastic, uniform
 # int8: scale = maximum / 127, code = c * (127 / maximum) as an integer.
 
 
-def integers(blocks: Tensor, inverse: Tensor, finite: Tensor, limit: int, stochastically: bool, seed: int) -> Tensor:
+def _integers(blocks: Tensor, inverse: Tensor, finite: Tensor, limit: int, stochastically: bool, seed: int) -> Tensor:
     """Return the codes as they are multiplied by the scales, (blocks, block) float32."""
     numbers = torch.where(finite, blocks * inverse, torch.zeros_like(blocks))
     if stochastically:
@@ -35,7 +35,7 @@ def integers(blocks: Tensor, inverse: Tensor, finite: Tensor, limit: int, stocha
 def int8_encode(values: Tensor, residual: Tensor | None, wire: Tensor, block: int, stochastic: bool, seed: int) -> None:
     blocks = in_blocks(corrected(values, residual), block)
     maximum, finite = largest_magnitudes(blocks)
-    codes = integers(blocks, quotient(127.0, maximum), finite, 127, stochastic, seed)
+    codes = _integers(blocks, quotient(127.0, maximum), finite, 127, stochastic, seed)
     scales = with_nan(divided(maximum, 127.0), finite)
     write(wire, codes.to(torch.int8).view(torch.uint8).view(-1)[: values.numel()], scales)
     keep_dense_loss(residual, blocks, codes, scales)
@@ -58,7 +58,7 @@ def int4_encode(values: Tensor, residual: Tensor | None, wire: Tensor, block: in
     blocks = in_blocks(corrected(values, residual), block)
     maximum, finite = largest_magnitudes(blocks)
     scales = _bfloat16_above(divided(maximum, 7.0))
-    codes = integers(blocks, quotient(1.0, scales), finite, 7, stochastic, seed)
+    codes = _integers(blocks, quotient(1.0, scales), finite, 7, stochastic, seed)
     write(wire, pack(codes.view(-1)[: values.numel()], 4), with_nan(scales.to(torch.bfloat16), finite))
     keep_dense_loss(residual, blocks, codes, with_nan(scales, finite))
 
