@@ -3,8 +3,12 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.harness import TRANSPORTS, World, Worlds
+
+settings.register_profile("tests", deadline=None)  # no example is wrong for being slow on a busy machine
+settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")
