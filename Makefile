@@ -6,17 +6,23 @@ BIN := .venv/bin
 PACKAGES := collectives trainer bench
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test soak lint clean
+.PHONY: help train test test-all soak lint clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):[^#]*## /  make \1	/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1	/p' $(MAKEFILE_LIST)
 
 train: .venv/.train  ## train a small GPT on 2 processes (PROCESSES=N) for a minute; options pass through: ARGS="--compare ddp"
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(PROCESSES) \
 		-m trainer.examples.bytes_gpt --seconds 60 --out runs/quickstart $(ARGS)
 
-test: .venv/.test  ## run the tests; options pass through: ARGS="-k NAME"
-	$(BIN)/python -m pytest tests $(ARGS)
+# Two workers, each with files of its own: while one waits for a deadline, the other computes. Small files come last.
+PYTEST := $(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
+
+test: .venv/.test  ## run the tests but the widest sweeps, in less than 8 minutes; options pass through: ARGS="-k NAME"
+	$(PYTEST) -m "not wide" $(ARGS)
+
+test-all: .venv/.test  ## run all tests, in less than 25 minutes; options pass through
+	$(PYTEST) $(ARGS)
 
 soak: .venv/.test  ## random operations and random faults for an hour or more; options pass through: ARGS="--seed 7 --faults 20"
 	$(BIN)/python -m tests.soak $(ARGS)

@@ -38,6 +38,12 @@ TRANSPORTS: dict[str, dict[str, str]] = {"shared_memory": {}, "sockets": {SHARED
 #: `pytestmark` of tests that are to hold for each of them.
 ON_EVERY_TRANSPORT = pytest.mark.parametrize("ranks", TRANSPORTS, indirect=True)
 
+
+def wide(*values: Any) -> list[Any]:
+    """Return values of a parameter that widen a sweep without a new idea in it: only `make test-all` runs them."""
+    return [pytest.param(value, marks=pytest.mark.wide) for value in values]
+
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch.distributed", "collectives", "collectives.kernels.cpu.shared_memory", "pytest"])
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from collectives import Communicator
 from collectives.plan.algorithms import PLANNERS
-from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds
+from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds, wide
 from tests.ranks.exact import (
     DTYPES,
     FLOATING,
@@ -159,6 +159,6 @@ class TestWhatIsAroundTheAlgorithm:
         assert ranks(world).run(grouped, algorithm) == [[]] * world
 
 
-@pytest.mark.parametrize("host_of", ["aa", "ab", "aaaa", "abcd", "aabb", "aaaaaaa", "abcdefg", "aaabbcc"])
+@pytest.mark.parametrize("host_of", ["aa", "ab", "aaaa", "abcd", "aabb", "aaabbcc", *wide("aaaaaaa", "abcdefg")])
 def test_auto_by_size_and_hosts(ranks: Worlds, host_of: str) -> None:
     assert ranks(len(host_of)).run(every_row_of_the_table, host_of) == [[]] * len(host_of)

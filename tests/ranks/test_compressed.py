@@ -18,7 +18,7 @@ from collectives.compression.randomk import RandomK
 from collectives.compression.registry import CODECS, make_codec
 from collectives.compression.topk import TopK
 from collectives.plan.algorithms import PLANNERS
-from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds
+from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds, wide
 from tests.ranks.exact import SEVERAL_SEGMENTS, Checks, contribution, on_host, reduced
 from tests.ranks.test_failures import DEADLINE_S, FAR_S, TIMEOUT_S, Witness, die, witness
 from tests.two_shot_model import TwoShotModel
@@ -84,7 +84,7 @@ def sizes(world: int) -> list[int]:
 
 
 @ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("world", [1, 2, 3, *wide(5)])
 @pytest.mark.parametrize("name", [*COMPRESSING, *SPECIAL])
 def test_two_shot_equals_its_model(ranks: Worlds, world: int, name: str) -> None:
     assert ranks(world).run(same_as_model, name, sizes(world)) == [[]] * world
@@ -155,7 +155,7 @@ def exact_sums(name: str, algorithm: str) -> list[str]:
 
 
 @ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("world", [1, 4, 5])
+@pytest.mark.parametrize("world", [1, 4, *wide(5)])
 @pytest.mark.parametrize("algorithm", [*PLANNERS["allreduce"], "native", "auto", "two_shot"])
 @pytest.mark.parametrize("name", SUMMABLE)
 def test_summable_codecs_ride_any_algorithm(ranks: Worlds, world: int, algorithm: str, name: str) -> None:

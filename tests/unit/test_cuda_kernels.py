@@ -35,6 +35,7 @@ from tests.cuda_machine.cases import (
     check_sparse,
 )
 from tests.cuda_machine.nvrtc import compile_kernel
+from tests.harness import wide
 
 ARCHITECTURES = ("80", "90")
 
@@ -52,7 +53,7 @@ def ids(codec: Dense | Sparse) -> str:
     return repr(codec)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [ARCHITECTURES[0], *wide(*ARCHITECTURES[1:])])
 @pytest.mark.parametrize("codec", DENSE, ids=ids)
 def test_dense(codec: Dense, architecture: str) -> None:
     """For the first architecture at all lengths."""
@@ -60,7 +61,7 @@ def test_dense(codec: Dense, architecture: str) -> None:
     assert check_dense(CudaKernels(MachineLaunch(f"compute_{architecture}")), "cpu", codec, numels) == []
 
 
-@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("order", [Order.TOGETHER, Order.EVEN, *wide(Order.ODD)])
 @pytest.mark.parametrize("codec", SPARSE, ids=ids)
 def test_sparse(codec: Sparse, order: Order) -> None:
     """In any order of the warps: where one needs what another has done, it waits for it."""
@@ -103,7 +104,7 @@ def test_nothing_is_done_for_nothing() -> None:
         assert check_sparse(CudaKernels(MachineLaunch()), "cpu", sparse, (0,)) == []
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [ARCHITECTURES[0], *wide(*ARCHITECTURES[1:])])
 def test_every_kernel_compiles_without_a_warning(architecture: str) -> None:
     """To machine code, and all of those that the sources have. (The machine, which knows no local memory, sees to spills.)"""
     launch = MachineLaunch(f"compute_{architecture}")
