@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
 from collectives.plan.algorithms import PLANNERS
-from tests.harness import ON_EVERY_TRANSPORT, Outcome, World
+from tests.harness import ON_EVERY_TRANSPORT, Outcome, World, wide
 from tests.ranks.exact import on_host
 
 pytestmark = ON_EVERY_TRANSPORT
@@ -31,6 +31,7 @@ GRACE_S = 3.0  # for finding out and telling who is to blame
 HANG_S = 10.0  # longer than any busy machine delays what takes no time
 DEADLINE_S = 30.0  # for a whole world, on a machine where many of them run
 VICTIMS = {2: 1, 3: 0, 4: 2}  # by world size
+SIZES = [(3,), *wide((2, 4))]  # of the worlds that run at the same time
 PHASES = ("before the first", "between two", "in the middle", "while idle in async")
 SMALL, LARGE, HUGE = 100, 1 << 18, 1 << 22
 
@@ -147,10 +148,11 @@ def complaints(outcome: Outcome, fault: str, victim: int) -> list[str]:
     return [f"{complaint} [{seen.kind.__name__}: {seen.text}]" for complaint in found]
 
 
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_rank_fails(failing_world: Callable[[int], World], fault: str, phase: str) -> None:
-    cases = [(name, size, victim, failing_world(size)) for name in ALGORITHMS for size, victim in VICTIMS.items()]
+def test_a_rank_fails(failing_world: Callable[[int], World], fault: str, phase: str, sizes: tuple[int, ...]) -> None:
+    cases = [(name, size, VICTIMS[size], failing_world(size)) for name in ALGORITHMS for size in sizes]
     for algorithm, _, victim, world in cases:
         world.start(suffer, algorithm, phase, fault, victim)
     found = []
@@ -186,11 +188,12 @@ def disagree(subject: str, algorithm: str, odd: int) -> Witness:
     )
 
 
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize(("subject", "usual", "other"), DISAGREEMENTS)
 def test_a_rank_calls_something_else(
-    failing_world: Callable[[int], World], subject: str, usual: str, other: str
+    failing_world: Callable[[int], World], subject: str, usual: str, other: str, sizes: tuple[int, ...]
 ) -> None:
-    cases = [(name, size, odd, failing_world(size)) for name in ALGORITHMS for size, odd in VICTIMS.items()]
+    cases = [(name, size, VICTIMS[size], failing_world(size)) for name in ALGORITHMS for size in sizes]
     for algorithm, _, odd, world in cases:
         world.start(disagree, subject, algorithm, odd)
     found = []
