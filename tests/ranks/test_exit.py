@@ -134,7 +134,9 @@ def test_a_survivor_of_the_store_ends_in_order(tmp_path: Path, repeat: int) -> N
     assert "terminate" not in error
 
 
-@pytest.mark.parametrize(("ending", "code"), [("raise", 1), ("exit", 3), ("interrupt", -signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("ending", "code"), [("raise", 1), ("interrupt", -signal.SIGINT), pytest.param("exit", 3, marks=pytest.mark.wide)]
+)
 def test_a_rank_that_leaves_training_is_heard_of(tmp_path: Path, ending: str, code: int) -> None:
     """It has several Communicators, and it is the last one that the other rank waits in."""
     processes = start(LEAVES, tmp_path, ending)
