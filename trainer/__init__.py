@@ -14,8 +14,8 @@ collectives.CollectiveError where the ranks could not finish together.
 
 from trainer.compression import Compression, ErrorFeedback
 from trainer.ddp import ddp_comm_hook
-from trainer.handles import Handle, poll, synchronize
-from trainer.movements import (
+from trainer.horovod.handles import Handle, poll, synchronize
+from trainer.horovod.movements import (
     allgather,
     allgather_async,
     alltoall,
@@ -26,9 +26,7 @@ from trainer.movements import (
     broadcast_async,
     broadcast_async_,
 )
-from trainer.ops import Average, Max, Min, Product, Sum
-from trainer.optimizer import DistributedOptimizer
-from trainer.reductions import (
+from trainer.horovod.reductions import (
     allreduce,
     allreduce_,
     allreduce_async,
@@ -40,7 +38,9 @@ from trainer.reductions import (
     reducescatter,
     reducescatter_async,
 )
-from trainer.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from trainer.horovod.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from trainer.ops import Average, Max, Min, Product, Sum
+from trainer.optimizer import DistributedOptimizer
 from trainer.world import (
     cross_rank,
     cross_size,

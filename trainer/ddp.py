@@ -17,7 +17,7 @@ from collectives.compression.codec import Codec
 from collectives.compression.powersgd import PowerSGD
 from collectives.run.work import WorkQueue
 from trainer.compression import Cast, Compressor, Encoding, encoding_of, is_compressible
-from trainer.ddp_exchange import CodedGroup, Exchange, Group, LowRankGroup
+from trainer.gradients.ddp_exchange import CodedGroup, Exchange, Group, LowRankGroup
 
 UNSETTLED_STEPS = 2
 """DDP lays out its buckets anew after the first step, and residuals begin with those that stay."""

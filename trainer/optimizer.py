@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from collectives import Communicator
-from trainer.buckets import DEFAULT_BUCKET_BYTES, Reduction
 from trainer.compression import Compression, Compressor
-from trainer.exchange import GradientExchange
-from trainer.layout import Layout
+from trainer.gradients.bucket import DEFAULT_BUCKET_BYTES, Reduction
+from trainer.gradients.checkpoint import Resumption
+from trainer.gradients.exchange import GradientExchange
+from trainer.gradients.layout import Layout
+from trainer.gradients.parts import KEY
 from trainer.ops import Average
-from trainer.parts import KEY
-from trainer.resumption import Resumption
 from trainer.uncompiled import uncompiled
 from trainer.validation import check_arguments, check_named_parameters, check_passes, check_policy
 from trainer.world import ProcessSet, current_world, here

@@ -23,8 +23,8 @@ from tests.ranks.exact import on_host
 from tests.ranks.training import assert_same_on_all_ranks, copies, in_world
 from tests.two_shot_model import TwoShotModel
 from trainer.compression import NAMES, Compressor, ErrorFeedback
-from trainer.encoded import EncodedBucket
-from trainer.parts import KEY
+from trainer.gradients.coded import EncodedBucket
+from trainer.gradients.parts import KEY
 
 CODECS = [name for name in NAMES if name not in ("none", "fp16", "bf16")]
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.buckets import Bucket, BucketPlan, Item, Reduction, cast_bucket, lay_out, plan_buckets
 from trainer.compression import Cast, Encoding, Policy
-from trainer.encoded import EncodedBucket, Owed, Presence, encoded_bucket
-from trainer.shards import held_here, shard_of
+from trainer.gradients.bucket import Bucket, BucketPlan, Item, Reduction, cast_bucket, lay_out, plan_buckets
+from trainer.gradients.coded import EncodedBucket, Owed, Presence, encoded_bucket
+from trainer.gradients.shards import held_here, shard_of
 from trainer.world import here
 
 EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -167,7 +167,7 @@ class Layout:
     # What a checkpoint holds
 
     def state_dict(self) -> dict[str, Any]:
-        """All that decides about the next exchanges and that parameters and optimizer do not know; see trainer.resumption."""
+        """All that decides about the next exchanges and that parameters and optimizer do not know; see checkpoint.py."""
         return {
             "order": list(self._order),
             "learning": self._learning,

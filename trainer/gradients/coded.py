@@ -13,8 +13,8 @@ from collectives import Work
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.powersgd import PowerSGD
-from trainer.buckets import Bucket, BucketPlan, Reduction
 from trainer.compression import Encoding
+from trainer.gradients.bucket import Bucket, BucketPlan, Reduction
 from trainer.ops import Average, Sum
 
 Owed: TypeAlias = dict[str, Tensor]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from collectives import Communicator
-from trainer.functional import Allgather, Alltoall, Broadcast, copied
-from trainer.handles import Handle
+from trainer.horovod.functional import Allgather, Alltoall, Broadcast, copied
+from trainer.horovod.handles import Handle
 from trainer.validation import check_tensor
 from trainer.world import ProcessSet, communicator_of, here
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from collectives import Communicator
 from collectives.reduction import check_arithmetic
 from trainer.compression import Cast, Compression, Compressor, verb_codec
-from trainer.functional import Allreduce, ReduceScatter, copied, scattered
-from trainer.handles import Handle
+from trainer.horovod.functional import Allreduce, ReduceScatter, copied, scattered
+from trainer.horovod.handles import Handle
 from trainer.ops import Average, resolve_op
 from trainer.validation import check_tensor
 from trainer.world import ProcessSet, communicator_of, here

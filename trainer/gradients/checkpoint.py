@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from collectives import Communicator
-from trainer.buckets import Reduction
-from trainer.encoded import Owed
-from trainer.exchange import GradientExchange
-from trainer.layout import Layout
+from trainer.gradients.bucket import Reduction
+from trainer.gradients.coded import Owed
+from trainer.gradients.exchange import GradientExchange
+from trainer.gradients.layout import Layout
+from trainer.gradients.parts import KEY, VERSION, check_part, is_owing, label_of
+from trainer.gradients.shards import held_here
 from trainer.ops import Average, Sum
-from trainer.parts import KEY, VERSION, check_part, is_owing, label_of
-from trainer.shards import held_here
 from trainer.world import here
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from collectives import Communicator, Work
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from trainer.compression import Cast
-from trainer.shards import as_gradient_of, held_here, placed_like
+from trainer.gradients.shards import as_gradient_of, held_here, placed_like
 
 MiB = 1024 * 1024
 DEFAULT_BUCKET_BYTES = 25 * MiB

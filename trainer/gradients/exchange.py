@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from trainer.buckets import Bucket, Reduction
-from trainer.layout import Layout
+from trainer.gradients.bucket import Bucket, Reduction
+from trainer.gradients.layout import Layout
 from trainer.ops import Sum
 from trainer.uncompiled import uncompiled
 
