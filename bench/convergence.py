@@ -26,7 +26,7 @@ from torch import nn
 import trainer as hvd
 from bench.meta import software_and_machine
 from bench.options import count_from, picture
-from collectives.compression.powersgd import PowerSGD
+from collectives.compression.matrices import MatrixCodec
 from trainer.compression import NAMES, Cast, Encoding, Policy
 from trainer.examples import bytes_gpt, digits_cnn
 from trainer.examples.loop import Run, Task, choose_device
@@ -134,7 +134,7 @@ def wire_bytes(module: nn.Module, codec: str, size: int) -> float:
         else:
             encoded.setdefault(encoding, []).append(parameter.shape)
     for encoding, shapes in encoded.items():
-        if isinstance(encoding.codec, PowerSGD):
+        if isinstance(encoding.codec, MatrixCodec):
             total += encoding.codec.wire_bytes(shapes)
         else:
             total += encoding.codec.wire_bytes(sum(shape.numel() for shape in shapes))

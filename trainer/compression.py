@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias
@@ -14,6 +14,7 @@ from collectives.compression.codec import Codec
 from collectives.compression.dgc import DGC
 from collectives.compression.fp8 import Float8
 from collectives.compression.integers import Int4, Int8
+from collectives.compression.matrices import MatrixCodec
 from collectives.compression.onebit import OneBit
 from collectives.compression.powersgd import PowerSGD
 from collectives.compression.randomk import RandomK
@@ -47,12 +48,11 @@ class Cast:
         return tensor.to(dtype)
 
 
-def named_codec(codec: str | Codec | PowerSGD) -> Codec | PowerSGD:
+def named_codec(codec: str | Codec | MatrixCodec) -> Codec | MatrixCodec:
     """The codec of a name, or itself. Raises ValueError, which lists the names."""
-    if isinstance(codec, PowerSGD):
-        return codec
-    if codec == PowerSGD.name:
-        return PowerSGD()
+    meant = getattr(Compression, codec, None) if isinstance(codec, str) else codec
+    if isinstance(meant, MatrixCodec):
+        return meant
     if not isinstance(codec, (str, Codec)):
         raise ValueError(f"a codec or its name ({', '.join(NAMES)}) is needed, not {codec!r}")
     return make_codec(codec)
@@ -69,7 +69,7 @@ class ErrorFeedback:
     omega >= 1 (see their docstrings). These need no error feedback.
     """
 
-    codec: str | Codec | PowerSGD
+    codec: str | Codec | MatrixCodec
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class ErrorFeedback:
             )
 
 
-Compressor: TypeAlias = "str | Cast | Codec | PowerSGD | ErrorFeedback"
+Compressor: TypeAlias = "str | Cast | Codec | MatrixCodec | ErrorFeedback"
 """What `compression=` takes."""
 
 
@@ -119,7 +119,7 @@ class Encoding:
     """How gradients are exchanged by a codec. feedback: whether with error feedback beside the codec (PowerSGD has its own).
     warmup_steps: how many exchanges come first that are uncompressed."""
 
-    codec: Codec | PowerSGD
+    codec: Codec | MatrixCodec
     feedback: bool = False
     warmup_steps: int = 0
 
@@ -138,7 +138,7 @@ def encoding_of(compression: Compressor) -> Cast | Encoding:
     if isinstance(compression, ErrorFeedback):
         codec = named_codec(compression.codec)
         return Encoding(codec, isinstance(codec, Codec), compression.warmup_steps)
-    if not isinstance(compression, (Codec, PowerSGD)):
+    if not isinstance(compression, (Codec, MatrixCodec)):
         raise ValueError(
             f"{here()}compression must be a codec, ErrorFeedback(codec), one of Compression, or its name ({', '.join(NAMES)}), "
             f"not {compression!r}"
@@ -181,14 +181,23 @@ class Policy:
         self._default = encoding_of(compression)
         self._by_pattern = {pattern: encoding_of(value) for pattern, value in (policy or {}).items()}
 
-    def check(self, names: Sequence[str]) -> None:
-        """names: of all parameters. Raises ValueError for a pattern that none of them matches."""
+    @property
+    def encodings(self) -> list[Encoding]:
+        """All by codecs that this policy has."""
+        return [x for x in (self._default, *self._by_pattern.values()) if isinstance(x, Encoding)]
+
+    def checked(self, names: Iterable[str] | None) -> Policy:
+        """Return this, checked against the names of all parameters, if they have any. Raises ValueError for a pattern without."""
+        if self._by_pattern and names is None:
+            raise ValueError(f"{here()}policy goes by the names of parameters: it needs named_parameters")
+        names = list(names or ())
         for pattern in self._by_pattern:
             if not any(fnmatchcase(name, pattern) for name in names):
                 some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
                 raise ValueError(
                     f"{here()}policy: no parameter's name matches {pattern!r}; names are {some or 'none at all'}"
                 )
+        return self
 
     def encoding(self, name: str, parameter: Tensor) -> Cast | Encoding:
         """Of one parameter."""

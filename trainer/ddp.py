@@ -3,7 +3,8 @@
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
 
 import atexit
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,61 +15,63 @@ from torch.futures import Future
 from collectives import Communicator, Work
 from collectives.compression.casts import BFloat16, Float16
 from collectives.compression.codec import Codec
-from collectives.compression.powersgd import PowerSGD
+from collectives.compression.matrices import MatrixCodec
 from collectives.run.work import WorkQueue
-from trainer.compression import Cast, Compressor, Encoding, encoding_of, is_compressible
-from trainer.gradients.ddp_exchange import CodedGroup, Exchange, Group, LowRankGroup
+from trainer.compression import Cast, Compressor, Encoding, Policy
+from trainer.gradients.coded import CodedBuffer, buffer_for
+from trainer.gradients.combination import Combination
+from trainer.gradients.packing import packed
+from trainer.gradients.parts import VERSION, check_part
+from trainer.ops import Average
+from trainer.validation import check_named_parameters
 
 UNSETTLED_STEPS = 2
 """DDP lays out its buckets anew after the first step, and residuals begin with those that stay."""
 
-_CASTS: dict[torch.dtype, Codec] = {torch.float16: Float16(), torch.bfloat16: BFloat16()}
-_STATE_VERSION = 1
+_CASTS: dict[torch.dtype, Codec] = {codec.wire_dtype: codec for codec in (Float16(), BFloat16())}
 _CLOSE_S = 5.0
 
 
 def ddp_comm_hook(
-    codec: Compressor,
+    compression: Compressor,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     *,
-    warmup_steps: int = 0,
+    policy: Mapping[str, Compressor] | None = None,
     timeout_s: float = 300.0,
     process_group: dist.ProcessGroup | None = None,
 ) -> "CompressionHook":
-    """A hook that averages gradients by a codec: `model.register_comm_hook(None, trainer.ddp_comm_hook("int8"))`.
+    """Return a hook that averages gradients by a codec: `model.register_comm_hook(None, trainer.ddp_comm_hook("int8"))`.
 
-    codec: as DistributedOptimizer's compression=; what needs error feedback gets it. Parameters of one dimension and small ones
-    travel uncompressed, and in the first steps all do: `warmup_steps` of them, or ErrorFeedback's, and UNSETTLED_STEPS at least.
-    timeout_s: of each exchange. process_group: DDP's, where it was given one.
+    compression, policy: as of DistributedOptimizer, with the same buffers, error feedback and warm-up behind them; but for casts,
+    the first UNSETTLED_STEPS exchanges are uncompressed whatever the warm-up. named_parameters: of the module under DDP, all of
+    them; policy goes by these names. timeout_s: of each exchange. process_group: DDP's, where it was given one.
 
     One hook is for one model on one device; there may be several. init() is not needed: the first backward() makes a
     Communicator, which close() closes. backward() raises CollectiveError where the ranks could not finish together. Raises
-    ValueError for what is no codec.
+    ValueError for what is no codec, for names that are not unique, and for a policy that none of them matches.
     """
-    encoding = encoding_of(codec)
-    if not isinstance(warmup_steps, int) or warmup_steps < 0:
-        raise ValueError(f"warmup_steps must be a whole number >= 0, not {warmup_steps!r}")
-    if isinstance(encoding, Encoding):
-        warmup_steps = max(warmup_steps, encoding.warmup_steps)
-    return CompressionHook(encoding, warmup_steps, timeout_s, process_group)
+    names = None if named_parameters is None else check_named_parameters(named_parameters, ())
+    checked = Policy(compression, policy).checked(None if names is None else reversed(names.values()))
+    return CompressionHook(checked, names, timeout_s, process_group)
 
 
 class CompressionHook:
     """What DDP calls with every bucket that is full. Made by ddp_comm_hook.
 
-    The gradients in a bucket that a codec is for form a group, which is encoded as one buffer and has residuals of its own.
-    Groups stay what they are until DDP fills other buckets with their parameters; then what is outstanding is added to the
-    gradients, which for once travel uncompressed, and new groups begin.
+    The gradients in a bucket that one encoding is for are copied into a buffer of their own, which is exchanged as one and has
+    residuals. Buffers stay what they are until DDP fills other buckets with their parameters; then what is outstanding is added
+    to the gradients, which for once travel uncompressed, and new buffers begin.
     """
 
     def __init__(
-        self, encoding: Cast | Encoding, warmup_steps: int, timeout_s: float, process_group: dist.ProcessGroup | None
+        self, policy: Policy, names: Mapping[Tensor, str] | None, timeout_s: float, group: dist.ProcessGroup | None
     ) -> None:
         self.__name__ = self.__qualname__ = type(self).__name__  # which DDP reads, of functions
-        self._encoding = encoding
-        self._warmup_steps = max(UNSETTLED_STEPS, warmup_steps)
+        self._policy = policy
+        self._names = names
         self._timeout_s = timeout_s
-        self._process_group = process_group
-        self._communicator: Communicator | None = None
+        self._group = group
+        self._combination: Combination | None = None
         self._closed = False
         self._queue = WorkQueue("gradwire DDP hook")
         # Runs after the Communicator's own, which is made later, and lets go of what its thread waits for.
@@ -79,10 +82,12 @@ class CompressionHook:
         self._step = 0
         self._settled = False
         self._numbers: dict[Tensor, int] = {}
-        self._shapes: list[list[int]] = []
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._encodings: list[Encoding | None] = []
+        self._described: list[tuple[str, list[int]]] = []
+        self._buffers: dict[tuple[int, ...], CodedBuffer] = {}
         self._owed: dict[int, Tensor] = {}
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: list[dict[str, Any]] = []
+        """What was loaded of buffers with parameters that DDP has not come with yet."""
 
     def __call__(
         self,
@@ -90,163 +95,175 @@ class CompressionHook:
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
         """Begin to average the bucket over the ranks; its buffer will be the future's value. state: unused."""
-        communicator = self._open(bucket.buffer().device)
+        combination, device = self._open(), bucket.buffer().device
         parameters = bucket.parameters()
         numbers = [self._number(parameter) for parameter in parameters]
         gradients = dict(zip(numbers, bucket.gradients(), strict=True))
-        wanted = tuple(n for n, parameter in zip(numbers, parameters, strict=True) if is_compressible(parameter))
-        groups = self._groups_of(communicator, wanted, gradients)
-        exchange = Exchange(communicator, bucket.buffer(), gradients, groups, self._cast(bucket.buffer()), self._step)
+        self._make_loaded(device)
+        wanted: dict[Encoding | None, list[int]] = {}
+        for number in numbers:
+            wanted.setdefault(self._encodings[number], []).append(number)
+        cast = next((codec for codec in _CASTS.values() if wanted.keys() == {Encoding(codec)}), None)
+        coded = [tuple(members) for encoding, members in wanted.items() if encoding is not None and cast is None]
+        buffers = [buffer for members in coded for buffer in self._buffers_of(members, gradients)]
+        exchange = _Exchange(combination, bucket.buffer(), gradients, buffers, cast, self._step)
         if bucket.is_last():
             self._step += 1
             self._settled = True
-        # Of low-rank factors, the second sum depends on the first. All ranks have the same order if one thread makes all calls.
-        if not self._in_two_calls:
+        # Of a codec of matrices, later sums depend on the first. All ranks have the same order if one thread makes all calls.
+        in_turn = any(isinstance(encoding.codec, MatrixCodec) for encoding in self._policy.encodings)
+        if not in_turn:
             exchange.begin()
-        return self._in_background(exchange, communicator.rank)
+        return self._in_background(exchange, combination.communicator.rank, begins=in_turn)
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals and the step, to be saved by every rank for itself; only numbers, strings, lists, dicts and tensors,
-        which are the hook's own."""
-        if self._loaded is not None:
-            return self._loaded
+        """Return the residuals and the step, to be saved by every rank for itself: only numbers, strings, lists, dicts and
+        tensors, in the form of those that DistributedOptimizer saves. Tensors are the hook's own."""
         return {
-            "version": _STATE_VERSION,
-            "world_size": dist.get_world_size(self._process_group),
-            "rank": dist.get_rank(self._process_group),
-            "codec": self._codec_name,
+            **self._identity(),
+            "op": Average,
+            "predivide": 1.0,
             "step": self._step,
-            "shapes": self._shapes,
-            "groups": [
-                {"parameters": list(numbers), "residuals": group.state_dict()}
-                for numbers, group in self._groups.items()
-            ],
+            "parameters": list(self._described),
+            "buckets": [*self._loaded, *(buffer.state_dict() for buffer in self._buffers.values())],
+            "waiting": {},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what this rank saved, in a world of the same size, with the same model, DDP's arguments and codec; to
-        the bit, if that was after three steps or more.
+        """Go on from what this rank saved, in a world of the same size, with the same model, DDP's arguments, compression and
+        policy; to the bit, if that was after three steps or more.
 
         Raises ValueError for anything else; for another model not before backward().
         """
-        mine = {
-            "version": _STATE_VERSION,
-            "world_size": dist.get_world_size(self._process_group),
-            "rank": dist.get_rank(self._process_group),
-            "codec": self._codec_name,
-        }
+        mine = self._identity()
         for key, value in mine.items():
             if state_dict.get(key) != value:
                 raise ValueError(
                     f"rank {mine['rank']}: the state of a hook with {key} {state_dict.get(key)!r} cannot be loaded into one "
                     f"with {key} {value!r}"
                 )
-        self._loaded = dict(state_dict)
+        check_part(state_dict)
+        known = [repr(_settled(encoding)) for encoding in self._policy.encodings]
+        for entry in state_dict["buckets"]:
+            if entry.get("tensors") and entry["encoding"] not in known:
+                raise ValueError(
+                    f"rank {mine['rank']}: the state of a hook with {entry['encoding']} cannot be loaded into one with "
+                    f"{', '.join(known) or 'no codec'}"
+                )
+        described = [(name, list(shape)) for name, shape, *_ in state_dict["parameters"]]
+        for number, (was, now) in enumerate(zip(described, self._described, strict=False)):
+            self._check_same(number, was, now)
+        self._step, self._described = state_dict["step"], described
+        self._buffers, self._owed, self._loaded = {}, {}, list(state_dict["buckets"])
 
     def close(self) -> None:
         """Finish what was begun and close the Communicator, as that does. The hook cannot be called any more."""
         self._closed = True
         atexit.unregister(self._queue.close)
         self._queue.close(_CLOSE_S)
-        if self._communicator is not None:
-            self._communicator.close()
+        if self._combination is not None:
+            self._combination.communicator.close()
 
-    @property
-    def _in_two_calls(self) -> bool:
-        return isinstance(self._encoding, Encoding) and isinstance(self._encoding.codec, PowerSGD)
+    def _identity(self) -> dict[str, Any]:
+        """Return who saves, which must be who loads."""
+        return {
+            "version": VERSION,
+            "world_size": dist.get_world_size(self._group),
+            "rank": dist.get_rank(self._group),
+        }
 
-    @property
-    def _codec_name(self) -> str:
-        if isinstance(self._encoding, Cast):
-            return repr(self._encoding)
-        return repr(self._encoding.codec) + (" with error feedback" if self._encoding.feedback else "")
-
-    def _cast(self, buffer: Tensor) -> Codec | None:
-        """What all of a buffer travels as where it is not compressed."""
-        if isinstance(self._encoding, Encoding):
-            return None
-        wire_dtype = self._encoding.dtype_on_wire(buffer.dtype)
-        return _CASTS[wire_dtype] if wire_dtype != buffer.dtype else None
-
-    def _open(self, device: torch.device) -> Communicator:
-        """The Communicator; and groups that were loaded, now that there is one to make them."""
+    def _open(self) -> Combination:
         if self._closed:
             raise RuntimeError("the communication hook was called after its close()")
-        if self._communicator is None:
-            self._communicator = Communicator(self._process_group, timeout_s=self._timeout_s)
-        if self._loaded is not None:
-            state, self._loaded = self._loaded, None
-            self._step, self._shapes = state["step"], [list(shape) for shape in state["shapes"]]
-            for number, parameter in enumerate(self._numbers):
-                self._note_shape(number, parameter)
-            self._groups, self._owed = {}, {}
-            for saved in state["groups"]:
-                group = self._new_group(self._communicator, tuple(saved["parameters"]), device)
-                group.load_state_dict(saved["residuals"])
-        return self._communicator
+        if self._combination is None:
+            self._combination = Combination(Communicator(self._group, timeout_s=self._timeout_s), Average)
+        return self._combination
 
     def _number(self, parameter: Tensor) -> int:
-        """Parameters go by the order in which DDP first came with them: equal models and arguments, equal numbers."""
-        if parameter not in self._numbers:
-            number = self._numbers[parameter] = len(self._numbers)
-            self._note_shape(number, parameter)
-        return self._numbers[parameter]
-
-    def _note_shape(self, number: int, parameter: Tensor) -> None:
-        shape = list(parameter.shape)
-        if number == len(self._shapes):
-            self._shapes.append(shape)
-        if self._shapes[number] != shape:
+        """Return a parameter's number, in the order in which DDP first came with them: equal models and arguments, equal
+        numbers."""
+        if parameter in self._numbers:
+            return self._numbers[parameter]
+        number, shape = len(self._numbers), list(parameter.shape)
+        if self._names is not None and parameter not in self._names:
             raise ValueError(
-                f"the state that was loaded is of another model: its parameter {number} has the shape {self._shapes[number]}, "
-                f"the one here {shape}"
+                f"rank {dist.get_rank(self._group)}: named_parameters must name all parameters of DDP's module; one of "
+                f"shape {shape} is not named"
+            )
+        name = f"parameter {number}" if self._names is None else self._names[parameter]
+        if number == len(self._described):
+            self._described.append((name, shape))
+        self._check_same(number, self._described[number], (name, shape))
+        encoding = self._policy.encoding(name, parameter)
+        if isinstance(encoding, Cast):
+            narrow = encoding.dtype_on_wire(parameter.dtype)
+            self._encodings.append(None if narrow == parameter.dtype else Encoding(_CASTS[narrow]))
+        else:
+            self._encodings.append(_settled(encoding))
+        self._numbers[parameter] = number
+        return number
+
+    def _check_same(self, number: int, was: tuple[str, list[int]], now: tuple[str, list[int]]) -> None:
+        """Raise ValueError where a parameter is not the one that was saved."""
+        if was != now:
+            raise ValueError(
+                f"rank {dist.get_rank(self._group)}: the state that was loaded is of another model: its parameter "
+                f"{number} is {was[0]!r} of shape {was[1]}, the one here {now[0]!r} of shape {now[1]}"
             )
 
-    def _groups_of(
-        self, communicator: Communicator, wanted: tuple[int, ...], gradients: Mapping[int, Tensor]
-    ) -> list[Group]:
-        """The groups that the wanted parameters of a bucket are; none where the bucket is to go uncompressed."""
-        if isinstance(self._encoding, Cast) or not wanted:
-            return []
-        inside = [numbers for numbers in self._groups if set(wanted).issuperset(numbers)]
+    def _make_loaded(self, device: torch.device) -> None:
+        """Make the buffers that were loaded, once their parameters are known."""
+        loaded, self._loaded = self._loaded, []
+        for entry in loaded:
+            if max(entry["parameters"]) >= len(self._numbers):
+                self._loaded.append(entry)
+                continue
+            buffer = self._new_buffer(tuple(entry["parameters"]), device)
+            if not buffer.fits(entry):
+                raise ValueError(
+                    f"rank {dist.get_rank(self._group)}: the state that was loaded is of another model or policy: of "
+                    f"parameters {entry['parameters']} it has other tensors"
+                )
+            buffer.load_state_dict(entry)
+
+    def _buffers_of(self, wanted: tuple[int, ...], gradients: Mapping[int, Tensor]) -> list[CodedBuffer]:
+        """Return the buffers that these parameters of a bucket are in; none where they are to go uncompressed."""
+        inside = [members for members in self._buffers if set(wanted).issuperset(members)]
         if sum(map(len, inside)) != len(wanted):
             if not self._settled:
                 return []
             self._dissolve(wanted)
-            self._new_group(communicator, wanted, gradients[wanted[0]].device)
+            self._new_buffer(wanted, gradients[wanted[0]].device)
             inside = [wanted]
         owed = [number for number in wanted if number in self._owed]
         for number in owed:
             gradients[number].add_(self._owed.pop(number))
-        if owed or self._step < self._warmup_steps:
-            return []
-        return [self._groups[numbers] for numbers in inside]
+        return [] if owed else [self._buffers[members] for members in inside]
 
-    def _new_group(self, communicator: Communicator, numbers: tuple[int, ...], device: torch.device) -> Group:
-        assert isinstance(self._encoding, Encoding)
-        shapes = [self._shapes[number] for number in numbers]
-        codec = self._encoding.codec
-        group: Group
-        if isinstance(codec, PowerSGD):
-            group = LowRankGroup(communicator, codec, numbers, shapes, device)
-        else:
-            group = CodedGroup(communicator, codec, self._encoding.feedback, numbers, shapes, device)
-        self._groups[numbers] = group
-        return group
+    def _new_buffer(self, members: tuple[int, ...], device: torch.device) -> CodedBuffer:
+        encoding = self._encodings[members[0]]
+        assert encoding is not None
+        shapes = [self._described[number][1] for number in members]
+        buffer = buffer_for(encoding)(self._open(), encoding, packed(members, shapes), shapes, device, members[0])
+        self._buffers[members] = buffer
+        return buffer
 
     def _dissolve(self, wanted: Iterable[int]) -> None:
-        """End the groups that have any of these parameters."""
-        for numbers in [numbers for numbers in self._groups if not set(numbers).isdisjoint(wanted)]:
-            self._owed |= zip(numbers, self._groups.pop(numbers).outstanding(), strict=True)
+        """End the buffers that have any of these parameters."""
+        for members in [members for members in self._buffers if not set(members).isdisjoint(wanted)]:
+            buffer = self._buffers.pop(members)
+            outstanding = buffer.outstanding()
+            for number, span, view in zip(members, buffer.spans, buffer.views, strict=True):
+                self._owed[number] = outstanding[span].view(view.shape)
 
-    def _in_background(self, exchange: Exchange, rank: int) -> Future[Tensor]:
-        """Have an exchange finished, and begun where it is not."""
+    def _in_background(self, exchange: "_Exchange", rank: int, *, begins: bool) -> Future[Tensor]:
+        """Have an exchange finished, and begun before where it is not."""
         device = exchange.buffer.device
         done: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else None)
 
         def run() -> None:
             try:
-                if self._in_two_calls:
+                if begins:
                     exchange.begin()
                 exchange.finish()
             except Exception as error:
@@ -274,3 +291,47 @@ class CompressionHook:
         for work in self._in_flight:
             work.wait()
         self._in_flight.clear()
+
+
+@dataclass
+class _Exchange:
+    """Averages one bucket: what is in coded buffers by these, the other gradients as they are; without any, the bucket as a
+    whole, as `cast` where that is given."""
+
+    combination: Combination
+    buffer: Tensor
+    gradients: Mapping[int, Tensor]
+    coded: Sequence[CodedBuffer]
+    cast: Codec | None
+    step: int
+    works: list[Work] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Start all that does not depend on anything. All ranks begin their exchanges in the same order."""
+        if not self.coded:
+            self.works = [self.combination.start(self.buffer, self.cast)]
+            return
+        inside = {number for coded in self.coded for number in coded.items}
+        others = [gradient for number, gradient in self.gradients.items() if number not in inside]
+        for coded in self.coded:
+            for number, view in zip(coded.items, coded.views, strict=True):
+                view.copy_(self.gradients[number])
+            coded.start(self.step)
+        if others:
+            communicator, op = self.combination.communicator, self.combination.op
+            self.works.append(communicator.grouped_allreduce(others, op, async_op=True))
+
+    def finish(self) -> None:
+        """Wait until all is averaged, and bring it into the bucket."""
+        for coded in self.coded:
+            coded.complete()
+        for work in self.works:
+            work.wait()
+        for coded in self.coded:
+            for number, view in zip(coded.items, coded.views, strict=True):
+                self.gradients[number].copy_(view)
+
+
+def _settled(encoding: Encoding) -> Encoding:
+    """Return an encoding that begins when DDP's buckets have settled."""
+    return replace(encoding, warmup_steps=max(UNSETTLED_STEPS, encoding.warmup_steps))

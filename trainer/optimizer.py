@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from collectives import Communicator
-from trainer.compression import Compression, Compressor
-from trainer.gradients.bucket import DEFAULT_BUCKET_BYTES, Reduction
-from trainer.gradients.checkpoint import Resumption
-from trainer.gradients.exchange import GradientExchange
-from trainer.gradients.layout import Layout
-from trainer.gradients.parts import KEY
+from trainer.compression import Compression, Compressor, Policy
+from trainer.gradients.combination import Combination
+from trainer.gradients.packing import DEFAULT_BUCKET_BYTES
 from trainer.ops import Average
+from trainer.rules.rule import Rule
+from trainer.rules.synchronous import Synchronous
 from trainer.uncompiled import uncompiled
-from trainer.validation import check_arguments, check_named_parameters, check_passes, check_policy
+from trainer.validation import check_arguments, check_named_parameters, check_passes
 from trainer.world import ProcessSet, current_world, here
 
 
@@ -79,8 +78,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise TypeError(f"{here()}optimizer is a DistributedOptimizer already")
         parameters = _tensors(optimizer.param_groups)
         self._names = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
-        checked = check_policy(
-            compression, policy, None if named_parameters is None else reversed(self._names.values())
+        checked = Policy(compression, policy).checked(
+            None if named_parameters is None else reversed(self._names.values())
         )
 
         self.optimizer = optimizer
@@ -97,13 +96,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             process_set if isinstance(process_set, Communicator) else current_world().open_communicator(process_set)
         )
         self._op = op
-        reduction = Reduction(self._communicator, op, gradient_predivide_factor)
-        self._layout = Layout(reduction, checked, bucket_bytes)
-        self._exchange = GradientExchange(self._layout, reduction, backward_passes_per_step)
-        self._resumption = Resumption(optimizer, self._layout, self._exchange, reduction)
+        combination = Combination(self._communicator, op, gradient_predivide_factor)
+        self._rule: Rule = Synchronous(optimizer, combination, checked, bucket_bytes, backward_passes_per_step)
         try:
             self._take_in(0, parameters)
-            self._layout.update()
+            self._rule.settle()
         except BaseException:
             self.close()  # or hooks of what was refused would go on exchanging, as long as anybody keeps the error
             raise
@@ -135,16 +132,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def communication_wait_s(self) -> float:
         """Seconds for which backward(), step() and synchronize() have waited for gradients of other ranks so far."""
-        return self._exchange.wait_s
+        return self._rule.wait_s
 
     @property
     def backward_passes_per_step(self) -> int:
-        return self._exchange.passes_per_window
+        return self._rule.passes.per_step
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change backward_passes_per_step, from the next backward() on. Raises ValueError unless passes >= 1."""
         check_passes(passes)
-        self._exchange.passes_per_window = passes
+        self._rule.passes.per_step = passes
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -153,19 +150,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         closure: clears gradients, calls backward() and returns the loss; what step() returns is the loss over all ranks.
         """
         if closure is None:
-            self._exchange.flush()
+            self._rule.synchronize()
             loss = self.optimizer.step()
         else:
             loss = self.optimizer.step(self._over_all_ranks(closure))
-        self._layout.update()
-        self._exchange.renew()
+        self._rule.settle()
         return loss
 
     def _over_all_ranks(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
-            self._exchange.renew()
+            self._rule.renew()
             loss = closure()
-            self._exchange.flush()
+            self._rule.synchronize()
             if loss is None:
                 return None
             if isinstance(loss, Tensor):
@@ -182,12 +178,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as torch does. What was accumulated towards backward_passes_per_step no longer counts."""
         self.optimizer.zero_grad(set_to_none)
-        self._exchange.renew(forget=True)
+        self._rule.renew(forget=True)
 
     @uncompiled
     def synchronize(self) -> None:
         """Exchange gradients that were accumulated since the last exchange. Without any, and with Horovod's code, a no-op."""
-        self._exchange.flush()
+        self._rule.synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -197,11 +193,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward() only accumulates on this rank, and does not count towards backward_passes_per_step."""
-        before, self._exchange.paused = self._exchange.paused, True
+        passes = self._rule.passes
+        before, passes.paused = passes.paused, True
         try:
             yield
         finally:
-            self._exchange.paused = before
+            passes.paused = before
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group to the wrapped optimizer, and its parameters to the exchange."""
@@ -212,7 +209,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _take_in(self, number: int, parameters: Sequence[Tensor]) -> None:
         """Have parameters exchanged, those without a name being numbered from `number` on."""
         names = [self._names.get(parameter, f"parameter {i}") for i, parameter in enumerate(parameters, number)]
-        self._exchange.add(names, parameters)
+        self._rule.add(names, parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, unchanged: checkpoints do not depend on the wrapper.
@@ -222,8 +219,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises RuntimeError, with codecs, while gradients are exchanged, as they are after a backward() that failed midway.
         """
-        state = self.optimizer.state_dict()
-        return {**state, KEY: self._resumption.state_dict()} if self._layout.is_encoded else state
+        return self._rule.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]] = ()) -> None:
         """Load into the wrapped optimizer, on this rank only; with codecs, collective, as all ranks must go on alike.
@@ -237,14 +233,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         With codecs, raises ValueError on all ranks, with nothing loaded, where only some have "gradwire", or not of one
         checkpoint or of these parameters, where one is damaged, and where the wrapped optimizer of any rank cannot load its own.
         """
-        if self._layout.is_encoded:
-            self._resumption.load(state_dict, also)
-        else:
-            self._resumption.load_without_codecs(state_dict)
+        self._rule.load_state_dict(state_dict, also)
 
     def close(self) -> None:
         """Remove the hooks, and close the Communicator unless it was given as process_set. The wrapped optimizer lives on."""
-        self._exchange.close()
+        self._rule.close()
         if self._owns_communicator:
             self._communicator.close()
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from collectives.run.staging import refusal
-from trainer.compression import Compressor, Policy
 from trainer.ops import Average, Sum
 from trainer.world import here
 
@@ -69,14 +68,3 @@ def check_named_parameters(
             f"(of shape {', '.join(unnamed)})"
         )
     return names
-
-
-def check_policy(
-    compression: Compressor, patterns: Mapping[str, Compressor] | None, names: Iterable[str] | None
-) -> Policy:
-    """The policy meant. names: of all parameters, where they have any. Raises ValueError."""
-    policy = Policy(compression, patterns)
-    if patterns and names is None:
-        raise ValueError(f"{here()}policy goes by the names of parameters: it needs named_parameters")
-    policy.check(list(names or ()))
-    return policy

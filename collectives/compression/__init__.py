@@ -6,6 +6,7 @@ from collectives.compression.dgc import DGC
 from collectives.compression.feedback import Feedback
 from collectives.compression.fp8 import Float8
 from collectives.compression.integers import Int4, Int8
+from collectives.compression.matrices import MatrixCodec
 from collectives.compression.onebit import OneBit
 from collectives.compression.powersgd import PowerSGD
 from collectives.compression.randomk import RandomK
@@ -25,6 +26,7 @@ __all__ = [
     "Float16",
     "Int4",
     "Int8",
+    "MatrixCodec",
     "Natural",
     "OneBit",
     "PowerSGD",

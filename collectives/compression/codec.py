@@ -21,12 +21,14 @@ class Codec(ABC):
     the same bytes on every device.
 
     name: in the registry. summable: whether codes may be added as they are, as numbers of wire_dtype. needs_feedback: whether
-    training does not converge without error feedback.
+    training does not converge without error feedback. remembers: names of what its state keeps of every number, which must begin
+    as zero and may be added: what ranks remember of the same number may be summed and handed to one of them.
     """
 
     name: ClassVar[str]
     summable: ClassVar[bool] = False
     needs_feedback: ClassVar[bool] = False
+    remembers: ClassVar[tuple[str, ...]] = ()
     wire_dtype: ClassVar[torch.dtype] = torch.uint8
 
     @property
@@ -51,8 +53,8 @@ class Codec(ABC):
         return self
 
     def new_state(self, numel: int, device: torch.device) -> State | None:
-        """What encodings of a part of numel elements begin with; None for a codec that remembers nothing."""
-        return None
+        """Return what encodings of a part of numel elements begin with; None for a codec that remembers nothing."""
+        return {name: torch.zeros(numel, device=device) for name in self.remembers} or None
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:

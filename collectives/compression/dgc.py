@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from collectives.compression.codec import State
@@ -36,6 +35,7 @@ class DGC(Sparse):
 
     name: ClassVar[str] = "dgc"
     needs_feedback: ClassVar[bool] = True
+    remembers: ClassVar[tuple[str, ...]] = ("momentum",)
     ratio: float = 0.001
     momentum: float = 0.9
     warmup_steps: int = 0
@@ -59,9 +59,6 @@ class DGC(Sparse):
 
     def wire_bytes(self, numel: int) -> int:
         return 2 * pad16(4 * self.count(numel))
-
-    def new_state(self, numel: int, device: torch.device) -> State:
-        return {"momentum": torch.zeros(numel, device=device)}
 
     def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
         momentum = None if state is None else state["momentum"]

@@ -10,13 +10,14 @@ from typing import ClassVar
 import torch
 
 from collectives.compression.kernels_for import kernels_for
+from collectives.compression.matrices import MatrixCodec, MatrixState
 
 #: A tensor is compressed if its factors are at most one part in so many of it.
 _LEAST_GAIN = 2
 
 
 @dataclass(frozen=True)
-class PowerSGD:
+class PowerSGD(MatrixCodec):
     """Matrices as products P Q^T of rank `rank`, by one step of power iteration that goes on where the last one ended
     (Vogels et al. 2019, algorithms 1 and 2).
 
@@ -71,7 +72,7 @@ class _Batch:
         self.error = torch.zeros(len(members), rows, columns, device=first.device)
 
 
-class PowerSGDState:
+class PowerSGDState(MatrixState):
     """What is kept from one exchange to the next: the errors of this rank, and the last Q of all."""
 
     def __init__(self, codec: PowerSGD, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -133,14 +134,14 @@ class PowerSGDState:
                 self._kernels.powersgd_multiply(p, q, tensors[index].view(batch.rows, batch.columns))
             self._begin_next(batch, right)
 
-    def kept(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """This rank's error of a tensor, (rows, columns), and its basis, (rank, columns), to read or to write; None where it
-        is summed as it is.
+    def kept(self, index: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
+        """Return this rank's error of a tensor, (rows, columns), and its "basis", (rank, columns), to read or to write; None
+        where it is summed as it is.
         """
         for batch in self._batches:
             if index in batch.members:
                 place = batch.members.index(index)
-                return batch.error[place], batch.basis[place]
+                return batch.error[place], {"basis": batch.basis[place]}
         return None
 
     def state_dict(self) -> dict[str, torch.Tensor]:

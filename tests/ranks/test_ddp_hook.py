@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trainer
 from collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
+from collectives.compression.dgc import DGC
 from collectives.compression.integers import Int8
 from collectives.compression.powersgd import PowerSGD
 from collectives.compression.randomk import RandomK
@@ -283,7 +284,8 @@ def is_one_compressed_allreduce(codec: Any, layout: Sequence[Sequence[int]]) -> 
             for group, feedback in zip(groups, feedbacks, strict=True):
                 expected = torch.cat([mine[PARAMETERS[n]].flatten() for n in group])
                 seed = order.index(group[0])
-                comm.allreduce(expected, "average", codec=codec.codec, feedback=feedback, step=step, seed=seed)
+                since = step - UNSETTLED_STEPS
+                comm.allreduce(expected, "average", codec=codec.codec, feedback=feedback, step=since, seed=seed)
                 assert torch.equal(torch.cat([results[n].flatten() for n in group]), expected)
     hook.close()
 
@@ -294,8 +296,8 @@ def test_each_bucket_is_one_compressed_allreduce(ranks: Worlds, size: int, codec
     ranks(size).run(is_one_compressed_allreduce, ErrorFeedback(codec), [[3, 4, 1], [0, 2]])
 
 
-def warms_up(codec: Any, hook_steps: int, wanted: int) -> None:
-    hook = trainer.ddp_comm_hook(codec, warmup_steps=hook_steps)
+def warms_up(codec: Any, wanted: int) -> None:
+    hook = trainer.ddp_comm_hook(codec)
     for step in range(wanted + 1):
         results = exchanged(hook, [PARAMETERS], gradients_of(dist.get_rank(), step))
         expected = exact(step)
@@ -305,12 +307,87 @@ def warms_up(codec: Any, hook_steps: int, wanted: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "hook_steps", "wanted"),
-    [("int8", 0, 2), ("int8", 4, 4), (ErrorFeedback("topk", 5), 3, 5), ("powersgd", 3, 3)],
+    ("codec", "wanted"),
+    [("int8", 2), (ErrorFeedback("int8", 4), 4), (ErrorFeedback("topk", 5), 5), (ErrorFeedback("powersgd", 3), 3)],
     ids=str,
 )
-def test_warm_up(ranks: Worlds, codec: Any, hook_steps: int, wanted: int) -> None:
-    ranks(2).run(warms_up, codec, hook_steps, wanted)
+def test_warm_up(ranks: Worlds, codec: Any, wanted: int) -> None:
+    ranks(2).run(warms_up, codec, wanted)
+
+
+def same_as_the_optimizer(compression: Any) -> None:
+    """With the same warm-up, of a parameter that has a buffer of its own in both."""
+    trainer.init()
+    weight = nn.Parameter(torch.zeros(80, 64))
+    optimizer = trainer.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=compression)
+    hook = trainer.ddp_comm_hook(compression)
+    for step in range(UNSETTLED_STEPS + 5):
+        gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        optimizer.zero_grad()
+        (weight * gradient).sum().backward()
+        [result] = exchanged(hook, [[weight]], {weight: gradient})
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, result), step
+        optimizer.step()
+    saved, ours = hook.state_dict(), optimizer.state_dict()["gradwire"]
+    assert saved["step"] == ours["step"]
+    assert saved["parameters"] == [(name, list(shape)) for name, shape in ours["parameters"]]
+    [mine], [theirs] = saved["buckets"], ours["buckets"]
+    tensors, expected = mine.pop("tensors"), theirs.pop("tensors")
+    assert mine == theirs
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+    hook.close()
+    optimizer.close()
+    trainer.shutdown()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "codec",
+    ["onebit", "randomk", DGC(ratio=0.01, warmup_steps=4), PowerSGD(rank=2), Int8(stochastic=True)],
+    ids=lambda codec: codec if isinstance(codec, str) else codec.name,
+)
+def test_hook_and_optimizer_exchange_alike(ranks: Worlds, size: int, codec: Any) -> None:
+    """To the bit, and with the same in their checkpoints: codecs, DGC's ratio too, count from the end of the warm-up in both."""
+    ranks(size).run(same_as_the_optimizer, ErrorFeedback(codec, warmup_steps=UNSETTLED_STEPS))
+
+
+def goes_by_names(policy: dict[str, Any], compressed: set[str]) -> None:
+    names = ["first", "vector", "last.cube", "last.matrix", "small"]
+    hook = trainer.ddp_comm_hook("topk", zip(names, PARAMETERS, strict=True), policy=policy)
+    layout = [PARAMETERS[:3], PARAMETERS[3:]]
+    settle(hook, layout)
+    results = dict(zip(names, exchanged(hook, layout, gradients_of(dist.get_rank(), 0)), strict=True))
+    expected = dict(zip(names, exact(0).values(), strict=True))
+    assert {name for name in names if not torch.allclose(results[name], expected[name], atol=1e-6)} == compressed
+    assert_same_on_all_ranks(torch.cat([result.flatten() for result in results.values()]))
+    hook.close()
+
+
+@pytest.mark.parametrize(
+    ("policy", "compressed"),
+    [
+        ({"last.*": "none"}, {"first"}),
+        ({"last.matrix": "powersgd", "first": "int8"}, {"first", "last.cube", "last.matrix"}),
+        ({"vector": "bf16", "small": "int4", "*": "none"}, {"vector", "small"}),
+        ({"*": "bf16"}, {"first", "vector", "last.cube", "last.matrix", "small"}),
+    ],
+    ids=str,
+)
+def test_a_policy_by_name(ranks: Worlds, policy: dict[str, Any], compressed: set[str]) -> None:
+    ranks(2).run(goes_by_names, policy, compressed)
+
+
+def leaves_one_unnamed() -> None:
+    hook = trainer.ddp_comm_hook("topk", [("first", PARAMETERS[0])])
+    with pytest.raises(ValueError, match=r"rank \d: named_parameters must name all .* of shape \[50\] is not named"):
+        exchanged(hook, [PARAMETERS[:2]], gradients_of(0, 0))
+    hook.close()
+
+
+def test_a_parameter_without_a_name_is_refused(ranks: Worlds) -> None:
+    ranks(2).run(leaves_one_unnamed)
 
 
 def loses_nothing(codec: Any) -> None:
@@ -431,7 +508,11 @@ def test_what_is_no_codec_is_refused() -> None:
     with pytest.raises(ValueError, match="onebit"):
         trainer.ddp_comm_hook("int9")
     with pytest.raises(ValueError, match="warmup_steps"):
-        trainer.ddp_comm_hook("int8", warmup_steps=-1)
+        trainer.ddp_comm_hook(ErrorFeedback("int8", warmup_steps=-1))
+    with pytest.raises(ValueError, match="needs named_parameters"):
+        trainer.ddp_comm_hook("int8", policy={"*": "none"})
+    with pytest.raises(ValueError, match="no parameter's name matches"):
+        trainer.ddp_comm_hook("int8", [("weight", PARAMETERS[0])], policy={"bias": "none"})
 
 
 def stays_away(codec: Any, error: type[Exception]) -> None:

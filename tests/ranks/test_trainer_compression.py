@@ -23,7 +23,7 @@ from tests.ranks.exact import on_host
 from tests.ranks.training import assert_same_on_all_ranks, copies, in_world
 from tests.two_shot_model import TwoShotModel
 from trainer.compression import NAMES, Compressor, ErrorFeedback
-from trainer.gradients.coded import EncodedBucket
+from trainer.gradients.coded import CodedBuffer
 from trainer.gradients.parts import KEY
 
 CODECS = [name for name in NAMES if name not in ("none", "fp16", "bf16")]
@@ -90,8 +90,8 @@ def train(model: nn.Module, optimizer: hvd.DistributedOptimizer, steps: range) -
     return losses
 
 
-def encoded(optimizer: hvd.DistributedOptimizer) -> list[EncodedBucket]:
-    return optimizer._layout.encoded_buckets
+def encoded(optimizer: hvd.DistributedOptimizer) -> list[CodedBuffer]:
+    return optimizer._rule.layout.coded
 
 
 @in_world
@@ -135,10 +135,10 @@ def same_as_model() -> None:
         ]
         optimizer.zero_grad()
         loss_at(model, step, hvd.rank()).backward()
-        parameters, compared = optimizer._layout.parameters, 0
+        parameters, compared = optimizer._rule.layout.parameters, 0
         for bucket in encoded(optimizer):
-            spans = bucket._spans
-            inputs = [torch.zeros(bucket._wire.numel()) for _ in everyones]
+            spans = bucket.spans
+            inputs = [torch.zeros(bucket.values.numel()) for _ in everyones]
             for buffer, gradients in zip(inputs, everyones, strict=True):
                 for index, span in zip(bucket.items, spans, strict=True):
                     buffer[span] = gradients[index].flatten()
@@ -181,10 +181,10 @@ def given(step: int, rank: int, indices: list[int]) -> dict[int, Tensor]:
 
 def owed(optimizer: hvd.DistributedOptimizer) -> dict[int, Tensor]:
     """What the results lack so far, by parameter. Collective."""
-    found = {index: entry["residual"] for index, entry in optimizer._layout._waiting.items()}
+    found = {index: entry["residual"] for index, entry in optimizer._rule.layout._waiting.items()}
     for bucket in encoded(optimizer):
         found |= {index: o["residual"] for index, o in zip(bucket.items, bucket.take(), strict=True) if o}
-    return {index: in_shape(optimizer._layout.parameters[index], residual) for index, residual in found.items()}
+    return {index: in_shape(optimizer._rule.layout.parameters[index], residual) for index, residual in found.items()}
 
 
 def in_shape(parameter: Tensor, residual: Tensor) -> Tensor:
@@ -357,7 +357,7 @@ def which_are_encoded() -> None:
     )
     policy: dict[str, Compressor] = {"embed*": "topk", "small.weight": "powersgd", "*.bias": "fp16", "big*": "none"}
     optimizer = optimizer_of(model, ErrorFeedback("int4"), policy=policy)
-    layout = optimizer._layout
+    layout = optimizer._rule.layout
     travels = {name: repr(layout._encodings[i]) for i, name in enumerate(layout._names)}
     assert {name: text.split("(")[0] for name, text in travels.items()} == {
         "embed.weight": "Encoding",
@@ -490,7 +490,7 @@ def second_sum_fails() -> None:
     spy(optimizer, fail)
     with pytest.raises(ConnectionError, match="the second sum"):
         weight.sum().backward()
-    assert not any(bucket.in_flight for bucket in optimizer._layout.buckets)
+    assert not any(bucket.in_flight for bucket in optimizer._rule.layout.buckets)
     optimizer.close()
 
 
@@ -669,7 +669,7 @@ def resume_frozen() -> None:
         train(model, optimizer, range(2))
         frozen.requires_grad_(False)
         train(model, optimizer, range(2, 4))
-        assert optimizer._layout._waiting
+        assert optimizer._rule.layout._waiting
         if stopped:
             saved = through_a_file(optimizer.state_dict())
             optimizer.close()
@@ -712,7 +712,7 @@ def load(
         warnings.simplefilter("always")
         optimizer.load_state_dict(states[hvd.rank() % saved], also=extra)
     debts = owed(optimizer)
-    assert optimizer._exchange.step == 3
+    assert optimizer._rule.exchange.step == 3
     train(model, optimizer, range(3, 5))
     assert_same_on_all_ranks(model.parameters()) if op == hvd.Sum else None
     optimizer.close()

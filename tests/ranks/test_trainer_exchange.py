@@ -38,7 +38,7 @@ def learned_orders(called: list[list[int]]) -> list[list[list[str]]]:
     )
     seen = []
     for _ in range(3):
-        seen.append([[name.split(".")[1] for name in bucket.names] for bucket in optimizer._layout.buckets])
+        seen.append([[name.split(".")[1] for name in bucket.names] for bucket in optimizer._rule.layout.buckets])
         optimizer.zero_grad()
         model(called[hvd.rank()]).backward()
         optimizer.step()
@@ -64,7 +64,7 @@ def reductions_in_flight() -> list[list[bool]]:
     seen: list[list[bool]] = []
 
     def look() -> bool:
-        return any(bucket.in_flight for bucket in optimizer._layout.buckets)
+        return any(bucket.in_flight for bucket in optimizer._rule.layout.buckets)
 
     model[0].weight.register_hook(lambda gradient: seen.append([look()]))
     for step in range(3):
@@ -112,8 +112,8 @@ def waiting() -> None:
     """Rank 0 is still in backward, for LATE_S and more, when rank 1 begins to wait."""
     model = perceptron()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    (bucket,) = optimizer._layout.buckets
-    wait = bucket.wait
+    (bucket,) = optimizer._rule.layout.buckets
+    wait = bucket.buffer.wait
 
     def be_late(gradient: Tensor) -> None:
         torch.distributed.recv(torch.ones(1), 1)
@@ -126,7 +126,7 @@ def waiting() -> None:
     if hvd.rank() == 0:
         model[0].weight.register_hook(be_late)
     else:
-        bucket.wait = tell_and_wait  # type: ignore[method-assign]
+        bucket.buffer.wait = tell_and_wait  # type: ignore[method-assign]
     assert optimizer.communication_wait_s == 0
     begin = time.perf_counter()
     loss_of(model, share(0)).backward()
@@ -229,7 +229,7 @@ def dropping() -> list[Tensor]:
     model = perceptron()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     loss_of(model, share(0)).backward()
-    alive = weakref.ref(optimizer), weakref.ref(optimizer._exchange)
+    alive = weakref.ref(optimizer), weakref.ref(optimizer._rule.exchange)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     assert [reference() for reference in alive] == [None, None]
     optimizer.zero_grad()

@@ -1,120 +1,27 @@
-"""Buckets: gradients of one dtype and device side by side in one buffer, to be reduced by one operation."""
+"""Buckets: gradients of one dtype and device side by side in one buffer, to be exchanged as one."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from collectives import Communicator, Work
-from collectives.compression.codec import Codec
-from collectives.compression.feedback import Feedback
-from trainer.compression import Cast
+from trainer.compression import Cast, Encoding
+from trainer.gradients.coded import CodedBuffer, PlainBuffer, buffer_for
+from trainer.gradients.combination import Combination
+from trainer.gradients.packing import BucketPlan
 from trainer.gradients.shards import as_gradient_of, held_here, placed_like
-
-MiB = 1024 * 1024
-DEFAULT_BUCKET_BYTES = 25 * MiB
-FIRST_BUCKET_BYTES = 1 * MiB
-"""The first bucket is smaller, so that communication starts soon after backward has."""
-ALIGNMENT_BYTES = 64
-
-
-@dataclass(frozen=True)
-class Item:
-    """What planning has to know of a gradient. Only gradients of one kind (dtype, device, what they travel as) share a bucket."""
-
-    numel: int
-    itemsize: int
-    kind: Hashable
-
-
-@dataclass(frozen=True)
-class BucketPlan:
-    """Where gradients lie in one buffer, in elements.
-
-    Gradient items[i] starts at offsets[i], a multiple of ALIGNMENT_BYTES. From presence_offset on there is one element per
-    gradient, in the same order: how many ranks have it. numel: length of the buffer.
-    """
-
-    items: tuple[int, ...]
-    offsets: tuple[int, ...]
-    presence_offset: int
-    numel: int
-
-
-def plan_buckets(
-    items: Sequence[Item], order: Sequence[int], *, bucket_bytes: int, first_bucket_bytes: int = FIRST_BUCKET_BYTES
-) -> tuple[BucketPlan, ...]:
-    """Distribute items over buckets, following the order in which gradients are expected; order holds indices of items.
-
-    A bucket holds at most bucket_bytes of gradients, the very first to fill first_bucket_bytes, unless a single gradient is
-    larger: it has a bucket for itself. Buckets come in the order in which they fill up. Pure: equal arguments, equal plans.
-    """
-    filling: dict[Hashable, list[int]] = {}
-    filled_bytes: dict[Hashable, int] = {}
-    full: list[list[int]] = []
-    limit = min(first_bucket_bytes, bucket_bytes)
-    for index in order:
-        kind, wanted = items[index].kind, _padded_bytes(items[index])
-        if kind in filling and filled_bytes[kind] + wanted > limit:
-            full.append(filling.pop(kind))
-            limit = bucket_bytes
-        if kind not in filling:
-            filling[kind], filled_bytes[kind] = [], 0
-        filling[kind].append(index)
-        filled_bytes[kind] += wanted
-    position = {index: place for place, index in enumerate(order)}
-    buckets = sorted([*full, *filling.values()], key=lambda members: position[members[-1]])
-    return tuple(lay_out(items, members) for members in buckets)
-
-
-def lay_out(items: Sequence[Item], members: Sequence[int]) -> BucketPlan:
-    """The plan of a bucket for some of the items, in this order."""
-    offsets = []
-    end = 0
-    for index in members:
-        offsets.append(end)
-        end += _padded_bytes(items[index]) // items[index].itemsize
-    return BucketPlan(tuple(members), tuple(offsets), presence_offset=end, numel=end + len(members))
-
-
-def _padded_bytes(item: Item) -> int:
-    return -(-item.numel * item.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """How buckets are reduced: among whom, and "sum" or "average", dividing by `predivide` before and multiplying after."""
-
-    communicator: Communicator
-    op: str
-    predivide: float
-
-    def start(
-        self, tensor: Tensor, codec: Codec | None = None, feedback: Feedback | None = None, step: int = 0, seed: int = 0
-    ) -> Work:
-        work = self.communicator.allreduce(
-            tensor,
-            self.op,
-            prescale=1 / self.predivide,
-            postscale=self.predivide,
-            codec=codec,
-            feedback=feedback,
-            step=step,
-            seed=seed,
-            async_op=True,
-        )
-        assert work is not None
-        return work
+from trainer.ops import Sum
 
 
 class Bucket:
     """The buffer of a plan, with a view of it for the gradient of every parameter in it; of sharded ones, for this rank's shard.
 
-    names and parameters: all that were planned, of which plan.items picks. wire: what is reduced, zeros; where it has the
-    gradients' dtype, it is their buffer too.
+    names and parameters: all that were planned, of which plan.items picks. kind: what they travel as. number: tells the bucket
+    from others. buffer: what is exchanged; where its values have the gradients' dtype, these lie in it, else in memory beside it.
+    presence: one number for each gradient: whether this rank has it, and after the exchange, whether any rank has; with codes it
+    is for presence_of() to count, else it is in the same message. in_flight: whether it is being exchanged.
     """
 
     def __init__(
@@ -122,32 +29,35 @@ class Bucket:
         plan: BucketPlan,
         names: Sequence[str],
         parameters: Sequence[Tensor],
-        reduction: Reduction,
-        wire: Tensor,
+        kind: Cast | Encoding,
+        combination: Combination,
+        number: int,
     ) -> None:
         self.items = plan.items
         self.names = [names[item] for item in plan.items]
         self._parameters = [parameters[item] for item in plan.items]
-        self._reduction = reduction
-        self._wire = wire
-        dtype = self._parameters[0].dtype
-        self._buffer = wire if wire.dtype == dtype else wire.to(dtype)
+        held = list(map(held_here, self._parameters))
+        device, dtype = held[0].device, held[0].dtype
+        if isinstance(kind, Encoding):
+            shapes = list(map(_shape_in_memory, held))
+            self.buffer: PlainBuffer = buffer_for(kind)(combination, kind, plan, shapes, device, number)
+        else:
+            self.buffer = PlainBuffer(combination, _zeros(combination, plan.numel, kind.dtype_on_wire(dtype), device))
+        self._memory = self.buffer.values.to(dtype)
         self._views = [
-            self._buffer.as_strided(held.shape, dense_strides(held), offset)
-            for held, offset in zip(map(held_here, self._parameters), plan.offsets, strict=True)
+            self._memory.as_strided(tensor.shape, _dense_strides(tensor), offset)
+            for tensor, offset in zip(held, plan.offsets, strict=True)
         ]
         self._gradients = list(map(as_gradient_of, self._parameters, self._views))
         """What parameter.grad becomes: the views, where parameters are not sharded."""
-        self.presence = self._buffer[plan.presence_offset :]
-        """One number for each gradient: whether this rank has it, and after complete(), whether any rank has."""
+        self.presence = self._memory[plan.presence_offset :]
+        self.in_flight = False
         self._absent: list[int] = []
-        self._work: Work | None = None
-        self._in_flight = False
 
     @property
-    def in_flight(self) -> bool:
-        """True from start() to forget()."""
-        return self._in_flight
+    def coded(self) -> CodedBuffer | None:
+        """What a codec exchanges of this bucket, and owes."""
+        return self.buffer if isinstance(self.buffer, CodedBuffer) else None
 
     def collect(self, slot: int) -> bool:
         """Bring the gradient of the slot's parameter into the buffer and make parameter.grad what lies there.
@@ -178,7 +88,7 @@ class Bucket:
         self._views[slot].mul_(factor)
 
     def start(self, step: int) -> None:
-        """Collect what there is and begin its reduction. Until complete(), nobody may touch the gradients.
+        """Collect what there is and begin its exchange. Until that is done, nobody may touch the gradients.
 
         step: how many exchanges there have been.
         """
@@ -186,59 +96,49 @@ class Bucket:
         self.presence.fill_(1)
         if self._absent:
             self.presence[self._absent] = 0
-        if self._wire is not self._buffer:
-            self._wire.copy_(self._buffer)
-        self._send(step)
-        self._in_flight = True
-
-    def _send(self, step: int) -> None:
-        self._work = self._reduction.start(self._wire)
-
-    def wait(self) -> None:
-        """Until what start() began is done. Raises its error."""
-        assert self._work is not None
-        self._work.wait()
-
-    def complete(self) -> None:
-        """Until the reduction is done, where it takes more than one operation. Raises its error."""
+        if self._memory is not self.buffer.values:
+            self.buffer.values.copy_(self._memory)
+        self.buffer.start(step)
+        self.in_flight = True
 
     def finish(self) -> None:
         """Hand out the result: a parameter without gradient on this rank gets one if any rank has it."""
-        if self._wire is not self._buffer:
-            self._buffer.copy_(self._wire)
+        if self._memory is not self.buffer.values:
+            self._memory.copy_(self.buffer.values)
         if self._absent:
             present = self.presence.tolist()
             for slot in self._absent:
                 if present[slot]:
                     self._parameters[slot].grad = self._gradients[slot]
-                else:
-                    self._on_absent_everywhere(slot)
-
-    def _on_absent_everywhere(self, slot: int) -> None:
-        """For buckets that have a result all the same."""
-
-    def forget(self) -> None:
-        """Be ready for the next start()."""
-        self._work = None
-        self._in_flight = False
+                elif self.coded is not None:  # codes give it a result all the same
+                    self.coded.withhold(slot)
 
 
-def cast_bucket(
-    plan: BucketPlan, names: Sequence[str], parameters: Sequence[Tensor], cast: Cast, reduction: Reduction
-) -> Bucket:
-    """A bucket that travels as a floating-point dtype, with presence in the same message."""
-    like = parameters[plan.items[0]]
-    wire = _wire_memory(reduction.communicator, plan.numel, cast.dtype_on_wire(like.dtype), like.device)
-    return Bucket(plan, names, parameters, reduction, wire)
+def presence_of(buckets: Sequence[Bucket], combination: Combination) -> list[PlainBuffer]:
+    """Return what counts how many ranks have the gradients of coded buckets: exact, in one message for all of them, if any."""
+    coded = [bucket for bucket in buckets if bucket.coded is not None]
+    if not coded:
+        return []
+    lengths = [len(bucket.items) for bucket in coded]
+    counts = torch.zeros(sum(lengths), device=coded[0].presence.device)
+    for bucket, part in zip(coded, counts.split(lengths), strict=True):
+        bucket.presence = part
+    return [PlainBuffer(Combination(combination.communicator, Sum), counts)]
 
 
-def _wire_memory(communicator: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, where the communicator reduces them with the least copying."""
+def _zeros(combination: Combination, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros, where the communicator reduces them with the least copying."""
     if device.type == "cpu":
-        return communicator.empty(numel, dtype=dtype).zero_()
+        return combination.communicator.empty(numel, dtype=dtype).zero_()
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
-def dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's strides where it is dense, so that optimizers see gradients laid out like parameters."""
-    return torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return a tensor's strides, were it dense, so that optimizers see gradients laid out like parameters."""
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def _shape_in_memory(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of a tensor's elements in the order in which they lie in memory, were it dense."""
+    strides = _dense_strides(tensor)
+    return tuple(tensor.shape[d] for d in sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True))

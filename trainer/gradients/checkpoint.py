@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from collectives import Communicator
-from trainer.gradients.bucket import Reduction
 from trainer.gradients.coded import Owed
+from trainer.gradients.combination import Combination
 from trainer.gradients.exchange import GradientExchange
 from trainer.gradients.layout import Layout
 from trainer.gradients.parts import KEY, VERSION, check_part, is_owing, label_of
@@ -28,35 +27,35 @@ class Resumption:
     with it the wrapped optimizer."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, layout: Layout, exchange: GradientExchange, reduction: Reduction
+        self, optimizer: torch.optim.Optimizer, layout: Layout, exchange: GradientExchange, combination: Combination
     ) -> None:
         self._optimizer = optimizer
         self._layout = layout
         self._exchange = exchange
-        self._reduction = reduction
-
-    @property
-    def _communicator(self) -> Communicator:
-        return self._reduction.communicator
+        self._combination = combination
+        self._communicator = combination.communicator
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part: dicts, lists, tensors, numbers and strings. Raises RuntimeError while gradients are exchanged."""
+        """Return the wrapped optimizer's, and with codecs this rank's part: dicts, lists, tensors, numbers and strings. Raises
+        RuntimeError while gradients are exchanged."""
+        state = self._optimizer.state_dict()
+        if not self._layout.is_encoded:
+            return state
         self._check_idle()
-        return {
-            **self._identity(),
-            "step": self._exchange.step,
-            "parameters": self._layout.described(),
-            **self._layout.state_dict(),
-        }
-
-    def load_without_codecs(self, state_dict: dict[str, Any]) -> None:
-        """Load into the wrapped optimizer, with a warning on rank 0 of what was owed when codecs were in use. Not collective."""
-        self._optimizer.load_state_dict(_of_optimizer(state_dict))
-        if self._communicator.rank == 0 and is_owing(state_dict.get(KEY)):
-            warnings.warn(f"{here()}saved with codecs, loaded without: what compression owed is lost", stacklevel=3)
+        part = {"step": self._exchange.step, "parameters": self._layout.described(), **self._layout.state_dict()}
+        return {**state, KEY: {**self._identity(), **part}}
 
     def load(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
-        """Go on from a state_dict() of this rank, and from `also` of ranks that there are no more. Collective.
+        """Go on from a state_dict() of this rank, and from `also` of ranks that there are no more. With codecs collective."""
+        if self._layout.is_encoded:
+            self._load_with_codecs(state_dict, also)
+            return
+        self._optimizer.load_state_dict(_of_optimizer(state_dict))
+        if self._communicator.rank == 0 and is_owing(state_dict.get(KEY)):
+            warnings.warn(f"{here()}saved with codecs, loaded without: what compression owed is lost", stacklevel=4)
+
+    def _load_with_codecs(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
+        """Go on exactly, or hand over what was owed.
 
         With as many ranks as there were, each with its own part, the same codecs and parameters: exactly. Otherwise what was owed
         is handed over, in the mean (sums: in all) what it was, to all ranks alike. Without a part, on all ranks: nothing is owed.
@@ -120,7 +119,7 @@ class Resumption:
         """
         mine, rank, size = parts[0], self._communicator.rank, self._communicator.size
         lenders = {part["rank"]: part for part in parts}
-        held_by = {lent: holder for holder, held in reversed(list(enumerate(labels))) for lent in _ranks(held)}
+        held_by = {label["rank"]: holder for holder, held in reversed(list(enumerate(labels))) for label in held}
         lent = sorted(lent for lent, holder in held_by.items() if holder == rank)
         owed = self._owed(mine, [lenders[lender] for lender in lent], len(held_by))
 
@@ -137,13 +136,13 @@ class Resumption:
             "version": VERSION,
             "world_size": self._communicator.size,
             "rank": self._communicator.rank,
-            "op": self._reduction.op,
-            "predivide": self._reduction.predivide,
+            "op": self._combination.op,
+            "predivide": self._combination.predivide,
         }
 
     def _continues(self, part: dict[str, Any]) -> bool:
-        """Whether this process may continue exactly as the one that saved the part. (Other versions may lack the other keys.)"""
-        return part.get("version") == VERSION and all(part[key] == value for key, value in self._identity().items())
+        """Whether this process may continue exactly as the one that saved the part. (Other versions may lack keys.)"""
+        return all(part.get(key) == value for key, value in self._identity().items())
 
     def _check_idle(self) -> None:
         """Raise RuntimeError while gradients are exchanged."""
@@ -169,9 +168,9 @@ class Resumption:
                     raise ValueError(
                         f"{here()}load_state_dict: rank {rank} was given a {KEY!r} of version {label['version']}"
                     )
-                if label["op"] != self._reduction.op:
+                if label["op"] != self._combination.op:
                     raise ValueError(
-                        f"{here()}load_state_dict: saved with op={label['op']!r}, not {self._reduction.op!r}"
+                        f"{here()}load_state_dict: saved with op={label['op']!r}, not {self._combination.op!r}"
                     )
                 differing = [key for key in first if key != "rank" and label[key] != first[key]]
                 if differing:
@@ -195,8 +194,9 @@ class Resumption:
             self._communicator.allreduce(total, Sum, postscale=mine["predivide"])
             for slot, (index, start) in enumerate(zip(entry["parameters"], entry["starts"], strict=True)):
                 owed[index] = {"residual": total[start : start + held_here(self._layout.parameters[index]).numel()]}
-                if (basis := entry["tensors"].get(f"basis.{slot}")) is not None:
-                    owed[index]["basis"] = basis.to(total.device)
+                for name, tensor in entry["tensors"].items():
+                    if name.endswith(f".{slot}") and name.count(".") == 1:  # what all ranks remember of this parameter
+                        owed[index][name.partition(".")[0]] = tensor.to(total.device)
         return owed
 
 
@@ -215,21 +215,11 @@ def _of_optimizer(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state_dict.items() if key != KEY}
 
 
-def _ranks(labels: Sequence[dict[str, Any]]) -> list[int]:
-    return [label["rank"] for label in labels]
-
-
 def _add(total: Tensor, entry: dict[str, Any], workers: int) -> None:
-    """Add what one rank's part of a bucket contributes to the result that is owed, of which that of workers is an average."""
-    for name, tensor in entry["tensors"].items():
-        if name == "worker":
-            total.add_(tensor.to(total.device), alpha=1 / workers)
-        elif name == "owner":
-            start = entry["shard_start"]
-            total[start : start + tensor.numel()].add_(tensor.to(total.device))
-        elif name.startswith("error."):
-            start = entry["starts"][int(name.removeprefix("error."))]
-            total[start : start + tensor.numel()].add_(tensor.to(total.device).reshape(-1), alpha=1 / workers)
+    """Add what one rank's part of a buffer contributes to the result that is owed, of which that of workers is an average."""
+    worker, owner, start = entry["tensors"]["worker"], entry["tensors"]["owner"], entry["shard_start"]
+    total.add_(worker.to(total.device), alpha=1 / workers)
+    total[start : start + owner.numel()].add_(owner.to(total.device))
 
 
 def _warn(saved: int, now: int, handed_over: Sequence[int], refused: Sequence[str]) -> None:
@@ -244,4 +234,4 @@ def _warn(saved: int, now: int, handed_over: Sequence[int], refused: Sequence[st
         message += (
             f"; but nothing can be owed to {', '.join(refused)}, whose codec has no error feedback now: that is lost"
         )
-    warnings.warn(message, stacklevel=5)
+    warnings.warn(message, stacklevel=7)

@@ -11,33 +11,48 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from trainer.gradients.bucket import Bucket, Reduction
+from trainer.gradients.bucket import Bucket
+from trainer.gradients.combination import Combination
 from trainer.gradients.layout import Layout
 from trainer.ops import Sum
 from trainer.uncompiled import uncompiled
 
 
+class Passes:
+    """Counts calls of backward(), of which `per_step` come before every step of the optimizer.
+
+    paused: while True, they only accumulate gradients, and are not counted. ended: so many since the last exchange.
+    """
+
+    def __init__(self, per_step: int) -> None:
+        self.per_step = per_step
+        self.paused = False
+        self.ended = 0
+
+    def is_due(self) -> bool:
+        """Return whether the pass that is running is the last before a step."""
+        return not self.paused and self.ended + 1 >= self.per_step
+
+
 class GradientExchange:
-    """Hooks on parameters that fill buckets and have them reduced, in the same order on all ranks.
+    """Hooks on parameters that fill buckets and have them exchanged, in the same order on all ranks.
 
     A *pass* is one backward() that reaches at least one of the parameters. A *window* ends in an exchange of every bucket: in
-    the pass that completes `passes_per_window`, or in flush(). Ranks may differ in the parameters they reach, even in whether
-    they reach any, but must go through the same windows.
+    the pass that is due by `passes`, or in flush(). Ranks may differ in the parameters they reach, even in whether they reach
+    any, but must go through the same windows.
 
     The exchange is done when backward() returns: buckets start as soon as they are full, and callbacks at the end of backward
     start the others and wait.
     """
 
-    def __init__(self, layout: Layout, reduction: Reduction, passes_per_window: int) -> None:
-        self.passes_per_window = passes_per_window
-        self.paused = False
-        """While True, passes only accumulate, and are not counted."""
+    def __init__(self, layout: Layout, combination: Combination, passes: Passes) -> None:
         self.step = 0
         """How many exchanges there have been."""
         self.wait_s = 0.0
         """Seconds for which callers were held up by unfinished reductions so far."""
         self._layout = layout
-        self._reduction = reduction
+        self._combination = combination
+        self._passes = passes
         self._hooks: dict[int, RemovableHandle] = {}
         self._lock = threading.Lock()  # autograd calls hooks from one thread per device
 
@@ -45,9 +60,8 @@ class GradientExchange:
         self._pass_is_open = False
         self._arrived: dict[int, None] = {}
         self._missing: list[int] = []
-        self._started = 0
+        self._started, self._counting = 0, False
 
-        self._passes = 0
         self._has_unreduced = False
         self._exchanged = False
         self._reduced: set[int] = set()
@@ -71,7 +85,7 @@ class GradientExchange:
     def renew(self, *, forget: bool = False) -> None:
         """Open a new window. forget: the gradients have been reset, and what was accumulated does not count."""
         self._exchanged = False
-        self._passes = 0
+        self._passes.ended = 0
         if forget:
             self._has_unreduced = False
             self._reduced.clear()
@@ -109,7 +123,7 @@ class GradientExchange:
                     f"the gradient of {name!r} requires a gradient itself: backward(create_graph=True) cannot be exchanged; "
                     "use torch.autograd.grad(..., create_graph=True) for the inner derivative"
                 )
-            if self._reduction.op == Sum and index in self._reduced and bucket.holds_gradient(slot):
+            if self._combination.op == Sum and index in self._reduced and bucket.holds_gradient(slot):
                 raise RuntimeError(
                     f"a gradient of {name!r} was accumulated onto one already summed over ranks: call zero_grad() of the "
                     "distributed optimizer before, or accumulate by backward_passes_per_step or no_sync()"
@@ -120,7 +134,7 @@ class GradientExchange:
             if index not in self._arrived:
                 self._arrived[index] = None
                 self._missing[number] -= 1
-            if not self.paused and self._passes + 1 >= self.passes_per_window:
+            if self._passes.is_due():
                 self._start(self._full_in_order())
 
     def _enter_pass(self) -> None:
@@ -147,10 +161,11 @@ class GradientExchange:
             if not self._pass_is_open:
                 return
             self._pass_is_open = False
-            if self.paused:
+            if self._passes.paused:
                 return
-            self._passes += 1
-            if self._passes >= self.passes_per_window:
+            is_due = self._passes.is_due()
+            self._passes.ended += 1
+            if is_due:
                 self._start(len(self._layout.buckets))
                 # Not here: another optimizer's callback may follow, and all must have started before one waits.
                 _when_backward_ends(self._on_all_started)
@@ -170,38 +185,39 @@ class GradientExchange:
     def _start(self, count: int) -> None:
         """Start the first `count` buckets, but for those that are started."""
         for bucket in self._layout.buckets[self._started : count]:
-            if self._reduction.op == Sum:
+            if self._combination.op == Sum:
                 self._divide_old_sums(bucket)
             bucket.start(self.step)
             self._started += 1
-        if self._started == len(self._layout.buckets):
-            self._layout.presence.start()
+        if self._started == len(self._layout.buckets) and not self._counting:
+            for presence in self._layout.presence:
+                presence.start(self.step)
+            self._counting = True
 
     def _divide_old_sums(self, bucket: Bucket) -> None:
         """Divide gradients of an earlier exchange, to which nothing was added, so that summing again gives the same sums."""
         for slot, index in enumerate(bucket.items):
             if index in self._reduced and bucket.holds_gradient(slot):
-                bucket.scale(slot, 1 / self._reduction.communicator.size)
+                bucket.scale(slot, 1 / self._combination.communicator.size)
 
     def _finish(self) -> None:
         """Wait for all buckets, hand out the gradients, and close the window."""
         buckets = self._layout.buckets
         begin = time.perf_counter()
         try:
-            for bucket in buckets:
-                bucket.wait()
-            self._layout.presence.wait()
-            for bucket in buckets:
-                bucket.complete()
+            buffers = [*(bucket.buffer for bucket in buckets), *self._layout.presence]
+            for buffer in buffers:
+                buffer.wait()
+            for buffer in buffers:
+                buffer.complete()
             for bucket in buckets:  # when nothing can fail any more
                 bucket.finish()
         finally:
             self.wait_s += time.perf_counter() - begin
             for bucket in buckets:
-                bucket.forget()
-            self._layout.presence.forget()
-            self._started = 0
-            self._passes = 0
+                bucket.in_flight = False
+            self._started, self._counting = 0, False
+            self._passes.ended = 0
         self.step += 1
         self._has_unreduced = False
         self._exchanged = True

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from trainer.compression import Cast, Encoding, Policy
-from trainer.gradients.bucket import Bucket, BucketPlan, Item, Reduction, cast_bucket, lay_out, plan_buckets
-from trainer.gradients.coded import EncodedBucket, Owed, Presence, encoded_bucket
+from trainer.gradients.bucket import Bucket, presence_of
+from trainer.gradients.coded import CodedBuffer, Owed, PlainBuffer
+from trainer.gradients.combination import Combination
+from trainer.gradients.packing import BucketPlan, Item, lay_out, plan_buckets
 from trainer.gradients.shards import held_here, shard_of
 from trainer.world import here
 
@@ -25,8 +27,8 @@ class Layout:
     along, and waits where a parameter is frozen.
     """
 
-    def __init__(self, reduction: Reduction, policy: Policy, bucket_bytes: int) -> None:
-        self._reduction = reduction
+    def __init__(self, combination: Combination, policy: Policy, bucket_bytes: int) -> None:
+        self._combination = combination
         self._policy = policy
         self._bucket_bytes = bucket_bytes
         self._names: list[str] = []
@@ -39,7 +41,7 @@ class Layout:
         self.buckets: list[Bucket] = []
         self.places: dict[int, tuple[int, int]] = {}
         """Of each parameter laid out: index of its bucket, and its slot there."""
-        self.presence = Presence((), reduction)
+        self.presence: list[PlainBuffer] = []
         """To be exchanged after the buckets."""
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
@@ -58,8 +60,9 @@ class Layout:
         return any(isinstance(encoding, Encoding) for encoding in self._encodings)
 
     @property
-    def encoded_buckets(self) -> list[EncodedBucket]:
-        return [bucket for bucket in self.buckets if isinstance(bucket, EncodedBucket)]
+    def coded(self) -> list[CodedBuffer]:
+        """The buffers of the buckets that codecs exchange."""
+        return [bucket.coded for bucket in self.buckets if bucket.coded is not None]
 
     def learn(self, arrivals: Iterable[int]) -> None:
         """Take note of the order in which gradients arrived in an exchange. Every rank must do so after every exchange."""
@@ -90,8 +93,8 @@ class Layout:
         self._arrivals = None
         wanted = set(trainable)
         self._order = self._agree([index for index in known if index in wanted])
-        for bucket in self.encoded_buckets:
-            self._waiting |= {index: owed for index, owed in zip(bucket.items, bucket.take(), strict=True) if owed}
+        for buffer in self.coded:
+            self._waiting |= {index: owed for index, owed in zip(buffer.items, buffer.take(), strict=True) if owed}
         self._replace(self._made(self._plan(self._order)))
 
     def _replace(self, buckets: list[Bucket]) -> None:
@@ -112,7 +115,7 @@ class Layout:
         mine = [
             (self._names[i], tuple(held_here(self.parameters[i]).shape), str(self.parameters[i].dtype)) for i in order
         ]
-        gathered = self._reduction.communicator.allgather_object((shards, mine))
+        gathered = self._combination.communicator.allgather_object((shards, mine))
         for rank, (theirs, _) in enumerate(gathered):
             _check_shards(rank, theirs, gathered[0][0])
         everyones = [theirs for _, theirs in gathered]
@@ -136,22 +139,17 @@ class Layout:
         return plan_buckets(self._items(), order, bucket_bytes=self._bucket_bytes)
 
     def _made(self, plans: Sequence[BucketPlan], first_number: int = 0) -> list[Bucket]:
-        buckets = []
-        for number, plan in enumerate(plans, first_number):
-            encoding = self._encodings[plan.items[0]]
-            if isinstance(encoding, Encoding):
-                bucket: Bucket = encoded_bucket(plan, self._names, self.parameters, encoding, self._reduction, number)
-            else:
-                bucket = cast_bucket(plan, self._names, self.parameters, encoding, self._reduction)
-            buckets.append(bucket)
-        return buckets
+        return [
+            Bucket(plan, self._names, self.parameters, self._encodings[plan.items[0]], self._combination, number)
+            for number, plan in enumerate(plans, first_number)
+        ]
 
     def _take_in(self, buckets: Sequence[Bucket]) -> None:
         """Add buckets, with what waited for their parameters."""
         for bucket in buckets:
             self.places |= {index: (len(self.buckets), slot) for slot, index in enumerate(bucket.items)}
             self.buckets.append(bucket)
-        self.presence = Presence(self.buckets, self._reduction)
+        self.presence = presence_of(self.buckets, self._combination)
         self._give()
 
     def _give(self) -> list[int]:
@@ -159,8 +157,8 @@ class Layout:
         refused = []
         for index in sorted(self._waiting.keys() & self.places):
             number, slot = self.places[index]
-            bucket, owed = self.buckets[number], self._waiting.pop(index)
-            if owed and not (isinstance(bucket, EncodedBucket) and bucket.give(slot, owed)):
+            buffer, owed = self.buckets[number].coded, self._waiting.pop(index)
+            if owed and not (buffer is not None and buffer.give(slot, owed)):
                 refused.append(index)
         return refused
 
@@ -173,7 +171,7 @@ class Layout:
             "learning": self._learning,
             "arrivals": self._arrivals,
             "buckets": [
-                bucket.state_dict() if isinstance(bucket, EncodedBucket) else {"parameters": list(bucket.items)}
+                {"parameters": list(bucket.items)} if bucket.coded is None else bucket.coded.state_dict()
                 for bucket in self.buckets
             ],
             "waiting": dict(self._waiting),
@@ -186,12 +184,12 @@ class Layout:
             return None
         buckets = self._made([lay_out(items, entry["parameters"]) for entry in saved])
         for bucket, entry in zip(buckets, saved, strict=True):
-            if isinstance(bucket, EncodedBucket) != ("tensors" in entry):
+            if (bucket.coded is not None) != ("tensors" in entry):
                 return None
-            if isinstance(bucket, EncodedBucket):
-                if not bucket.fits(entry):
+            if bucket.coded is not None:
+                if not bucket.coded.fits(entry):
                     return None
-                bucket.load_state_dict(entry)
+                bucket.coded.load_state_dict(entry)
         return buckets
 
     def restore(self, state: dict[str, Any], buckets: list[Bucket]) -> None:
@@ -206,8 +204,8 @@ class Layout:
     def restart(self, owed: dict[int, Owed]) -> list[str]:
         """Keep the layout, but owe this and nothing else. owed: by parameter, the same on all ranks. Returns the names of the
         parameters whose codec now has no error feedback, to which nothing can be owed."""
-        for bucket in self.encoded_buckets:
-            bucket.restart()
+        for buffer in self.coded:
+            buffer.restart()
         self._waiting = owed
         return [self._names[index] for index in self._give()]
 

@@ -13,21 +13,11 @@ from torch import Tensor
 KEY = "gradwire"
 """In the state_dict() of a DistributedOptimizer."""
 
-VERSION = 1
+VERSION = 2
 
-_KEYS = (
-    "world_size",
-    "rank",
-    "op",
-    "predivide",
-    "step",
-    "parameters",
-    "order",
-    "learning",
-    "arrivals",
-    "buckets",
-    "waiting",
-)
+_KEYS = ("world_size", "rank", "op", "predivide", "step", "parameters", "buckets", "waiting")
+_LAYOUT_KEYS = ("order", "learning", "arrivals")
+"""What else is there where the layout is ours, not DDP's."""
 
 
 def label_of(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,48 +47,54 @@ def is_owing(part: object) -> bool:
     return bool(part.get("waiting")) or any(entry.get("tensors") for entry in entries)
 
 
-def check_part(part: object, described: Sequence[tuple[Any, ...]]) -> None:
-    """Raise ValueError, which says where, unless this is a whole part for these parameters: name and shape of each.
+def check_part(part: object, described: Sequence[tuple[Any, ...]] | None = None) -> None:
+    """Raise ValueError, which says where, unless this is a whole part.
 
-    What other versions consist of is not known here: of those nothing is looked at.
+    described: name and shape of each parameter that it must be of; None for a part of a DDP hook, which learns of its parameters
+    later. What other versions consist of is not known here: of those nothing is looked at.
     """
     if not isinstance(part, Mapping):
         raise ValueError(f"{KEY!r} must be a dict, not {type(part).__name__}")
     _need(_is_whole(part.get("version"), 0), f"version is {part.get('version')!r}")
     if part["version"] != VERSION:
         return
-    missing = [key for key in _KEYS if key not in part]
+    missing = [key for key in (*_KEYS, *(() if described is None else _LAYOUT_KEYS)) if key not in part]
     _need(not missing, f"{', '.join(missing)} missing")
     _need(_is_whole(part["world_size"], 1), f"world_size is {part['world_size']!r}")
     _need(_is_whole(part["rank"], 0, part["world_size"]), f"rank is {part['rank']!r} of {part['world_size']}")
     _need(_is_whole(part["step"], 0), f"step is {part['step']!r}")
     predivide = part["predivide"]
-    _need(
-        isinstance(predivide, (int, float)) and math.isfinite(predivide) and predivide > 0,
-        f"predivide is {predivide!r}",
-    )
-    _check_parameters(part["parameters"], described)
-    numels = [math.prod(shape) for _, shape, *_ in described]
-    _check_indices("order", part["order"], len(numels))
-    _need(isinstance(part["learning"], bool), f"learning is {part['learning']!r}")
-    if part["arrivals"] is not None:
-        _check_indices("arrivals", part["arrivals"], len(numels))
+    _need(isinstance(predivide, (int, float)) and 0 < predivide < math.inf, f"predivide is {predivide!r}")
+    numels = [math.prod(shape) for shape in _check_parameters(part["parameters"], described)]
     _need(isinstance(part["buckets"], list), f"buckets is a {type(part['buckets']).__name__}")
     for place, entry in enumerate(part["buckets"]):
         _check_bucket(f"bucket {place}", entry, numels)
-    _check_order(part["order"], [entry["parameters"] for entry in part["buckets"]])
     _check_waiting(part["waiting"], numels)
+    if described is not None:
+        _check_indices("order", part["order"], len(numels))
+        _need(isinstance(part["learning"], bool), f"learning is {part['learning']!r}")
+        if part["arrivals"] is not None:
+            _check_indices("arrivals", part["arrivals"], len(numels))
+        _check_order(part["order"], [entry["parameters"] for entry in part["buckets"]])
 
 
-def _check_parameters(saved: object, described: Sequence[tuple[Any, ...]]) -> None:
-    if not isinstance(saved, list) or not all(isinstance(entry, (list, tuple)) and len(entry) >= 2 for entry in saved):
+def _check_parameters(saved: object, described: Sequence[tuple[Any, ...]] | None) -> list[tuple[int, ...]]:
+    """Return the shapes."""
+    if not isinstance(saved, list) or not all(
+        isinstance(entry, (list, tuple))
+        and len(entry) >= 2
+        and isinstance(entry[1], (list, tuple))
+        and all(_is_whole(length, 0) for length in entry[1])
+        for entry in saved
+    ):
         raise _damaged("parameters are not names and shapes")
     was = [(name, tuple(shape), *more) for name, shape, *more in saved]
-    if was != list(described):
+    if described is not None and was != list(described):
         old, new = next((pair for pair in zip_longest(was, described) if pair[0] != pair[1]), (None, None))
         raise ValueError(
             f"saved with {len(was)} parameters, here are {len(described)}; the first that differs was {old} and is {new}"
         )
+    return [shape for _, shape, *_ in was]
 
 
 def _check_bucket(name: str, entry: object, numels: Sequence[int]) -> None:
@@ -121,18 +117,11 @@ def _check_bucket(name: str, entry: object, numels: Sequence[int]) -> None:
     fit = all(end <= start for end, start in zip(ends, [*starts[1:], numel], strict=True))
     _need(fit, f"{name}: its parameters do not fit between starts {starts!r} and numel {numel}")
     _check_tensors(name, tensors)
-    for key, tensor in tensors.items():
-        kind, _, slot = key.partition(".")
-        if kind == "worker":
-            _check_numbers(f"{name}: {key}", tensor, numel)
-        elif kind == "owner":
-            _check_numbers(f"{name}: {key}", tensor)
-            _need(shard_start + tensor.numel() <= numel, f"{name}: owner has {tensor.numel()} numbers")
-        elif kind in ("error", "basis"):
-            _need(slot.isdecimal() and int(slot) < len(members), f"{name}: {key} is of no parameter")
-            _check_numbers(f"{name}: {key}", tensor, numels[members[int(slot)]] if kind == "error" else None)
-    for one, other in (("worker", "owner"), *((f"error.{slot}", f"basis.{slot}") for slot in range(len(members)))):
-        _need((one in tensors) == (other in tensors), f"{name}: of {one} and {other} one is missing")
+    if tensors:
+        _need({"worker", "owner"} <= tensors.keys(), f"{name}: of worker and owner one is missing")
+        _check_numbers(f"{name}: worker", tensors["worker"], numel)
+        _check_numbers(f"{name}: owner", tensors["owner"])
+        _need(shard_start + tensors["owner"].numel() <= numel, f"{name}: owner has {tensors['owner'].numel()} numbers")
 
 
 def _check_order(order: Sequence[int], buckets: Sequence[Sequence[int]]) -> None:
@@ -155,7 +144,7 @@ def _check_waiting(waiting: object, numels: Sequence[int]) -> None:
         _check_tensors(name, owed)
         _need("residual" in owed, f"{name}: residual missing")
         for key, tensor in owed.items():
-            _check_numbers(f"{name}: {key}", tensor, None if key == "basis" else numels[index])
+            _check_numbers(f"{name}: {key}", tensor, numels[index] if key == "residual" else None)
 
 
 def _check_tensors(name: str, tensors: object) -> None:

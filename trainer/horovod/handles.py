@@ -14,9 +14,8 @@ T = TypeVar("T")
 class Handle(Generic[T]):
     """An operation under way: what the *_async verbs return, for poll() and synchronize()."""
 
-    def __init__(self, work: Work | None, result: T, finish: Callable[[T], T] | None = None) -> None:
+    def __init__(self, work: Work, result: T, finish: Callable[[T], T] | None = None) -> None:
         """work: as a Communicator's verb returns it with async_op=True. finish: what is left to do to the result then, once."""
-        assert work is not None
         self._work = work
         self._result = result
         self._finish = finish

@@ -1,0 +1,49 @@
+"""How the gradients of all ranks become one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from collectives import Communicator, Work
+from collectives.compression.codec import Codec
+from collectives.compression.feedback import Feedback
+from trainer.ops import Average
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Among whom, and by which op, "sum" or "average"; numbers are divided by `predivide` before and multiplied by it after."""
+
+    communicator: Communicator
+    op: str
+    predivide: float = 1.0
+
+    @property
+    def inputs(self) -> int:
+        """How many ranks' numbers the result is the mean of; 1 where it is their sum."""
+        return self.communicator.size if self.op == Average else 1
+
+    def start(
+        self,
+        values: Tensor,
+        codec: Codec | None = None,
+        feedback: Feedback | None = None,
+        step: int = 0,
+        seed: int = 0,
+        *,
+        divided: bool = False,
+    ) -> Work:
+        """Begin to combine values, in place. divided: whether they have been divided by `predivide` already."""
+        return self.communicator.allreduce(
+            values,
+            self.op,
+            prescale=1.0 if divided else 1 / self.predivide,
+            postscale=self.predivide,
+            codec=codec,
+            feedback=feedback,
+            step=step,
+            seed=seed,
+            async_op=True,
+        )

@@ -1,0 +1,83 @@
+"""Which gradients lie side by side in which bucket, and where: pure, without a tensor."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+MiB = 1024 * 1024
+DEFAULT_BUCKET_BYTES = 25 * MiB
+FIRST_BUCKET_BYTES = 1 * MiB
+"""The first bucket is smaller, so that communication starts soon after backward has."""
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Item:
+    """What planning has to know of a gradient. Only gradients of one kind (dtype, device, what they travel as) share a bucket."""
+
+    numel: int
+    itemsize: int
+    kind: Hashable
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Where gradients lie in one buffer, in elements.
+
+    Gradient items[i] starts at offsets[i], a multiple of ALIGNMENT_BYTES. From presence_offset on there is one element per
+    gradient, in the same order: how many ranks have it. numel: length of the buffer.
+    """
+
+    items: tuple[int, ...]
+    offsets: tuple[int, ...]
+    presence_offset: int
+    numel: int
+
+
+def plan_buckets(
+    items: Sequence[Item], order: Sequence[int], *, bucket_bytes: int, first_bucket_bytes: int = FIRST_BUCKET_BYTES
+) -> tuple[BucketPlan, ...]:
+    """Distribute items over buckets, following the order in which gradients are expected; order holds indices of items.
+
+    A bucket holds at most bucket_bytes of gradients, the very first to fill first_bucket_bytes, unless a single gradient is
+    larger: it has a bucket for itself. Buckets come in the order in which they fill up. Pure: equal arguments, equal plans.
+    """
+    filling: dict[Hashable, list[int]] = {}
+    filled_bytes: dict[Hashable, int] = {}
+    full: list[list[int]] = []
+    limit = min(first_bucket_bytes, bucket_bytes)
+    for index in order:
+        kind, wanted = items[index].kind, _padded_bytes(items[index])
+        if kind in filling and filled_bytes[kind] + wanted > limit:
+            full.append(filling.pop(kind))
+            limit = bucket_bytes
+        if kind not in filling:
+            filling[kind], filled_bytes[kind] = [], 0
+        filling[kind].append(index)
+        filled_bytes[kind] += wanted
+    position = {index: place for place, index in enumerate(order)}
+    buckets = sorted([*full, *filling.values()], key=lambda members: position[members[-1]])
+    return tuple(lay_out(items, members) for members in buckets)
+
+
+def lay_out(items: Sequence[Item], members: Sequence[int]) -> BucketPlan:
+    """The plan of a bucket for some of the items, in this order."""
+    offsets = []
+    end = 0
+    for index in members:
+        offsets.append(end)
+        end += _padded_bytes(items[index]) // items[index].itemsize
+    return BucketPlan(tuple(members), tuple(offsets), presence_offset=end, numel=end + len(members))
+
+
+def packed(members: Sequence[int], shapes: Sequence[Sequence[int]]) -> BucketPlan:
+    """Return the plan of a buffer in which tensors of these shapes follow each other, with no presence beside them."""
+    *offsets, numel = itertools.accumulate(map(math.prod, shapes), initial=0)
+    return BucketPlan(tuple(members), tuple(offsets), presence_offset=numel, numel=numel)
+
+
+def _padded_bytes(item: Item) -> int:
+    return -(-item.numel * item.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
