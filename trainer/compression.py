@@ -18,7 +18,7 @@ from collectives.compression.matrices import MatrixCodec
 from collectives.compression.onebit import OneBit
 from collectives.compression.powersgd import PowerSGD
 from collectives.compression.randomk import RandomK
-from collectives.compression.registry import make_codec
+from collectives.compression.registry import CODECS, make_codec
 from collectives.compression.stochastic import QSGD, Natural, TernGrad
 from collectives.compression.threshold import Threshold
 from collectives.compression.topk import TopK
@@ -125,14 +125,15 @@ class Encoding:
 
 
 def encoding_of(compression: Compressor) -> Cast | Encoding:
-    """What is meant by a `compression=`; the names mean what Compression has of that name.
+    """Return what is meant by a `compression=`; the names mean what Compression has of that name, or a registered codec.
 
     Codecs that need error feedback get it, the others only as ErrorFeedback. Raises ValueError, which lists the names.
     """
     if isinstance(compression, str):
-        if compression not in NAMES:
-            raise ValueError(f"{here()}nothing is called {compression!r} in Compression; known are {', '.join(NAMES)}")
-        compression = getattr(Compression, compression)
+        if compression not in (*NAMES, *CODECS):
+            known = ", ".join(dict.fromkeys((*NAMES, *CODECS)))
+            raise ValueError(f"{here()}nothing is called {compression!r} in Compression; known are {known}")
+        compression = getattr(Compression, compression) if compression in NAMES else make_codec(compression)
     if isinstance(compression, Cast):
         return compression
     if isinstance(compression, ErrorFeedback):

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+import trainer as hvd
 from collectives import Communicator, check_algorithm, register_algorithm, register_codec
 from collectives.compression import CODECS, Codec, Int8
 from collectives.plan.algorithms import PLANNERS, ring
@@ -51,6 +52,31 @@ def use_the_algorithm() -> None:
         tensor = contribution(comm.rank, comm.size, SEVERAL_SEGMENTS, torch.float32)
         comm.allreduce(tensor, algorithm="star")
         assert torch.equal(tensor, reduced(comm.size, SEVERAL_SEGMENTS, torch.float32))
+
+
+def train_with_the_codec() -> torch.Tensor:
+    """It needs error feedback, which therefore keeps the sum of all steps right, and is saved."""
+    examples()
+    hvd.init(timeout_s=EXCHANGE_TIMEOUT_S)
+    try:
+        weights = torch.nn.Parameter(torch.zeros(64, 64))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0), compression="hundredths")
+        gradient = torch.linspace(-1.0, 1.0, weights.numel()).view_as(weights)
+        for _ in range(20):
+            optimizer.zero_grad()
+            (weights * gradient * (hvd.rank() + 1)).sum().backward()
+            optimizer.step()
+        mean = (hvd.size() + 1) / 2
+        assert torch.allclose(weights, -20 * mean * gradient, atol=0.1)
+        assert any("worker" in bucket["tensors"] for bucket in optimizer.state_dict()["gradwire"]["buckets"])
+        return weights.detach()
+    finally:
+        hvd.shutdown()
+
+
+def test_the_codec_of_the_page_in_training(ranks: Worlds) -> None:
+    first, *others = ranks(2).run(train_with_the_codec)
+    assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
