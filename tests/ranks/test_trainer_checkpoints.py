@@ -1,0 +1,418 @@
+"""Checkpoints of a DistributedOptimizer with codecs: as good as never having stopped, and refused where they are not whole."""
+
+import io
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainer as hvd
+from tests.harness import Worlds
+from tests.ranks.ladder import HEIGHT, REMEMBERING, Ladder, optimizer_of, owed, train
+from tests.ranks.training import assert_same_on_all_ranks, copies, in_world
+from trainer.compression import Compressor
+from trainer.gradients.parts import KEY
+
+
+@in_world
+def saves_midway(compression: Compressor) -> None:
+    """A backward that fails when its first bucket is under way: nothing can be saved or loaded before it is caught up with."""
+    first, last = (nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([first, last], lr=1.0), compression=compression, bucket_bytes=1
+    )
+    before = optimizer.state_dict()
+
+    def fail(gradient: Tensor) -> None:
+        raise KeyError("from a hook of the user")
+
+    hook = first.register_hook(fail)
+    with pytest.raises(KeyError, match="from a hook of the user"):
+        (first.tanh() * 5 + last).sum().backward()
+    hook.remove()
+    with pytest.raises(RuntimeError, match=r"rank \d.*being exchanged.*synchronize"):
+        optimizer.state_dict()
+    with pytest.raises(ValueError, match="being exchanged"):
+        optimizer.load_state_dict(before)
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    assert optimizer.state_dict()["gradwire"]["step"] == 1
+    optimizer.close()
+
+
+@pytest.mark.parametrize("name", ["onebit", "powersgd"])
+def test_nothing_is_saved_while_gradients_are_exchanged(ranks: Worlds, name: str) -> None:
+    ranks(2).run(saves_midway, name)
+
+
+def as_bytes(state: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(io.BytesIO(as_bytes(state)), weights_only=True)
+    return loaded
+
+
+@in_world
+def resume(compression: Compressor, stop: int) -> None:
+    """Against a run that is not stopped: losses and parameters, on every rank."""
+    model = Ladder()
+    optimizer = optimizer_of(model, compression)
+    straight = train(model, optimizer, range(7))
+    expected = copies(model.parameters())
+    optimizer.close()
+
+    model = Ladder()
+    optimizer = optimizer_of(model, compression)
+    losses = train(model, optimizer, range(stop))
+    saved, weights = through_a_file(optimizer.state_dict()), copies(model.parameters())
+    optimizer.close()
+
+    for has_gone_on in (False, True):
+        other = Ladder(seed=5)
+        optimizer = optimizer_of(other, compression)
+        if has_gone_on:
+            train(other, optimizer, range(50, 53))
+        with torch.no_grad():
+            for parameter, weight in zip(other.parameters(), weights, strict=True):
+                parameter.copy_(weight)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.load_state_dict(saved)
+        rest = train(other, optimizer, range(stop, 7))
+        assert losses + rest == straight
+        assert all(torch.equal(a, b) for a, b in zip(other.parameters(), expected, strict=True))
+        optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "stop"),
+    [*((name, 4) for name in ("int8", "qsgd", *REMEMBERING)), ("onebit", 0), ("onebit", 1), ("dgc", 1)],
+)
+def test_a_loaded_state_continues_bit_for_bit(ranks: Worlds, name: str, stop: int) -> None:
+    ranks(2).run(resume, REMEMBERING.get(name, name), stop)
+
+
+@in_world
+def resume_frozen() -> None:
+    """What a frozen parameter is owed is in the checkpoint too."""
+    runs = []
+    for stopped in (False, True):
+        model = Ladder()
+        frozen = model.layers[0][0].weight
+        optimizer = optimizer_of(model, "onebit")
+        train(model, optimizer, range(2))
+        frozen.requires_grad_(False)
+        train(model, optimizer, range(2, 4))
+        assert optimizer._rule.layout._waiting
+        if stopped:
+            saved = through_a_file(optimizer.state_dict())
+            optimizer.close()
+            optimizer = optimizer_of(model, "onebit")
+            optimizer.load_state_dict(saved)
+        frozen.requires_grad_(True)
+        train(model, optimizer, range(4, 7))
+        runs.append(copies(model.parameters()))
+        optimizer.close()
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_a_frozen_parameter_keeps_its_claim(ranks: Worlds) -> None:
+    ranks(2).run(resume_frozen)
+
+
+@in_world
+def save(directory: Path, compression: Compressor, op: str) -> dict[int, Tensor]:
+    """Train a little and save; what is owed then."""
+    model = Ladder()
+    optimizer = optimizer_of(model, compression, op=op)
+    train(model, optimizer, range(3))
+    torch.save(optimizer.state_dict(), directory / f"{hvd.rank()}.pt")
+    debts = owed(optimizer)
+    optimizer.close()
+    return debts
+
+
+@in_world
+def load(
+    directory: Path, compression: Compressor, op: str, saved: int, with_also: bool
+) -> tuple[dict[int, Tensor], list[str]]:
+    """Load on another number of ranks; what is owed, and what was warned of. Then train on."""
+    states = [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(saved)]
+    model = Ladder()
+    optimizer = optimizer_of(model, compression, op=op)
+    train(model, optimizer, range(10, 12))
+    extra = [states[rank] for rank in range(hvd.size(), saved) if with_also and rank % hvd.size() == hvd.rank()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(states[hvd.rank() % saved], also=extra)
+    debts = owed(optimizer)
+    assert optimizer._rule.exchange.step == 3
+    train(model, optimizer, range(3, 5))
+    assert_same_on_all_ranks(model.parameters()) if op == hvd.Sum else None
+    optimizer.close()
+    return debts, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 2)])
+@pytest.mark.parametrize("name", ["onebit", "threshold", "powersgd"])
+def test_other_ranks_take_over_what_is_owed(
+    ranks: Worlds, tmp_path: Path, name: str, before: int, now: int, op: str
+) -> None:
+    compression = REMEMBERING[name]
+    debts = ranks(before).run(save, tmp_path, compression, op)[0]
+    assert len(debts) == 2 * HEIGHT
+    loaded = ranks(now).run(load, tmp_path, compression, op, before, True)
+    for found, _ in loaded:
+        assert found.keys() == debts.keys()
+        for index, debt in debts.items():
+            assert debt.any()
+            torch.testing.assert_close(found[index], debt, rtol=1e-5, atol=1e-6)
+    messages, *others = [warned for _, warned in loaded]
+    assert others == [[]] * (now - 1)
+    assert len(messages) == 1
+    assert (
+        f"saved on {before} ranks, loaded on {now}: what compression owed on ranks {list(range(before))}" in messages[0]
+    )
+    assert "lost" not in messages[0]
+
+
+def test_what_nobody_loads_is_lost_with_a_warning(ranks: Worlds, tmp_path: Path) -> None:
+    """The mean is over the ranks that were loaded; the shard that rank 2 owned is gone."""
+    ranks(3).run(save, tmp_path, "onebit", hvd.Average)
+    states = [torch.load(tmp_path / f"{rank}.pt", weights_only=True)[KEY] for rank in range(3)]
+    loaded = ranks(2).run(load, tmp_path, "onebit", hvd.Average, 3, False)
+    for place, entry in enumerate(states[0]["buckets"]):
+        if "tensors" not in entry:
+            continue
+        expected = torch.zeros(entry["numel"])
+        for state in states[:2]:
+            one = state["buckets"][place]
+            expected += one["tensors"]["worker"] / 2
+            expected[one["shard_start"] :][: one["tensors"]["owner"].numel()] += one["tensors"]["owner"]
+        for index, start in zip(entry["parameters"], entry["starts"], strict=True):
+            for debts, _ in loaded:
+                mine = debts[index]
+                torch.testing.assert_close(mine.flatten(), expected[start : start + mine.numel()], rtol=1e-5, atol=1e-6)
+    ((message,), nothing) = (warned for _, warned in loaded)
+    assert nothing == []
+    assert "handed over to all; that of ranks [2], which no rank was given, is lost" in message
+
+
+@in_world
+def load_wrongly(directory: Path) -> list[str]:
+    """Each of these must fail on all ranks alike, and leave the optimizer usable."""
+    model = Ladder()
+    optimizer = optimizer_of(model, "onebit")
+    mine = torch.load(directory / f"{hvd.rank()}.pt", weights_only=True)
+    plain = {key: value for key, value in mine.items() if key != KEY}
+    later = {**mine, KEY: {**mine[KEY], "step": 99}}
+    strange = {**mine, KEY: {**mine[KEY], "version": 7}}
+    summed = {**mine, KEY: {**mine[KEY], "op": hvd.Sum}}
+    (name, shape), *rest = mine[KEY]["parameters"]
+    turned = {**mine, KEY: {**mine[KEY], "parameters": [(name, shape[::-1]), *rest]}}
+    damaged = {**mine, KEY: {key: value for key, value in mine[KEY].items() if key != "buckets"}}
+    messages = []
+    for wrong in (
+        plain if hvd.rank() else mine,
+        later if hvd.rank() else mine,
+        strange,
+        summed,
+        turned,
+        damaged if hvd.rank() else mine,
+    ):
+        with pytest.raises(ValueError, match="load_state_dict: ") as caught:
+            optimizer.load_state_dict(wrong)
+        messages.append(str(caught.value).partition("load_state_dict: ")[2])
+    optimizer.load_state_dict(plain)
+    optimizer.load_state_dict(mine)
+    train(model, optimizer, range(2))
+    assert_same_on_all_ranks(model.parameters())
+    optimizer.close()
+    return messages
+
+
+def test_parts_that_do_not_belong_together_are_refused_everywhere(ranks: Worlds, tmp_path: Path) -> None:
+    ranks(2).run(save, tmp_path, "onebit", hvd.Average)
+    one, other = ranks(2).run(load_wrongly, tmp_path)
+    assert one == other
+    assert "rank 0 was given what cannot be loaded (ValueError: saved with" in one[4]
+    assert "the first that differs was" in one[4]
+    assert one[5] == "rank 1 was given what cannot be loaded (ValueError: 'gradwire' is damaged: buckets missing)"
+    assert one[:4] == [
+        "ranks [1] were given a state_dict without 'gradwire', the others one with it",
+        "ranks 0 and 1 were given parts of different checkpoints: they differ in step",
+        "rank 0 was given a 'gradwire' of version 7",
+        "saved with op='sum', not 'average'",
+    ]
+
+
+def change(part: dict[str, Any], bucket: int | None, **values: Any) -> None:
+    """Of the part, or of one of its buckets that a codec is for."""
+    (part if bucket is None else [entry for entry in part["buckets"] if "tensors" in entry][bucket]).update(values)
+
+
+def tensors_in(part: dict[str, Any]) -> dict[str, Tensor]:
+    """Of the first bucket that a codec is for."""
+    found: dict[str, Tensor] = next(entry for entry in part["buckets"] if "tensors" in entry)["tensors"]
+    return found
+
+
+def swap(items: list[Any], one: int, other: int) -> None:
+    items[one], items[other] = items[other], items[one]
+
+
+def swap_buckets(part: dict[str, Any]) -> None:
+    """Two parameters of one shape change places."""
+    one, other = [
+        e for e in part["buckets"] if "tensors" in e and part["parameters"][e["parameters"][0]][1] == (80, 64)
+    ][:2]
+    one["parameters"], other["parameters"] = other["parameters"], one["parameters"]
+
+
+def convert(tensors: dict[str, Tensor], name: str, change: Callable[[Tensor], Tensor]) -> None:
+    tensors[name] = change(tensors[name])
+
+
+#: What may be wrong with the part of onebit, of which the message must name something.
+DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "residuals": (lambda part: convert(tensors_in(part), "worker", Tensor.int), "worker has dtype torch.int32"),
+    "owner's": (lambda part: convert(tensors_in(part), "owner", Tensor.double), "owner has dtype torch.float64"),
+    "shorter": (lambda part: convert(tensors_in(part), "worker", lambda t: t[1:]), "worker has 5119 numbers, not 5120"),
+    "longer": (lambda part: convert(tensors_in(part), "owner", lambda t: t.repeat(3)), r"owner has \d+ numbers"),
+    "halved": (lambda part: tensors_in(part).pop("owner"), "of worker and owner one is missing"),
+    "emptied": (lambda part: tensors_in(part).clear(), "'owner' of a bucket is missing"),
+    "no tensor": (lambda part: tensors_in(part).update(worker=7), "tensors by name are needed"),  # type: ignore[call-overload]
+    "step": (lambda part: change(part, None, step=-1), "step is -1"),
+    "half a step": (lambda part: change(part, None, step=1.5), "step is 1.5"),
+    "rank": (lambda part: change(part, None, rank=2), "rank is 2 of 2"),
+    "factor": (lambda part: change(part, None, predivide=float("nan")), "predivide is nan"),
+    "parameters": (lambda part: swap(part["parameters"], 0, 4), "the first that differs was"),
+    "order": (lambda part: swap(part["order"], 0, -1), "are not in order"),
+    "buckets": (lambda part: swap_buckets(part), "are not in order"),
+    "twice": (lambda part: part["buckets"].append(part["buckets"][0]), "are not those of order"),
+    "beyond": (lambda part: change(part, 0, parameters=[99]), r"\[99\] are not parameters"),
+    "starts": (lambda part: change(part, 0, starts=[64]), "do not fit between starts"),
+    "arrivals": (lambda part: change(part, None, arrivals=[0, 0]), "are not different"),
+    "waiting": (lambda part: change(part, None, waiting={0: {"residual": torch.ones(3)}}), "has 3 numbers, not 5120"),
+    "missing": (lambda part: part.pop("waiting"), "waiting missing"),
+}
+
+
+@in_world
+def load_damaged(directory: Path, compression: Compressor, name: str, also_here: bool) -> None:
+    """On rank 1, or on both: both refuse it, and have loaded nothing; then the checkpoint itself is loaded."""
+    damage, message = DAMAGES[name]
+    model = Ladder()
+    optimizer = optimizer_of(model, compression)
+    train(model, optimizer, range(2))
+    before = as_bytes(optimizer.state_dict())
+    mine = torch.load(directory / f"{hvd.rank()}.pt", weights_only=True)
+    mine["param_groups"][0]["lr"] = 7.0
+    wrong = through_a_file(mine)
+    if hvd.rank() == 1 or also_here:
+        damage(wrong[KEY])
+    with pytest.raises(ValueError, match=rf"rank {hvd.rank()}: load_state_dict: rank \d was given .*{message}"):
+        optimizer.load_state_dict(wrong)
+    assert as_bytes(optimizer.state_dict()) == before
+    optimizer.load_state_dict(mine)
+    train(model, optimizer, range(2))
+    assert optimizer.param_groups[0]["lr"] == 7.0
+    optimizer.close()
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_part_is_refused_everywhere(ranks: Worlds, tmp_path: Path, name: str) -> None:
+    ranks(2).run(save, tmp_path, "onebit", hvd.Average)
+    for also_here in (False, True):
+        ranks(2).run(load_damaged, tmp_path, "onebit", name, also_here)
+        if name != "emptied":  # another codec cannot tell that from a bucket without error feedback
+            ranks(2).run(load_damaged, tmp_path, "topk", name, also_here)
+
+
+@in_world
+def load_what_the_optimizer_refuses() -> None:
+    """The state of the wrapped optimizer of one rank is damaged: nothing is loaded on any."""
+    model = Ladder()
+    optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters()), compression="onebit")
+    train(model, optimizer, range(2))
+    before = as_bytes(optimizer.state_dict())
+    wrong = through_a_file(optimizer.state_dict())
+    wrong["param_groups"][0]["lr"] = 7.0
+    wrong[KEY]["step"] = 99
+    if hvd.rank() == 1:
+        wrong["param_groups"][0]["params"].pop()
+    with pytest.raises(
+        ValueError, match=r"rank 1 was given what cannot be loaded \(ValueError: loaded state dict contains"
+    ):
+        optimizer.load_state_dict(wrong)
+    assert as_bytes(optimizer.state_dict()) == before
+    train(model, optimizer, range(2))
+    assert_same_on_all_ranks(model.parameters())
+    optimizer.close()
+
+
+def test_nothing_is_loaded_where_one_optimizer_refuses(ranks: Worlds) -> None:
+    ranks(2).run(load_what_the_optimizer_refuses)
+
+
+@in_world
+def load_with_another_codec(directory: Path, codec: str) -> tuple[dict[int, Tensor], list[str]]:
+    model = Ladder()
+    optimizer = optimizer_of(model, codec)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(torch.load(directory / f"{hvd.rank()}.pt", weights_only=True))
+    debts = owed(optimizer)
+    optimizer.close()
+    return debts, [str(warning.message) for warning in caught]
+
+
+def test_another_codec_takes_over_what_is_owed(ranks: Worlds, tmp_path: Path) -> None:
+    debts = ranks(2).run(save, tmp_path, "onebit", hvd.Average)[0]
+    for found, _ in ranks(2).run(load_with_another_codec, tmp_path, "topk"):
+        for index, debt in debts.items():
+            torch.testing.assert_close(found[index], debt, rtol=1e-5, atol=1e-6)
+
+
+def test_a_codec_without_error_feedback_is_owed_nothing_with_a_warning(ranks: Worlds, tmp_path: Path) -> None:
+    ranks(2).run(save, tmp_path, "onebit", hvd.Average)
+    (debts, (message,)), (_, nothing) = ranks(2).run(load_with_another_codec, tmp_path, "int8")
+    assert not any(debt.any() for debt in debts.values())
+    assert nothing == []
+    assert "nothing can be owed to" in message
+    assert "whose codec has no error feedback now: that is lost" in message
+
+
+@pytest.mark.parametrize("codec", ["none", "fp16"])
+def test_without_codecs_what_is_owed_is_lost_with_a_warning(ranks: Worlds, tmp_path: Path, codec: str) -> None:
+    ranks(2).run(save, tmp_path, "onebit", hvd.Average)
+    (_, messages), (_, nothing) = ranks(2).run(load_with_another_codec, tmp_path, codec)
+    assert messages == ["rank 0: saved with codecs, loaded without: what compression owed is lost"]
+    assert nothing == []
+    ranks(2).run(save, tmp_path, "int8", hvd.Average)
+    assert [warned for _, warned in ranks(2).run(load_with_another_codec, tmp_path, codec)] == [[], []]
+
+
+@in_world
+def share_optimizer_state() -> None:
+    model = Ladder()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1 * (1 + hvd.rank()), momentum=0.9), compression="onebit"
+    )
+    train(model, optimizer, range(2))
+    hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    optimizer.close()
+
+
+def test_broadcast_optimizer_state(ranks: Worlds) -> None:
+    ranks(2).run(share_optimizer_state)
