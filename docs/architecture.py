@@ -1,7 +1,8 @@
-"""Draw docs/images/architecture.png: the packages, a box for each with its docstring's first sentence, and what imports what.
+"""Draw docs/images/architecture.png: the packages, a box for each with its docstring's first sentence, and what imports what
+(an arrow is left out where others lead the same way).
 
-`python docs/architecture.py` reads the layers from the import contracts in pyproject.toml and the imports from the sources, so the
-picture shows what is there. It carries a digest of what it shows, by which a test sees that it is still true.
+`python docs/architecture.py` reads the layers from the import contracts in pyproject.toml and the imports from the sources, so
+the picture shows what is there. It carries a digest of what it shows, by which a test sees that it is still true.
 """
 
 from __future__ import annotations
@@ -73,6 +74,18 @@ def imports(modules: list[str]) -> list[tuple[str, str]]:
     return sorted(found)
 
 
+def direct(arrows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the arrows that no way over other modules stands for."""
+    targets: dict[str, set[str]] = {}
+    for importer, imported in arrows:
+        targets.setdefault(importer, set()).add(imported)
+
+    def reached(module: str) -> set[str]:
+        return {further for target in targets.get(module, ()) for further in {target, *reached(target)}}
+
+    return [(a, b) for a, b in arrows if not any(b in reached(c) for c in targets[a] - {b})]
+
+
 def digest() -> str:
     """Return what stands for all that the picture shows."""
     rows = list(layers())
@@ -91,20 +104,22 @@ def main() -> None:
         for column, module in enumerate(row):
             left, bottom = column * share, -number * ROW
             package = module.partition(".")[0]
-            box = Rectangle((left + 0.03, bottom), share - 0.06, 0.72, facecolor=FILLS[package], edgecolor=LINE, zorder=2)
+            box = Rectangle(
+                (left + 0.03, bottom), share - 0.06, 0.72, facecolor=FILLS[package], edgecolor=LINE, zorder=2
+            )
             axes.add_patch(box)
             axes.text(left + 0.1, bottom + 0.56, module, fontsize=8, weight="bold", va="center", zorder=3)
             text = textwrap.shorten(sentence_of(module), int(17.5 * share), placeholder=" ...")
             axes.text(left + 0.1, bottom + 0.24, text, fontsize=6.5, va="center", zorder=3)
             places[module] = left + share, bottom + 0.36, number
-    for importer, imported in imports(modules):
+    for importer, imported in direct(imports(modules)):
         (right, y, here), (other_right, other_y, there) = places[importer], places[imported]
         if here != there:
-            bend = -0.18 - 0.03 * abs(there - here)
+            bend = -0.35
             start, end = (max(right, WIDTH) - 0.03, y), (max(other_right, WIDTH) - 0.03, other_y)
             style = {"arrowstyle": "-|>", "mutation_scale": 7, "color": LINE, "linewidth": 0.8, "zorder": 1}
             axes.add_patch(FancyArrowPatch(start, end, connectionstyle=f"arc3,rad={bend}", **style))
-    axes.set_xlim(-0.05, WIDTH + 2.6)
+    axes.set_xlim(-0.05, WIDTH + 1.4)
     axes.set_ylim(-(len(rows) - 1) * ROW - 0.1, 0.85)
     axes.axis("off")
     figure.tight_layout()

@@ -1,0 +1,1 @@
+"""After a failure: who is to blame, told from what the ranks report."""

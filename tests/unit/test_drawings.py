@@ -1,4 +1,4 @@
-"""The drawn schedules of docs/algorithms.md are those of the planners."""
+"""What is drawn in the docs is what the sources say."""
 
 from __future__ import annotations
 
@@ -17,3 +17,9 @@ def test_every_picture_shows_what_is_planned() -> None:
     for picture in pictures:
         with Image.open(DOCS / "images" / f"{picture.name}.png") as drawn:
             assert drawn.info.get("Description") == picture.digest(), f"{picture.name}: run docs/drawings.py"
+
+
+def test_the_picture_of_the_packages_shows_what_is_there() -> None:
+    shown = runpy.run_path(str(DOCS / "architecture.py"))
+    with Image.open(shown["IMAGE"]) as drawn:
+        assert drawn.info.get("Description") == shown["digest"](), "run docs/architecture.py"
