@@ -18,8 +18,9 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, St
 
 from collectives.errors import CollectiveError, LinkError, ranks_text
 from collectives.link.base import Backend, Message, Pending
+from collectives.link.handshake import Listener
 from collectives.link.interface import own_address
-from collectives.link.watch import Listener, Watch
+from collectives.link.watch import Watch
 
 #: A tag that no operation uses, for a receive that nobody answers.
 _ABORT_TAG = 2**31 - 1

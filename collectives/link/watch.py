@@ -3,12 +3,12 @@
 The connections here carry news and no tensors, so they work when a backend does not: when gloo misses that a peer was killed,
 when the store went down with the host of rank 0, and over NCCL, which tells nothing at all. Each rank is connected to those 1,
 2, 4, ... places before and after it (a circulant graph), so that any two are at most log2(size) connections apart, and passes
-on what it hears for the first time. A connection that ends without a word means that the process at its other end has ended.
+on what it hears for the first time. A connection that ends without a word means that the process at its other end has ended;
+a rank that hears so of itself says that it lives.
 """
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 import os
@@ -17,155 +17,18 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from collectives.errors import LinkError, ranks_text
-
 _log = logging.getLogger("gradwire")
 
-_HELLO = struct.Struct("!i32s")
 _LENGTH = struct.Struct("!I")
 #: Longer than any report, whose calls list at most some thousand tensors.
 _LONGEST_NEWS = 1 << 24
 
-#: A host that answers nothing for so long is gone: seconds of silence, seconds between questions, and how many of those.
-_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 15_000))
-
 #: How long close() tries to bring what was said on its way.
 _FLUSH_S = 2.0
-
-
-def neighbours(rank: int, size: int) -> list[int]:
-    """Return the ranks that a rank is connected to."""
-    steps = [sign << k for k in range((size - 1).bit_length()) for sign in (1, -1)]
-    return sorted({(rank + step) % size for step in steps} - {rank})
-
-
-class Listener:
-    """A socket that waits for those neighbours that have a lower rank. `card` tells the others where."""
-
-    def __init__(self, address: str) -> None:
-        """Raises OSError where the address cannot be listened on."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, 0), family=family, backlog=128)
-        self.card = f"{address} {self._socket.getsockname()[1]}"
-
-    def join(self, rank: int, cards: Sequence[str], secret: bytes, deadline: float) -> dict[int, socket.socket]:
-        """Connect to the neighbours and stop listening. cards: of all ranks.
-
-        A connection is taken for a rank's when it begins with a code that only those can make who know the secret
-        (HMAC-SHA256 of both ranks); any other is dropped. Raises LinkError with the neighbours that did not come.
-        """
-        size = len(cards)
-        everyone = neighbours(rank, size)
-        made: dict[int, socket.socket] = {}
-        try:
-            for peer in everyone:
-                if peer > rank:
-                    made[peer] = _connect(rank, peer, cards[peer], secret, deadline)
-            expected = {peer for peer in everyone if peer < rank}
-            made |= self._accept(rank, expected, secret, deadline)
-            for connection in made.values():
-                _set_up(connection)
-        except BaseException:
-            for connection in made.values():
-                connection.close()
-            raise
-        finally:
-            self.close()
-        return made
-
-    def close(self) -> None:
-        """Stop listening. Calling it again does nothing."""
-        self._socket.close()
-
-    def _accept(self, rank: int, expected: set[int], secret: bytes, deadline: float) -> dict[int, socket.socket]:
-        accepted: dict[int, socket.socket] = {}
-        strangers: dict[int, tuple[socket.socket, bytes]] = {}
-        self._socket.setblocking(False)
-        try:
-            while missing := expected - accepted.keys():
-                poll = select.poll()
-                for descriptor in (self._socket.fileno(), *strangers):
-                    poll.register(descriptor, select.POLLIN)
-                ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
-                if not ready:
-                    detail = f"{ranks_text(missing)} did not connect"
-                    raise LinkError(min(missing), timed_out=True, detail=detail, awaited=missing)
-                for descriptor, _ in ready:
-                    if descriptor == self._socket.fileno():
-                        connection, _ = self._socket.accept()
-                        connection.setblocking(False)
-                        strangers[connection.fileno()] = connection, b""
-                        continue
-                    connection, hello = strangers.pop(descriptor)
-                    hello += _received(connection, _HELLO.size - len(hello))
-                    if len(hello) == _HELLO.size and (peer := _introduced(hello, rank, missing, secret)) is not None:
-                        accepted[peer] = connection
-                    elif hello and len(hello) < _HELLO.size and not _has_ended(connection):
-                        strangers[descriptor] = connection, hello
-                    else:
-                        connection.close()
-        except BaseException:
-            for connection in accepted.values():
-                connection.close()
-            raise
-        finally:
-            for connection, _ in strangers.values():
-                connection.close()
-        return accepted
-
-
-def _connect(rank: int, peer: int, card: str, secret: bytes, deadline: float) -> socket.socket:
-    address, port = card.split()
-    connection: socket.socket | None = None
-    try:
-        connection = socket.create_connection((address, int(port)), max(0.001, deadline - time.monotonic()))
-        connection.sendall(_HELLO.pack(rank, _code(rank, peer, secret)))
-        connection.setblocking(False)
-    except OSError as error:
-        if connection is not None:
-            connection.close()
-        timed_out = isinstance(error, TimeoutError)
-        raise LinkError(peer, timed_out=timed_out, detail=f"rank {peer} at {address} port {port}: {error}") from error
-    return connection
-
-
-def _code(rank: int, peer: int, secret: bytes) -> bytes:
-    return hmac.digest(secret, struct.pack("!ii", rank, peer), "sha256")
-
-
-def _introduced(hello: bytes, rank: int, missing: set[int], secret: bytes) -> int | None:
-    """Return the missing rank that said hello, if it is one."""
-    peer, code = _HELLO.unpack(hello)
-    return peer if hmac.compare_digest(code, _code(peer, rank, secret)) and peer in missing else None
-
-
-def _received(connection: socket.socket, at_most: int) -> bytes:
-    """Return what can be read at once; nothing at the end of the connection, or where there is nothing."""
-    try:
-        return connection.recv(at_most)
-    except OSError:
-        return b""
-
-
-def _has_ended(connection: socket.socket) -> bool:
-    try:
-        return not connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-def _set_up(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE:
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class _Neighbour:

@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from collectives.errors import LinkError
-from collectives.link.watch import Listener, Watch, neighbours
+from collectives.link.handshake import Listener, neighbours
+from collectives.link.watch import Watch
 
 DEADLINE_S = 20.0
 SECRET = secrets.token_bytes(32)

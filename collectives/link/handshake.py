@@ -1,0 +1,148 @@
+"""How the ranks of a job connect to each other, and to nobody else."""
+
+from __future__ import annotations
+
+import hmac
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+
+from collectives.errors import LinkError, ranks_text
+
+_HELLO = struct.Struct("!i32s")
+
+#: A host that answers nothing for so long is gone: seconds of silence, seconds between questions, and how many of those.
+_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 15_000))
+
+
+def neighbours(rank: int, size: int) -> list[int]:
+    """Return the ranks that a rank is connected to."""
+    steps = [sign << k for k in range((size - 1).bit_length()) for sign in (1, -1)]
+    return sorted({(rank + step) % size for step in steps} - {rank})
+
+
+class Listener:
+    """A socket that waits for those neighbours that have a lower rank. `card` tells the others where."""
+
+    def __init__(self, address: str) -> None:
+        """Raises OSError where the address cannot be listened on."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.create_server((address, 0), family=family, backlog=128)
+        self.card = f"{address} {self._socket.getsockname()[1]}"
+
+    def join(self, rank: int, cards: Sequence[str], secret: bytes, deadline: float) -> dict[int, socket.socket]:
+        """Connect to the neighbours and stop listening. cards: of all ranks.
+
+        A connection is taken for a rank's when it begins with a code that only those can make who know the secret
+        (HMAC-SHA256 of both ranks); any other is dropped. Raises LinkError with the neighbours that did not come.
+        """
+        size = len(cards)
+        everyone = neighbours(rank, size)
+        made: dict[int, socket.socket] = {}
+        try:
+            for peer in everyone:
+                if peer > rank:
+                    made[peer] = _connect(rank, peer, cards[peer], secret, deadline)
+            expected = {peer for peer in everyone if peer < rank}
+            made |= self._accept(rank, expected, secret, deadline)
+            for connection in made.values():
+                _set_up(connection)
+        except BaseException:
+            for connection in made.values():
+                connection.close()
+            raise
+        finally:
+            self.close()
+        return made
+
+    def close(self) -> None:
+        """Stop listening. Calling it again does nothing."""
+        self._socket.close()
+
+    def _accept(self, rank: int, expected: set[int], secret: bytes, deadline: float) -> dict[int, socket.socket]:
+        accepted: dict[int, socket.socket] = {}
+        strangers: dict[int, tuple[socket.socket, bytes]] = {}
+        self._socket.setblocking(False)
+        try:
+            while missing := expected - accepted.keys():
+                poll = select.poll()
+                for descriptor in (self._socket.fileno(), *strangers):
+                    poll.register(descriptor, select.POLLIN)
+                ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+                if not ready:
+                    detail = f"{ranks_text(missing)} did not connect"
+                    raise LinkError(min(missing), timed_out=True, detail=detail, awaited=missing)
+                for descriptor, _ in ready:
+                    if descriptor == self._socket.fileno():
+                        connection, _ = self._socket.accept()
+                        connection.setblocking(False)
+                        strangers[connection.fileno()] = connection, b""
+                        continue
+                    connection, hello = strangers.pop(descriptor)
+                    hello += _received(connection, _HELLO.size - len(hello))
+                    if len(hello) == _HELLO.size and (peer := _introduced(hello, rank, missing, secret)) is not None:
+                        accepted[peer] = connection
+                    elif hello and len(hello) < _HELLO.size and not _has_ended(connection):
+                        strangers[descriptor] = connection, hello
+                    else:
+                        connection.close()
+        except BaseException:
+            for connection in accepted.values():
+                connection.close()
+            raise
+        finally:
+            for connection, _ in strangers.values():
+                connection.close()
+        return accepted
+
+
+def _connect(rank: int, peer: int, card: str, secret: bytes, deadline: float) -> socket.socket:
+    address, port = card.split()
+    connection: socket.socket | None = None
+    try:
+        connection = socket.create_connection((address, int(port)), max(0.001, deadline - time.monotonic()))
+        connection.sendall(_HELLO.pack(rank, _code(rank, peer, secret)))
+        connection.setblocking(False)
+    except OSError as error:
+        if connection is not None:
+            connection.close()
+        timed_out = isinstance(error, TimeoutError)
+        raise LinkError(peer, timed_out=timed_out, detail=f"rank {peer} at {address} port {port}: {error}") from error
+    return connection
+
+
+def _code(rank: int, peer: int, secret: bytes) -> bytes:
+    return hmac.digest(secret, struct.pack("!ii", rank, peer), "sha256")
+
+
+def _introduced(hello: bytes, rank: int, missing: set[int], secret: bytes) -> int | None:
+    """Return the missing rank that said hello, if it is one."""
+    peer, code = _HELLO.unpack(hello)
+    return peer if hmac.compare_digest(code, _code(peer, rank, secret)) and peer in missing else None
+
+
+def _received(connection: socket.socket, at_most: int) -> bytes:
+    """Return what can be read at once; nothing at the end of the connection, or where there is nothing."""
+    try:
+        return connection.recv(at_most)
+    except OSError:
+        return b""
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _set_up(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE:
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
