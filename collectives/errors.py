@@ -27,16 +27,17 @@ class CollectiveError(RuntimeError):
 
 
 class PeerLost(CollectiveError):
-    """A peer's process ended or its connection broke. Attribute ranks: those that are lost."""
+    """A peer's process ended, or it left before the operation was done. Attribute ranks: those that are lost."""
 
-    def __init__(self, ranks: Iterable[int], *, rank: int, operation: str, detail: str = "") -> None:
+    def __init__(self, ranks: Iterable[int], *, rank: int, operation: str, has_left: bool) -> None:
+        """has_left: whether they said that they leave, as a script does that ends or raises, rather than ended without a word."""
         self.ranks = tuple(sorted(ranks))
-        super().__init__(
-            f"lost {ranks_text(self.ranks)}: its process ended, or it closed its Communicator"
-            + (f" ({detail})" if detail else ""),
-            rank=rank,
-            operation=operation,
+        how = (
+            "left at this operation or before, by an exception or at the end of its script: see its own output"
+            if has_left
+            else "its process was ended, or its host cannot be reached"
         )
+        super().__init__(f"lost {ranks_text(self.ranks)}: {how}", rank=rank, operation=operation)
 
 
 class CollectiveTimeout(CollectiveError, TimeoutError):

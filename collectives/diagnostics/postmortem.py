@@ -102,7 +102,7 @@ def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
     if calls := _disagreement(findings.reports):
         return Mismatch(calls, rank=rank, operation=mine.call)
     if gone := findings.gone(mine.sequence):
-        return PeerLost(gone, rank=rank, operation=mine.call, detail=detail)
+        return PeerLost(gone, rank=rank, operation=mine.call, has_left=not gone & findings.lost)
     if not any(report.gave_up for report in findings.reports.values()):
         pairs = ", ".join(f"between ranks {a} and {b}" for a, b in sorted(findings.cut)) or "to a living rank"
         return CollectiveError(f"a connection {pairs} broke: {detail}", rank=rank, operation=mine.call)

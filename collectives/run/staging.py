@@ -26,7 +26,7 @@ def refusal(tensor: torch.Tensor) -> str | None:
     kind = "nested tensor" if nested else type(tensor).__name__
     return (
         f"this {kind} on {tensor.device} has no memory of its own; give the ordinary tensors that it stands for: to_local() of a "
-        "DTensor, values() of a nested tensor"
+        "DTensor, values() of a nested tensor, one on a device that has memory in place of a meta tensor"
     )
 
 

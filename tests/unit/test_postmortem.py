@@ -27,6 +27,7 @@ def test_the_dead_rank_is_named_by_all_not_the_neighbour_that_broke_its_connecti
         error = judged(rank, reports, lost={2})
         assert isinstance(error, PeerLost)
         assert (error.ranks, error.rank, error.operation) == ((2,), rank, CALL)
+        assert "lost rank 2: its process was ended" in str(error)
 
 
 def test_who_reported_before_it_ended_is_not_to_blame() -> None:
@@ -39,6 +40,7 @@ def test_of_ranks_that_leave_the_first_is_to_blame() -> None:
     error = judged(0, {0: stopped(1)}, left={2: 4, 1: 4})
     assert isinstance(error, PeerLost)
     assert error.ranks == (2,)
+    assert "lost rank 2: left at this operation or before" in str(error)
 
 
 def test_a_rank_that_has_ended_is_to_blame_before_one_that_leaves() -> None:

@@ -133,7 +133,7 @@ def test_replicas_that_differ_are_counted() -> None:
 
 
 def lost(*ranks: int) -> PeerLost:
-    return PeerLost(ranks, rank=0, operation="allreduce")
+    return PeerLost(ranks, rank=0, operation="allreduce", has_left=False)
 
 
 def late(*ranks: int) -> CollectiveTimeout:
