@@ -102,6 +102,10 @@ class _Stand(Codec):
         return f"{type(self).__name__}({self.real!r})"
 
     @property
+    def identity(self) -> str:
+        return f"{type(self).__name__}({self.real.identity})"
+
+    @property
     def alignment(self) -> int:
         return self.real.alignment
 

@@ -310,7 +310,7 @@ def test_mistakes_are_found_before_anything_is_sent(ranks: Worlds) -> None:
 
 #: What rank 0 and the others call, and what tells them apart.
 DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
-    "codec": ({"codec": "int8"}, {"codec": "int4"}, "Int8(", "Int4("),
+    "codec": ({"codec": "int8"}, {"codec": "int4"}, "int8(", "int4("),
     "settings": ({"codec": Int8(block=128)}, {"codec": "int8"}, "block=128", "block=256"),
     "whether": ({"codec": "onebit"}, {}, "OneBit", "float32[3000], sum, "),
     "step": ({"codec": "randomk", "step": 3}, {"codec": "randomk", "step": 4}, "step=3", "step=4"),

@@ -542,7 +542,7 @@ def test_a_rank_that_stays_away(failing_world: Callable[[int], Any], codec: str)
 def disagrees() -> None:
     hook = trainer.ddp_comm_hook("int8" if dist.get_rank() == 0 else "int4", timeout_s=2.0)
     model = ddp(model_of(), hook)
-    with pytest.raises(Mismatch, match="Int4"):
+    with pytest.raises(Mismatch, match="int4"):
         train(model, range(4))
     hook.close()
 
