@@ -103,7 +103,8 @@ def _match(
         matches = given == taken if in_place else len(given) == len(taken)
         _need(
             matches,
-            f"in round {index} rank {sender} sends rank {receiver} blocks {given}, which expects {taken}",
+            f"sends and receives do not match: in round {index} rank {sender} sends rank {receiver} blocks {given}, "
+            f"which expects {taken}",
         )
 
 
