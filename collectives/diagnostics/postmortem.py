@@ -25,7 +25,7 @@ _TOGETHER_S = 0.2
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank saw.
+    """Tells what one rank saw.
 
     sequence, call: its operation. waiting_for: the ranks that it was waiting for. gave_up: whether it stopped because its own
     deadline had passed. waited_s: how long it had been in the operation, of the timeout_s that it had. before: number and

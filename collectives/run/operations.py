@@ -40,7 +40,7 @@ _SPREAD = 0x9E3779B1
 
 
 def digest(call: str) -> int:
-    """A number that stands for what is called."""
+    """Return a number that stands for what is called."""
     return zlib.crc32(call.encode())
 
 
