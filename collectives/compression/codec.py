@@ -33,8 +33,8 @@ class Codec(ABC):
 
     @property
     def identity(self) -> str:
-        """Tell what ranks compare before they exchange codes: the name and all settings. A codec that writes other bytes for the same
-        settings than it did before needs another name."""
+        """Tell what ranks compare before they exchange codes: the name and all settings. A codec that writes other bytes
+        for the same settings than it did before needs another name."""
         settings = ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in fields(self))  # type: ignore[arg-type]
         return f"{self.name}({settings})"
 
