@@ -68,6 +68,7 @@ def test_a_rank_that_hangs_leaves_its_stacks(ranks: Worlds, monkeypatch: pytest.
 
 
 def test_a_rank_that_dies_is_reported(ranks: Worlds) -> None:
+    ranks(2).run(process_id)  # it has started
     with pytest.raises(RanksFailedError, match=r"(?s)rank 0 raised.*rank 1 died\nexit code -9"):
         ranks(2).run(die_on, 1)
 
