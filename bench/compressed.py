@@ -23,8 +23,7 @@ from bench.table import Row, format_heading, format_row, format_trailer
 from bench.timing import Protocol, Times, distributed_machine, median_and_p99, over_ranks, slowest_rank, take_turns
 from collectives import Communicator
 from collectives.compression.codec import Codec, State
-from collectives.compression.sharing import Sharing
-from collectives.run.two_shot import effective
+from collectives.compression.sharing import Sharing, effective
 
 Codecs = Mapping[str, tuple[Codec, bool]]
 Measured = tuple[Job, Row, Times]

@@ -9,9 +9,8 @@ import torch
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.seeds import rounding_seed
-from collectives.compression.sharing import share
+from collectives.compression.sharing import effective, share
 from collectives.plan.spans import Span
-from collectives.run.two_shot import effective
 
 CPU = torch.device("cpu")
 

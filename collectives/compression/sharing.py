@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from collectives.compression.codec import Codec
+from collectives.compression.raw import Raw
+from collectives.plan.algorithms import direct
+from collectives.plan.schedule import Place, Planner
 from collectives.plan.spans import Layout, Span, split_aligned
 
 #: A chunk is what is encoded at once. The longer its code, the longer its wire waits for the first and its ranks for the last;
@@ -23,8 +28,9 @@ class Sharing:
     inside_hosts: whether the ranks of each host first sum the buffer among themselves, uncompressed, and share the result at
     the end: so where there are several hosts, and several ranks on any. parts: of the buffer, of which each is then summed,
     and exchanged, by a rank of its own; else one. group: the ranks that exchange codes of this rank's part, this one among
-    them, one of each host; none where a host has more ranks than there are parts. shards: of the part, by owner, in the order
-    of the group. chunks: of all shards, in the order of sending; each has one span for every shard, which may be empty.
+    them, one of each host; none where a host has more ranks than there are parts. shards: of the part, one for each block of
+    the schedule; where each rank has one, they are in the order of the group. chunks: of all shards, in the order of sending;
+    each has one span for every shard, which may be empty.
     """
 
     numel: int
@@ -37,7 +43,7 @@ class Sharing:
 
     @property
     def shard(self) -> Span:
-        """The one that this rank owns."""
+        """The one that this rank owns, where each rank has one."""
         return self.shards[self.group.index(self.rank)] if self.group else Span(0, 0)
 
     @property
@@ -46,8 +52,16 @@ class Sharing:
         return max((span.length for chunk in self.chunks for span in chunk), default=0)
 
 
-def share(codec: Codec, numel: int, rank: int, hosts: Sequence[Sequence[int]], segment_bytes: int) -> Sharing:
-    """hosts: the ranks of each, as in Topology. segment_bytes: the most that a chunk's code should take."""
+def share(
+    codec: Codec,
+    numel: int,
+    rank: int,
+    hosts: Sequence[Sequence[int]],
+    segment_bytes: int,
+    planner: Planner = direct.allreduce,
+) -> Sharing:
+    """Cut a buffer for the schedule that a planner makes for a group. hosts: the ranks of each, as in Topology. segment_bytes:
+    the most that a chunk's code should take."""
     everything = Span(0, numel)
     inside_hosts = len(hosts) > 1 and any(len(host) > 1 for host in hosts)
     if not inside_hosts:
@@ -61,10 +75,20 @@ def share(codec: Codec, numel: int, rank: int, hosts: Sequence[Sequence[int]], s
             return Sharing(numel, rank, inside_hosts, parts, (), (), ())
         group = tuple(host[index] for host in hosts)
         part = parts[index]
-    shards = split_aligned(part, len(group), codec.alignment)
+    blocks = planner(Place(group.index(rank), len(group))).blocks
+    shards = split_aligned(part, blocks, codec.alignment)
     longest = max(shard.length for shard in shards)
     wire_bytes = min(segment_bytes, _MOST_WIRE_BYTES)
     wanted = min(_MOST_NUMBERS, wire_bytes * _SAMPLE // codec.wire_bytes(_SAMPLE))
     count = max(1, -(-longest // max(codec.alignment, wanted)))
     sliced = [split_aligned(shard, count, codec.alignment) for shard in shards]
     return Sharing(numel, rank, inside_hosts, parts, group, shards, tuple(zip(*sliced, strict=True)))
+
+
+def effective(codec: Codec, sharing: Sharing) -> Codec:
+    """Return the codec, or none where the numbers themselves are shorter than their code. A codec that remembers must be asked
+    all the same, as what it makes of the numbers may be another thing than the numbers."""
+    longest = sharing.longest
+    if codec.wire_bytes(longest) < 4 * longest or codec.new_state(1, torch.device("cpu")) is not None:
+        return codec
+    return Raw()

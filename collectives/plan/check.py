@@ -7,13 +7,18 @@ checked at each reduction: the two masks must not overlap.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from collectives.plan.coded import CodedProgram
+from collectives.plan.program import Kind
 from collectives.plan.schedule import Action, Place, Planner, Schedule
 from collectives.plan.spans import Span
 
 #: State of a world: masks[rank][block].
 Masks = list[list[int]]
+
+#: Among how many ranks codes are followed: what they do among more follows the same rules.
+_MOST_CODED = 16
 
 #: The collectives that have a root.
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -26,7 +31,8 @@ class ScheduleError(ValueError):
 def check_algorithm(collective: str, planner: Planner, sizes: Iterable[int] = range(1, 17)) -> None:
     """Check what a planner makes for worlds of these sizes, every root that differs, and hosts of one, four and all ranks.
 
-    Raises ScheduleError, which says for which world and what is wrong; ValueError for an unknown collective.
+    Of allreduce, among up to 16 ranks, it is checked as well that codes, which lose something each time, leave all ranks with
+    the same bits. Raises ScheduleError, which says for which world and what is wrong; ValueError for an unknown collective.
     """
     for size in sizes:
         for root in sorted({0, size // 2, size - 1}) if collective in ROOTED else [0]:
@@ -39,6 +45,8 @@ def check_algorithm(collective: str, planner: Planner, sizes: Iterable[int] = ra
                 checked = schedules
                 try:
                     _check(collective, schedules, root)
+                    if collective == "allreduce" and size <= _MOST_CODED:
+                        encodings(schedules)
                 except ScheduleError as error:
                     rooted = f", root {root}" if collective in ROOTED else ""
                     raise ScheduleError(
@@ -87,6 +95,67 @@ def run(schedules: Sequence[Schedule], source: Masks, destination: Masks | None 
                     arrived = sent[step.peer, schedule.rank].pop(0)
                     _take(state[schedule.rank], step.span, arrived, reduces=step.action is Action.REDUCE)
     return state
+
+
+def encodings(schedules: Sequence[Schedule]) -> int:
+    """Return how often a number is encoded on its way at most, in an allreduce of codes by the schedules of all ranks.
+
+    Follows their CodedPrograms, and takes what is encoded or added for a thing that depends on all that it was made of. Raises
+    ScheduleError where ranks end with different things.
+    """
+    things = _Things()
+    channels: dict[tuple[int, int], list[int]] = defaultdict(list)
+    held = [[things.made("number", s.rank, block) for block in range(s.blocks)] for s in schedules]
+    followers = [_follow(schedule, held[schedule.rank], channels, things) for schedule in schedules]
+    while followers:
+        followers = [follower for follower in followers if next(follower, None) is not None]
+    different = [rank for rank, blocks in enumerate(held) if blocks != held[0]]
+    _need(not different, f"ranks 0 and {different[:1]} would not have the same bits, were codes exchanged")
+    return max((things.encodings[thing] for thing in held[0]), default=0)
+
+
+class _Things:
+    """Numbers for things, the same for those made alike. encodings: on the way to each, at most."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str | int, ...], int] = {}
+        self.encodings: list[int] = []
+
+    def made(self, how: str, *of: int, encodings: int = 0) -> int:
+        made: tuple[str | int, ...] = (how, *of)
+        if made not in self._known:
+            self._known[made] = len(self.encodings)
+            self.encodings.append(encodings)
+        return self._known[made]
+
+
+def _follow(
+    schedule: Schedule, held: list[int], channels: dict[tuple[int, int], list[int]], things: _Things
+) -> Iterator[int]:
+    """Follow one rank's program of codes, yielding while it must wait."""
+    blocks = tuple(Span(block, block + 1) for block in range(schedule.blocks))
+    program = CodedProgram(schedule, [blocks], lambda numel: numel, range(schedule.size))
+    codes: dict[int, int] = {}
+    expected: dict[int, tuple[int, int, int]] = {}
+    received: dict[int, int] = defaultdict(int)
+    for kind, peer, block, _, place, number, _, _ in program:
+        if kind == Kind.SEND:
+            channels[schedule.rank, peer].append(codes[place])
+        elif kind == Kind.RECEIVE:
+            expected[number] = (peer, place, received[peer])
+            received[peer] += 1
+        elif kind == Kind.WAIT and number in expected:
+            sender, place, turn = expected[number]
+            while turn >= len(channels[sender, schedule.rank]):
+                yield number
+            codes[place] = channels[sender, schedule.rank][turn]
+        elif kind == Kind.ENCODE:
+            codes[place] = things.made("code", held[block], encodings=things.encodings[held[block]] + 1)
+        elif kind == Kind.DECODE:
+            held[block] = codes[place]
+        elif kind == Kind.ADD:
+            parts = held[block], codes[place]
+            held[block] = things.made("sum", *parts, encodings=max(things.encodings[part] for part in parts))
 
 
 def contributions(size: int, blocks: int) -> Masks:

@@ -2,7 +2,8 @@
 
 A large buffer is cut into segments, each of which goes through all rounds of the schedule. Several are in flight at once, and
 receives are posted ahead of their turn; all of that is decided here, so that whoever runs a Program just follows it: a loop in
-Python (collectives.run.executor) or a compiled one. It can also be counted, priced and drawn.
+Python (collectives.run.executor) or a compiled one. It can also be counted, priced and drawn. This one moves numbers as they
+are; collectives.plan.coded has the one that moves codes.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from collectives.plan.schedule import Action, Schedule
-from collectives.plan.spans import Layout, Span, joined
+from collectives.plan.schedule import Action, Round, Schedule
+from collectives.plan.spans import Layout, joined
 
 #: Segments in flight at once: while one is reduced, the others keep the wire busy.
 WINDOW = 3
@@ -29,23 +30,48 @@ _KEPT = 1 << 14
 class Kind(IntEnum):
     """What an instruction asks for."""
 
-    SEND = 0  # to `peer`, what lies in the source at `offset`
+    SEND = (
+        0  # to `peer`, what lies in the source at `offset`, or where `scratch` is not negative, in scratch memory there
+    )
     RECEIVE = 1  # from `peer`: into the destination at `offset`, or where `scratch` is not negative, into scratch memory there
     POST = 2  # start all sends and receives since the last POST; they carry the tag of `segment`
-    WAIT = 3  # for the message that is number `message` of all sends and receives
+    WAIT = 3  # for the message that is number `number` of all sends and receives
     REDUCE = 4  # what came from `peer` into scratch memory at `scratch`, into the destination at `offset`
+    ENCODE = 5  # what lies at `offset`, to scratch memory at `scratch`: version `number` of block `block`
+    DECODE = 6  # the code of `peer` in scratch memory at `scratch`, to `offset`
+    ADD = 7  # the code of `peer` in scratch memory at `scratch`, to what lies at `offset`
+    COMPLETE = 8  # what lies at `offset` has become the sum over all ranks
 
 
 class Instruction(NamedTuple):
-    """One row of the table. offset, length and scratch count elements; what an instruction does not use is 0, scratch -1."""
+    """One row of the table. offset and length count elements, scratch counts elements or, where codes travel, bytes; what an
+    instruction does not use is 0, scratch -1."""
 
     kind: int
     peer: int = 0
     offset: int = 0
     length: int = 0
     scratch: int = -1
-    message: int = 0
+    number: int = 0
     segment: int = 0
+    block: int = 0
+
+
+class Flight:
+    """One segment on its way through its rounds. layout, source: where its blocks lie where they arrive, and are sent from."""
+
+    def __init__(self, segment: int, layout: Layout, source: Layout, numbers: Iterator[int]) -> None:
+        self.segment = segment
+        self.layout = layout
+        self.source = source
+        self.numbers = numbers
+        self.sent: list[int] = []
+        self.arriving: dict[int, list[Instruction]] = defaultdict(list)
+        # Where codes travel: by block, where its code lies and its version; the blocks whose sums have yet to be decoded.
+        self.codes: dict[int, int] = {}
+        self.versions: dict[int, int] = defaultdict(int)
+        self.unsettled: list[int] = []
+        self.places = iter(range(2**63))
 
 
 class Program:
@@ -58,6 +84,13 @@ class Program:
     Attribute scratch: how many elements of scratch memory the instructions use.
     """
 
+    #: In how many sweeps over the segments in flight each of them goes one round further, and how many there are.
+    _pace = 1
+    _window = WINDOW
+
+    #: Whether messages are posted one after the other, because what is sent must be made first.
+    _in_turn = False
+
     def __init__(
         self,
         schedule: Schedule,
@@ -66,16 +99,15 @@ class Program:
         lookahead: int = LOOKAHEAD,
     ) -> None:
         """segments: where the blocks of each segment lie, in elements; empty messages are left out, at both ends alike. sources:
-        where they lie in the buffer that is sent from, when that is another one than they arrive in."""
+        where they lie in the buffer that is sent from, when that is another one than they arrive in. lookahead: 0 where the
+        messages of a round must be posted together on both sides, as by NCCL."""
         self._schedule = schedule
         self._segments = segments
         self._sources = sources or segments
         self._lookahead = lookahead
-        self._post_at = _posting_rounds(schedule, lookahead)
-        self._regions = min(lookahead + 1, len(schedule.rounds))  # as many rounds as can be posted at once
-        self._region = max((self._reduced(layout) for layout in segments), default=0)
-        self._places = min(WINDOW + 1, len(segments))
-        self.scratch = self._places * self._regions * self._region
+        self._post_at = self._posting_rounds()
+        self._flights = min(self._window + 1, len(segments))
+        self.scratch = self._flights * self._room()
         self._kept: tuple[Instruction, ...] | None = None
         estimate = 6 * len(segments) * sum(map(len, schedule.rounds))
         if estimate <= _KEPT:
@@ -88,6 +120,79 @@ class Program:
         """Return how many messages this rank sends, and how many elements in all."""
         lengths = [instruction.length for instruction in self if instruction.kind == Kind.SEND]
         return len(lengths), sum(lengths)
+
+    def _laid_out(self) -> Iterator[Instruction]:
+        rounds = len(self._schedule.rounds)
+        if rounds == 0:
+            for segment in range(len(self._segments)):
+                yield from self._alone(self._flight(segment, iter(())))
+            return
+        sweeps = rounds * self._pace
+        stagger = -(-sweeps // self._window)
+        last_sweep = (len(self._segments) - 1) * stagger + sweeps
+        flights: dict[int, Flight] = {}
+        numbers = iter(range(2**63))
+        for sweep in range(last_sweep + 1):
+            newest = min(len(self._segments) - 1, sweep // stagger)
+            oldest = max(0, -(-(sweep - sweeps) // stagger))
+            for segment in range(newest, oldest - 1, -1):
+                index, between = divmod(sweep - segment * stagger, self._pace)
+                if between:
+                    continue
+                if index == 0:
+                    flights[segment] = self._flight(segment, numbers)
+                else:
+                    yield from self._finish(flights[segment], index - 1)
+                if index < rounds:
+                    yield from self._post(flights[segment], index)
+                else:
+                    yield from self._land(flights.pop(segment))
+
+    def _flight(self, segment: int, numbers: Iterator[int]) -> Flight:
+        return Flight(segment, self._segments[segment], self._sources[segment], numbers)
+
+    def _post(self, flight: Flight, index: int) -> Iterator[Instruction]:
+        """Start the sends of a round, and the receives that are due."""
+        receives: list[Instruction] = []
+        for due in range(index, min(index + self._lookahead + 1, len(self._schedule.rounds))):
+            if self._post_at[due] == index:
+                flight.arriving[due] += self._receives(flight, due)
+                receives += flight.arriving[due]
+        yield from receives
+        if receives and self._in_turn:
+            yield Instruction(Kind.POST, segment=flight.segment)
+        posted = bool(receives) and not self._in_turn
+        for instruction in self._sends(flight, self._schedule.rounds[index]):
+            if instruction.kind == Kind.SEND:
+                posted = True
+            elif instruction.kind == Kind.POST:
+                posted = False
+            yield instruction
+        if posted:
+            yield Instruction(Kind.POST, segment=flight.segment)
+
+    # What is different where codes travel
+
+    def _posting_rounds(self) -> list[int]:
+        """Return for every round the one in which its receives are posted: at most `lookahead` earlier, never while an
+        unfinished round still uses the blocks that they overwrite, and in order of the rounds."""
+        rounds = self._schedule.rounds
+        touched = [{b for step in steps for b in range(*step.span)} for steps in rounds]
+        post_at: list[int] = []
+        for index, steps in enumerate(rounds):
+            overwritten = {b for step in steps if step.action is Action.RECEIVE for b in range(*step.span)}
+            earliest = index
+            lowest = max(0, index - self._lookahead, post_at[-1] if post_at else 0)
+            while earliest > lowest and not overwritten & touched[earliest - 1]:
+                earliest -= 1
+            post_at.append(earliest)
+        return post_at
+
+    def _room(self) -> int:
+        """Return how much scratch memory each segment in flight needs."""
+        self._regions = min(self._lookahead + 1, len(self._schedule.rounds))  # as many rounds as can be posted at once
+        self._region = max((self._reduced(layout) for layout in self._segments), default=0)
+        return self._regions * self._region
 
     def _reduced(self, layout: Layout) -> int:
         """Return how many elements the largest round of a segment receives to reduce them."""
@@ -104,95 +209,48 @@ class Program:
             default=0,
         )
 
-    def _laid_out(self) -> Iterator[Instruction]:
-        rounds = len(self._schedule.rounds)
-        if rounds == 0:
-            return
-        stagger = -(-rounds // WINDOW)
-        last_sweep = (len(self._segments) - 1) * stagger + rounds
-        flights: dict[int, _Flight] = {}
-        numbers = iter(range(2**63))
-        for sweep in range(last_sweep + 1):
-            newest = min(len(self._segments) - 1, sweep // stagger)
-            oldest = max(0, -(-(sweep - rounds) // stagger))
-            for segment in range(newest, oldest - 1, -1):
-                index = sweep - segment * stagger
-                if index == 0:
-                    flights[segment] = _Flight(segment, numbers)
-                else:
-                    yield from flights[segment].finish(index - 1)
-                if index < rounds:
-                    yield from self._post(flights[segment], index)
-                else:
-                    del flights[segment]
-
-    def _post(self, flight: _Flight, index: int) -> Iterator[Instruction]:
-        """Start the sends of a round, and the receives that are due."""
-        layout, source = self._segments[flight.segment], self._sources[flight.segment]
-        posted = False
-        for due in range(index, min(index + self._lookahead + 1, len(self._schedule.rounds))):
-            if self._post_at[due] == index:
-                place = (flight.segment % self._places * self._regions + due % self._regions) * self._region
-                for step in self._schedule.rounds[due]:
-                    if step.action is Action.SEND:
-                        continue
-                    for span in joined(layout[step.span.start : step.span.stop]):
-                        reduces = step.action is Action.REDUCE
-                        yield flight.receive(due, step.peer, span, place if reduces else -1)
-                        place += span.length if reduces else 0
-                        posted = True
+    def _receives(self, flight: Flight, index: int) -> list[Instruction]:
+        """Return the receives of a round."""
+        place = (flight.segment % self._flights * self._regions + index % self._regions) * self._region
+        receives: list[Instruction] = []
         for step in self._schedule.rounds[index]:
             if step.action is Action.SEND:
-                for span in joined(source[step.span.start : step.span.stop]):
-                    yield flight.send(step.peer, span)
-                    posted = True
-        if posted:
-            yield Instruction(Kind.POST, segment=flight.segment)
+                continue
+            for span in joined(flight.layout[step.span.start : step.span.stop]):
+                scratch = place if step.action is Action.REDUCE else -1
+                number = next(flight.numbers)
+                receives.append(
+                    Instruction(Kind.RECEIVE, step.peer, span.start, span.length, scratch, number, flight.segment)
+                )
+                place += span.length if step.action is Action.REDUCE else 0
+        return receives
 
+    def _sends(self, flight: Flight, steps: Round) -> Iterator[Instruction]:
+        """Yield the sends of a round."""
+        for step in steps:
+            if step.action is Action.SEND:
+                for span in joined(flight.source[step.span.start : step.span.stop]):
+                    flight.sent.append(next(flight.numbers))
+                    yield Instruction(
+                        Kind.SEND, step.peer, span.start, span.length, -1, flight.sent[-1], flight.segment
+                    )
 
-class _Flight:
-    """One segment on its way through its rounds."""
-
-    def __init__(self, segment: int, numbers: Iterator[int]) -> None:
-        self.segment = segment
-        self._numbers = numbers
-        self._sent: list[int] = []
-        self._arriving: dict[int, list[Instruction]] = defaultdict(list)
-
-    def receive(self, index: int, peer: int, span: Span, scratch: int) -> Instruction:
-        instruction = Instruction(
-            Kind.RECEIVE, peer, span.start, span.length, scratch, next(self._numbers), self.segment
-        )
-        self._arriving[index].append(instruction)
-        return instruction
-
-    def send(self, peer: int, span: Span) -> Instruction:
-        self._sent.append(next(self._numbers))
-        return Instruction(Kind.SEND, peer, span.start, span.length, -1, self._sent[-1], self.segment)
-
-    def finish(self, index: int) -> Iterator[Instruction]:
+    def _finish(self, flight: Flight, index: int) -> Iterator[Instruction]:
         """Wait for a round's messages and reduce what it received, in the order of the schedule."""
-        arrivals = self._arriving.pop(index, [])
+        arrivals = flight.arriving.pop(index, [])
         for arrival in arrivals:
-            yield Instruction(Kind.WAIT, message=arrival.message)
-        for number in self._sent:
-            yield Instruction(Kind.WAIT, message=number)
-        self._sent.clear()
+            yield Instruction(Kind.WAIT, number=arrival.number)
+        yield from self._land(flight)
         for arrival in arrivals:
             if arrival.scratch >= 0:
                 yield arrival._replace(kind=Kind.REDUCE)
 
+    def _land(self, flight: Flight) -> Iterator[Instruction]:
+        """Wait for what has been sent."""
+        for number in flight.sent:
+            yield Instruction(Kind.WAIT, number=number)
+        flight.sent.clear()
 
-def _posting_rounds(schedule: Schedule, lookahead: int) -> list[int]:
-    """For every round, the one in which its receives are posted: at most `lookahead` earlier, never while an unfinished
-    round still uses the blocks that they overwrite, and in order of the rounds."""
-    touched = [{b for step in steps for b in range(*step.span)} for steps in schedule.rounds]
-    post_at: list[int] = []
-    for index, steps in enumerate(schedule.rounds):
-        overwritten = {b for step in steps if step.action is Action.RECEIVE for b in range(*step.span)}
-        earliest = index
-        lowest = max(0, index - lookahead, post_at[-1] if post_at else 0)
-        while earliest > lowest and not overwritten & touched[earliest - 1]:
-            earliest -= 1
-        post_at.append(earliest)
-    return post_at
+    def _alone(self, flight: Flight) -> Iterator[Instruction]:
+        """Yield what there is to do for a segment where no other rank takes part."""
+        return iter(())

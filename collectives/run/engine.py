@@ -10,7 +10,8 @@ import torch
 
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
-from collectives.compression.sharing import Sharing, share
+from collectives.compression.pairs import TWO_SHOT, riding, schedule_of_codes
+from collectives.compression.sharing import Sharing, effective, share
 from collectives.link.native import Call
 from collectives.link.process_group import ProcessGroupTransport
 from collectives.link.routing import RoutingTransport
@@ -18,16 +19,17 @@ from collectives.link.shared_memory.group import LocalGroup
 from collectives.link.shared_memory.reductions import Reduction, SharedMemory
 from collectives.link.watch import Watch
 from collectives.plan.algorithms import PLANNERS, hierarchical
-from collectives.plan.program import Program
+from collectives.plan.coded import CodedProgram
+from collectives.plan.program import LOOKAHEAD, Program
 from collectives.plan.schedule import Place, Schedule
 from collectives.plan.selection import SHARED, Table, choose
 from collectives.plan.spans import Layout, consecutive, segments_of_blocks, segments_of_buffer
 from collectives.plan.topology import Topology
 from collectives.reduction import COMBINE, carried
-from collectives.run.executor import Scratch, execute
+from collectives.run.executor import execute
 from collectives.run.operations import Operations, Turn, digest
+from collectives.run.payload import Codes, Numbers, Scratch
 from collectives.run.staging import Buffer
-from collectives.run.two_shot import TwoShot, Wires, effective, legal_with
 from collectives.run.work import Work
 
 NATIVE = "native"
@@ -81,9 +83,8 @@ class Engine:
         self._algorithms = algorithms
         self.tables = tables
         self._scratch = Scratch()
-        self._wires = Wires(via_host=self._via_host)
-        self._summed = Wires(via_host=False)
-        self._sharings: dict[tuple[Codec, int], Sharing] = {}
+        self._summed = Scratch()
+        self._sharings: dict[tuple[Codec, int, str], Sharing] = {}
         self._ready: set[tuple[Codec, str, bool]] = set()
         self._schedules: dict[tuple[str, str, int], Schedule] = {}
         self._programs: OrderedDict[tuple[object, ...], Program] = OrderedDict()
@@ -105,14 +106,15 @@ class Engine:
             raise ValueError(f"rank {self.rank}: {collective} has no algorithm {algorithm!r}; allowed are {allowed}")
         return algorithm
 
-    def choose_for_codec(self, codec: Codec, algorithm: str, nbytes: int) -> str:
+    def choose_for_codec(self, codec: Codec, algorithm: str, nbytes: int, *, with_feedback: bool) -> str:
         """choose, for an allreduce of codes of nbytes. Raises ValueError, which lists what the codec may ride."""
-        names = legal_with(codec, self.algorithms("allreduce"))
+        names = riding(codec, self.algorithms("allreduce"), with_feedback=with_feedback)
         if algorithm == "auto":
             return self.choose("allreduce", algorithm, nbytes) if codec.summable else names[0]
         if algorithm not in names:
+            corrected = " with error feedback" if with_feedback else ""
             raise ValueError(
-                f"rank {self.rank}: codec {codec.name!r} cannot ride the algorithm {algorithm!r}; allowed are "
+                f"rank {self.rank}: codec {codec.name!r}{corrected} cannot ride the algorithm {algorithm!r}; allowed are "
                 f"{', '.join(('auto', *names))}"
             )
         return algorithm
@@ -193,8 +195,8 @@ class Engine:
         schedule = self.schedule(collective, algorithm, root)
         segment = max(1, self._segment_bytes // buffer.element_size())
         program = self._program(
-            (collective, algorithm, root, buffer.numel(), segment),
-            lambda: Program(schedule, segments_of_buffer(buffer.numel(), schedule.blocks, segment)),
+            (collective, algorithm, root, buffer.numel(), segment, buffer.is_cuda),
+            lambda: _laid_out(schedule, segments_of_buffer(buffer.numel(), schedule.blocks, segment), buffer),
         )
         self._execute(turn, program, buffer, buffer, op)
 
@@ -206,7 +208,8 @@ class Engine:
         schedule = self.schedule(collective, algorithm)
         segment = max(1, self._segment_bytes // buffer.element_size())
         program = self._program(
-            (collective, algorithm, layout, segment), lambda: Program(schedule, segments_of_blocks(layout, segment))
+            (collective, algorithm, layout, segment, buffer.is_cuda),
+            lambda: _laid_out(schedule, segments_of_blocks(layout, segment), buffer),
         )
         self._execute(turn, program, buffer, buffer, op)
 
@@ -222,65 +225,83 @@ class Engine:
         root: int = 0,
     ) -> None:
         """Run a schedule that moves blocks of one buffer into another, reducing nothing."""
-        program = Program(self.schedule(collective, algorithm, root), [layout], [source_layout])
+        program = _laid_out(self.schedule(collective, algorithm, root), [layout], destination, [source_layout])
         self._execute(turn, program, source, destination, "sum")
 
-    def two_shot(
+    def over_codes(
         self,
         turn: Turn,
         flat: torch.Tensor,
         codec: Codec,
-        sharing: Sharing,
+        algorithm: str,
         *,
         feedback: Feedback | None,
         average: bool,
         step: int,
         seed: int,
     ) -> None:
-        """Reduce a float32 buffer in place by codes; between hosts only, where ranks share hosts and there are several. sharing:
-        of the codec for so many elements."""
+        """Reduce a float32 buffer in place by codes; between hosts only, where the algorithm says so and ranks share hosts."""
+        sharing = self.sharing(codec, flat.numel(), algorithm)
         if sharing.inside_hosts:
             self._inside(turn, flat, sharing.parts, 0)
         if sharing.group:
-            TwoShot(
+            used = effective(codec.at(step), sharing)
+            program = self._program_of_codes(used, sharing, algorithm, grouped=flat.is_cuda and not self._via_host)
+            payload = Codes(
+                program,
                 flat,
-                effective(codec.at(step), sharing),
+                used,
                 sharing,
-                self._transport,
-                self._wires,
+                self._scratch,
                 feedback=feedback,
                 divisor=self.size if average else 1,
                 step=step,
                 seed=seed,
-                tag=turn.tag,
-                deadline=turn.deadline,
-            ).run()
+                via_host=self._via_host,
+            )
+            execute(program, payload, self._transport, tag=turn.tag, deadline=turn.deadline)
         if sharing.inside_hosts:
             self._inside(turn, flat, sharing.parts, 1)
 
     def wire(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Memory for codes that are summed as they are, until the next call."""
-        return self._summed.take(nbytes, device)[0][:nbytes]
+        return self._summed.take(nbytes, device)
 
-    def sharing(self, codec: Codec, numel: int) -> Sharing:
+    def sharing(self, codec: Codec, numel: int, algorithm: str = TWO_SHOT) -> Sharing:
         """Who encodes what of a buffer."""
-        key = (codec, numel)
+        key = (codec, numel, algorithm)
         if key not in self._sharings:
             if len(self._sharings) >= _CACHED_PROGRAMS:
                 self._sharings.clear()
-            self._sharings[key] = share(codec, numel, self.rank, self.topology.hosts, self._segment_bytes)
+            planner, by_hosts = schedule_of_codes(algorithm)
+            hosts = self.topology.hosts if by_hosts else (tuple(range(self.size)),)
+            self._sharings[key] = share(codec, numel, self.rank, hosts, self._segment_bytes, planner)
         return self._sharings[key]
+
+    def _program_of_codes(self, codec: Codec, sharing: Sharing, algorithm: str, *, grouped: bool) -> CodedProgram:
+        """codec: of the step. grouped: whether a round's messages must be posted together."""
+
+        def planned() -> CodedProgram:
+            group = sharing.group
+            planner, _ = schedule_of_codes(algorithm)
+            schedule = planner(Place(group.index(self.rank), len(group)))
+            return CodedProgram(schedule, sharing.chunks, codec.wire_bytes, group, lookahead=0 if grouped else 1)
+
+        program = self._program(("codes", codec, algorithm, sharing.numel, grouped), planned)
+        assert isinstance(program, CodedProgram)
+        return program
 
     def _inside(self, turn: Turn, flat: torch.Tensor, parts: Layout, which: int) -> None:
         """The first (0) or last (1) round of hierarchical, inside the hosts, of blocks that are `parts`."""
         segment = max(1, self._segment_bytes // flat.element_size())
+        buffer = self.buffer(flat)
 
         def planned() -> Program:
             steps = hierarchical.inside(Place(self.rank, self.size, 0, self.topology.hosts))[which]
-            return Program(Schedule(self.rank, self.size, len(parts), (steps,)), segments_of_blocks(parts, segment))
+            schedule = Schedule(self.rank, self.size, len(parts), (steps,))
+            return _laid_out(schedule, segments_of_blocks(parts, segment), buffer.flat)
 
-        buffer = self.buffer(flat)
-        program = self._program(("inside", which, parts, segment), planned)
+        program = self._program(("inside", which, parts, segment, buffer.flat.is_cuda), planned)
         self._execute(turn, program, buffer.flat, buffer.flat, "sum")
         buffer.store()
 
@@ -348,16 +369,8 @@ class Engine:
         return self._programs[key]
 
     def _execute(self, turn: Turn, program: Program, source: torch.Tensor, destination: torch.Tensor, op: str) -> None:
-        execute(
-            program,
-            source,
-            destination,
-            COMBINE[op],
-            self._transport,
-            tag=turn.tag,
-            deadline=turn.deadline,
-            scratch=self._scratch,
-        )
+        numbers = Numbers(program, source, destination, COMBINE[op], self.rank, self._scratch)
+        execute(program, numbers, self._transport, tag=turn.tag, deadline=turn.deadline)
 
     def announce_close(self) -> bool:
         """Tell the other ranks that this one issues no more operations; False, with nothing done, the second time."""
@@ -373,3 +386,10 @@ class Engine:
         if self._shared is not None:
             self._shared.close()
         self._transport.close()
+
+
+def _laid_out(
+    schedule: Schedule, segments: Sequence[Layout], buffer: torch.Tensor, sources: Sequence[Layout] | None = None
+) -> Program:
+    """Return a Program for messages to a buffer. NCCL, which carries those of CUDA, wants both ends of each posted together."""
+    return Program(schedule, segments, sources, lookahead=0 if buffer.is_cuda else LOOKAHEAD)

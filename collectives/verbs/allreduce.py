@@ -9,6 +9,7 @@ import torch
 from collectives import arguments
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
+from collectives.compression.pairs import TWO_SHOT
 from collectives.compression.registry import make_codec
 from collectives.link import native
 from collectives.plan.selection import SHARED
@@ -16,7 +17,6 @@ from collectives.reduction import Op, check_arithmetic, finish, op_name
 from collectives.run.engine import NATIVE, Engine
 from collectives.run.operations import Turn
 from collectives.run.staging import Buffer
-from collectives.run.two_shot import TWO_SHOT
 from collectives.run.work import Work
 
 
@@ -88,12 +88,13 @@ def allreduce_compressed(
     if feedback is not None:
         _check_feedback(engine, feedback, codec, tensor)
     present = codec.at(step)
-    chosen = engine.choose_for_codec(codec, algorithm, present.wire_bytes(tensor.numel()))
+    with_feedback = feedback is not None
+    nbytes = present.wire_bytes(tensor.numel())
+    chosen = engine.choose_for_codec(codec, algorithm, nbytes, with_feedback=with_feedback)
     scales = f", prescale={prescale}, postscale={postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
-    corrected = ", error feedback" if feedback is not None else ""
+    corrected = ", error feedback" if with_feedback else ""
     call = f"allreduce({arguments.described(tensor)}, {name}{scales}, {chosen}, {present.identity}{corrected})"
-    sharing = engine.sharing(codec, tensor.numel())
-    engine.prepare_codec(codec, tensor.device, with_feedback=feedback is not None)
+    engine.prepare_codec(codec, tensor.device, with_feedback=with_feedback)
     if chosen == SHARED:
         engine.prepare([codec.wire_dtype])
 
@@ -102,11 +103,11 @@ def allreduce_compressed(
         flat = buffer.flat.to(torch.float32)
         if prescale != 1.0:
             flat.mul_(prescale)
-        if chosen == TWO_SHOT:
-            average = name == "average"
-            engine.two_shot(turn, flat, codec, sharing, feedback=feedback, average=average, step=step, seed=seed)
-        else:
+        if codec.summable and chosen != TWO_SHOT:
             _reduce_codes(engine, turn, flat, present, feedback, name, chosen)
+        else:
+            average = name == "average"
+            engine.over_codes(turn, flat, codec, chosen, feedback=feedback, average=average, step=step, seed=seed)
         finish(flat, "sum", engine.size, postscale)
         if flat.dtype is not buffer.flat.dtype:
             buffer.flat.copy_(flat)

@@ -164,6 +164,41 @@ def test_summable_codecs_ride_any_algorithm(ranks: Worlds, world: int, algorithm
     assert found == [found[0]] * world
 
 
+def ride_all_algorithms() -> list[str]:
+    """Codes that are decoded and encoded on their way: the same bits everywhere, near the sum."""
+    checks = Checks()
+    with communicator(400) as comm:
+        for algorithm in PLANNERS["allreduce"]:
+            for codec in (Int8(block=16), Int8(block=16, stochastic=True)):
+                for numel in (0, 1, comm.size + 1, SEVERAL_SEGMENTS):
+                    numbers = inputs(comm.size, numel, 0)
+                    mine, expected = numbers[comm.rank].clone(), torch.stack(numbers).sum(0)
+                    with checks.case(algorithm=algorithm, codec=codec, numel=numel):
+                        comm.allreduce(mine, codec=codec, algorithm=algorithm, seed=3)
+                        first = mine.clone()
+                        comm.broadcast(first)
+                        checks.equal(mine, first)
+                        scale = max((float(tensor.abs().max()) for tensor in numbers if numel), default=0.0)
+                        assert bool(((mine - expected).abs() <= (2 * comm.size + 1) * comm.size * scale / 127).all())
+    return checks.failures
+
+
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("world", [1, 3, *wide(4)])
+def test_codes_ride_all_algorithms(ranks: Worlds, world: int) -> None:
+    assert ranks(world).run(ride_all_algorithms) == [[]] * world
+
+
+def ride_all_algorithms_on_hosts(host_of: str) -> list[str]:
+    with on_host(host_of[dist.get_rank()]):
+        return ride_all_algorithms()
+
+
+@pytest.mark.parametrize("host_of", ["aabb", "abaca"])
+def test_codes_ride_all_algorithms_between_hosts(ranks: Worlds, host_of: str) -> None:
+    assert ranks(len(host_of)).run(ride_all_algorithms_on_hosts, host_of) == [[]] * len(host_of)
+
+
 def sum_beyond_half_precision() -> list[str]:
     checks = Checks()
     with communicator() as comm:
@@ -279,7 +314,15 @@ MISTAKES: dict[str, tuple[str, Callable[[Communicator], object]]] = {
     "no codec of buffers": ("matrices", lambda c: c.allreduce(ONES, codec="powersgd")),
     "op": ("'max'", lambda c: c.allreduce(ONES, "max", codec="int8")),
     "integers": ("int32", lambda c: c.allreduce(ONES.int(), codec="int8")),
-    "algorithm": ("'int8'.*'ring'.*auto, two_shot$", lambda c: c.allreduce(ONES, codec="int8", algorithm="ring")),
+    "algorithm": ("'onebit'.*'ring'.*auto, two_shot$", lambda c: c.allreduce(ONES, codec="onebit", algorithm="ring")),
+    "feedback on a ring": (
+        "'int8' with error feedback.*'ring'.*auto, two_shot$",
+        lambda c: c.allreduce(ONES, codec="int8", feedback=c.new_feedback("int8", 3), algorithm="ring"),
+    ),
+    "not in memory": (
+        "'int8'.*'native'.*two_shot, ring",
+        lambda c: c.allreduce(ONES, codec="int8", algorithm="native"),
+    ),
     "algorithm without codec": ("'two_shot'", lambda c: c.allreduce(ONES, algorithm="two_shot")),
     "feedback without codec": ("needs a codec", lambda c: c.allreduce(ONES, feedback=c.new_feedback("int8", 3))),
     "feedback of another size": (

@@ -10,13 +10,18 @@ from hypothesis import strategies as st
 from collectives.compression.dgc import DGC
 from collectives.compression.feedback import Feedback
 from collectives.compression.integers import Int4, Int8
+from collectives.compression.pairs import riding
 from collectives.compression.powersgd import PowerSGD
 from collectives.compression.randomk import RandomK
 from collectives.compression.registry import CODECS, make_codec
 from collectives.compression.seeds import rounding_seed
-from collectives.compression.sharing import share
+from collectives.compression.sharing import effective, share
 from collectives.compression.threshold import Threshold
-from collectives.run.two_shot import TwoShot, Wires, effective, legal_with
+from collectives.plan.algorithms import direct
+from collectives.plan.coded import CodedProgram
+from collectives.plan.schedule import Place
+from collectives.run.executor import execute
+from collectives.run.payload import Codes, Scratch
 from tests.two_shot_model import CPU, TwoShotModel
 from tests.unit.in_process import Hub, InProcessTransport, run_ranks
 
@@ -57,13 +62,18 @@ class TestRegistry:
         with pytest.raises(ValueError, match="matrices"):
             make_codec("powersgd")
 
-    def test_only_sums_ride_any_algorithm(self) -> None:
-        assert {name for name, codec in CODECS.items() if len(legal_with(codec(), ("ring",))) > 1} == {
-            "none",
-            "fp16",
-            "bf16",
-            "randomk",
+    def test_which_codec_rides_which_algorithm(self) -> None:
+        algorithms = ("ring", "native", "shared")
+        ridden = {name: riding(codec(), algorithms, with_feedback=False) for name, codec in CODECS.items()}
+        assert {name for name, names in ridden.items() if "native" in names} == {"none", "fp16", "bf16", "randomk"}
+        assert {name for name, names in ridden.items() if names == ("two_shot",)} == {
+            "onebit",
+            "topk",
+            "threshold",
+            "dgc",
         }
+        assert ridden["int8"] == ("two_shot", "ring")
+        assert riding(Int8(), algorithms, with_feedback=True) == ("two_shot",)
 
 
 @given(
@@ -117,7 +127,7 @@ def test_every_order_of_messages_gives_the_result_of_the_model(
     assert len(model.sharings[0].chunks) > 5
     hub = Hub(size, eager=eager)
     feedbacks = [Feedback(codec, sharing, CPU) for sharing in model.sharings]
-    wires = [Wires(via_host=False) for _ in range(size)]
+    scratches = [Scratch() for _ in range(size)]
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         inputs = [torch.randn(numel, generator=generator) for _ in range(size)]
@@ -125,18 +135,23 @@ def test_every_order_of_messages_gives_the_result_of_the_model(
 
         def run(rank: int, step: int = step, outputs: list[torch.Tensor] = outputs) -> None:
             sharing = model.sharings[rank]
-            TwoShot(
+            used = effective(codec.at(step), sharing)
+            schedule = direct.allreduce(Place(rank, size))
+            program = CodedProgram(schedule, sharing.chunks, used.wire_bytes, range(size))
+            codes = Codes(
+                program,
                 outputs[rank],
-                effective(codec.at(step), sharing),
+                used,
                 sharing,
-                InProcessTransport(hub, rank),
-                wires[rank],
+                scratches[rank],
                 feedback=feedbacks[rank],
                 divisor=size,
                 step=step,
-                tag=1000 * step,
-                deadline=time.monotonic() + 20,
-            ).run()
+                seed=0,
+                via_host=False,
+            )
+            transport = InProcessTransport(hub, rank)
+            execute(program, codes, transport, tag=1000 * step, deadline=time.monotonic() + 20)
 
         run_ranks(size, run)
         expected = model.step(inputs, "average", step)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,13 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from collectives.compression.integers import Int8
+from collectives.compression.raw import Raw
+from collectives.compression.sharing import share
 from collectives.errors import LinkError
 from collectives.plan.algorithms import PLANNERS
+from collectives.plan.coded import CodedProgram
 from collectives.plan.program import Instruction, Kind, Program
 from collectives.plan.schedule import Place, Schedule, receive, send
 from collectives.plan.spans import Span, consecutive, segments_of_blocks, segments_of_buffer
 from collectives.reduction import COMBINE
-from collectives.run.executor import Scratch, execute
+from collectives.run.executor import execute
+from collectives.run.payload import Codes, Numbers, Scratch
 from tests.unit.in_process import Hub, InProcessTransport, run_ranks
 
 SIZES = st.integers(1, 7)
@@ -33,6 +40,13 @@ def contribution(rank: int, numel: int) -> torch.Tensor:
     return torch.arange(numel, dtype=torch.int64) * 7 + 1000 * (rank + 1)
 
 
+def follow(
+    program: Program, buffer: torch.Tensor, op: str, transport: InProcessTransport, *, tag: int, timeout_s: float = 20
+) -> None:
+    numbers = Numbers(program, buffer, buffer, COMBINE[op], transport.rank, Scratch())
+    execute(program, numbers, transport, tag=tag, deadline=time.monotonic() + timeout_s)
+
+
 @pytest.mark.parametrize("algorithm", list(PLANNERS["allreduce"]))
 @settings(max_examples=30, deadline=None)
 @given(size=SIZES, numel=LENGTHS, segment=SEGMENTS, eager=st.booleans())
@@ -46,8 +60,7 @@ def test_allreduce(algorithm: str, size: int, numel: int, segment: int, eager: b
         program = Program(schedule, segments_of_buffer(numel, schedule.blocks, segment))
         buffer = results[rank]
         transport = InProcessTransport(hub, rank)
-        deadline = time.monotonic() + 20
-        execute(program, buffer, buffer, COMBINE["sum"], transport, tag=5, deadline=deadline, scratch=Scratch())
+        follow(program, buffer, "sum", transport, tag=5)
 
     run_ranks(size, body)
     assert all(torch.equal(result, expected) for result in results)
@@ -71,8 +84,7 @@ def test_allgather_and_reduce_scatter_of_unequal_blocks(
             schedule = PLANNERS[collective][algorithm](Place(rank, size))
             program = Program(schedule, segments_of_blocks(layout, segment))
             transport = InProcessTransport(hub, rank)
-            deadline = time.monotonic() + 20
-            execute(program, buffer, buffer, COMBINE["sum"], transport, tag=tag, deadline=deadline, scratch=Scratch())
+            follow(program, buffer, "sum", transport, tag=tag)
 
     run_ranks(size, body)
     assert all(torch.equal(result, expected) for result in results)
@@ -89,17 +101,7 @@ def test_zeros_of_both_signs_come_out_alike_everywhere(algorithm: str, op: str) 
         schedule = PLANNERS["allreduce"][algorithm](Place(rank, size, 0, hosts_of(size)))
         program = Program(schedule, segments_of_buffer(2, schedule.blocks, 2))
         transport = InProcessTransport(hub, rank)
-        deadline = time.monotonic() + 20
-        execute(
-            program,
-            results[rank],
-            results[rank],
-            COMBINE[op],
-            transport,
-            tag=5,
-            deadline=deadline,
-            scratch=Scratch(),
-        )
+        follow(program, results[rank], op, transport, tag=5)
 
     run_ranks(size, body)
     assert len({tuple(result.view(torch.int32).tolist()) for result in results}) == 1
@@ -110,18 +112,8 @@ def test_a_message_that_never_comes_ends_at_the_deadline() -> None:
     buffer = torch.ones(30)
     program = Program(schedule, segments_of_buffer(30, 3, 10))
     transport = InProcessTransport(Hub(3, eager=True), 0)
-    started = time.monotonic()
     with pytest.raises(LinkError) as caught:
-        execute(
-            program,
-            buffer,
-            buffer,
-            COMBINE["sum"],
-            transport,
-            tag=1,
-            deadline=started + 0.2,
-            scratch=Scratch(),
-        )
+        follow(program, buffer, "sum", transport, tag=1, timeout_s=0.2)
     assert (caught.value.peer, caught.value.timed_out) == (2, True)
 
 
@@ -141,20 +133,10 @@ def test_a_receive_is_not_posted_while_its_memory_is_still_to_be_sent() -> None:
         if rank == 0:
             assert sent.wait(10)
         program = Program(schedules[rank], segments_of_buffer(4, 1, 4))
-        deadline = time.monotonic() + 20
         transport = InProcessTransport(hub, rank)
         if rank == 2:
             threading.Timer(0.2, sent.set).start()
-        execute(
-            program,
-            results[rank],
-            results[rank],
-            COMBINE["sum"],
-            transport,
-            tag=1,
-            deadline=deadline,
-            scratch=Scratch(),
-        )
+        follow(program, results[rank], "sum", transport, tag=1)
 
     run_ranks(3, body)
     assert torch.equal(results[1], contribution(0, 4))
@@ -178,12 +160,100 @@ def test_a_program_is_the_same_whether_it_is_kept_or_laid_out_while_it_runs(
         assert np.array(instructions, dtype=np.int64).size == len(instructions) * len(Instruction._fields)
         sends = [row for row in instructions if row.kind == Kind.SEND]
         assert (messages, elements) == (len(sends), sum(row.length for row in sends))
-        numbers = [row.message for row in instructions if row.kind in (Kind.SEND, Kind.RECEIVE)]
+        numbers = [row.number for row in instructions if row.kind in (Kind.SEND, Kind.RECEIVE)]
         assert numbers == list(range(len(numbers)))
-        assert sorted(row.message for row in instructions if row.kind == Kind.WAIT) == numbers
+        assert sorted(row.number for row in instructions if row.kind == Kind.WAIT) == numbers
 
 
 def test_a_ring_among_very_many_ranks_is_planned_for_one_of_them() -> None:
     schedule = PLANNERS["allreduce"]["ring"](Place(5000, 10_000))
     program = Program(schedule, segments_of_buffer(1 << 20, schedule.blocks, 1 << 16))
     assert program.sent() == (19_998, 2_096_942)
+
+
+CODECS = {"none": Raw(), "int8": Int8(block=16), "int8, stochastic": Int8(block=16, stochastic=True)}
+
+
+@pytest.mark.parametrize("name", list(CODECS))
+@pytest.mark.parametrize("algorithm", list(PLANNERS["allreduce"]))
+@settings(max_examples=10, deadline=None)
+@given(size=SIZES, numel=LENGTHS, segment_bytes=st.integers(1, 300), eager=st.booleans(), grouped=st.booleans())
+def test_codes_ride_every_algorithm(
+    name: str, algorithm: str, size: int, numel: int, segment_bytes: int, eager: bool, grouped: bool
+) -> None:
+    """All ranks have the same bits, of the mean where nothing is lost, and close to it where something is."""
+    codec, hub = CODECS[name], Hub(size, eager=eager)
+    results = [contribution(rank, numel).to(torch.float32) for rank in range(size)]
+    expected = torch.stack(results).sum(0) / size
+
+    def planner(place: Place) -> Schedule:
+        return PLANNERS["allreduce"][algorithm](replace(place, hosts=hosts_of(size)))
+
+    def body(rank: int) -> None:
+        sharing = share(codec, numel, rank, [range(size)], segment_bytes, planner)
+        schedule, lookahead = planner(Place(rank, size)), 0 if grouped else 1
+        program = CodedProgram(schedule, sharing.chunks, codec.wire_bytes, range(size), lookahead=lookahead)
+        codes = Codes(
+            program,
+            results[rank],
+            codec,
+            sharing,
+            Scratch(),
+            feedback=None,
+            divisor=size,
+            step=0,
+            seed=7,
+            via_host=False,
+        )
+        execute(program, codes, InProcessTransport(hub, rank), tag=5, deadline=time.monotonic() + 20)
+
+    run_ranks(size, body)
+    assert all(torch.equal(result, results[0]) for result in results)
+    if name == "none":
+        assert torch.equal(results[0], expected)
+    else:
+        step = (
+            expected.abs().max() / 127 if numel else 0
+        )  # of the last encoding; no other is larger, and the mean is less
+        assert bool(((results[0] - expected).abs() <= (2 * size + 1) * step).all())
+
+
+@pytest.mark.parametrize("algorithm", list(PLANNERS["allreduce"]))
+@pytest.mark.parametrize("size", [2, 3, 4, 6])
+@pytest.mark.parametrize("coded", [False, True])
+def test_without_lookahead_the_two_ends_of_every_message_are_posted_together(
+    algorithm: str, size: int, coded: bool
+) -> None:
+    """Messages that are posted as one group, as NCCL wants them, wait for each other's ends."""
+
+    def groups(rank: int) -> list[Counter[tuple[int, int]]]:
+        schedule = PLANNERS["allreduce"][algorithm](Place(rank, size, 0, hosts_of(size)))
+        segments = segments_of_buffer(5000, schedule.blocks, 100)
+        program = Program(schedule, segments, lookahead=0)
+        if coded:
+            program = CodedProgram(schedule, segments, lambda numel: numel, range(size), lookahead=0)
+        posted: list[Counter[tuple[int, int]]] = [Counter()]
+        for row in program:
+            if row.kind in (Kind.SEND, Kind.RECEIVE):
+                ends = (rank, row.peer) if row.kind == Kind.SEND else (row.peer, rank)
+                posted[-1][ends] += 1
+            elif row.kind == Kind.POST:
+                posted.append(Counter())
+        return [group for group in posted if group]
+
+    waiting = [groups(rank) for rank in range(size)]
+    while any(waiting):
+        done = [
+            rank
+            for rank in range(size)
+            if waiting[rank]
+            and all(
+                waiting[peer] and waiting[peer][0][ends] == count
+                for ends, count in waiting[rank][0].items()
+                for peer in set(ends) - {rank}
+            )
+        ]
+        together = [rank for rank in done if all(set(ends) <= set(done) for ends in waiting[rank][0])]
+        assert together, f"nobody gets on: {[group[:1] for group in waiting]}"
+        for rank in together:
+            waiting[rank].pop(0)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.plan.algorithms import PLANNERS
-from collectives.plan.check import ScheduleError, check_algorithm, contributions, run
-from collectives.plan.schedule import Action, Place, Planner, Schedule
+from collectives.plan.algorithms import BETWEEN_HOSTS, PLANNERS
+from collectives.plan.check import ScheduleError, check_algorithm, contributions, encodings, run
+from collectives.plan.schedule import Action, Place, Planner, Schedule, receive, reduce, send
 from collectives.plan.spans import Span
 
 SIZES = range(1, 65)
@@ -38,7 +38,8 @@ ALL = [(collective, algorithm) for collective, planners in PLANNERS.items() for 
 
 @pytest.mark.parametrize(("collective", "algorithm"), ALL)
 def test_every_contribution_arrives_once_where_it_belongs(collective: str, algorithm: str) -> None:
-    check_algorithm(collective, PLANNERS[collective][algorithm], SIZES)
+    sizes = (*range(1, 17), 33, 64) if "(" in algorithm else SIZES  # what is nested has been looked at by itself
+    check_algorithm(collective, PLANNERS[collective][algorithm], sizes)
 
 
 def changed(planner: Planner, change: Callable[[Schedule], Schedule], rank: int = 1) -> Planner:
@@ -130,7 +131,7 @@ def shares(collective: str, algorithm: str, size: int) -> tuple[int, float]:
     return forms[collective, algorithm]
 
 
-COSTED = [(c, a) for c, planners in PLANNERS.items() for a in planners if a != "hierarchical"]
+COSTED = [(c, a) for c, planners in PLANNERS.items() for a in planners if a not in BETWEEN_HOSTS]
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), COSTED)
@@ -182,3 +183,25 @@ def test_a_broken_schedule_is_caught() -> None:
     doubled = [Schedule(s.rank, 4, 4, s.rounds[:1] + s.rounds) for s in schedules]
     with pytest.raises(ScheduleError, match="added twice"):
         run(doubled, contributions(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "count"),
+    [("direct", lambda p: 2), ("ring", lambda p: max(2, p)), ("tree", lambda p: max(2, 1 + (p - 1).bit_length()))],
+)
+def test_how_often_codes_are_encoded(algorithm: str, count: Callable[[int], int]) -> None:
+    for size in (1, 2, 3, 4, 5, 8, 16):
+        assert encodings(plan("allreduce", algorithm, size)) == count(size)
+
+
+def test_replicas_that_would_differ_are_found() -> None:
+    """Rank 0 adds three codes at once, rank 1 one and then a second to the code of a sum."""
+    block = (Span(0, 1),)
+    schedules = [
+        Schedule(0, 3, 1, (send(1, block) + reduce(1, block) + reduce(2, block), (), send(2, block))),
+        Schedule(1, 3, 1, (send(0, block) + reduce(0, block), reduce(2, block), ())),
+        Schedule(2, 3, 1, (send(0, block), send(1, block), receive(0, block))),
+    ]
+    assert run(schedules, contributions(3, 1)) == [[7]] * 3
+    with pytest.raises(ScheduleError, match="the same bits"):
+        encodings(schedules)

@@ -6,9 +6,19 @@ from outside, register_algorithm() adds to the list.
 
 from __future__ import annotations
 
+from functools import partial
+
 from collectives.naming import check_name
 from collectives.plan.algorithms import direct, hierarchical, recursive_doubling, ring, rsag, tree
 from collectives.plan.schedule import Planner
+
+#: What hierarchical's hosts may follow among themselves, by the name of the whole.
+BETWEEN_HOSTS: dict[str, Planner] = {
+    "hierarchical": ring.allreduce,
+    "hierarchical(rsag)": rsag.allreduce,
+    "hierarchical(recursive_doubling)": recursive_doubling.allreduce,
+    "hierarchical(direct)": direct.allreduce,
+}
 
 PLANNERS: dict[str, dict[str, Planner]] = {
     "allreduce": {
@@ -17,7 +27,7 @@ PLANNERS: dict[str, dict[str, Planner]] = {
         "recursive_doubling": recursive_doubling.allreduce,
         "tree": tree.allreduce,
         "direct": direct.allreduce,
-        "hierarchical": hierarchical.allreduce,
+        **{name: partial(hierarchical.allreduce, inner=inner) for name, inner in BETWEEN_HOSTS.items()},
     },
     "reduce_scatter": {
         "ring": ring.reduce_scatter,

@@ -1,0 +1,200 @@
+"""A program whose messages are codes: where numbers are encoded, and what is decoded, added and passed on.
+
+The rules are these. A block begins as version 0, this rank's own numbers, and becomes another version whenever something is
+added to it: version r + 1 in round r. Each version that is sent, or added to, is encoded once, and from then on counts as
+what its code decodes to, on this rank too; so does the sum over all ranks, on every rank that has it. What arrives is decoded
+into its block, or added to it, the codes of all ranks, this one's among them, in the order of the group; a code that is passed
+on is passed on as it came. So replicas are the same to the bit, which collectives.plan.check sees to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from collectives.plan.program import Flight, Instruction, Kind, Program
+from collectives.plan.schedule import Action, Round, Schedule
+from collectives.plan.spans import Layout, Span
+
+#: What codes are a multiple of apart, in bytes.
+_APART = 64
+
+
+class CodedProgram(Program):
+    """The instructions of one rank for an allreduce of codes. Attribute scratch: how many bytes of memory they use.
+
+    A segment takes two sweeps for a round, so that while it is encoded, the sum of the one before and the result of the one
+    before that are on their way. A first round without messages lets receives be posted that long before their turn.
+    """
+
+    _pace = 2
+    _window = 6
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        segments: Sequence[Layout],
+        wire_bytes: Callable[[int], int],
+        group: Sequence[int],
+        *,
+        lookahead: int = 1,
+    ) -> None:
+        """segments: see Program; their blocks are encoded one by one. wire_bytes: how long the code of so many elements is.
+        group: the ranks that the ranks of the schedule stand for. lookahead: see Program."""
+        longest = max((span.length for layout in segments for span in layout), default=0)
+        self._stride = -(-max(wire_bytes(longest), 1) // _APART) * _APART
+        self._wire_bytes = wire_bytes
+        self._rank = group[schedule.rank]
+        self._order = {rank: position for position, rank in enumerate(group)}
+        schedule = schedule.embedded(tuple(group), self._rank, len(group), 0, schedule.blocks)
+        first: tuple[Round, ...] = ((),) if lookahead and schedule.rounds else ()
+        self._lead = len(first)
+        self._in_turn = lookahead > 0
+        rounds = first + schedule.rounds
+        self._last_received = _last(rounds, Action.RECEIVE)
+        self._last_reduced = _last(rounds, Action.REDUCE)
+        self._codes = 0
+        super().__init__(replace(schedule, rounds=rounds), segments, lookahead=lookahead)
+
+    def sent_bytes(self) -> int:
+        """Return how many bytes of codes this rank sends."""
+        return sum(self._wire_bytes(instruction.length) for instruction in self if instruction.kind == Kind.SEND)
+
+    def _posting_rounds(self) -> list[int]:
+        """Return for every round the one in which its receives are posted: codes arrive in scratch memory, where nothing is in
+        their way."""
+        return [max(0, index - self._lookahead) for index in range(len(self._schedule.rounds))]
+
+    def _room(self) -> int:
+        """Return how many bytes each segment in flight needs: a place for every code, found by walking the rounds once."""
+        blocks = tuple(Span(block, block + 1) for block in range(self._schedule.blocks))
+        flight = Flight(0, blocks, blocks, iter(range(2**63)))
+        for index in range(len(self._schedule.rounds)):
+            for _ in (*self._post(flight, index), *self._finish(flight, index)):
+                pass
+        if not self._schedule.rounds:
+            for _ in self._alone(flight):
+                pass
+        self._codes = next(flight.places)
+        return self._codes * self._stride
+
+    def _place(self, flight: Flight) -> int:
+        """Return where there is room for another code."""
+        return (flight.segment % self._flights * self._codes + next(flight.places)) * self._stride
+
+    def _receives(self, flight: Flight, index: int) -> list[Instruction]:
+        return [
+            Instruction(
+                Kind.RECEIVE,
+                step.peer,
+                *_place_of(flight, block),
+                self._place(flight),
+                next(flight.numbers),
+                flight.segment,
+                block,
+            )
+            for step in self._schedule.rounds[index]
+            if step.action is not Action.SEND
+            for block in range(*step.span)
+            if flight.layout[block].length
+        ]
+
+    def _sends(self, flight: Flight, steps: Round) -> Iterator[Instruction]:
+        """Yield the sends of a round, with what must be encoded for them. Each code sets out as soon as it is there."""
+        for block in _blocks(flight, steps, Action.SEND):
+            if block not in flight.codes:
+                yield self._encode(flight, block)
+            offset, length = _place_of(flight, block)
+            for step in steps:
+                if step.action is Action.SEND and step.span.start <= block < step.span.stop:
+                    number, place = next(flight.numbers), flight.codes[block]
+                    flight.sent.append(number)
+                    yield Instruction(Kind.SEND, step.peer, offset, length, place, number, flight.segment, block)
+            if self._in_turn:
+                yield Instruction(Kind.POST, segment=flight.segment)
+        for block in _blocks(flight, steps, Action.REDUCE):  # what the others' codes will be added to
+            if block not in flight.codes:
+                yield self._encode(flight, block)
+        yield from self._settle(flight)
+
+    def _finish(self, flight: Flight, index: int) -> Iterator[Instruction]:
+        """Take what a round received: as it is, or added to what there is."""
+        arrivals = flight.arriving.pop(index, [])
+        steps = self._schedule.rounds[index]
+        for block in _blocks(flight, steps, Action.REDUCE):
+            own = self._decode(flight, block)
+            codes = sorted((*(a for a in arrivals if a.block == block), own), key=lambda code: self._order[code.peer])
+            for position, code in enumerate(codes):
+                if code is not own:
+                    yield Instruction(Kind.WAIT, number=code.number)
+                yield code._replace(kind=Kind.ADD if position else Kind.DECODE)
+            del flight.codes[block]
+            flight.versions[block] = 1 + index - self._lead
+            if index == self._last_reduced[block] and self._last_received.get(block, -1) < index:
+                yield from self._complete(flight, block)
+        received = set(_blocks(flight, steps, Action.RECEIVE))
+        for arrival in arrivals:
+            if arrival.block in received:
+                yield Instruction(Kind.WAIT, number=arrival.number)
+                yield arrival._replace(kind=Kind.DECODE)
+                flight.codes[arrival.block] = arrival.scratch
+
+    def _land(self, flight: Flight) -> Iterator[Instruction]:
+        yield from self._settle(flight)
+        yield from super()._land(flight)
+
+    def _alone(self, flight: Flight) -> Iterator[Instruction]:
+        """Encode as where there are other ranks: training on one rank is to behave alike."""
+        for block, span in enumerate(flight.layout):
+            if span.length:
+                yield self._encode(flight, block)
+                yield self._decode(flight, block)
+                flight.versions[block] = 1
+                yield from self._complete(flight, block)
+        yield from self._settle(flight)
+
+    def _complete(self, flight: Flight, block: int) -> Iterator[Instruction]:
+        """Encode the sum over all ranks: every rank that has it does, also one that sends it to nobody."""
+        offset, length = _place_of(flight, block)
+        yield Instruction(Kind.COMPLETE, self._rank, offset, length, segment=flight.segment, block=block)
+        yield self._encode(flight, block)
+        flight.unsettled.append(block)
+
+    def _settle(self, flight: Flight) -> Iterator[Instruction]:
+        """Take what the codes of sums decode to, once these are on their way."""
+        for block in flight.unsettled:
+            yield self._decode(flight, block)
+        flight.unsettled.clear()
+
+    def _encode(self, flight: Flight, block: int) -> Instruction:
+        """Return what encodes the present version of a block."""
+        place = flight.codes[block] = self._place(flight)
+        version = flight.versions[block]
+        return Instruction(Kind.ENCODE, self._rank, *_place_of(flight, block), place, version, flight.segment, block)
+
+    def _decode(self, flight: Flight, block: int) -> Instruction:
+        """Return what puts the code of a block in its place."""
+        place = flight.codes[block]
+        return Instruction(Kind.DECODE, self._rank, *_place_of(flight, block), place, 0, flight.segment, block)
+
+
+def _last(rounds: Sequence[Round], action: Action) -> dict[int, int]:
+    """Return for each block the last round in which something of the kind is done with it."""
+    return {
+        block: index
+        for index, steps in enumerate(rounds)
+        for step in steps
+        if step.action is action
+        for block in range(*step.span)
+    }
+
+
+def _blocks(flight: Flight, steps: Round, action: Action) -> list[int]:
+    """Return the blocks with which something of the kind is done, each once, in the order of the steps; empty ones left out."""
+    found = (block for step in steps if step.action is action for block in range(*step.span))
+    return [block for block in dict.fromkeys(found) if flight.layout[block].length]
+
+
+def _place_of(flight: Flight, block: int) -> tuple[int, int]:
+    span = flight.layout[block]
+    return span.start, span.length
