@@ -23,7 +23,6 @@ from bench.table import Row, format_heading, format_row, format_trailer
 from bench.timing import Protocol, Times, distributed_machine, median_and_p99, over_ranks, slowest_rank, take_turns
 from collectives import Communicator
 from collectives.compression.codec import Codec, State
-from collectives.compression.sharing import Sharing, effective
 
 Codecs = Mapping[str, tuple[Codec, bool]]
 Measured = tuple[Job, Row, Times]
@@ -139,25 +138,6 @@ def compressed(comm: Communicator, job: Job, output: Tensor, codec: Codec, with_
     return call
 
 
-def two_shot_bytes(codec: Codec, sharing: Sharing) -> int:
-    """What a rank sends of codes. Not what goes uncompressed inside a host, where several hosts have several ranks."""
-    used, total = effective(codec, sharing), 0
-    for chunk in sharing.chunks:
-        for member, span in zip(sharing.group, chunk, strict=True):
-            if span.length:
-                total += used.wire_bytes(span.length) * (len(chunk) - 1 if member == sharing.rank else 1)
-    return total
-
-
-def sent_bytes(comm: Communicator, job: Job, codec: Codec | None) -> int | None:
-    """What this rank sends; None where nobody can tell."""
-    if codec is None:
-        return comm.wire_bytes("allreduce", 4 * job.count)
-    if codec.summable:
-        return comm.wire_bytes("allreduce", codec.wire_bytes(job.count))
-    return two_shot_bytes(codec, comm.new_feedback(codec, job.count).sharing)
-
-
 def differing(output: Tensor) -> int:
     """From rank 0's, to the bit."""
     first = output.clone()
@@ -196,7 +176,7 @@ def _measure(job: Job, comm: Communicator, codecs: Codecs, protocol: Protocol, d
         median_s, p99_s = median_and_p99(slowest[index])
         codec, with_feedback = codecs.get(label, (None, False))
         parts = _parts(comm, job, buffers, codec, with_feedback, protocol, device) if codec is not None else None
-        sent = sent_bytes(comm, job, codec) if algorithm != TORCH else None
+        sent = comm.wire_bytes("allreduce", 4 * job.count, codec=codec) if algorithm != TORCH else None
         most = int(slowest_rank(np.array([-1.0 if sent is None else sent]), device)[0])
         nbytes = 4 * job.count
         uncompressed = ALLREDUCE.busbw_factor(job.size) * nbytes

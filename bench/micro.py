@@ -125,6 +125,8 @@ def measure(
         nbytes = case.nbytes(job)
         median_s, p99_s = median_and_p99(times)
         algbw = nbytes / median_s / 1e9
+        mine = None if algorithm in (TORCH, mpi.MPI) else comm.wire_bytes(case.name, nbytes, algorithm)
+        sent = int(slowest_rank(np.array([-1.0 if mine is None else mine]), device)[0])
         row = Row(
             collective=case.name,
             algorithm=algorithm,
@@ -137,7 +139,7 @@ def measure(
             p99_us=p99_s * 1e6,
             algbw_GBps=algbw,
             busbw_GBps=algbw * case.busbw_factor(job.size),
-            wire_bytes=None if algorithm in (TORCH, mpi.MPI) else comm.wire_bytes(case.name, nbytes, algorithm),
+            wire_bytes=None if sent < 0 else sent,
             wrong=int(wrong_elements) if protocol.check_iters > 0 else None,
         )
         measured.append((job, row, times))

@@ -139,10 +139,17 @@ class Communicator:
         """What 'auto' runs for a message of nbytes (allgather, reduce_scatter: of all ranks together)."""
         return self._engine.choose(collective, "auto", nbytes)
 
-    def wire_bytes(self, collective: str, nbytes: int, algorithm: str = "auto") -> int | None:
-        """The most that any one rank sends, in bytes, for a message of nbytes in all; None for the backend's own, and where
-        nothing is sent because memory is shared."""
-        return self._engine.wire_bytes(collective, nbytes, algorithm)
+    def wire_bytes(
+        self, collective: str, nbytes: int, algorithm: str = "auto", codec: str | Codec | None = None
+    ) -> int | None:
+        """Return how many bytes this rank sends for a message of nbytes in all, rooted collectives being rooted at rank 0.
+
+        With a codec, the message is nbytes of float32, and what the ranks of a host send each other before codes are made does
+        not count. None for the backend's own algorithm, and where nothing is sent because memory is shared. It is read off the
+        plan.
+        """
+        made = make_codec(codec) if codec is not None else None
+        return self._engine.wire_bytes(collective, nbytes, algorithm, made)
 
     @property
     def shares_memory(self) -> bool:

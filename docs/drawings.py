@@ -17,7 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from collectives.plan.algorithms import PLANNERS
+from collectives.plan.algorithms import BETWEEN_HOSTS, PLANNERS
 from collectives.plan.schedule import Action, Place, Schedule
 
 IMAGES = Path(__file__).parent / "images"
@@ -113,6 +113,8 @@ def draw(picture: Picture) -> None:
 def pictures() -> Iterator[Picture]:
     hosts = ((0, 1), (2, 3), (4,))
     for name, planner in PLANNERS["allreduce"].items():
+        if name in BETWEEN_HOSTS and name != "hierarchical":
+            continue  # one picture shows the idea
         size = {"ring": 4, "direct": 4, "tree": 6}.get(name, 5)
         schedules = [planner(Place(rank, size, 0, hosts)) for rank in range(size)]
         where = ", hosts {0, 1}, {2, 3}, {4}" if name == "hierarchical" else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
@@ -130,13 +129,22 @@ class Engine:
             return "rsag"
         return chosen
 
-    def wire_bytes(self, collective: str, nbytes: int, algorithm: str) -> int | None:
+    def wire_bytes(self, collective: str, nbytes: int, algorithm: str, codec: Codec | None) -> int | None:
         """As Communicator.wire_bytes."""
-        name = self.choose(collective, algorithm, nbytes)
+        if codec is None:
+            name = self.choose(collective, algorithm, nbytes)
+        else:
+            numel, nbytes = nbytes // 4, codec.wire_bytes(nbytes // 4)
+            name = self.choose_for_codec(codec, algorithm, nbytes, with_feedback=False)
+            if name == TWO_SHOT or not codec.summable:
+                sharing = self.sharing(codec, numel, name)
+                used = effective(codec, sharing)
+                return self._program_of_codes(used, sharing, name, grouped=False).sent_bytes() if sharing.group else 0
         if name in (NATIVE, SHARED):
             return None
-        plans = [PLANNERS[collective][name](Place(r, self.size, 0, self.topology.hosts)) for r in range(self.size)]
-        return max(math.ceil(nbytes * plan.sent_blocks() / plan.blocks) for plan in plans)
+        schedule = self.schedule(collective, name)
+        segments = segments_of_buffer(nbytes, schedule.blocks, self._segment_bytes)
+        return Program(schedule, segments).sent()[1]
 
     def schedule(self, collective: str, algorithm: str, root: int = 0) -> Schedule:
         """This rank's schedule, planned once."""

@@ -5,9 +5,8 @@ import torch
 import torch.distributed as dist
 
 from collectives import Communicator
-from collectives.plan.algorithms import PLANNERS
 from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
-from tests.ranks.exact import SEGMENT_BYTES, Checks, contribution, reduced, reductions
+from tests.ranks.exact import ALLREDUCES, SEGMENT_BYTES, Checks, contribution, reduced, reductions
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -67,7 +66,7 @@ def follows_the_stream(backend: str) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 class TestGloo:
-    @pytest.mark.parametrize("algorithm", [*PLANNERS["allreduce"], "native", "auto"])
+    @pytest.mark.parametrize("algorithm", [*ALLREDUCES, "native", "auto"])
     def test_exact(self, ranks: Worlds, world: int, algorithm: str) -> None:
         assert ranks(world).run(exact, "gloo", algorithm) == [[]] * world
 
@@ -80,7 +79,7 @@ class TestGloo:
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a torch built with NCCL")
 class TestNccl:
-    @pytest.mark.parametrize("algorithm", [*PLANNERS["allreduce"], "native", "auto"])
+    @pytest.mark.parametrize("algorithm", [*ALLREDUCES, "native", "auto"])
     def test_exact(self, ranks: Worlds, algorithm: str) -> None:
         assert ranks(1).run(exact, "nccl", algorithm) == [[]]
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from collectives import Communicator
-from collectives.plan.algorithms import PLANNERS
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds, wide
 from tests.ranks.exact import (
+    ALLREDUCES,
     DTYPES,
     FLOATING,
     SEVERAL_SEGMENTS,
@@ -135,7 +135,7 @@ def digests_of_random_sums(algorithm: str) -> list[str]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("algorithm", [*PLANNERS["allreduce"], "native", "auto"])
+@pytest.mark.parametrize("algorithm", [*ALLREDUCES, "native", "auto"])
 class TestEveryAlgorithm:
     def test_exact(self, ranks: Worlds, world: int, algorithm: str) -> None:
         assert ranks(world).run(exact, algorithm) == [[]] * world

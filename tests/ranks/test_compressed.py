@@ -19,7 +19,7 @@ from collectives.compression.registry import CODECS, make_codec
 from collectives.compression.topk import TopK
 from collectives.plan.algorithms import PLANNERS
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds, wide
-from tests.ranks.exact import SEVERAL_SEGMENTS, Checks, contribution, on_host, reduced
+from tests.ranks.exact import ALLREDUCES, SEVERAL_SEGMENTS, Checks, contribution, on_host, reduced
 from tests.ranks.test_failures import DEADLINE_S, FAR_S, TIMEOUT_S, Witness, die, witness
 from tests.two_shot_model import TwoShotModel
 
@@ -156,7 +156,7 @@ def exact_sums(name: str, algorithm: str) -> list[str]:
 
 @ON_EVERY_TRANSPORT
 @pytest.mark.parametrize("world", [1, 4, *wide(5)])
-@pytest.mark.parametrize("algorithm", [*PLANNERS["allreduce"], "native", "auto", "two_shot"])
+@pytest.mark.parametrize("algorithm", [*ALLREDUCES, "native", "auto", "two_shot"])
 @pytest.mark.parametrize("name", SUMMABLE)
 def test_summable_codecs_ride_any_algorithm(ranks: Worlds, world: int, algorithm: str, name: str) -> None:
     assert ranks(world).run(exact_sums, name, algorithm) == [[]] * world

@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 
 from collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
-from collectives.plan.algorithms import PLANNERS
 from tests.harness import ON_EVERY_TRANSPORT, Outcome, World, wide
-from tests.ranks.exact import on_host
+from tests.ranks.exact import ALLREDUCES, on_host
 
 pytestmark = ON_EVERY_TRANSPORT
 
-ALGORITHMS = (*PLANNERS["allreduce"], "native", "auto")
+ALGORITHMS = (*ALLREDUCES, "native", "auto")
 TIMEOUT_S = 3.0  # of an operation that runs into it
 FAR_S = 20.0  # of one that must not
 GRACE_S = 3.0  # for finding out and telling who is to blame

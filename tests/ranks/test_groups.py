@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import Communicator
+from collectives.plan.algorithms import BETWEEN_HOSTS
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.exact import (
     SEGMENT_BYTES,
@@ -107,6 +108,6 @@ def test_beside_the_users_own_traffic(ranks: Worlds, world: int) -> None:
         ("abcabcab", ((0, 3, 6), (1, 4, 7), (2, 5))),
     ],
 )
-@pytest.mark.parametrize("algorithm", ["hierarchical", "auto"])
+@pytest.mark.parametrize("algorithm", [*BETWEEN_HOSTS, "auto"])
 def test_hosts(ranks: Worlds, layout: str, hosts: tuple[tuple[int, ...], ...], algorithm: str) -> None:
     assert ranks(len(layout)).run(on_hosts, list(layout), algorithm) == [(hosts, [])] * len(layout)

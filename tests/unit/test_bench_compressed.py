@@ -7,13 +7,10 @@ import torch
 
 pytest.importorskip("numba")
 
-from bench.compressed import Clock, blank, timed, two_shot_bytes
+from bench.compressed import Clock, blank, timed
 from collectives.compression.codec import Codec
 from collectives.compression.integers import Int8
-from collectives.compression.onebit import OneBit
-from collectives.compression.raw import Raw
 from collectives.compression.registry import CODECS
-from collectives.compression.sharing import share
 
 NUMEL = 3000
 VALUES = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
@@ -58,10 +55,3 @@ def test_a_blank_goes_the_same_way_and_touches_nothing(name: str) -> None:
 def test_ranks_say_the_same_of_a_stand() -> None:
     """It is in the text of the call, which ranks compare."""
     assert repr(timed(Int8(), Clock())) == repr(timed(Int8(), Clock())) != repr(timed(Int8(block=64), Clock()))
-
-
-def test_bytes_of_two_shot() -> None:
-    """Of equal shards, a rank sends 2 (p - 1) in all; numbers that are shorter than their code go as they are."""
-    hosts = [[0, 1, 2, 3]]
-    assert two_shot_bytes(Int8(), share(Int8(), 4096, 1, hosts, 1 << 20)) == 6 * Int8().wire_bytes(1024)
-    assert two_shot_bytes(OneBit(), share(OneBit(), 3, 0, hosts, 1 << 20)) == 3 * Raw().wire_bytes(3)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from collectives.compression.dgc import DGC
 from collectives.compression.feedback import Feedback
 from collectives.compression.integers import Int4, Int8
-from collectives.compression.pairs import riding
+from collectives.compression.pairs import riding, schedule_of_codes
 from collectives.compression.powersgd import PowerSGD
 from collectives.compression.randomk import RandomK
 from collectives.compression.registry import CODECS, make_codec
@@ -160,6 +160,15 @@ def test_every_order_of_messages_gives_the_result_of_the_model(
         for mine, wanted in zip(feedbacks, model.feedbacks, strict=True):
             saved = wanted.state_dict()
             assert all(torch.equal(tensor, saved[name]) for name, tensor in mine.state_dict().items())
+
+
+@pytest.mark.parametrize(("algorithm", "sent"), [("two_shot", 6), ("ring", 6), ("rsag", 6), ("recursive_doubling", 8)])
+def test_bytes_are_read_off_the_plan(algorithm: str, sent: int) -> None:
+    """Of four shards; recursive doubling sends all four twice."""
+    planner, _ = schedule_of_codes(algorithm)
+    sharing = share(Int8(), 4096, 1, [[0, 1, 2, 3]], 1 << 20, planner)
+    program = CodedProgram(planner(Place(1, 4)), sharing.chunks, Int8().wire_bytes, range(4))
+    assert program.sent_bytes() == sent * Int8().wire_bytes(1024)
 
 
 class TestFeedback:
