@@ -20,7 +20,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def described(tensor: torch.Tensor) -> str:
-    """What all ranks must agree upon, such as 'float32[8, 128]'."""
+    """Return what all ranks must agree upon, such as 'float32[8, 128]'."""
     return f"{dtype_name(tensor)}{list(tensor.shape)}"
 
 
@@ -29,7 +29,7 @@ def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]
 
 
 def check_tensors(engine: Engine, *tensors: torch.Tensor) -> None:
-    """Raises TypeError for what is no tensor that can be moved, ValueError for a mixture or a wrong device."""
+    """Raise TypeError for what is no tensor that can be moved, ValueError for a mixture or a wrong device."""
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"rank {engine.rank}: a torch.Tensor is needed, not {type(tensor).__name__}")
@@ -52,7 +52,7 @@ def check_tensors(engine: Engine, *tensors: torch.Tensor) -> None:
 
 
 def check_written(engine: Engine, *tensors: torch.Tensor) -> None:
-    """check_tensors, and ValueError for a tensor that is to be written and whose elements share memory, as expand() makes."""
+    """Do as check_tensors, and raise ValueError for what is to be written and whose elements share memory, as expand() makes."""
     check_tensors(engine, *tensors)
     for tensor in tensors:
         if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)):
@@ -72,7 +72,7 @@ def check_root(engine: Engine, name: str, root: int) -> None:
 def part_lengths(
     engine: Engine, many_name: str, many: torch.Tensor | Sequence[torch.Tensor], one: torch.Tensor, one_name: str
 ) -> list[int]:
-    """Elements of each rank's part of `many`, checked against this rank's `one`."""
+    """Return the elements of each rank's part of `many`, checked against this rank's `one`."""
     if isinstance(many, torch.Tensor):
         if many.numel() != engine.size * one.numel():
             raise ValueError(
@@ -92,7 +92,7 @@ def part_lengths(
 def rooted_list(
     engine: Engine, name: str, tensors: Sequence[torch.Tensor] | None, one: torch.Tensor, root_name: str, root: int
 ) -> list[torch.Tensor]:
-    """The list that only the root gives, empty elsewhere."""
+    """Return the list that only the root gives, empty elsewhere."""
     parts = list(tensors or ())
     check_tensors(engine, one, *parts)
     wanted = engine.size if engine.rank == root else 0
@@ -105,7 +105,7 @@ def rooted_list(
 
 
 def split_lengths(engine: Engine, name: str, tensor: torch.Tensor, splits: Sequence[int] | None) -> list[int]:
-    """Elements that go to, or come from, each rank, where splits count rows of dimension 0."""
+    """Return the elements that go to, or come from, each rank, where splits count rows of dimension 0."""
     if splits is None:
         if tensor.numel() % engine.size:
             raise ValueError(

@@ -49,7 +49,7 @@ def scatter_object(engine: Engine, objs: Sequence[Any] | None, src: int) -> Any:
 
 
 def _exchanged(engine: Engine, outgoing: Sequence[Any]) -> list[Any]:
-    """Object r goes to rank r; returns what came from each rank."""
+    """Send object r to rank r; return what came from each rank."""
     pieces = [_pickled(engine, obj) for obj in outgoing]
     sent = torch.tensor([piece.numel() for piece in pieces], device=pieces[0].device)
     landed = torch.empty_like(sent)

@@ -48,7 +48,7 @@ _BOOL_OPS = {"sum": "max", "max": "max", "product": "min", "min": "min"}
 
 
 def op_name(rank: int, op: Op) -> str:
-    """One of 'sum', 'average', 'min', 'max', 'product'. Raises ValueError for anything else."""
+    """Return one of 'sum', 'average', 'min', 'max', 'product'. Raises ValueError for anything else."""
     name = op if isinstance(op, str) else _TORCH_OPS.get(op)
     if name not in COMBINE:
         raise ValueError(
@@ -58,13 +58,13 @@ def op_name(rank: int, op: Op) -> str:
 
 
 def check_dtype(rank: int, dtype: torch.dtype) -> None:
-    """Raises TypeError for a dtype that no collective carries."""
+    """Raise TypeError for a dtype that no collective carries."""
     if dtype not in DTYPES:
         raise TypeError(f"rank {rank}: dtype is {dtype}; allowed are {', '.join(map(str, DTYPES))}")
 
 
 def check_arithmetic(rank: int, dtype: torch.dtype, op: str, prescale: float = 1.0, postscale: float = 1.0) -> None:
-    """Raises TypeError where op or a scale factor means nothing for the dtype."""
+    """Raise TypeError where op or a scale factor means nothing for the dtype."""
     check_dtype(rank, dtype)
     if not isinstance(prescale, int | float) or not isinstance(postscale, int | float):
         raise TypeError(f"rank {rank}: prescale={prescale!r} and postscale={postscale!r}; numbers are needed")
@@ -79,7 +79,7 @@ def check_arithmetic(rank: int, dtype: torch.dtype, op: str, prescale: float = 1
 
 
 def carried(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
-    """The tensor and op that travel in place of these: the same, but uint8 with max or min for bool."""
+    """Return the tensor and op that travel in place of these: the same, but uint8 with max or min for bool."""
     if tensor.dtype is torch.bool:
         return tensor.view(torch.uint8), _BOOL_OPS[op]
     return tensor, op

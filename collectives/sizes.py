@@ -8,7 +8,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_size(text: str) -> int:
-    """Bytes: "4K" -> 4096, "1.5M" -> 1572864.
+    """Return bytes: "4K" -> 4096, "1.5M" -> 1572864.
 
     Raises ValueError for what is not a number followed by nothing, K, M or G, or not a whole number of bytes.
     """
@@ -22,7 +22,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """The shortest exact notation that `parse_size` reads back: 4096 -> "4K", 1000 -> "1000"."""
+    """Return the shortest exact notation that `parse_size` reads back: 4096 -> "4K", 1000 -> "1000"."""
     unit = next(
         unit for unit in reversed(_UNITS) if not unit or (nbytes >= _UNITS[unit] and nbytes % _UNITS[unit] == 0)
     )

@@ -40,16 +40,16 @@ class Codec(ABC):
 
     @property
     def alignment(self) -> int:
-        """Elements: a buffer that is encoded in parts is cut at multiples of this."""
+        """Tell at multiples of how many elements a buffer that is encoded in parts is cut."""
         return 1
 
     @property
     def omega(self) -> float:
-        """Of an unbiased codec: the mean of |decoded - x|^2 is at most omega * |x|^2, as its docstring says. 0 for others."""
+        """Bound an unbiased codec's loss: the mean of |decoded - x|^2 is at most omega * |x|^2. 0 for others."""
         return 0.0
 
     def at(self, step: int) -> Codec:
-        """The codec of a step, counted from 0, where that matters. Shards are cut for `self`, whatever the step."""
+        """Return the codec of a step, counted from 0, where that matters. Shards are cut for `self`, whatever the step."""
         return self
 
     def new_state(self, numel: int, device: torch.device) -> State | None:
@@ -58,7 +58,7 @@ class Codec(ABC):
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:
-        """The size of the code of numel elements, in bytes."""
+        """Return the size of the code of numel elements, in bytes."""
 
     def encode(
         self, values: Tensor, wire: Tensor, *, residual: Tensor | None = None, seed: int = 0, state: State | None = None
@@ -75,7 +75,7 @@ class Codec(ABC):
         self._encode(values, wire, residual, seed, state)
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
-        """out (float32, 1-D, contiguous, (n,)) = scale * what `wire` stands for, or with add, out += that.
+        """Set out (float32, 1-D, contiguous, (n,)) = scale * what `wire` stands for, or with add, out += that.
 
         Raises ValueError for other tensors.
         """
@@ -84,14 +84,14 @@ class Codec(ABC):
 
     @abstractmethod
     def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
-        """encode(), of tensors that have been checked, but for the state."""
+        """Do what encode() does, with tensors that have been checked, but for the state."""
 
     @abstractmethod
     def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
-        """decode(), of tensors that have been checked."""
+        """Do what decode() does, with tensors that have been checked."""
 
     def _check(self, wire: Tensor, *numbers: Tensor | None) -> None:
-        """Kernels are given bare addresses: what they may touch is checked here. numbers: all of one length."""
+        """Check what kernels may touch, which are given bare addresses. numbers: all of one length."""
         given = [tensor for tensor in numbers if tensor is not None]
         numel = given[0].numel()
         for tensor in given:

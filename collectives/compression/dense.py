@@ -20,11 +20,11 @@ class Dense(Codec):
         return pad16((numel * self.bits + 7) // 8)
 
     def _encoder(self) -> tuple[Any, ...]:
-        """The encoding kernel's parameters."""
+        """Return the encoding kernel's parameters."""
         return ()
 
     def _decoder(self) -> tuple[Any, ...]:
-        """The decoding kernel's parameters."""
+        """Return the decoding kernel's parameters."""
         return ()
 
     def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:

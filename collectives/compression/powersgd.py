@@ -39,21 +39,21 @@ class PowerSGD(MatrixCodec):
             raise ValueError(f"powersgd: rank must be at least 1, not {self.rank}")
 
     def compresses(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of that shape is sent as factors."""
+        """Return whether a tensor of that shape is sent as factors."""
         if len(shape) < 2 or shape[0] == 0:
             return False
         rows, columns = shape[0], math.prod(shape[1:])
         return _LEAST_GAIN * self.rank * (rows + columns) <= rows * columns
 
     def wire_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
-        """What one exchange of float32 tensors of these shapes gives to allreduce, in bytes."""
+        """Return how many bytes one exchange of float32 tensors of these shapes gives to allreduce."""
         return 4 * sum(
             self.rank * (shape[0] + math.prod(shape[1:])) if self.compresses(shape) else math.prod(shape)
             for shape in shapes
         )
 
     def new_state(self, shapes: Sequence[Sequence[int]], device: torch.device) -> PowerSGDState:
-        """The state of the exchanges of float32 tensors of these shapes, always given in this order."""
+        """Return the state of the exchanges of float32 tensors of these shapes, always given in this order."""
         return PowerSGDState(self, shapes, device)
 
 
@@ -145,7 +145,7 @@ class PowerSGDState(MatrixState):
         return None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What load_state_dict takes. `error.<i>` is this rank's, `basis.<i>` the same on all ranks."""
+        """Return what load_state_dict takes. `error.<i>` is this rank's, `basis.<i>` the same on all ranks."""
         batches = list(enumerate(self._batches))
         return {f"error.{i}": batch.error for i, batch in batches} | {f"basis.{i}": batch.basis for i, batch in batches}
 
@@ -159,7 +159,7 @@ class PowerSGDState(MatrixState):
     def _factors(
         self, lengths: list[int], more: int, tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """One buffer for a factor of every batch, and `more` numbers; with views of the factors, which are kept
+        """Return one buffer for a factor of every batch, and `more` numbers; with views of the factors, which are kept
         transposed, (matrices, rank, length): torch multiplies several times faster by these.
         """
         shapes = [
@@ -171,7 +171,7 @@ class PowerSGDState(MatrixState):
         return flat, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _begin_next(self, batch: _Batch, right: torch.Tensor) -> None:
-        """Orthonormal, so that no power of the gradient's magnitude builds up; what has been lost begins anew."""
+        """Make the factor orthonormal, so that no power of the gradient's magnitude builds up; what has been lost begins anew."""
         finite = right.isfinite().all(2).all(1)
         # On a GPU it would have to be waited for, so there the errors are always passed over.
         if right.is_cuda or not bool(finite.all()):

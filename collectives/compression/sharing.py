@@ -43,12 +43,12 @@ class Sharing:
 
     @property
     def shard(self) -> Span:
-        """The one that this rank owns, where each rank has one."""
+        """Return the one that this rank owns, where each rank has one."""
         return self.shards[self.group.index(self.rank)] if self.group else Span(0, 0)
 
     @property
     def longest(self) -> int:
-        """The most elements that any chunk of a shard has."""
+        """Return the most elements that any chunk of a shard has."""
         return max((span.length for chunk in self.chunks for span in chunk), default=0)
 
 

@@ -28,7 +28,7 @@ class Sparse(Codec):
             raise ValueError(f"{self.name}: ratio must be above 0 and at most 1, not {self.ratio}")
 
     def count(self, numel: int) -> int:
-        """k, how many of numel numbers are sent."""
+        """Return k, how many of numel numbers are sent."""
         return min(numel, max(1, math.ceil(self.ratio * numel)))
 
     def _kernels(self, wire: Tensor) -> ModuleType:

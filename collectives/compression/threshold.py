@@ -33,7 +33,7 @@ class Threshold(Sparse):
     ratio: float = 0.01
 
     def slack(self, numel: int) -> int:
-        """By how much the number of those that are sent may differ from count(numel)."""
+        """Return by how much the number of those that are sent may differ from count(numel)."""
         return self.count(numel) // 20
 
     def wire_bytes(self, numel: int) -> int:

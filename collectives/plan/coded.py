@@ -39,8 +39,10 @@ class CodedProgram(Program):
         *,
         lookahead: int = 1,
     ) -> None:
-        """segments: see Program; their blocks are encoded one by one. wire_bytes: how long the code of so many elements is.
-        group: the ranks that the ranks of the schedule stand for. lookahead: see Program."""
+        """Lay out a schedule.
+
+        segments: see Program; their blocks are encoded one by one. wire_bytes: how long the code of so many
+        elements is. group: the ranks that the ranks of the schedule stand for. lookahead: see Program."""
         longest = max((span.length for layout in segments for span in layout), default=0)
         self._stride = -(-max(wire_bytes(longest), 1) // _APART) * _APART
         self._wire_bytes = wire_bytes

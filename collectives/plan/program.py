@@ -98,7 +98,9 @@ class Program:
         sources: Sequence[Layout] | None = None,
         lookahead: int = LOOKAHEAD,
     ) -> None:
-        """segments: where the blocks of each segment lie, in elements; empty messages are left out, at both ends alike. sources:
+        """Lay out a schedule.
+
+        segments: where the blocks of each segment lie, in elements; empty messages are left out, at both ends alike. sources:
         where they lie in the buffer that is sent from, when that is another one than they arrive in. lookahead: 0 where the
         messages of a round must be posted together on both sides, as by NCCL."""
         self._schedule = schedule

@@ -46,16 +46,16 @@ class Schedule:
     rounds: tuple[Round, ...]
 
     def sent_blocks(self) -> int:
-        """How many blocks this rank sends, counted with repetition."""
+        """Return how many blocks this rank sends, counted with repetition."""
         return sum(s.span.length for r in self.rounds for s in r if s.action is Action.SEND)
 
     def then(self, other: Schedule) -> Schedule:
-        """This schedule followed by another over the same blocks."""
+        """Return this schedule followed by another over the same blocks."""
         assert (self.rank, self.size, self.blocks) == (other.rank, other.size, other.blocks)
         return replace(self, rounds=self.rounds + other.rounds)
 
     def embedded(self, ranks: tuple[int, ...], rank: int, size: int, first_block: int, blocks: int) -> Schedule:
-        """The schedule of a sub-group as part of a larger one: rank i is ranks[i], block 0 is `first_block`."""
+        """Return the schedule of a sub-group as part of a larger one: rank i is ranks[i], block 0 is `first_block`."""
 
         def moved(step: Step) -> Step:
             span = Span(first_block + step.span.start, first_block + step.span.stop)

@@ -26,7 +26,7 @@ Table = tuple[Rule, ...]
 
 
 def parse_table(text: str, allowed: Sequence[str], variable: str) -> Table:
-    """A table such as 'recursive_doubling:0-16K;rsag:16K-max'. A name without a range is for every size.
+    """Return the table that a text describes, such as 'recursive_doubling:0-16K;rsag:16K-max'. A name alone is for every size.
 
     Raises ValueError for an unknown name (listing `allowed`), a malformed range, gaps or overlaps.
     """
@@ -51,7 +51,7 @@ def parse_table(text: str, allowed: Sequence[str], variable: str) -> Table:
 
 
 def default_table(collective: str, topology: Topology, *, shared: bool = False) -> Table:
-    """The built-in choice, made by size and topology from the measurements in docs/measurements.md.
+    """Return the built-in choice, made by size and topology from the measurements in docs/measurements.md.
 
     Small messages want few rounds between hosts, and inside a host, where ranks share cores, few messages; large ones want
     the fewest bytes, and neighbours that stay the same, between hosts that hold several ranks each also a single crossing.
@@ -84,18 +84,18 @@ def default_table(collective: str, topology: Topology, *, shared: bool = False) 
 
 
 def default_segment_bytes(topology: Topology) -> int:
-    """Inside one host every message costs wake-ups, and nothing is gained from overlap; between hosts the wire waits."""
+    """Return few bytes between hosts, where the wire waits, and many inside one, where each message costs wake-ups."""
     return (4 << 20) if len(topology.hosts) == 1 else (256 << 10)
 
 
 def variables(collectives: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment's variables that set tables, by collective, such as COLLECTIVES_ALLREDUCE."""
+    """Return the environment's variables that set tables, by collective, such as COLLECTIVES_ALLREDUCE."""
     names = {collective: TABLE_PREFIX + collective.upper() for collective in collectives}
     return {collective: name for collective, name in names.items() if environment.get(name)}
 
 
 def overrides(collectives: Mapping[str, Sequence[str]], environment: Mapping[str, str]) -> dict[str, Table]:
-    """The tables that the environment sets, for collectives given with their legal algorithm names.
+    """Return the tables that the environment sets, for collectives given with their legal algorithm names.
 
     Raises ValueError for one that makes no sense, such as COLLECTIVES_ALLREDUCE naming an unknown algorithm.
     """
@@ -106,5 +106,5 @@ def overrides(collectives: Mapping[str, Sequence[str]], environment: Mapping[str
 
 
 def choose(table: Table, nbytes: int) -> str:
-    """The algorithm of the rule that covers nbytes."""
+    """Return the algorithm of the rule that covers nbytes."""
     return next(rule.algorithm for rule in table if rule.stop is None or nbytes < rule.stop)

@@ -37,7 +37,7 @@ def split_aligned(span: Span, parts: int, alignment: int) -> Layout:
 
 
 def consecutive(lengths: Sequence[int]) -> Layout:
-    """Spans of the given lengths, one after the other from 0."""
+    """Return spans of the given lengths, one after the other from 0."""
     spans, start = [], 0
     for length in lengths:
         spans.append(Span(start, start + length))
@@ -46,12 +46,12 @@ def consecutive(lengths: Sequence[int]) -> Layout:
 
 
 def only(rank: int, size: int, length: int) -> Layout:
-    """The layout of a buffer that holds the block of one rank and no other."""
+    """Return the layout of a buffer that holds the block of one rank and no other."""
     return tuple(Span(0, length if r == rank else 0) for r in range(size))
 
 
 def circular(start: int, count: int, size: int) -> tuple[Span, ...]:
-    """The `count` positions from `start` on, modulo `size`, as one span or as two where they wrap around."""
+    """Return the `count` positions from `start` on, modulo `size`, as one span or as two where they wrap around."""
     start %= size
     if count == 0:
         return ()
@@ -78,7 +78,7 @@ def segments_of_blocks(layout: Layout, segment: int) -> tuple[Layout, ...]:
 
 
 def joined(spans: Sequence[Span]) -> list[Span]:
-    """The same positions with adjacent spans merged and empty ones dropped, in order."""
+    """Return the same positions with adjacent spans merged and empty ones dropped, in order."""
     merged: list[Span] = []
     for span in spans:
         if span.length == 0:

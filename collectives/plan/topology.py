@@ -12,7 +12,7 @@ from collectives.environment import HOST_ID
 
 
 def host_id() -> str:
-    """A name that two processes share when they run on one host and in one network namespace.
+    """Return a name that two processes share when they run on one host and in one network namespace.
 
     Made of the kernel's boot id and the network namespace (containers of one machine with separate networks are separate
     hosts); the host name where the kernel offers neither. The environment variable COLLECTIVES_HOST_ID overrides it.
@@ -36,7 +36,7 @@ class Topology:
 
     @classmethod
     def from_host_ids(cls, rank: int, host_ids: Sequence[str]) -> Topology:
-        """host_ids[r] is what rank r reports of its host."""
+        """Return what follows from host_ids, of which the r-th is what rank r reports of its host."""
         by_host: dict[str, list[int]] = {}
         for member, name in enumerate(host_ids):
             by_host.setdefault(name, []).append(member)
@@ -47,7 +47,7 @@ class Topology:
         return sum(len(host) for host in self.hosts)
 
     def host_of(self, rank: int) -> int:
-        """Index into `hosts` of the host on which a rank runs."""
+        """Return the index in `hosts` of the host on which a rank runs."""
         return next(i for i, host in enumerate(self.hosts) if rank in host)
 
     @property

@@ -40,7 +40,7 @@ class Work:
             torch.cuda.current_stream().wait_event(self._finished)
 
     def is_completed(self) -> bool:
-        """True once wait() would return, or raise, at once."""
+        """Return True once wait() would return, or raise, at once."""
         return self._done.is_set()
 
     def run(self) -> None:
@@ -64,7 +64,7 @@ class Work:
 
 
 def _cuda_event() -> torch.cuda.Event | None:
-    """What the current stream has been given so far, as an event; None in a process that has not used CUDA."""
+    """Return what the current stream has been given so far, as an event; None in a process that has not used CUDA."""
     return torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
 
 
@@ -123,7 +123,7 @@ class WorkQueue:
             return self.number + 1 + len(self._queue)
 
     def busy(self) -> bool:
-        """True while anything runs or waits to run."""
+        """Return True while anything runs or waits to run."""
         return self._turn is not None or bool(self._queue)
 
     def close(self, timeout_s: float) -> bool:

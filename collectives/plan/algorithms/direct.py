@@ -17,12 +17,12 @@ def _block(rank: int) -> tuple[Span]:
 
 
 def _others(place: Place) -> list[int]:
-    """The other ranks, starting after this one, so that not all ranks send to rank 0 first."""
+    """Return the other ranks, starting after this one, so that not all ranks send to rank 0 first."""
     return [(place.rank + k) % place.size for k in range(1, place.size)]
 
 
 def _schedule(place: Place, blocks: int, steps: list[Round]) -> Schedule:
-    """One round made of all steps; none in a world of one."""
+    """Return a schedule of one round made of all steps; none in a world of one."""
     merged = tuple(step for group in steps for step in group)
     return Schedule(place.rank, place.size, blocks, (merged,) if place.size > 1 else ())
 
@@ -70,7 +70,7 @@ def gather(place: Place) -> Schedule:
 
 
 def alltoall(place: Place) -> Schedule:
-    """Block i of the source goes to rank i; the block from rank i lands in block i of the destination.
+    """Send block i of the source to rank i; the block from rank i lands in block i of the destination.
 
     The one collective whose two ends name different blocks, so source and destination must be different buffers.
     """

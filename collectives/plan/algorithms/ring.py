@@ -12,7 +12,7 @@ from collectives.plan.spans import circular
 
 
 def reduce_scatter(place: Place) -> Schedule:
-    """Rank r ends with block r reduced; a partial sum travels once around the ring, gathering contributions."""
+    """Leave block r reduced on rank r; a partial sum travels once around the ring, gathering contributions."""
     rank, size = place.rank, place.size
     rounds = tuple(
         send((rank + 1) % size, circular(rank - 1 - k, 1, size))
@@ -23,7 +23,7 @@ def reduce_scatter(place: Place) -> Schedule:
 
 
 def allgather(place: Place) -> Schedule:
-    """Every rank passes on what it received in the round before, its own block first."""
+    """Pass on what was received in the round before, the rank's own block first."""
     rank, size = place.rank, place.size
     rounds = tuple(
         send((rank + 1) % size, circular(rank - k, 1, size))
@@ -34,5 +34,5 @@ def allgather(place: Place) -> Schedule:
 
 
 def allreduce(place: Place) -> Schedule:
-    """Reduce-scatter, then allgather: 2(p - 1) rounds, 2(p - 1)/p n bytes sent by every rank."""
+    """Follow reduce_scatter by allgather: 2(p - 1) rounds, 2(p - 1)/p n bytes sent by every rank."""
     return reduce_scatter(place).then(allgather(place))

@@ -16,7 +16,7 @@ from collectives.plan.spans import circular
 
 
 def _skips(size: int) -> list[tuple[int, int]]:
-    """Consecutive pairs (larger, smaller) of p, ceil(p/2), ..., 1."""
+    """Return consecutive pairs (larger, smaller) of p, ceil(p/2), ..., 1."""
     skips = [size]
     while skips[-1] > 1:
         skips.append(-(-skips[-1] // 2))
@@ -24,7 +24,7 @@ def _skips(size: int) -> list[tuple[int, int]]:
 
 
 def reduce_scatter(place: Place) -> Schedule:
-    """Rank r ends with block r reduced. Counted from its own block, a rank halves the blocks it is responsible for."""
+    """Leave block r reduced on rank r. Counted from its own block, a rank halves the blocks it is responsible for."""
     rank, size = place.rank, place.size
     rounds = tuple(
         send((rank + skip) % size, circular(rank + skip, larger - skip, size))
@@ -35,7 +35,7 @@ def reduce_scatter(place: Place) -> Schedule:
 
 
 def allgather(place: Place) -> Schedule:
-    """The mirror image of reduce_scatter: skips in reverse, messages the other way."""
+    """Mirror reduce_scatter: skips in reverse, messages the other way."""
     rank, size = place.rank, place.size
     rounds = tuple(
         send((rank - skip) % size, circular(rank, larger - skip, size))
@@ -46,10 +46,10 @@ def allgather(place: Place) -> Schedule:
 
 
 def allreduce(place: Place) -> Schedule:
-    """2 ceil(log2 p) rounds, 2(p - 1)/p n bytes sent by every rank."""
+    """Follow reduce_scatter by allgather: 2 ceil(log2 p) rounds, 2(p - 1)/p n bytes sent by every rank."""
     return reduce_scatter(place).then(allgather(place))
 
 
 def broadcast(place: Place) -> Schedule:
-    """The root scatters the blocks, then allgather (van de Geijn): no rank sends more than 2(p - 1)/p n bytes."""
+    """Scatter the blocks from the root, then allgather (van de Geijn): no rank sends more than 2(p - 1)/p n bytes."""
     return direct.scatter(place).then(allgather(place))

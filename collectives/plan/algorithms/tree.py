@@ -14,7 +14,7 @@ _ALL = (Span(0, 1),)
 
 
 def _levels(place: Place) -> list[tuple[int | None, int | None]]:
-    """Per level, from the leaves up: (parent to send to, child to receive from), each None where there is none."""
+    """Return for each level, from the leaves up: (parent to send to, child to receive from), each None where there is none."""
     rank, size, root = place.rank, place.size, place.root
     virtual = (rank - root) % size
     levels: list[tuple[int | None, int | None]] = []
