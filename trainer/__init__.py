@@ -41,6 +41,7 @@ from trainer.horovod.reductions import (
 from trainer.horovod.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from trainer.ops import Average, Max, Min, Product, Sum
 from trainer.optimizer import DistributedOptimizer
+from trainer.rules.rule import Rule
 from trainer.world import (
     cross_rank,
     cross_size,
@@ -62,6 +63,7 @@ __all__ = [
     "Max",
     "Min",
     "Product",
+    "Rule",
     "Sum",
     "allgather",
     "allgather_async",

@@ -13,9 +13,10 @@ from torch import Tensor
 from collectives import Communicator
 from trainer.compression import Compression, Compressor, Policy
 from trainer.gradients.combination import Combination
+from trainer.gradients.exchange import Passes
 from trainer.gradients.packing import DEFAULT_BUCKET_BYTES
 from trainer.ops import Average
-from trainer.rules.rule import Rule
+from trainer.rules.rule import Rule, Setup
 from trainer.rules.synchronous import Synchronous
 from trainer.uncompiled import uncompiled
 from trainer.validation import check_arguments, check_named_parameters, check_passes
@@ -55,6 +56,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     op: Average or Sum. gradient_predivide_factor: f, to sum gradients / f and multiply by f / size after (Average only).
     process_set: None for all ranks, a torch.distributed group, or a Communicator that nothing else uses.
     bucket_bytes: size up to which gradients are fused.
+    rule: makes the rule that decides what is exchanged and when, of a Setup: a class derived from Rule, or a function. All
+    that is said here of gradients is the work of the default one.
 
     Collective over the process set. Raises ValueError or TypeError for arguments that cannot be meant, RuntimeError before
     init(), and, on all ranks, ValueError where these do not have the same parameters, or hold different shards of them.
@@ -72,8 +75,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         policy: Mapping[str, Compressor] | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        rule: Callable[[Setup], Rule] = Synchronous,
     ) -> None:
         check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
+        if not callable(rule):
+            raise TypeError(
+                f"{here()}rule must be a class derived from Rule, or a function that makes one, not {rule!r}"
+            )
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"{here()}optimizer is a DistributedOptimizer already")
         parameters = _tensors(optimizer.param_groups)
@@ -95,12 +103,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._communicator = (
             process_set if isinstance(process_set, Communicator) else current_world().open_communicator(process_set)
         )
-        self._op = op
+        self._passes = Passes(backward_passes_per_step)
         combination = Combination(self._communicator, op, gradient_predivide_factor)
-        self._rule: Rule = Synchronous(optimizer, combination, checked, bucket_bytes, backward_passes_per_step)
+        self._rule = rule(Setup(optimizer, combination, checked, bucket_bytes, self._passes))
         try:
             self._take_in(0, parameters)
-            self._rule.settle()
+            self._rule.start()
         except BaseException:
             self.close()  # or hooks of what was refused would go on exchanging, as long as anybody keeps the error
             raise
@@ -136,12 +144,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def backward_passes_per_step(self) -> int:
-        return self._rule.passes.per_step
+        return self._passes.per_step
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change backward_passes_per_step, from the next backward() on. Raises ValueError unless passes >= 1."""
         check_passes(passes)
-        self._rule.passes.per_step = passes
+        self._passes.per_step = passes
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -153,32 +161,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._rule.synchronize()
             loss = self.optimizer.step()
         else:
-            loss = self.optimizer.step(self._over_all_ranks(closure))
-        self._rule.settle()
+            loss = self.optimizer.step(lambda: self._rule.evaluate(closure))
+        self._rule.after_step()
         return loss
-
-    def _over_all_ranks(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def evaluate() -> Any:
-            self._rule.renew()
-            loss = closure()
-            self._rule.synchronize()
-            if loss is None:
-                return None
-            if isinstance(loss, Tensor):
-                total = loss.detach().clone()
-            else:
-                device = _tensors(self.param_groups)[0].device
-                total = torch.tensor(float(loss), dtype=torch.float64, device=device)
-            self._communicator.allreduce(total, self._op)
-            return total if isinstance(loss, Tensor) else total.item()
-
-        return evaluate
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as torch does. What was accumulated towards backward_passes_per_step no longer counts."""
         self.optimizer.zero_grad(set_to_none)
-        self._rule.renew(forget=True)
+        self._rule.reset()
 
     @uncompiled
     def synchronize(self) -> None:
@@ -193,12 +184,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward() only accumulates on this rank, and does not count towards backward_passes_per_step."""
-        passes = self._rule.passes
-        before, passes.paused = passes.paused, True
+        before, self._passes.paused = self._passes.paused, True
         try:
             yield
         finally:
-            passes.paused = before
+            self._passes.paused = before
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group to the wrapped optimizer, and its parameters to the exchange."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,9 @@ from tests.ranks.exact import SEVERAL_SEGMENTS, contribution, reduced
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
+@functools.cache
 def examples() -> dict[str, Any]:
     """Run the page's blocks, once in a process, as a module that a user imports."""
-    if "hundredths" in CODECS:
-        return {}
     names: dict[str, Any] = {"__name__": __name__}  # dataclasses look for their module
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL):
         exec(block, names)
@@ -77,6 +77,41 @@ def train_with_the_codec() -> torch.Tensor:
 def test_the_codec_of_the_page_in_training(ranks: Worlds) -> None:
     first, *others = ranks(2).run(train_with_the_codec)
     assert all(torch.equal(first, other) for other in others)
+
+
+def train_by_the_rule() -> None:
+    """Ranks go their own ways for two steps, then on from the mean; so do those that have loaded a checkpoint."""
+    local_sgd = examples()["local_sgd"]
+    hvd.init(timeout_s=EXCHANGE_TIMEOUT_S)
+    try:
+        weight, added = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+        optimizer = local_sgd([weight], 2)
+        optimizer.add_param_group({"params": [added]})
+        mine, mean = 1.0 + hvd.rank(), (hvd.size() + 1) / 2
+        seen = []
+        for step in range(6):
+            if step == 3:
+                saved = optimizer.state_dict()
+                optimizer.close()
+                optimizer = local_sgd([weight], 2)
+                optimizer.add_param_group({"params": [added]})
+                optimizer.load_state_dict(saved)
+            optimizer.zero_grad()
+            ((weight + 2 * added).sum() * mine).backward()
+            optimizer.step()
+            assert torch.equal(added, 2 * weight)
+            seen += weight[:1].tolist()
+        alone, together = -mine / 2, -mean
+        assert seen == [alone, together, together + alone, 2 * together, 2 * together + alone, 3 * together]
+        optimizer.step(lambda: weight.sum() * mine)
+        assert optimizer.communication_wait_s == 0.0
+        optimizer.close()
+    finally:
+        hvd.shutdown()
+
+
+def test_the_rule_of_the_page(ranks: Worlds) -> None:
+    ranks(2).run(train_by_the_rule)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

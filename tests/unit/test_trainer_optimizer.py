@@ -196,6 +196,7 @@ def test_nothing_to_train() -> None:
         ({"gradient_predivide_factor": float("inf")}, ValueError, "must be a finite number > 0, not inf"),
         ({"gradient_predivide_factor": 2.0, "op": "sum"}, ValueError, "=2.0 needs op='average', not 'sum'"),
         ({"bucket_bytes": 0}, ValueError, "bucket_bytes must be > 0, not 0"),
+        ({"rule": "local"}, TypeError, "rule must be a class derived from Rule, or a function .* not 'local'"),
         ({"named_parameters": [nn.Parameter(torch.zeros(1))]}, ValueError, "must be pairs .* not Parameter"),
         (
             {"named_parameters": [("a", nn.Parameter(torch.zeros(1))), ("a", nn.Parameter(torch.zeros(2)))]},

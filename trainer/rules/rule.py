@@ -1,45 +1,86 @@
-"""What a DistributedOptimizer asks of a rule."""
+"""What a DistributedOptimizer asks of a rule, and what it gives it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from collectives import Communicator
+from trainer.compression import Policy
+from trainer.gradients.combination import Combination
 from trainer.gradients.exchange import Passes
 
 
-class Rule(Protocol):
-    """Decides what the ranks that train one model exchange (gradients, parameters, their differences), and when.
+@dataclass(frozen=True)
+class Setup:
+    """Holds what a DistributedOptimizer was made with.
 
-    A DistributedOptimizer calls it, on all ranks in the same order. passes: how many calls of backward() come before a step.
+    optimizer: the one that it wraps. combination: among whom and by which op. policy: what gradients travel as, in buckets
+    of bucket_bytes. passes: counts calls of backward(), of which passes.per_step come before a step.
     """
 
+    optimizer: torch.optim.Optimizer
+    combination: Combination
+    policy: Policy
+    bucket_bytes: int
     passes: Passes
+
+
+class Rule:
+    """Decides what the ranks that train one model exchange (gradients, parameters, their differences), and when.
+
+    Derive from it, and override the moments at which there is something to do: as it stands, every rank trains by itself.
+    A DistributedOptimizer calls these methods on all ranks in the same order, so each may communicate.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+
+    @property
+    def communicator(self) -> Communicator:
+        """Return what connects the ranks; it belongs to this optimizer alone."""
+        return self.setup.combination.communicator
 
     @property
     def wait_s(self) -> float:
         """Tell for how many seconds callers were held up by other ranks so far."""
+        return 0.0
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """Take in more parameters. Raises ValueError for those that cannot be exchanged."""
+        """Take in parameters: those of the optimizer at first, later those of a new param group. Raises ValueError for those
+        that cannot be exchanged."""
+
+    def start(self) -> None:
+        """Prepare for training, once the optimizer's parameters have been added. Raises ValueError on all ranks alike where
+        these do not have the same parameters."""
 
     def synchronize(self) -> None:
         """Exchange what must be exchanged before the optimizer steps, unless that is done."""
 
-    def renew(self, *, forget: bool = False) -> None:
-        """Expect another backward(). forget: the gradients have been reset, and what was accumulated does not count."""
+    def evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Call the closure of a step, which computes gradients, and return the loss that the optimizer is to go by."""
+        loss = closure()
+        self.synchronize()
+        return loss
 
-    def settle(self) -> None:
-        """Do what is due when the optimizer has taken in parameters or stepped. Raises ValueError on all ranks alike where these
-        do not have the same parameters."""
+    def after_step(self) -> None:
+        """Do what is due when the optimizer has stepped."""
+
+    def reset(self) -> None:
+        """Forget what was accumulated: the gradients have been zeroed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state with what this rank needs to go on exactly as if it had not stopped."""
+        """Return the optimizer's state, with what this rank needs to go on exactly as if it had not stopped."""
+        return self.setup.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
-        """Load what state_dict() returned, on this rank or, in `also`, on ranks that no longer exist, into the optimizer too."""
+        """Load what state_dict() returned on this rank, the optimizer's state too. also: what it returned on ranks that no
+        longer exist."""
+        self.setup.optimizer.load_state_dict(state_dict)
 
     def close(self) -> None:
         """Leave the parameters alone from now on."""

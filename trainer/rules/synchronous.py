@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.compression import Policy
 from trainer.gradients.checkpoint import Resumption
-from trainer.gradients.combination import Combination
-from trainer.gradients.exchange import GradientExchange, Passes
+from trainer.gradients.exchange import GradientExchange
 from trainer.gradients.layout import Layout
+from trainer.rules.rule import Rule, Setup
 
 
-class Synchronous:
-    """Exchanges gradients in the last backward() before a step, which returns when that is done.
+class Synchronous(Rule):
+    """Exchanges gradients in the last backward() before a step, which returns when that is done."""
 
-    optimizer: steps with these gradients. policy: what they travel as, in buckets of bucket_bytes. passes:
-    how many calls of backward() come before a step.
-    """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, combination: Combination, policy: Policy, bucket_bytes: int, passes: int
-    ) -> None:
-        self.passes = Passes(passes)
-        self.layout = Layout(combination, policy, bucket_bytes)
-        self.exchange = GradientExchange(self.layout, combination, self.passes)
-        self._resumption = Resumption(optimizer, self.layout, self.exchange, combination)
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.layout = Layout(setup.combination, setup.policy, setup.bucket_bytes)
+        self.exchange = GradientExchange(self.layout, setup.combination, setup.passes)
+        self._resumption = Resumption(setup.optimizer, self.layout, self.exchange, setup.combination)
 
     @property
     def wait_s(self) -> float:
@@ -37,15 +30,31 @@ class Synchronous:
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         self.exchange.add(names, parameters)
 
+    def start(self) -> None:
+        self.layout.update()
+        self.exchange.renew()
+
     def synchronize(self) -> None:
         self.exchange.flush()
 
-    def renew(self, *, forget: bool = False) -> None:
-        self.exchange.renew(forget=forget)
-
-    def settle(self) -> None:
-        self.layout.update()
+    def evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Return the loss over all ranks, so that all take the same decisions."""
         self.exchange.renew()
+        loss = super().evaluate(closure)
+        if loss is None:
+            return None
+        if isinstance(loss, Tensor):
+            total = loss.detach().clone()
+        else:
+            total = torch.tensor(float(loss), dtype=torch.float64, device=self.layout.parameters[0].device)
+        self.communicator.allreduce(total, self.setup.combination.op)
+        return total if isinstance(loss, Tensor) else total.item()
+
+    def after_step(self) -> None:
+        self.start()
+
+    def reset(self) -> None:
+        self.exchange.renew(forget=True)
 
     def state_dict(self) -> dict[str, Any]:
         return self._resumption.state_dict()
