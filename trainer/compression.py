@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from collectives.compression.casts import Float16
 from collectives.compression.codec import Codec
 from collectives.compression.dgc import DGC
 from collectives.compression.fp8 import Float8
@@ -30,21 +31,27 @@ LEAST_NUMEL = 4096
 
 @dataclass(frozen=True)
 class Cast:
-    """Floating-point tensors wider than `wire_dtype` travel as `wire_dtype`; all others, and with None all, as they are."""
+    """Has floating-point tensors wider than `wire_dtype` travel as `wire_dtype`; all others, and with None all, as they are."""
 
     wire_dtype: torch.dtype | None
 
     def dtype_on_wire(self, dtype: torch.dtype) -> torch.dtype:
-        """What a tensor of this dtype travels as."""
+        """Return what a tensor of this dtype travels as."""
         narrows = self.wire_dtype is not None and dtype.is_floating_point and dtype.itemsize > self.wire_dtype.itemsize
         return self.wire_dtype if narrows and self.wire_dtype is not None else dtype
 
+    def codec(self, dtype: torch.dtype) -> Codec | None:
+        """Return the codec that sums tensors of this dtype: for half precision, which could overflow where no result does; None
+        where they may be cast and summed as they are."""
+        narrows = self.dtype_on_wire(dtype) is not dtype
+        return Float16() if narrows and self.wire_dtype is torch.float16 else None
+
     def compress(self, tensor: Tensor) -> tuple[Tensor, torch.dtype]:
-        """The tensor to send, and the dtype that decompress() needs."""
+        """Return the tensor to send, and the dtype that decompress() needs."""
         return tensor.to(self.dtype_on_wire(tensor.dtype)), tensor.dtype
 
     def decompress(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The tensor received, as the dtype that was compressed."""
+        """Return the tensor received, as the dtype that was compressed."""
         return tensor.to(dtype)
 
 
@@ -90,7 +97,7 @@ Compressor: TypeAlias = "str | Cast | Codec | MatrixCodec | ErrorFeedback"
 
 
 class Compression:
-    """Horovod's names: Compression.none, .fp16 (largest value 65504), .bf16 (float32's range, 8 bits of precision); and all
+    """Horovod's names: Compression.none, .fp16 (up to 65504 on every rank), .bf16 (float32's range, 8 bits of precision); and all
     codecs of collectives.compression with their defaults, with error feedback where they need it."""
 
     none = Cast(None)

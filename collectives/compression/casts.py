@@ -12,7 +12,7 @@ from collectives.compression.dense import Dense
 
 @dataclass(frozen=True)
 class Float16(Dense):
-    """IEEE half precision, rounded to nearest even. Whoever sums n of them divides by n first: the largest is 65504.
+    """IEEE half precision, rounded to nearest even. The largest is 65504, so numbers are divided before codes are added.
 
     Biased by rounding only. Contraction: 1 - delta <= 2^-22 for magnitudes from 2^-14 to 65504 (relative error at most 2^-11);
     below, the error is at most 2^-25. What is too large becomes Inf, and leaves no residual.
@@ -22,6 +22,11 @@ class Float16(Dense):
     summable: ClassVar[bool] = True
     wire_dtype: ClassVar[torch.dtype] = torch.float16
     bits: ClassVar[int] = 16
+
+    def headroom(self, size: int) -> float:
+        """Return a power of two of at most 1 / size. It costs numbers near half precision's smallest (6e-8, times the number
+        of ranks) some of their bits, and the others none."""
+        return 2.0 ** -(size - 1).bit_length()
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,11 @@ class Codec(ABC):
         """Return the codec of a step, counted from 0, where that matters. Shards are cut for `self`, whatever the step."""
         return self
 
+    def headroom(self, size: int) -> float:
+        """Return the power of two by which numbers are multiplied before their codes on `size` ranks are added, so that the
+        sum of codes overflows nowhere where the result does not."""
+        return 1.0
+
     def new_state(self, numel: int, device: torch.device) -> State | None:
         """Return what encodings of a part of numel elements begin with; None for a codec that remembers nothing."""
         return {name: torch.zeros(numel, device=device) for name in self.remembers} or None

@@ -159,11 +159,8 @@ def _reduce(engine: Engine, turn: Turn, flat: torch.Tensor, op: str, choice: str
 def _reduce_codes(
     engine: Engine, turn: Turn, flat: torch.Tensor, codec: Codec, feedback: Feedback | None, op: str, choice: str
 ) -> None:
-    """Sum the codes as they are. Half precision could overflow where no result does: its numbers are first divided by a power
-    of two, which costs those near half precision's smallest (6e-8, times the number of ranks) some of their bits."""
-    shrink = 1.0
-    if codec.wire_dtype is torch.float16:
-        shrink = 2.0 ** -(engine.size - 1).bit_length()
+    """Sum the codes as they are, with the codec's headroom."""
+    shrink = codec.headroom(engine.size)
     residual = feedback.worker if feedback is not None else None
     scaled = [tensor for tensor in (flat, residual) if tensor is not None and shrink != 1.0]
     for tensor in scaled:

@@ -122,10 +122,8 @@ def gradient_on_the_wire(compression: hvd.compression.Cast, predivide: float) ->
 def test_what_travels_is_what_compression_says(ranks: Worlds) -> None:
     exact = (40000.0, 1 + 2**-12)
     assert ranks(2).run(gradient_on_the_wire, hvd.Compression.none, 1.0) == [exact] * 2
-    overflow, rounded = ranks(2).run(gradient_on_the_wire, hvd.Compression.fp16, 1.0)[0]
-    assert overflow == float("inf"), "float16 cannot hold the sum 80000"
-    assert rounded == 1.0
-    assert ranks(2).run(gradient_on_the_wire, hvd.Compression.fp16, 2.0)[0] == (40000.0, 1.0), "divided before the sum"
+    assert ranks(2).run(gradient_on_the_wire, hvd.Compression.fp16, 1.0)[0] == (40000.0, 1.0), "divided before the sum"
+    assert ranks(2).run(gradient_on_the_wire, hvd.Compression.fp16, 2.0)[0] == (40000.0, 1.0)
     assert ranks(2).run(gradient_on_the_wire, hvd.Compression.bf16, 1.0)[0] == (39936.0, 1.0)
 
 

@@ -42,7 +42,9 @@ class Bucket:
             shapes = list(map(_shape_in_memory, held))
             self.buffer: PlainBuffer = buffer_for(kind)(combination, kind, plan, shapes, device, number)
         else:
-            self.buffer = PlainBuffer(combination, _zeros(combination, plan.numel, kind.dtype_on_wire(dtype), device))
+            codec = kind.codec(dtype)
+            values = _zeros(combination, plan.numel, kind.dtype_on_wire(dtype) if codec is None else dtype, device)
+            self.buffer = PlainBuffer(combination, values, codec)
         self._memory = self.buffer.values.to(dtype)
         self._views = [
             self._memory.as_strided(tensor.shape, _dense_strides(tensor), offset)

@@ -25,11 +25,12 @@ has returned yet, as it would be in the result, flat, in the order of memory; wh
 
 
 class PlainBuffer:
-    """Numbers that are combined over the ranks as they are, in one operation."""
+    """Combines numbers over the ranks in one operation: as they are, or by a codec of which nothing is kept."""
 
-    def __init__(self, combination: Combination, values: Tensor) -> None:
+    def __init__(self, combination: Combination, values: Tensor, codec: Codec | None = None) -> None:
         self.values = values
         self._combination = combination
+        self._cast = codec
         self._work: Work | None = None
         self._following: Iterator[Work] = iter(())
 
@@ -51,7 +52,7 @@ class PlainBuffer:
 
     def _operations(self, step: int) -> Iterator[Work]:
         """Begin one operation after the other: the next is asked for when the last is done."""
-        yield self._combination.start(self.values)
+        yield self._combination.start(self.values, self._cast)
 
 
 class CodedBuffer(PlainBuffer, ABC):

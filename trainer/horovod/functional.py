@@ -13,25 +13,26 @@ from trainer.ops import Average, Sum
 
 
 class Allreduce(torch.autograd.Function):
-    """(communicator, op, codec, prescale, postscale, *tensors) -> the reduced tensors. Differentiable for Sum and Average; a
-    codec, if any, encodes the gradients too."""
+    """Reduce: (communicator, op, codecs, prescale, postscale, *tensors) -> the reduced tensors. codecs: one for each tensor,
+    or None, which encode their gradients too. Differentiable for Sum and Average."""
 
     @staticmethod
     def forward(
         ctx: Any,
         communicator: Communicator,
         op: str,
-        codec: Codec | None,
+        codecs: list[Codec | None],
         prescale: float,
         postscale: float,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.call = communicator, op, codec, prescale, postscale
+        ctx.call = communicator, op, codecs, prescale, postscale
         outputs = [copied(tensor) for tensor in tensors]
-        if codec is None:
-            communicator.grouped_allreduce(outputs, op, prescale=prescale, postscale=postscale)
-        else:
-            for number, output in enumerate(outputs):
+        pairs = list(zip(outputs, codecs, strict=True))
+        if plain := [output for output, codec in pairs if codec is None]:
+            communicator.grouped_allreduce(plain, op, prescale=prescale, postscale=postscale)
+        for number, (output, codec) in enumerate(pairs):
+            if codec is not None:
                 communicator.allreduce(output, op, prescale=prescale, postscale=postscale, codec=codec, seed=number)
         return tuple(outputs)
 

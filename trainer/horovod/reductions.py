@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from collectives import Communicator
+from collectives.compression.codec import Codec
 from collectives.reduction import check_arithmetic
 from trainer.compression import Cast, Compression, Compressor, verb_codec
 from trainer.horovod.functional import Allreduce, ReduceScatter, copied, scattered
 from trainer.horovod.handles import Handle
-from trainer.ops import Average, resolve_op
+from trainer.ops import Average, Sum, resolve_op
 from trainer.validation import check_tensor
 from trainer.world import ProcessSet, communicator_of, here
 
@@ -97,18 +98,14 @@ def grouped_allreduce(
     process_set: ProcessSet = None,
 ) -> list[Tensor]:
     """allreduce() of several tensors as one operation (with a codec, one after the other): new tensors in the same order."""
-    codec = verb_codec(compression)
-    cast = codec if isinstance(codec, Cast) else Compression.none
-    packed = [cast.compress(check_tensor(tensor)) for tensor in tensors]
-    reduced = Allreduce.apply(
-        communicator_of(process_set),
-        resolve_op(op, average),
-        None if isinstance(codec, Cast) else codec,
-        prescale_factor,
-        postscale_factor,
-        *(tensor for tensor, _ in packed),
-    )
-    return [cast.decompress(tensor, dtype) for tensor, (_, dtype) in zip(reduced, packed, strict=True)]
+    meant = verb_codec(compression)
+    reduction = resolve_op(op, average)
+    cast = meant if isinstance(meant, Cast) else Compression.none
+    codecs = [_summing(meant, check_tensor(tensor), reduction) for tensor in tensors]
+    pairs = zip(tensors, codecs, strict=True)
+    sent = [cast.compress(tensor)[0] if codec is None else tensor for tensor, codec in pairs]
+    reduced = Allreduce.apply(communicator_of(process_set), reduction, codecs, prescale_factor, postscale_factor, *sent)
+    return [cast.decompress(output, tensor.dtype) for output, tensor in zip(reduced, tensors, strict=True)]
 
 
 def grouped_allreduce_async(
@@ -178,9 +175,12 @@ def reducescatter(
     reduction = resolve_op(op, None)
     rows = _even_rows(tensor, communicator)
     check_arithmetic(communicator.rank, tensor.dtype, reduction, prescale_factor, postscale_factor)
-    sent, dtype = compression.compress(tensor)
+    codec = _summing(compression, tensor, reduction)
+    headroom = 1.0 if codec is None else codec.headroom(communicator.size)
+    sent, dtype = compression.compress(tensor if headroom == 1 else tensor * headroom)
     output = ReduceScatter.apply(communicator, rows, reduction, prescale_factor, postscale_factor, sent)
-    return compression.decompress(output, dtype)
+    result = compression.decompress(output, dtype)
+    return result if headroom == 1 else result / headroom
 
 
 def reducescatter_async(
@@ -199,6 +199,13 @@ def reducescatter_async(
     output, chunks = scattered(communicator, rows, tensor, prescale_factor)
     work = communicator.reduce_scatter(output, chunks, reduction, async_op=True)
     return Handle(work, output, None if postscale_factor == 1 else lambda result: result.mul_(postscale_factor))
+
+
+def _summing(compression: Cast | Codec, tensor: Tensor, op: str) -> Codec | None:
+    """Return the codec that a tensor is reduced by; None where it is reduced as it is, or cast."""
+    if isinstance(compression, Codec):
+        return compression
+    return compression.codec(tensor.dtype) if op in (Average, Sum) else None
 
 
 def _even_rows(tensor: Tensor, communicator: Communicator) -> list[int]:
