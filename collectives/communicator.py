@@ -180,8 +180,8 @@ class Communicator:
         postscale: float = ...,
         codec: str | Codec | None = ...,
         feedback: Feedback | None = ...,
-        step: int = ...,
-        seed: int = ...,
+        step: int | None = ...,
+        seed: int | None = ...,
         algorithm: str = ...,
         async_op: Literal[False] = ...,
     ) -> None: ...
@@ -196,8 +196,8 @@ class Communicator:
         postscale: float = ...,
         codec: str | Codec | None = ...,
         feedback: Feedback | None = ...,
-        step: int = ...,
-        seed: int = ...,
+        step: int | None = ...,
+        seed: int | None = ...,
         algorithm: str = ...,
         async_op: Literal[True],
     ) -> Work: ...
@@ -212,8 +212,8 @@ class Communicator:
         postscale: float = ...,
         codec: str | Codec | None = ...,
         feedback: Feedback | None = ...,
-        step: int = ...,
-        seed: int = ...,
+        step: int | None = ...,
+        seed: int | None = ...,
         algorithm: str = ...,
         async_op: bool,
     ) -> Work | None: ...
@@ -227,8 +227,8 @@ class Communicator:
         postscale: float = 1.0,
         codec: str | Codec | None = None,
         feedback: Feedback | None = None,
-        step: int = 0,
-        seed: int = 0,
+        step: int | None = None,
+        seed: int | None = None,
         algorithm: str = "auto",
         async_op: bool = False,
     ) -> Work | None:
@@ -240,8 +240,9 @@ class Communicator:
         one of collectives.compression, or its name with the default settings. Ranks that give different ones get a Mismatch. A
         codec whose codes can be added rides any algorithm; the others 'two_shot' (see collectives.run.two_shot), between hosts
         only where ranks share hosts and there are several. feedback: from new_feedback, for this buffer alone: adds what was
-        lost the last time. step: of training, for codecs that change or draw by it; with equal steps, runs repeat to the bit.
-        seed: any whole number that tells this buffer from others of the step, so that they are not rounded alike.
+        lost the last time. step: of training, for codecs that change, draw or round by it: with equal steps, runs repeat to the
+        bit. Without it, feedback counts its calls; without either it is 0, and a codec that draws by it is a ValueError. seed:
+        any whole number that tells this buffer from others of the step, so that they are not rounded alike; else feedback's.
         """
         if codec is not None or feedback is not None:
             made = verbs.named_codec(self._engine, codec, feedback, step, seed)
@@ -263,13 +264,20 @@ class Communicator:
             self._engine, [tensor], op, prescale=prescale, postscale=postscale, algorithm=algorithm, async_op=async_op
         )
 
-    def new_feedback(self, codec: str | Codec, numel: int, device: str | torch.device = "cpu") -> Feedback:
-        """Error feedback for allreduce(codec=codec) of one buffer of numel elements, on this rank. Not a collective call."""
+    def new_feedback(
+        self, codec: str | Codec, numel: int, device: str | torch.device = "cpu", *, seed: int = 0
+    ) -> Feedback:
+        """Make error feedback for allreduce(codec=codec) of one buffer of numel elements, on this rank. Not a collective call.
+
+        seed: of these calls, as allreduce's.
+        """
         made = make_codec(codec)
+        if not isinstance(seed, int):
+            raise ValueError(f"rank {self.rank}: seed={seed!r}; a whole number is needed")
         if not isinstance(numel, int) or numel < 0:
             raise ValueError(f"rank {self.rank}: numel={numel!r}; a whole number from 0 is needed")
         with torch.inference_mode(False):  # it is for calls in any mode
-            return Feedback(made, self._engine.sharing(made, numel), torch.device(device))
+            return Feedback(made, self._engine.sharing(made, numel), torch.device(device), seed)
 
     @overload
     def grouped_allreduce(

@@ -166,6 +166,11 @@ def verb_codec(compression: Compressor) -> Cast | Codec:
     encoding = encoding_of(compression)
     if isinstance(encoding, Cast):
         return encoding
+    if isinstance(compression, Codec) and compression.draws:
+        raise ValueError(
+            f"{here()}{compression.name!r} draws by the step which numbers it sends, and a verb knows of no step: it is for "
+            f"DistributedOptimizer(compression=...) and Communicator.allreduce(codec=..., step=...)"
+        )
     if isinstance(compression, Codec):
         return compression
     if isinstance(encoding.codec, Codec) and not encoding.feedback:

@@ -12,13 +12,13 @@ from collectives.compression.codec import State
 from collectives.compression.sparse import Sparse
 from collectives.kernels.wire import pad16
 
-#: Of the numbers, sent in the first stage of the warm-up; each later stage sends a quarter of the one before.
+#: Of the numbers, sent in the first stage of the ramp; each later stage sends a quarter of the one before.
 _FIRST_RATIO = 0.25
 
 
 @dataclass(frozen=True)
 class DGC(Sparse):
-    """Top-k with momentum correction, momentum factor masking and a warm-up of the ratio (Lin et al. 2018, sections 3.1
+    """Top-k with momentum correction, momentum factor masking and a ramp of the ratio (Lin et al. 2018, sections 3.1
     to 3.3).
 
     On each rank u = momentum * u + gradient; v += u; the largest of v are sent, and cleared in v and u. v is the
@@ -28,7 +28,7 @@ class DGC(Sparse):
     Only what a rank has computed has a momentum. Without state, as the owner of a shard must encode the sum, it is
     topk.
 
-    ratio: after the warm-up. warmup_steps: in that many steps the ratio falls from 25 %, by a factor of 4 in stages of
+    ratio: after the ramp. ramp_steps: in that many steps the ratio falls from 25 %, by a factor of 4 in stages of
     equal length. The size of a code depends on the codec alone, so `at(step)` gives the codec of a step; state and
     residual serve all. Contraction: of v, delta >= k / n.
     """
@@ -38,24 +38,24 @@ class DGC(Sparse):
     remembers: ClassVar[tuple[str, ...]] = ("momentum",)
     ratio: float = 0.001
     momentum: float = 0.9
-    warmup_steps: int = 0
+    ramp_steps: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.momentum < 1:
             raise ValueError(f"dgc: momentum must be at least 0 and below 1, not {self.momentum}")
-        if self.warmup_steps < 0:
-            raise ValueError(f"dgc: warmup_steps must not be negative, not {self.warmup_steps}")
+        if self.ramp_steps < 0:
+            raise ValueError(f"dgc: ramp_steps must not be negative, not {self.ramp_steps}")
 
     def at(self, step: int) -> DGC:
-        """This codec in the step of that number, from 0, on all ranks: without a warm-up, and with the ratio that it
+        """This codec in the step of that number, from 0, on all ranks: without a ramp, and with the ratio that it
         has reached.
         """
         ratio = self.ratio
-        if step < self.warmup_steps and ratio < _FIRST_RATIO:
+        if step < self.ramp_steps and ratio < _FIRST_RATIO:
             stages = math.ceil(math.log(_FIRST_RATIO / ratio, 4))
-            ratio = max(ratio, _FIRST_RATIO / 4 ** (step * stages // self.warmup_steps))
-        return replace(self, ratio=ratio, warmup_steps=0)
+            ratio = max(ratio, _FIRST_RATIO / 4 ** (step * stages // self.ramp_steps))
+        return replace(self, ratio=ratio, ramp_steps=0)
 
     def wire_bytes(self, numel: int) -> int:
         return 2 * pad16(4 * self.count(numel))

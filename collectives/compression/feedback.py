@@ -14,7 +14,8 @@ class Feedback:
 
     worker: float32, (numel,): what this rank's encodings of its own numbers lost; zero where it encodes nothing, because another
     rank of its host does. owner: float32: what its encodings of the sum of its shard lost, in the units of the result. shard:
-    where that is in the buffer. state: by chunk and shard, what the codec remembers.
+    where that is in the buffer. state: by chunk and shard, what the codec remembers. step: of the next call, if that does not
+    say; one more than that of the last. seed: tells this buffer from others, if calls do not say.
 
     As the sum of the workers' residuals over all ranks and the owners' side by side are all that was lost, the results of any
     number of steps, with these, are the sum of what was given; but for the rounding of sums of codes, where codes are summed as
@@ -22,7 +23,8 @@ class Feedback:
     that runs.
     """
 
-    def __init__(self, codec: Codec, sharing: Sharing, device: torch.device) -> None:
+    def __init__(self, codec: Codec, sharing: Sharing, device: torch.device, seed: int = 0) -> None:
+        self.step, self.seed = 0, seed
         self.codec = codec
         self.sharing = sharing
         self.worker = torch.zeros(sharing.numel, device=device)
@@ -46,7 +48,11 @@ class Feedback:
         return owed
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """This rank's tensors, themselves, by name: what load_state_dict takes."""
+        """Return what load_state_dict takes: this rank's tensors, and the step."""
+        return {**self.tensors(), "step": torch.tensor(self.step)}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's tensors, themselves, by name."""
         named = {"worker": self.worker, "owner": self.owner}
         for c, chunk in enumerate(self.state):
             for s, state in enumerate(chunk):
@@ -54,7 +60,7 @@ class Feedback:
         return named
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Copy saved tensors into these. Raises ValueError for those of another buffer, codec, or world."""
+        """Copy saved tensors into these, and take the step. Raises ValueError for those of another buffer, codec, or world."""
         mine = self.state_dict()
         given = {name: tuple(tensor.shape) for name, tensor in state.items()}
         wanted = {name: tuple(tensor.shape) for name, tensor in mine.items()}
@@ -65,5 +71,6 @@ class Feedback:
                 f"{', '.join(differing[:4])} of shapes {[given.get(name) for name in differing[:4]]} instead of "
                 f"{[wanted.get(name) for name in differing[:4]]}"
             )
-        for name, tensor in mine.items():
+        for name, tensor in self.tensors().items():
             tensor.copy_(state[name])
+        self.step = int(state["step"])

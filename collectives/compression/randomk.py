@@ -32,6 +32,7 @@ class RandomK(Sparse):
     name: ClassVar[str] = "randomk"
     summable: ClassVar[bool] = True
     needs_feedback: ClassVar[bool] = True
+    draws: ClassVar[bool] = True
     wire_dtype: ClassVar[torch.dtype] = torch.float32
     ratio: float = 0.01
     seed: int = 0

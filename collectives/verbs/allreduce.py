@@ -68,8 +68,8 @@ def allreduce_compressed(
     codec: Codec,
     *,
     feedback: Feedback | None,
-    step: int,
-    seed: int,
+    step: int | None,
+    seed: int | None,
     prescale: float,
     postscale: float,
     algorithm: str = "auto",
@@ -87,6 +87,7 @@ def allreduce_compressed(
         )
     if feedback is not None:
         _check_feedback(engine, feedback, codec, tensor)
+    step, seed = _step_and_seed(engine, codec, feedback, step, seed)
     present = codec.at(step)
     with_feedback = feedback is not None
     nbytes = present.wire_bytes(tensor.numel())
@@ -97,6 +98,8 @@ def allreduce_compressed(
     engine.prepare_codec(codec, tensor.device, with_feedback=with_feedback)
     if chosen == SHARED:
         engine.prepare([codec.wire_dtype])
+    if feedback is not None:
+        feedback.step = step + 1
 
     def body(turn: Turn) -> None:
         buffer = Buffer([tensor], via_host=False)
@@ -117,12 +120,12 @@ def allreduce_compressed(
 
 
 def named_codec(
-    engine: Engine, codec: str | Codec | None, feedback: Feedback | None, step: int, seed: int
+    engine: Engine, codec: str | Codec | None, feedback: Feedback | None, step: int | None, seed: int | None
 ) -> Codec | None:
     """What a caller calls a codec; None for no compression. Raises ValueError for what is none, or a wrong step or seed."""
-    if not isinstance(step, int) or step < 0:
+    if step is not None and (not isinstance(step, int) or step < 0):
         raise ValueError(f"rank {engine.rank}: step={step!r}; a whole number from 0 is needed")
-    if not isinstance(seed, int):
+    if seed is not None and not isinstance(seed, int):
         raise ValueError(f"rank {engine.rank}: seed={seed!r}; a whole number is needed")
     made = make_codec(codec) if codec is not None else None
     if made is None or made.name == "none":
@@ -130,6 +133,21 @@ def named_codec(
             raise ValueError(f"rank {engine.rank}: feedback needs a codec: without one nothing is lost")
         return None
     return made
+
+
+def _step_and_seed(
+    engine: Engine, codec: Codec, feedback: Feedback | None, step: int | None, seed: int | None
+) -> tuple[int, int]:
+    """Return those of a call: what is given, else what the feedback has counted and carries. Raises ValueError where the same
+    numbers would be drawn at every call."""
+    if feedback is not None:
+        return feedback.step if step is None else step, feedback.seed if seed is None else seed
+    if step is None and codec.draws:
+        raise ValueError(
+            f"rank {engine.rank}: codec {codec.name!r} draws by the step which numbers it sends, and would always send the same: "
+            f"give step=, or feedback=communicator.new_feedback(codec, numel), which counts its calls"
+        )
+    return step or 0, seed or 0
 
 
 def _check_feedback(engine: Engine, feedback: Feedback, codec: Codec, tensor: torch.Tensor) -> None:

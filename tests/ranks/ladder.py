@@ -21,7 +21,7 @@ REMEMBERING: dict[str, Compressor] = {
     "topk": TopK(ratio=0.05),
     "threshold": Threshold(ratio=0.05),
     "randomk": "randomk",
-    "dgc": DGC(ratio=0.01, warmup_steps=4),
+    "dgc": DGC(ratio=0.01, ramp_steps=4),
     "powersgd": PowerSGD(rank=2),
     "int4, after a warm-up": ErrorFeedback("int4", warmup_steps=2),
 }

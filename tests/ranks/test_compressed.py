@@ -35,7 +35,7 @@ SPECIAL: dict[str, Codec] = {
     "e5m2": Float8(format="e5m2"),
     "onebit, short blocks": OneBit(block=16),
     "topk, half of it": TopK(ratio=0.5),
-    "dgc, warming up": DGC(ratio=0.01, warmup_steps=2),
+    "dgc, warming up": DGC(ratio=0.01, ramp_steps=2),
     "randomk, more of it": RandomK(ratio=0.3, seed=7),
 }
 
@@ -73,8 +73,8 @@ def same_as_model(name: str, numels: list[int]) -> list[str]:
                         comm.allreduce(mine, op, algorithm="two_shot", **options)
                         checks.equal(mine, model.step(numbers, op, step, seed=numel))
                         if feedback is not None and model.feedbacks is not None:
-                            wanted = model.feedbacks[comm.rank].state_dict()
-                            for key, tensor in feedback.state_dict().items():
+                            wanted = model.feedbacks[comm.rank].tensors()
+                            for key, tensor in feedback.tensors().items():
                                 checks.equal(tensor, wanted[key])
     return checks.failures
 
@@ -308,6 +308,31 @@ def test_other_tensors(ranks: Worlds, world: int) -> None:
     assert ranks(world).run(other_tensors) == [[]] * world
 
 
+def counted(name: str) -> list[str]:
+    """Calls that do not say step and seed are those that do, also when a checkpoint comes between."""
+    codec, numel, checks = codec_named(name), 3000, Checks()
+    with communicator() as comm:
+        counting, told = comm.new_feedback(codec, numel, seed=5), comm.new_feedback(codec, numel)
+        results = []
+        for step in range(4):
+            mine, wanted = (inputs(comm.size, numel, 0)[comm.rank] for _ in range(2))
+            if step == 2:
+                saved, counting = counting.state_dict(), comm.new_feedback(codec, numel, seed=5)
+                counting.load_state_dict(saved)
+            comm.allreduce(mine, codec=codec, feedback=counting)
+            comm.allreduce(wanted, codec=codec, feedback=told, step=step, seed=5)
+            with checks.case(name=name, step=step):
+                checks.equal(mine, wanted)
+            results.append(mine)
+        assert not torch.equal(results[0] != 0, results[1] != 0) or name != "randomk", "another draw in every step"
+    return checks.failures
+
+
+@pytest.mark.parametrize("name", ["randomk", "int8, stochastic", "dgc, warming up"])
+def test_feedback_counts_its_steps(ranks: Worlds, name: str) -> None:
+    assert ranks(2).run(counted, name) == [[]] * 2
+
+
 ONES = torch.ones(3)
 MISTAKES: dict[str, tuple[str, Callable[[Communicator], object]]] = {
     "unknown": ("'zip'.*int8.*powersgd", lambda c: c.allreduce(ONES, codec="zip")),
@@ -333,6 +358,11 @@ MISTAKES: dict[str, tuple[str, Callable[[Communicator], object]]] = {
         "Int8.*Int4",
         lambda c: c.allreduce(ONES, codec="int8", feedback=c.new_feedback("int4", 3)),
     ),
+    "draws without a step": (
+        "rank [01]: codec 'randomk' draws by the step .* give step=, or feedback=",
+        lambda c: c.allreduce(ONES, codec="randomk"),
+    ),
+    "seed of feedback": ("seed='one'", lambda c: c.new_feedback("int8", 3, seed="one")),  # type: ignore[arg-type]
     "step": ("step=-1", lambda c: c.allreduce(ONES, codec="int8", step=-1)),
 }
 
@@ -357,7 +387,7 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "settings": ({"codec": Int8(block=128)}, {"codec": "int8"}, "block=128", "block=256"),
     "whether": ({"codec": "onebit"}, {}, "onebit(", "float32[3000], sum, "),
     "step": ({"codec": "randomk", "step": 3}, {"codec": "randomk", "step": 4}, "step=3", "step=4"),
-    "stage": ({"codec": DGC(warmup_steps=9)}, {"codec": DGC(warmup_steps=9), "step": 8}, "0.25", "0.00390625"),
+    "stage": ({"codec": DGC(ramp_steps=9)}, {"codec": DGC(ramp_steps=9), "step": 8}, "0.25", "0.00390625"),
 }
 
 
@@ -366,7 +396,7 @@ def disagree(subject: str) -> Witness:
     with Communicator(timeout_s=FAR_S) as patient:  # kernels are compiled before the short deadline applies
         for call in (first, others):
             if "codec" in call:
-                patient.allreduce(torch.ones(3000), codec=call["codec"])
+                patient.allreduce(torch.ones(3000), codec=call["codec"], step=0)
     comm = Communicator(timeout_s=TIMEOUT_S)
     return witness(comm, lambda: comm.allreduce(torch.ones(3000), **(first if comm.rank == 0 else others)))
 

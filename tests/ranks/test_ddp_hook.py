@@ -345,7 +345,7 @@ def same_as_the_optimizer(compression: Any) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     "codec",
-    ["onebit", "randomk", DGC(ratio=0.01, warmup_steps=4), PowerSGD(rank=2), Int8(stochastic=True)],
+    ["onebit", "randomk", DGC(ratio=0.01, ramp_steps=4), PowerSGD(rank=2), Int8(stochastic=True)],
     ids=lambda codec: codec if isinstance(codec, str) else codec.name,
 )
 def test_hook_and_optimizer_exchange_alike(ranks: Worlds, size: int, codec: Any) -> None:

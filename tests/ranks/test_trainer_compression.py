@@ -13,6 +13,7 @@ from collectives.compression.dgc import DGC
 from collectives.compression.integers import Int8
 from collectives.compression.onebit import OneBit
 from collectives.compression.powersgd import PowerSGD
+from collectives.compression.randomk import RandomK
 from collectives.compression.topk import TopK
 from tests.harness import Worlds
 from tests.ranks.exact import on_host
@@ -533,6 +534,8 @@ def verbs() -> None:
     for refused in ("topk", hvd.Compression.powersgd, ErrorFeedback("int8")):
         with pytest.raises(ValueError, match=r"with error feedback is for DistributedOptimizer"):
             hvd.allreduce(mine, compression=refused)
+    with pytest.raises(ValueError, match=r"rank [01]: 'randomk' draws by the step"):
+        hvd.allreduce(mine, compression=RandomK())
     with pytest.raises(ValueError, match="reducescatter has no codecs"):
         hvd.reducescatter(mine, compression=hvd.Compression.int8)
 

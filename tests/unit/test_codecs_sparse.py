@@ -291,11 +291,11 @@ def test_dgc_is_momentum_then_topk_with_both_cleared() -> None:
 
 
 def test_dgc_warms_up_in_stages() -> None:
-    codec = DGC(0.001, warmup_steps=8)
+    codec = DGC(0.001, ramp_steps=8)
     ratios = [codec.at(step).ratio for step in range(10)]
     assert ratios == [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625, 0.00390625, 0.00390625, 0.001, 0.001]
     assert codec.at(8) == DGC(0.001)
-    assert DGC(0.5, warmup_steps=8).at(0).ratio == 0.5
+    assert DGC(0.5, ramp_steps=8).at(0).ratio == 0.5
 
 
 def test_dgc_needs_error_feedback() -> None:

@@ -175,12 +175,14 @@ class TestFeedback:
     def test_saved_and_restored(self) -> None:
         sharing = share(DGC(ratio=0.1), 3000, 1, [[0, 1]], 1000)
         first, second = Feedback(DGC(ratio=0.1), sharing, CPU), Feedback(DGC(ratio=0.1), sharing, CPU)
-        for tensor in first.state_dict().values():
+        for tensor in first.tensors().values():
             tensor.normal_()
+        first.step = 7
         saved = {name: tensor.clone() for name, tensor in first.state_dict().items()}
         assert {"worker", "owner", "state.0.0.momentum"} <= saved.keys()
         second.load_state_dict(saved)
         assert all(torch.equal(tensor, saved[name]) for name, tensor in second.state_dict().items())
+        assert second.step == 7
 
     def test_of_another_world(self) -> None:
         two, three = (share(Int8(), 3000, 0, hosts, 1000) for hosts in ([[0, 1]], [[0, 1, 2]]))

@@ -223,7 +223,7 @@ class CodecBuffer(CodedBuffer):
                 _add_overlap(state[name], place, owed[name], start, 1 / encoders)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {} if self._feedback is None else self._feedback.state_dict()
+        return {} if self._feedback is None else self._feedback.tensors()
 
     def _states(self) -> list[tuple[int, dict[str, Tensor]]]:
         """Return what the codec remembers, with the places in the buffer where what it is about begins."""
