@@ -601,6 +601,11 @@ class Communicator:
 
     # Objects
 
+    def allgather_record(self, record: Any) -> list[Any]:
+        """Return every rank's record, in rank order: numbers, strings, booleans, None, and lists and dicts of these, as JSON has
+        them (a tuple comes back as a list). Nothing is pickled, so what comes from another rank cannot run anything here."""
+        return objects.allgather_record(self._engine, record)
+
     def allgather_object(self, obj: Any) -> list[Any]:
         """Every rank's picklable object, in rank order. Objects are pickled: only use it among processes you trust."""
         return objects.allgather_object(self._engine, obj)

@@ -42,7 +42,7 @@ class World:
         local_rank, local_size = (launch.local_rank, launch.local_size) if told else (None, None)
         self.local_rank = topology.local_rank if local_rank is None else local_rank
         self.local_size = topology.local_size if local_size is None else local_size
-        local_ranks = self.communicator().allgather_object(self.local_rank)
+        local_ranks = self.communicator().allgather_record(self.local_rank)
         self.cross_rank, self.cross_size = cross_position(self.rank, local_ranks)
 
     def communicator(self, group: dist.ProcessGroup | None = None) -> Communicator:

@@ -27,6 +27,12 @@ def objects() -> None:
             assert comm.broadcast_object(thing(root) if is_root else None, root) == thing(root)
             assert comm.gather_object(thing(comm.rank), root) == (everything if is_root else None)
             assert comm.scatter_object(everything if is_root else None, root) == thing(comm.rank)
+        records = [
+            {"rank": rank, "names": ["é" * rank], "share": 0.1 * rank, "none": None} for rank in range(comm.size)
+        ]
+        assert comm.allgather_record(records[comm.rank]) == records
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            comm.allgather_record(object())
         tensor = comm.broadcast_object(torch.arange(1000) if comm.rank == 0 else None)
         assert torch.equal(tensor, torch.arange(1000))
 

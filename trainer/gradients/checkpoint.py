@@ -90,8 +90,8 @@ class Resumption:
         go_on()
 
     def _agree(self, value: T, fault: str) -> list[T]:
-        """Every rank's value. Raises ValueError on all ranks where any has a fault."""
-        gathered = self._communicator.allgather_object((value, fault))
+        """Return every rank's value, of what JSON has. Raises ValueError on all ranks where any has a fault."""
+        gathered = self._communicator.allgather_record((value, fault))
         for rank, (_, theirs) in enumerate(gathered):
             if theirs:
                 raise ValueError(f"{here()}load_state_dict: rank {rank} was given what cannot be loaded ({theirs})")

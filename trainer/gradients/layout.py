@@ -110,15 +110,13 @@ class Layout:
         return [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
 
     def _agree(self, order: Sequence[int]) -> list[int]:
-        """Rank 0's order."""
+        """Return rank 0's order. Raises ValueError on all ranks alike where they do not have the same parameters."""
         shards = {self._names[i]: shard_of(self.parameters[i]) for i in order}
-        mine = [
-            (self._names[i], tuple(held_here(self.parameters[i]).shape), str(self.parameters[i].dtype)) for i in order
-        ]
-        gathered = self._combination.communicator.allgather_object((shards, mine))
+        mine = [(self._names[i], held_here(self.parameters[i]).shape, str(self.parameters[i].dtype)) for i in order]
+        gathered = self._combination.communicator.allgather_record((shards, mine))
         for rank, (theirs, _) in enumerate(gathered):
             _check_shards(rank, theirs, gathered[0][0])
-        everyones = [theirs for _, theirs in gathered]
+        everyones = [[(name, tuple(shape), dtype) for name, shape, dtype in theirs] for _, theirs in gathered]
         for rank, theirs in enumerate(everyones):
             if difference := set(theirs) ^ set(everyones[0]):
                 name, shape, dtype = min(difference)

@@ -33,9 +33,11 @@ def label_of(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _label_of_bucket(entry: Mapping[str, Any]) -> list[Any]:
-    """All but numbers, and pieces whose number and place are a rank's own."""
-    kept = sorted(name for name in entry.get("tensors", ()) if not name.startswith("state."))
-    return [entry["parameters"], *(entry.get(key) for key in ("encoding", "starts", "numel")), kept]
+    """Return all but numbers, and pieces whose number and place are a rank's own."""
+    if "tensors" not in entry:
+        return [entry["parameters"]]
+    kept = sorted(name for name in entry["tensors"] if not name.startswith("state."))
+    return [entry["parameters"], *(entry[key] for key in ("encoding", "starts", "numel")), kept]
 
 
 def is_owing(part: object) -> bool:
@@ -65,6 +67,7 @@ def check_part(part: object, described: Sequence[tuple[Any, ...]] | None = None)
     _need(_is_whole(part["step"], 0), f"step is {part['step']!r}")
     predivide = part["predivide"]
     _need(isinstance(predivide, (int, float)) and 0 < predivide < math.inf, f"predivide is {predivide!r}")
+    _need(isinstance(part["op"], str), f"op is {part['op']!r}")
     numels = [math.prod(shape) for shape in _check_parameters(part["parameters"], described)]
     _need(isinstance(part["buckets"], list), f"buckets is a {type(part['buckets']).__name__}")
     for place, entry in enumerate(part["buckets"]):

@@ -93,13 +93,13 @@ def barrier(process_set: ProcessSet = None) -> None:
     communicator_of(process_set).barrier()
 
 
-_Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+_Kind: TypeAlias = tuple[list[int], str]
 """Shape and dtype of a rank's tensor."""
 
 
 def _rows_by_rank(communicator: Communicator, tensor: Tensor) -> list[int]:
     """The size of dimension 0 on every rank. Raises ValueError on all ranks alike where the tensors do not fit together."""
-    kinds: list[_Kind] = communicator.allgather_object((tuple(check_tensor(tensor).shape), tensor.dtype))
+    kinds: list[_Kind] = communicator.allgather_record(_kind(check_tensor(tensor)))
     for rank, (shape, _) in enumerate(kinds):
         if not shape:
             raise ValueError(f"{here()}allgather needs tensors of at least one dimension; rank {rank} gave a scalar")
@@ -123,11 +123,13 @@ def _exchange_splits(
         sent = [int(split) for split in splits]
         if len(sent) != size or min(sent) < 0 or sum(sent) != rows:
             raise ValueError(f"{here()}splits must be {size} whole numbers >= 0 that add up to {rows} rows, not {sent}")
-    everyones: list[tuple[_Kind, list[int]]] = communicator.allgather_object(
-        ((tuple(tensor.shape), tensor.dtype), sent)
-    )
+    everyones: list[tuple[_Kind, list[int]]] = communicator.allgather_record((_kind(tensor), sent))
     _check_rows_fit("alltoall", [kind for kind, _ in everyones])
     return sent, [theirs[communicator.rank] for _, theirs in everyones]
+
+
+def _kind(tensor: Tensor) -> _Kind:
+    return list(tensor.shape), str(tensor.dtype)
 
 
 def _check_rows_fit(verb: str, kinds: Sequence[_Kind]) -> None:
@@ -137,5 +139,5 @@ def _check_rows_fit(verb: str, kinds: Sequence[_Kind]) -> None:
         if (shape[1:], dtype) != (first_shape[1:], first_dtype):
             raise ValueError(
                 f"{here()}{verb} needs tensors that agree in dtype and in all dimensions but the first: "
-                f"rank 0 gave {list(first_shape)} {first_dtype}, rank {rank} gave {list(shape)} {dtype}"
+                f"rank 0 gave {first_shape} {first_dtype}, rank {rank} gave {shape} {dtype}"
             )
