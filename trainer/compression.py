@@ -19,7 +19,7 @@ from collectives.compression.matrices import MatrixCodec
 from collectives.compression.onebit import OneBit
 from collectives.compression.powersgd import PowerSGD
 from collectives.compression.randomk import RandomK
-from collectives.compression.registry import CODECS, make_codec
+from collectives.compression.registry import find_codec
 from collectives.compression.stochastic import QSGD, Natural, TernGrad
 from collectives.compression.threshold import Threshold
 from collectives.compression.topk import TopK
@@ -55,16 +55,6 @@ class Cast:
         return tensor.to(dtype)
 
 
-def named_codec(codec: str | Codec | MatrixCodec) -> Codec | MatrixCodec:
-    """The codec of a name, or itself. Raises ValueError, which lists the names."""
-    meant = getattr(Compression, codec, None) if isinstance(codec, str) else codec
-    if isinstance(meant, MatrixCodec):
-        return meant
-    if not isinstance(codec, (str, Codec)):
-        raise ValueError(f"a codec or its name ({', '.join(NAMES)}) is needed, not {codec!r}")
-    return make_codec(codec)
-
-
 @dataclass(frozen=True)
 class ErrorFeedback:
     """A codec with error feedback: what one step's encoding lost is added to the next step's gradient.
@@ -80,7 +70,7 @@ class ErrorFeedback:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        made = named_codec(self.codec)
+        made = find_codec(self.codec)
         if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must be a whole number >= 0, not {self.warmup_steps!r}")
         if isinstance(made, Codec) and made.name == "none":
@@ -120,6 +110,8 @@ class Compression:
 NAMES = tuple(name for name in vars(Compression) if not name.startswith("_"))
 """Of everything in Compression: those that `compression=` takes."""
 
+_CASTS = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Compression.bf16}
+
 
 @dataclass(frozen=True)
 class Encoding:
@@ -132,19 +124,19 @@ class Encoding:
 
 
 def encoding_of(compression: Compressor) -> Cast | Encoding:
-    """Return what is meant by a `compression=`; the names mean what Compression has of that name, or a registered codec.
+    """Return what is meant by a `compression=`; a name means the cast or the codec of that name.
 
     Codecs that need error feedback get it, the others only as ErrorFeedback. Raises ValueError, which lists the names.
     """
     if isinstance(compression, str):
-        if compression not in (*NAMES, *CODECS):
-            known = ", ".join(dict.fromkeys((*NAMES, *CODECS)))
-            raise ValueError(f"{here()}nothing is called {compression!r} in Compression; known are {known}")
-        compression = getattr(Compression, compression) if compression in NAMES else make_codec(compression)
+        try:
+            compression = _CASTS.get(compression) or find_codec(compression)
+        except ValueError as error:
+            raise ValueError(f"{here()}{error}") from None
     if isinstance(compression, Cast):
         return compression
     if isinstance(compression, ErrorFeedback):
-        codec = named_codec(compression.codec)
+        codec = find_codec(compression.codec)
         return Encoding(codec, isinstance(codec, Codec), compression.warmup_steps)
     if not isinstance(compression, (Codec, MatrixCodec)):
         raise ValueError(

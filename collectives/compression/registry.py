@@ -9,6 +9,7 @@ from collectives.compression.codec import Codec
 from collectives.compression.dgc import DGC
 from collectives.compression.fp8 import Float8
 from collectives.compression.integers import Int4, Int8
+from collectives.compression.matrices import MatrixCodec
 from collectives.compression.onebit import OneBit
 from collectives.compression.powersgd import PowerSGD
 from collectives.compression.randomk import RandomK
@@ -65,24 +66,27 @@ def _is_codec(given: object) -> bool:
     return isinstance(given, type) and issubclass(given, Codec) and is_dataclass(given)
 
 
-def make_codec(codec: str | Codec) -> Codec:
-    """The codec of a name, with its defaults; one that is given as such as it is.
+def find_codec(codec: str | Codec | MatrixCodec) -> Codec | MatrixCodec:
+    """Return the codec of a name, with its defaults; one that is given as such as it is.
 
-    Raises ValueError for an unknown name, and for 'powersgd', which is no codec of single buffers; both list the names.
+    Raises ValueError, which lists the names, for anything else.
     """
-    if isinstance(codec, Codec):
+    if isinstance(codec, (Codec, MatrixCodec)):
         return codec
-    names = ", ".join(CODECS)
-    if codec == PowerSGD.name or isinstance(codec, PowerSGD):
-        raise ValueError(
-            "powersgd compresses matrices, not buffers: it is for DistributedOptimizer(compression=) and ddp_comm_hook; codecs "
-            f"of any buffer are {names}"
-        )
+    known: dict[str, type[Codec] | type[MatrixCodec]] = {**CODECS, PowerSGD.name: PowerSGD}
     if not isinstance(codec, str):
+        raise ValueError(f"a codec or its name ({', '.join(known)}) is needed, not {codec!r}")
+    if codec not in known:
+        raise ValueError(f"no codec is called {codec!r}; known are {', '.join(known)}")
+    return known[codec]()
+
+
+def make_codec(codec: str | Codec) -> Codec:
+    """Return what find_codec does. Raises ValueError for a codec of matrices, too: it is none of single buffers."""
+    made = find_codec(codec)
+    if isinstance(made, MatrixCodec):
         raise ValueError(
-            f"a codec or its name ({names}) is needed, not {codec!r}; error feedback is an argument of its own, "
-            "feedback=communicator.new_feedback(codec, numel)"
+            f"{made.name} compresses matrices, not buffers: it is for DistributedOptimizer(compression=) and ddp_comm_hook; "
+            f"codecs of any buffer are {', '.join(CODECS)}"
         )
-    if codec not in CODECS:
-        raise ValueError(f"no codec is called {codec!r}; known are {names}, {PowerSGD.name}")
-    return CODECS[codec]()
+    return made

@@ -188,7 +188,7 @@ def test_nothing_to_train() -> None:
     ("options", "error", "message"),
     [
         ({"optimizer": "sgd"}, TypeError, "optimizer must be a torch.optim.Optimizer, not str"),
-        ({"compression": "fp17"}, ValueError, "nothing is called 'fp17' in Compression; known are none, fp16, bf16,"),
+        ({"compression": "fp17"}, ValueError, "rank 0: no codec is called 'fp17'; known are none, fp16, bf16,"),
         ({"backward_passes_per_step": 0}, ValueError, "backward_passes_per_step must be a whole number >= 1, not 0"),
         ({"backward_passes_per_step": 1.5}, ValueError, "must be a whole number >= 1, not 1.5"),
         ({"op": "max"}, ValueError, "op must be 'average' or 'sum', not 'max'"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from trainer.compression import NAMES
+from trainer.compression import NAMES, encoding_of
 from trainer.launch import read_launch
 
 C = TypeVar("C", bound="LoopConfig")
@@ -44,8 +44,7 @@ class LoopConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, not {value}")
-        if self.compression not in NAMES:
-            raise ValueError(f"compression must be one of {', '.join(NAMES)}, not {self.compression!r}")
+        encoding_of(self.compression)  # raises ValueError for what is none
         if self.warm_up < 0:
             raise ValueError(f"warm_up must not be negative, but is {self.warm_up}")
 
