@@ -23,6 +23,7 @@ from trainer.gradients.combination import Combination
 from trainer.gradients.packing import packed
 from trainer.gradients.parts import VERSION, check_part
 from trainer.ops import Average
+from trainer.torch_internals import OUTSIDE_BACKWARD, graph_task, when_backward_ends
 from trainer.validation import check_named_parameters
 
 UNSETTLED_STEPS = 2
@@ -76,7 +77,7 @@ class CompressionHook:
         self._queue = WorkQueue("gradwire DDP hook")
         # Runs after the Communicator's own, which is made later, and lets go of what its thread waits for.
         atexit.register(self._queue.close, _CLOSE_S)
-        self._graph_task = -1
+        self._graph_task = OUTSIDE_BACKWARD
         self._in_flight: list[Work] = []
 
         self._step = 0
@@ -278,13 +279,13 @@ class CompressionHook:
 
     def _wait_when_backward_ends(self, work: Work) -> None:
         """DDP makes a RuntimeError of every error. Waiting before it does lets backward() raise those of the exchange."""
-        task = torch._C._current_graph_task_id()
-        if task == -1:  # DDP's join(), after this rank's last backward()
+        task = graph_task()
+        if task == OUTSIDE_BACKWARD:  # DDP's join(), after this rank's last backward()
             return
         if task != self._graph_task:
             self._graph_task = task
             self._in_flight.clear()
-            torch.autograd.Variable._execution_engine.queue_callback(self._wait)
+            when_backward_ends(self._wait)
         self._in_flight.append(work)
 
     def _wait(self) -> None:

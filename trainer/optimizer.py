@@ -18,6 +18,7 @@ from trainer.gradients.packing import DEFAULT_BUCKET_BYTES
 from trainer.ops import Average
 from trainer.rules.rule import Rule, Setup
 from trainer.rules.synchronous import Synchronous
+from trainer.torch_internals import share_hooks
 from trainer.uncompiled import uncompiled
 from trainer.validation import check_arguments, check_named_parameters, check_passes
 from trainer.world import ProcessSet, current_world, here
@@ -91,13 +92,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
 
         self.optimizer = optimizer
-        # What torch's __init__ would make. Shared, for it is the wrapped optimizer that runs the hooks, each once.
-        self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
-        self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
-        self._optimizer_state_dict_pre_hooks = optimizer._optimizer_state_dict_pre_hooks
-        self._optimizer_state_dict_post_hooks = optimizer._optimizer_state_dict_post_hooks
-        self._optimizer_load_state_dict_pre_hooks = optimizer._optimizer_load_state_dict_pre_hooks
-        self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
+        share_hooks(self, optimizer)  # for it is the wrapped optimizer that runs them, each once
 
         self._owns_communicator = not isinstance(process_set, Communicator)
         self._communicator = (

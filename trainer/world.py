@@ -11,12 +11,13 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from collectives import Communicator
 from collectives.communicator import close_all
 from trainer.launch import Launch, read_launch
 from trainer.meeting import meet
+from trainer.torch_internals import HashStore
 
 ProcessSet: TypeAlias = "dist.ProcessGroup | Communicator | None"
 """Which ranks take part: None for all, a torch.distributed group, or a Communicator."""

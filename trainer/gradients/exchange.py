@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -15,6 +14,7 @@ from trainer.gradients.bucket import Bucket
 from trainer.gradients.combination import Combination
 from trainer.gradients.layout import Layout
 from trainer.ops import Sum
+from trainer.torch_internals import OUTSIDE_BACKWARD, graph_task, when_backward_ends
 from trainer.uncompiled import uncompiled
 
 
@@ -56,7 +56,7 @@ class GradientExchange:
         self._hooks: dict[int, RemovableHandle] = {}
         self._lock = threading.Lock()  # autograd calls hooks from one thread per device
 
-        self._graph_task = -1
+        self._graph_task = OUTSIDE_BACKWARD
         self._pass_is_open = False
         self._arrived: dict[int, None] = {}
         self._missing: list[int] = []
@@ -138,11 +138,11 @@ class GradientExchange:
                 self._start(self._full_in_order())
 
     def _enter_pass(self) -> None:
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if task == self._graph_task:
             return
         self._graph_task = task
-        _when_backward_ends(self._on_backward_end)
+        when_backward_ends(self._on_backward_end)
         if self._started == 0:
             self._watch()
             self._layout.extend()
@@ -153,7 +153,7 @@ class GradientExchange:
     @uncompiled
     def _on_backward_end(self) -> None:
         # Not here: another callback that follows may have gradients to hand out, as those of fully_shard have.
-        _when_backward_ends(self._on_all_arrived)
+        when_backward_ends(self._on_all_arrived)
 
     @uncompiled
     def _on_all_arrived(self) -> None:
@@ -168,7 +168,7 @@ class GradientExchange:
             if is_due:
                 self._start(len(self._layout.buckets))
                 # Not here: another optimizer's callback may follow, and all must have started before one waits.
-                _when_backward_ends(self._on_all_started)
+                when_backward_ends(self._on_all_started)
 
     @uncompiled
     def _on_all_started(self) -> None:
@@ -240,8 +240,3 @@ class _Hook:
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[None, int]]:
         return _Hook, (None, self._index)
-
-
-def _when_backward_ends(callback: Callable[[], None]) -> None:
-    """Have the autograd engine call back at the end of the backward() that is running; its errors are backward()'s."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)

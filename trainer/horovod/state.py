@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree  # torch's own: namedtuples, and what else is registered there
 
 from trainer.optimizer import DistributedOptimizer
+from trainer.torch_internals import map_only
 from trainer.validation import check_tensor
 from trainer.world import ProcessSet, communicator_of, here
 
@@ -68,9 +68,9 @@ def broadcast_optimizer_state(
         return tensors[-1]
 
     is_root = communicator.rank == root_rank
-    outlines = pytree.tree_map_only(Tensor, take_out, optimizer.state_dict()) if is_root else None
+    outlines = map_only(Tensor, take_out, optimizer.state_dict()) if is_root else None
     outlines = communicator.broadcast_object(outlines, root_rank)
-    state: dict[str, Any] = {} if is_root else pytree.tree_map_only(_Outline, make_room, outlines)
+    state: dict[str, Any] = {} if is_root else map_only(_Outline, make_room, outlines)
     for tensor in tensors:
         communicator.broadcast(tensor.detach(), root_rank)
     if not is_root:
