@@ -9,6 +9,7 @@ with Communicator() as communicator:
 from collectives.communicator import Communicator
 from collectives.compression.registry import register_codec
 from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
+from collectives.link.registry import register_link
 from collectives.plan.algorithms import register_algorithm
 from collectives.plan.check import ScheduleError, check_algorithm
 from collectives.plan.topology import Topology
@@ -26,4 +27,5 @@ __all__ = [
     "check_algorithm",
     "register_algorithm",
     "register_codec",
+    "register_link",
 ]

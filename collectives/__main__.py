@@ -8,13 +8,13 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from collectives.communicator import Communicator
 from collectives.environment import TABLE_PREFIX
 from collectives.plan.algorithms import PLANNERS
 from collectives.plan.selection import Table
 from collectives.sizes import format_size
+from collectives.torch_internals import store_of_one
 
 
 def _version(name: str) -> str:
@@ -71,7 +71,7 @@ def main() -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=store_of_one(), rank=0, world_size=1)
     with Communicator() as communicator:
         if communicator.rank == 0:
             print(_report(communicator))

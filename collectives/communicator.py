@@ -16,9 +16,10 @@ from collectives import objects, verbs
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.registry import make_codec
-from collectives.environment import shared_memory_wanted
-from collectives.link.neighbours import connect_neighbours
-from collectives.link.process_group import connect
+from collectives.environment import LINK, shared_memory_wanted
+from collectives.link.connection import connect
+from collectives.link.membership import membership_of
+from collectives.link.registry import AUTO, check_link
 from collectives.plan.algorithms import PLANNERS
 from collectives.plan.selection import SHARED, Table, default_segment_bytes, default_table, overrides, variables
 from collectives.plan.topology import Topology, host_id
@@ -34,11 +35,12 @@ class Communicator:
     group: a ProcessGroup over gloo (CPU tensors; CUDA tensors travel through pinned memory) or NCCL (CUDA tensors); None is
     the world. timeout_s: seconds that each operation may take from its start. segment_bytes: how large a piece of one rank's
     share is sent at once when a buffer is long; larger pieces cost less overhead, smaller ones overlap better; None chooses
-    by topology. segment_bytes and the tables of COLLECTIVES_<VERB> must be the same on all ranks, or all get a ValueError that
-    says what differs; timeout_s need not be.
+    by topology. link: the name of what moves the bytes: 'auto', 'process_group' or one that register_link was given; None is
+    what COLLECTIVES_LINK says, else 'auto'. segment_bytes, link and the tables of COLLECTIVES_<VERB> must be the same on all
+    ranks, or all get a ValueError that says what differs; timeout_s need not be.
 
-    CPU tensors between ranks of one host go through memory that these share, all else through the group's backend. Where memory
-    cannot be shared (the log says why), or with COLLECTIVES_SHARED_MEMORY=0 on any rank, everything does.
+    By the link 'auto', CPU tensors between ranks of one host go through memory that these share, all else through the group's
+    backend. Where memory cannot be shared (the log says why), or with COLLECTIVES_SHARED_MEMORY=0 on any rank, everything does.
 
     Making one is a collective call, and so is every verb: all ranks of the group call the same verbs in the same order. Threads
     of a rank may share one where it does not matter whose call comes first, because their calls are equal: otherwise ranks could
@@ -65,6 +67,7 @@ class Communicator:
         *,
         timeout_s: float = 300.0,
         segment_bytes: int | None = None,
+        link: str | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
@@ -76,40 +79,28 @@ class Communicator:
             raise TypeError(f"segment_bytes={segment_bytes!r}: a whole number is needed")
         if not timeout_s > 0 or (segment_bytes is not None and segment_bytes <= 0):
             raise ValueError(f"timeout_s={timeout_s} and segment_bytes={segment_bytes} must be positive")
-        wanted = shared_memory_wanted(os.environ)
-        overrides(legal_algorithms(shared=wanted), os.environ)  # a wrong one is found before anyone connects
+        link = link or os.environ.get(LINK) or AUTO
+        check_link(link)
+        shared_memory_wanted(os.environ)  # a wrong value is found before anyone connects
+        membership = membership_of(group, host_id(), timeout_s)
+        self.topology = Topology(membership.rank, membership.hosts)
         settings = [f"segment_bytes={segment_bytes}"]
         settings += [f"{name}={os.environ[name]!r}" for name in variables(PLANNERS, os.environ).values()]
-        connection = connect(group, host_id(), timeout_s, note=wanted, settings=", ".join(settings))
-        self.topology = Topology.from_host_ids(connection.transport.rank, connection.host_digests)
+        connection = connect(membership, link, ", ".join(settings), timeout_s)
         if segment_bytes is None:
             segment_bytes = default_segment_bytes(self.topology)
         try:
-            neighbours = connect_neighbours(
-                connection.transport,
-                connection.store,
-                connection.watch,
-                self.topology,
-                timeout_s,
-                wanted=connection.notes,
-            )
-            algorithms = legal_algorithms(shared=neighbours.shared is not None)
-            try:
-                tables = overrides(algorithms, os.environ)
-            except ValueError:  # 'shared', which cannot be had after all, on no rank
-                neighbours.close()
-                raise
-        except BaseException:
-            connection.watch.close()
+            algorithms = legal_algorithms(connection.transport.algorithms)
+            tables = overrides(algorithms, os.environ)
+        except ValueError:  # on all ranks alike
+            connection.close()
             raise
         for collective, names in algorithms.items():
             tables.setdefault(collective, default_table(collective, self.topology, shared=SHARED in names))
         self._engine = Engine(
-            neighbours.transport,
+            connection.transport,
             connection.watch,
             self.topology,
-            neighbours.local,
-            neighbours.shared,
             algorithms=algorithms,
             tables=tables,
             timeout_s=timeout_s,

@@ -13,6 +13,9 @@ HOST_ID = "COLLECTIVES_HOST_ID"
 #: Name the network interface through which this rank is reached, the first that is set; gloo's own.
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME",)
 
+#: The name of the link where a Communicator is not given one.
+LINK = "COLLECTIVES_LINK"
+
 #: Set to 0 on any rank, all ranks do without shared memory.
 SHARED_MEMORY = "COLLECTIVES_SHARED_MEMORY"
 

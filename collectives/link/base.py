@@ -1,14 +1,14 @@
-"""What a transport is: a way to move spans of 1-D tensors between ranks. Small on purpose."""
+"""What a link makes: a transport, which moves spans of 1-D tensors between ranks. Small on purpose."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import torch
-
-#: One of torch.distributed's C++ backends, whose methods torch's type stubs leave out.
-Backend = Any
 
 #: One message: the other rank, and the contiguous 1-D tensor that is sent or filled.
 Message = tuple[int, torch.Tensor]
@@ -24,24 +24,86 @@ class Pending(Protocol):
         """
 
 
-class Transport(Protocol):
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A verb that a transport is to do by itself, for buffers of one kind.
+
+    verb, algorithm: as the transport offers them. dtype, device_type: of both buffers; bool travels as uint8. numel: of the
+    source. op: 'sum', 'average', 'min', 'max' or 'product'. root: of broadcast, reduce, gather and scatter. source_lengths,
+    destination_lengths: how many elements go to each rank and come from each rank in alltoall.
+    """
+
+    verb: str
+    algorithm: str
+    dtype: torch.dtype
+    device_type: str
+    numel: int
+    op: str = "sum"
+    root: int = 0
+    source_lengths: tuple[int, ...] = ()
+    destination_lengths: tuple[int, ...] = ()
+
+
+#: (source, destination, tag, deadline) -> None
+WholeRun = Callable[[torch.Tensor, torch.Tensor, int, float], None]
+
+
+class Whole(NamedTuple):
+    """A verb that a transport has made ready to do by itself, as often as it is called.
+
+    run: (source, destination, tag, deadline), with contiguous tensors as the Request tells; a CPU tensor comes as its user made
+    it, so of any shape, and it may require gradients. allreduce, broadcast and reduce get one tensor twice (reduce may overwrite
+    it anywhere), gather and scatter an empty one in place of all parts on ranks other than the root, barrier empty ones;
+    allgather's source may be this rank's part of its destination. tag: of 30 bits, alike on ranks that call the same operation
+    and on no others. deadline: time.monotonic() seconds. Raises LinkError. needs_meeting: whether ranks that call different
+    things would come to harm in it, so that they must meet under the tag before.
+    """
+
+    run: WholeRun
+    needs_meeting: bool
+
+
+class Transport(ABC):
     """Connects the ranks of one Communicator.
 
     Messages from one rank to another with one tag arrive in the order sent; a tag that the other end does not use is never
     taken for one that it does.
+
+    Attributes: device_types, the kinds of device whose tensors it moves (CUDA tensors go through pinned memory where it moves
+    none); shares_memory, whether this rank shares memory with others of its host; algorithms, the names under which it does
+    whole verbs by itself, by verb.
     """
 
     rank: int
     size: int
+    device_types: tuple[str, ...] = ("cpu",)
+    shares_memory: bool = False
+    algorithms: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
+    @abstractmethod
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int
     ) -> tuple[list[Pending], list[Pending]]:
-        """Start all messages of one round; return one Pending for each send and each receive. Raises LinkError when a peer is
-        known to be gone."""
+        """Start all messages of one round; return one Pending for each send and each receive. Never blocks for a peer.
 
+        While any wait of this rank lasts, all that it has posted moves on. Raises LinkError when a peer is known to be gone.
+        """
+
+    @abstractmethod
     def abort(self) -> None:
         """Break every connection now, so that all waits, here and at the peers, end with a LinkError. Never blocks."""
 
+    @abstractmethod
     def close(self) -> None:
         """Give the resources back. Never blocks."""
+
+    def collective(self, request: Request) -> Whole:
+        """Make a verb ready that `algorithms` offers. Not a collective call; no deadline runs yet."""
+        raise NotImplementedError(f"{type(self).__name__} offers nothing but messages")
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised CPU tensor where this transport handles it best."""
+        return torch.empty(shape, dtype=dtype)
+
+    def wait_beside_work(self, beside_work: bool) -> None:  # noqa: B027
+        """Hear whether waits from now on are to leave the cores to other threads of this process."""

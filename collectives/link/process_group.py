@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import secrets
-import struct
 import time
-import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore
 
-from collectives.errors import CollectiveError, LinkError, ranks_text
-from collectives.link.base import Backend, Message, Pending
-from collectives.link.handshake import Listener
-from collectives.link.interface import own_address
-from collectives.link.watch import Watch
+from collectives import torch_internals
+from collectives.errors import LinkError
+from collectives.link import native
+from collectives.link.base import Message, Pending, Request, Transport, Whole
+from collectives.link.membership import Membership
+from collectives.torch_internals import Backend
 
 #: A tag that no operation uses, for a receive that nobody answers.
 _ABORT_TAG = 2**31 - 1
@@ -30,16 +25,21 @@ _POLL_S = 0.0005
 #: gloo counts whole milliseconds, so its timeout may end a wait a little before the deadline.
 _ROUNDING_S = 0.005
 
-_SECRET_BYTES = 32
 
-#: What every rank tells all others before there is anything else to tell it by: a digest of its host, a name for the store and a
-#: secret for the connections (those of rank 0 count), a digest of its settings and their length, its note, and where it
-#: listens for news.
-_WHERE_BYTES = 256
-_CARD = struct.Struct(f"=32s16s32s32sIB{_WHERE_BYTES}s")
+def process_group(membership: Membership, timeout_s: float) -> ProcessGroupTransport:
+    """Build backends of our own for the members, so that nothing meets the user's traffic.
 
-#: In place of where a rank listens: why it cannot.
-_REFUSAL = "!"
+    Raises RuntimeError when they do not come together within timeout_s seconds.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    backends: dict[str, Backend] = {}
+    if "cpu" in membership.device_types:
+        store = PrefixStore("gloo", membership.store)
+        backends["cpu"] = dist.ProcessGroupGloo(store, membership.rank, membership.size, timeout)
+    if "cuda" in membership.device_types:
+        store = PrefixStore("nccl", membership.store)
+        backends["cuda"] = torch_internals.nccl_backend(store, membership.rank, membership.size, timeout)
+    return ProcessGroupTransport(backends)
 
 
 def _reason(error: RuntimeError) -> str:
@@ -86,14 +86,17 @@ class _StreamPending:
             raise LinkError(self._peer, timed_out=False, detail=_reason(error)) from None
 
 
-class ProcessGroupTransport:
+class ProcessGroupTransport(Transport):
     """A Transport over backends that nothing else uses. backends: by the type of device whose tensors they carry."""
 
+    algorithms = native.ALGORITHMS
+
     def __init__(self, backends: dict[str, Backend]) -> None:
-        self.backends = backends
+        self._backends = backends
         any_backend = next(iter(backends.values()))
         self.rank: int = any_backend.rank()
         self.size: int = any_backend.size()
+        self.device_types = tuple(backends)
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int
@@ -104,7 +107,7 @@ class ProcessGroupTransport:
         if (receives or sends)[0][1].is_cuda:
             pending = self._post_nccl(sends, receives)
             return [pending] * len(sends), [pending] * len(receives)
-        gloo = self.backends["cpu"]
+        gloo = self._backends["cpu"]
         peer = None
         try:
             received: list[Pending] = []
@@ -120,33 +123,42 @@ class ProcessGroupTransport:
     def _post_nccl(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """NCCL deadlocks when the sends and receives of a round are not launched as one group. One work stands for
         all. Bytes travel: NCCL does not know every dtype."""
-        nccl = self.backends["cuda"]
+        nccl = self._backends["cuda"]
         try:
-            nccl._start_coalescing()
+            torch_internals.begin_coalescing(nccl)
             try:
                 for peer, tensor in sends:
                     nccl.send([tensor.view(torch.uint8)], peer, 0)
                 for peer, tensor in receives:
                     nccl.recv([tensor.view(torch.uint8)], peer, 0)
             finally:  # a group left open would swallow whatever else this process sends
-                work = nccl._end_coalescing()
+                work = torch_internals.end_coalescing(nccl)
         except RuntimeError as error:
             raise LinkError(None, timed_out=False, detail=_reason(error)) from None
         return _StreamPending(work, None)
 
-    def native(self, call: Callable[[Backend], dist.Work | None], device: str, deadline: float) -> None:
-        """Run one of the backend's own collectives (see collectives.link.native) under the deadline."""
-        try:
-            work = call(self.backends[device])
-        except RuntimeError as error:
-            raise LinkError(None, timed_out=False, detail=_reason(error)) from None
-        if work is not None:
-            (_StreamPending(work, None) if device == "cuda" else _GlooPending(work, None, None)).wait(deadline)
+    def collective(self, request: Request) -> Whole:
+        """See Transport. gloo's collectives do not survive ranks that disagree: a longer message than expected ends the
+        process."""
+
+        def run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
+            def complete(start: Callable[[], dist.Work | None]) -> None:
+                try:
+                    work = start()
+                except RuntimeError as error:
+                    raise LinkError(None, timed_out=False, detail=_reason(error)) from None
+                if work is not None:
+                    (_StreamPending(work, None) if on_cuda else _GlooPending(work, None, None)).wait(deadline)
+
+            native.perform(request, self._backends[request.device_type], source, destination, complete)
+
+        on_cuda = request.device_type == "cuda"
+        return Whole(run, needs_meeting=not on_cuda)
 
     def abort(self) -> None:
         """A gloo receive that times out closes every connection of the group, which the peers see at once; one such receive
         is enough, unless its peer's connection is gone already."""
-        for device, backend in self.backends.items():
+        for device, backend in self._backends.items():
             if device == "cuda":
                 backend.abort()
                 continue
@@ -158,111 +170,7 @@ class ProcessGroupTransport:
 
     def close(self) -> None:
         """Connections close when the backends' last users, works in flight among them, let go of them."""
-        self.backends = {}
+        self._backends = {}
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]
-
-
-@dataclass(frozen=True)
-class Connection:
-    """What `connect` made: the transport, a store of the group's own, what watches over the ranks, a digest of each rank's host
-    name, and each rank's note."""
-
-    transport: ProcessGroupTransport
-    store: Store
-    watch: Watch
-    host_digests: list[str]
-    notes: list[int]
-
-
-def connect(group: dist.ProcessGroup, host: str, timeout_s: float, *, note: int, settings: str) -> Connection:
-    """Build backends of our own for the ranks and kinds of backend of a group, so that nothing meets the user's traffic.
-
-    A collective call on `group`, which carries one small message, everyone's card. The name in it is for the store, without
-    which a second connection would read the addresses of the first. (torch.distributed's own names for sub-groups are used
-    again after a group is destroyed, so its new_group would do just that.) note: a byte. Raises ValueError for a group with
-    neither gloo nor NCCL, and on all ranks where their settings differ; CollectiveError when the ranks do not come together
-    within timeout_s seconds, or one cannot listen for the others.
-    """
-    config = dist.get_backend_config(group).split(",")
-    kinds = [(device, kind) for device, kind in (("cpu", "gloo"), ("cuda", "nccl")) if f"{device}:{kind}" in config]
-    if not kinds:
-        raise ValueError(f"the group's backends are {config}; a Communicator needs cpu:gloo, cuda:nccl or both")
-    rank, size = group.rank(), group.size()
-    timeout = timedelta(seconds=timeout_s)
-    deadline = time.monotonic() + timeout_s
-    listener, where = _listen()
-    try:
-        told = settings.encode()
-        card = _CARD.pack(
-            _digest(host.encode()),
-            uuid.uuid4().bytes,
-            secrets.token_bytes(_SECRET_BYTES),
-            _digest(told),
-            len(told),
-            note,
-            where.encode()[:_WHERE_BYTES],
-        )
-        cards = _everyones(group, card, kinds[0][0], timeout)
-        hosts, tokens, keys, digests, lengths, notes, addresses = zip(*map(_CARD.unpack, cards), strict=True)
-        if len(set(digests)) > 1:
-            texts = _everyones(group, told.ljust(max(lengths)), kinds[0][0], timeout)
-            raise ValueError(_difference(rank, [text.decode().rstrip() for text in texts]))
-        places = [address.rstrip(b"\0").decode(errors="replace") for address in addresses]
-        if refusals := [f"rank {r}: {place[1:]}" for r, place in enumerate(places) if place.startswith(_REFUSAL)]:
-            message = f"cannot listen for the other ranks: {'; '.join(refusals)}"
-            raise CollectiveError(message, rank=rank, operation="making a Communicator")
-        store = PrefixStore(f"gradwire/{tokens[0].hex()}", _get_default_store())
-        backends = {device: _backend(kind, store, rank, size, timeout) for device, kind in kinds}
-        assert listener is not None
-        news = listener.join(rank, places, keys[0], deadline)
-    except CollectiveError:
-        raise
-    except (RuntimeError, LinkError, OSError) as error:
-        message = f"the ranks did not come together within {timeout_s:g} s: {error}"
-        raise CollectiveError(message, rank=rank, operation="making a Communicator") from error
-    finally:
-        if listener is not None:
-            listener.close()
-    watch = Watch(rank, size, news)
-    return Connection(ProcessGroupTransport(backends), store, watch, [each.hex() for each in hosts], list(notes))
-
-
-def _listen() -> tuple[Listener | None, str]:
-    """Listen for the other ranks, and return where. A rank that cannot says why instead, or the others would wait for it."""
-    try:
-        listener = Listener(own_address(os.environ))
-    except (ValueError, OSError) as error:
-        return None, _REFUSAL + str(error)
-    return listener, listener.card
-
-
-def _digest(text: bytes) -> bytes:
-    return hashlib.sha256(text).digest()
-
-
-def _everyones(group: dist.ProcessGroup, mine: bytes, device: str, timeout: timedelta) -> list[bytes]:
-    """Return every rank's bytes, equally many on all ranks. Raises RuntimeError."""
-    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    received = [torch.empty_like(sent) for _ in range(group.size())]
-    group.allgather([received], [sent]).wait(timeout)
-    return [bytes(each.tolist()) for each in received]
-
-
-def _difference(rank: int, settings: Sequence[str]) -> str:
-    """Return what to say of settings, by rank, that are not all the same."""
-    by_text: dict[str, list[int]] = {}
-    for giver, text in enumerate(settings):
-        by_text.setdefault(text, []).append(giver)
-    given = "; ".join(f"{text} on {ranks_text(givers)}" for text, givers in by_text.items())
-    return f"rank {rank}: a Communicator needs the same settings on all ranks; given are {given}"
-
-
-def _backend(kind: str, store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
-    prefixed = PrefixStore(kind, store)
-    if kind == "gloo":
-        return ProcessGroupGloo(prefixed, rank, size, timeout)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(prefixed, rank, size, options)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
-import torch.distributed as dist
+import torch
 
-from collectives.link.base import Backend, Message, Pending
+from collectives.link.base import Message, Pending, Request, Transport, Whole
 from collectives.link.process_group import ProcessGroupTransport
 from collectives.link.shared_memory.messages import SharedMemoryTransport
 
@@ -31,21 +31,19 @@ class _RemotePending:
         self._routing.wait_for_remote(self._pending, deadline)
 
 
-class RoutingTransport:
+class RoutingTransport(Transport):
     """A Transport made of two. neighbours: the ranks that `local` reaches."""
 
     def __init__(self, local: SharedMemoryTransport, remote: ProcessGroupTransport, neighbours: Sequence[int]) -> None:
         self.rank = remote.rank
         self.size = remote.size
+        self.device_types = remote.device_types
+        self.shares_memory = True
+        self.algorithms = {verb: (*local.algorithms.get(verb, ()), *names) for verb, names in remote.algorithms.items()}
         self._local = local
         self._remote = remote
         self._neighbours = frozenset(neighbours)
         self._waiter: ThreadPoolExecutor | None = None
-
-    @property
-    def backends(self) -> dict[str, Backend]:
-        """See ProcessGroupTransport."""
-        return self._remote.backends
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int
@@ -81,9 +79,18 @@ class RoutingTransport:
             wait([future], _POLL_S)
         future.result()
 
-    def native(self, call: Callable[[Backend], dist.Work | None], device: str, deadline: float) -> None:
-        """See ProcessGroupTransport."""
-        self._remote.native(call, device, deadline)
+    def collective(self, request: Request) -> Whole:
+        """See Transport."""
+        is_local = request.algorithm in self._local.algorithms.get(request.verb, ())
+        return (self._local if is_local else self._remote).collective(request)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See Transport."""
+        return self._local.empty(shape, dtype)
+
+    def wait_beside_work(self, beside_work: bool) -> None:
+        """See Transport."""
+        self._local.wait_beside_work(beside_work)
 
     def abort(self) -> None:
         self._local.abort()

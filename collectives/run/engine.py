@@ -11,11 +11,7 @@ from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.pairs import TWO_SHOT, riding, schedule_of_codes
 from collectives.compression.sharing import Sharing, effective, share
-from collectives.link.native import Call
-from collectives.link.process_group import ProcessGroupTransport
-from collectives.link.routing import RoutingTransport
-from collectives.link.shared_memory.group import LocalGroup
-from collectives.link.shared_memory.reductions import Reduction, SharedMemory
+from collectives.link.base import Request, Transport, Whole, WholeRun
 from collectives.link.watch import Watch
 from collectives.plan.algorithms import PLANNERS, hierarchical
 from collectives.plan.coded import CodedProgram
@@ -31,20 +27,19 @@ from collectives.run.payload import Codes, Numbers, Scratch
 from collectives.run.staging import Buffer
 from collectives.run.work import Work
 
-NATIVE = "native"
-
-#: The collectives that need no messages where all ranks share memory.
-_IN_SHARED_MEMORY = ("allreduce", "barrier")
-
 _CACHED_PROGRAMS = 256
 
 
-def legal_algorithms(*, shared: bool) -> dict[str, tuple[str, ...]]:
-    """The names that `algorithm=` takes for each collective, besides 'auto'. shared: where all ranks share memory."""
-    return {
-        collective: (*planners, *([SHARED] if shared and collective in _IN_SHARED_MEMORY else []), NATIVE)
-        for collective, planners in PLANNERS.items()
-    }
+def legal_algorithms(offered: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """Return the names that `algorithm=` takes for each collective, besides 'auto'. offered: what a transport does by itself.
+
+    Raises ValueError where it offers what no collective is called, or under a name that means something else already.
+    """
+    for collective, names in offered.items():
+        taken = ("auto", *PLANNERS[collective]) if collective in PLANNERS else names
+        if doubled := [name for name in names if name in taken]:
+            raise ValueError(f"a link cannot offer {collective} algorithms called {', '.join(doubled)}")
+    return {collective: (*planners, *offered.get(collective, ())) for collective, planners in PLANNERS.items()}
 
 
 class Engine:
@@ -57,11 +52,9 @@ class Engine:
 
     def __init__(
         self,
-        transport: ProcessGroupTransport | RoutingTransport,
+        transport: Transport,
         watch: Watch,
         topology: Topology,
-        local: LocalGroup | None,
-        shared: SharedMemory | None,
         *,
         algorithms: Mapping[str, tuple[str, ...]],
         tables: dict[str, Table],
@@ -71,14 +64,13 @@ class Engine:
         self.rank = transport.rank
         self.size = transport.size
         self.topology = topology
-        self.shares_memory = local is not None
-        self.device_types = ("cpu", "cuda") if "cpu" in transport.backends else ("cuda",)
+        self.shares_memory = transport.shares_memory
+        self.device_types = ("cpu", "cuda") if "cpu" in transport.device_types else ("cuda",)
         self.control_device = self.device_types[0]
-        self._via_host = "cuda" not in transport.backends
-        self._operations = Operations(transport, local, watch, timeout_s)
+        self._via_host = "cuda" not in transport.device_types
+        self._operations = Operations(transport, watch, timeout_s)
         self._segment_bytes = segment_bytes
         self._transport = transport
-        self._shared = shared
         self._algorithms = algorithms
         self.tables = tables
         self._scratch = Scratch()
@@ -87,7 +79,7 @@ class Engine:
         self._ready: set[tuple[Codec, str, bool]] = set()
         self._schedules: dict[tuple[str, str, int], Schedule] = {}
         self._programs: OrderedDict[tuple[object, ...], Program] = OrderedDict()
-        self._calls: dict[tuple[torch.dtype, torch.Size, Hashable], tuple[str, int, Reduction]] = {}
+        self._calls: dict[tuple[torch.dtype, torch.Size, Hashable], tuple[str, int, WholeRun]] = {}
 
     def algorithms(self, collective: str) -> tuple[str, ...]:
         """The names that a collective has. Raises ValueError for an unknown collective."""
@@ -119,12 +111,13 @@ class Engine:
         return algorithm
 
     def choose_for_parts(self, collective: str, algorithm: str, lengths: Sequence[int], element_size: int) -> str:
-        """choose, for a message made of a part per rank. The backend's own needs equal parts; 'auto' then takes rsag instead."""
+        """choose, for a message made of a part per rank. What a link does by itself needs equal parts; 'auto' then takes rsag
+        instead."""
         chosen = self.choose(collective, algorithm, sum(lengths) * element_size)
-        if chosen == NATIVE and len(set(lengths)) > 1:
+        if chosen not in PLANNERS[collective] and len(set(lengths)) > 1:
             if algorithm != "auto":
                 raise ValueError(
-                    f"rank {self.rank}: {collective} of unequal parts {list(lengths)} has no algorithm 'native'"
+                    f"rank {self.rank}: {collective} of unequal parts {list(lengths)} has no algorithm {chosen!r}"
                 )
             return "rsag"
         return chosen
@@ -140,7 +133,7 @@ class Engine:
                 sharing = self.sharing(codec, numel, name)
                 used = effective(codec, sharing)
                 return self._program_of_codes(used, sharing, name, grouped=False).sent_bytes() if sharing.group else 0
-        if name in (NATIVE, SHARED):
+        if name not in PLANNERS[collective]:
             return None
         schedule = self.schedule(collective, name)
         segments = segments_of_buffer(nbytes, schedule.blocks, self._segment_bytes)
@@ -161,18 +154,41 @@ class Engine:
                 return self._operations.submit(call, body, async_op=async_op)
         return self._operations.submit(call, body, async_op=async_op)
 
-    def remember(self, tensor: torch.Tensor, key: Hashable, call: str, op: str) -> None:
+    def whole(
+        self,
+        verb: str,
+        algorithm: str,
+        like: torch.Tensor,
+        numel: int,
+        op: str = "sum",
+        root: int = 0,
+        *,
+        lengths: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    ) -> Whole | None:
+        """Let the link make ready what it does by itself, before anyone's clock runs; None for what follows a schedule.
+
+        like: of the dtype and device of the call. numel: of the source. lengths: of a Request, to and from each rank.
+        """
+        if algorithm in PLANNERS[verb]:
+            return None
+        like, op = carried(like, op)
+        device_type = "cpu" if self._via_host else like.device.type
+        outgoing, incoming = map(tuple, lengths)
+        return self._transport.collective(
+            Request(verb, algorithm, like.dtype, device_type, numel, op, root, outgoing, incoming)
+        )
+
+    def remember(self, tensor: torch.Tensor, key: Hashable, call: str, whole: Whole) -> None:
         """Let repeat() take the next calls with a tensor of this dtype and shape. key: all else that a caller gives."""
-        if self._shared is not None and self._operations.usable and tensor.dtype is not torch.bool:
+        if tensor.is_cpu and not whole.needs_meeting and self._operations.usable and tensor.dtype is not torch.bool:
             if len(self._calls) == _CACHED_PROGRAMS:
                 self._calls.clear()
-            reduction = self._shared.reduction(tensor.numel(), tensor.dtype, op)
-            self._calls[tensor.dtype, tensor.shape, key] = (call, digest(call), reduction)
+            self._calls[tensor.dtype, tensor.shape, key] = (call, digest(call), whole.run)
 
     def repeat(self, tensor: torch.Tensor, key: Hashable) -> bool:
-        """Allreduce in shared memory without the preparations, where an equal call has been remembered, and nothing stands
-        in the way; False, with nothing done, where not. What it saves is most of the time of a small message."""
-        if self._shared is None or type(tensor) is not torch.Tensor:
+        """Let the link allreduce by itself without the preparations, where an equal call has been remembered, and nothing
+        stands in the way; False, with nothing done, where not. What it saves is most of the time of a small message."""
+        if not self._calls or type(tensor) is not torch.Tensor:
             return False
         try:
             known = self._calls.get((tensor.dtype, tensor.shape, key))
@@ -186,8 +202,8 @@ class Engine:
                 return False
         except RuntimeError:  # nested or sparse: no shape or address; see staging.refusal
             return False
-        call, call_digest, reduction = known
-        return self._operations.run_now(call, call_digest, self._shared.allreduce, tensor, reduction)
+        call, call_digest, run = known
+        return self._operations.run_now(call, call_digest, run, tensor, tensor)
 
     # What bodies are made of
 
@@ -327,20 +343,16 @@ class Engine:
         rows: list[list[int]] = everything.tolist()
         return rows
 
-    def native(self, turn: Turn, call: Call, *, is_cuda: bool) -> None:
-        """Run one of the backend's own collectives. gloo's do not survive ranks that disagree (a longer message than
-        expected ends the process), so ranks first meet under the turn's tag."""
-        if not is_cuda:
+    def run_whole(self, turn: Turn, whole: Whole, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Let the link do what it has made ready."""
+        if whole.needs_meeting:
             self.meet(turn)
-        self._transport.native(call, "cuda" if is_cuda else "cpu", turn.deadline)
+        whole.run(carried(source, "sum")[0], carried(destination, "sum")[0], turn.tag, turn.deadline)
 
     def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
-        """See to it that the kernels for these dtypes are compiled, before anyone's clock runs."""
-        assert self._shared is not None
-        if not self._operations.usable:
-            return  # submit() tells
+        """See to it that the link can allreduce these dtypes in shared memory, before anyone's clock runs."""
         for dtype in dtypes:
-            self._shared.prepare(torch.uint8 if dtype is torch.bool else dtype)
+            self.whole("allreduce", SHARED, torch.empty(0, dtype=dtype), 0)
 
     def prepare_codec(self, codec: Codec, device: torch.device, *, with_feedback: bool) -> None:
         """The same for a codec's kernels. Raises ValueError for a codec that cannot do without error feedback."""
@@ -356,17 +368,9 @@ class Engine:
         codec.decode(wire, numbers, add=True)
         self._ready.add(key)
 
-    def in_shared_memory(self, turn: Turn, flat: torch.Tensor, op: str) -> None:
-        """Reduce a contiguous tensor in place; an average is divided too."""
-        assert self._shared is not None
-        moved, op = carried(flat, op)
-        reduction = self._shared.reduction(moved.numel(), moved.dtype, op)
-        self._shared.allreduce(moved, reduction, turn.tag, turn.deadline)
-
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """In shared memory where there is any."""
-        made = self._shared.empty(shape, dtype) if self._shared is not None else None
-        return torch.empty(shape, dtype=dtype) if made is None else made
+        """See Transport."""
+        return self._transport.empty(shape, dtype)
 
     def _program(self, key: tuple[object, ...], make: Callable[[], Program]) -> Program:
         if key not in self._programs:
@@ -391,8 +395,6 @@ class Engine:
     def part(self, deadline: float) -> None:
         """Wait for the other ranks, but not beyond the deadline (time.monotonic()), and give everything back."""
         self._operations.part(deadline)
-        if self._shared is not None:
-            self._shared.close()
         self._transport.close()
 
 

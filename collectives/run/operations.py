@@ -14,9 +14,7 @@ from typing import TypeVar
 
 from collectives.diagnostics.postmortem import Report, inquire, verdict
 from collectives.errors import CollectiveError, LinkError, Mismatch
-from collectives.link.process_group import ProcessGroupTransport
-from collectives.link.routing import RoutingTransport
-from collectives.link.shared_memory.group import LocalGroup
+from collectives.link.base import Transport
 from collectives.link.watch import Watch
 from collectives.run.work import Work, WorkQueue
 
@@ -72,18 +70,11 @@ class _InVainError(LinkError):
 
 
 class Operations:
-    """Runs operations in the order of issue. local: the ranks of this host, where they share memory. watch: belongs to the
-    Operations from now on. timeout_s: seconds that each operation may take from its start."""
+    """Runs operations in the order of issue. watch: belongs to the Operations from now on. timeout_s: seconds that each
+    operation may take from its start."""
 
-    def __init__(
-        self,
-        transport: ProcessGroupTransport | RoutingTransport,
-        local: LocalGroup | None,
-        watch: Watch,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, transport: Transport, watch: Watch, timeout_s: float) -> None:
         self._transport = transport
-        self._local = local
         self._rank = transport.rank
         self._timeout_s = timeout_s
         self._watch = watch
@@ -192,8 +183,7 @@ class Operations:
         sequence = self._queue.number
         if beside_work is not self._beside_work:
             self._beside_work = beside_work
-            if self._local is not None:
-                self._local.wait_beside_work(beside_work)
+            self._transport.wait_beside_work(beside_work)
         self._calls[sequence % _REMEMBERED] = (sequence, call)
         self._running = self._sequence = sequence
         return sequence
@@ -280,8 +270,6 @@ class Operations:
                 self._break("close", "the end of the time for what was queued", self._unfinished)
             self._transport.abort()
             self._queue.close(_LET_GO_S)
-        elif self._local is not None:
-            self._local.leave()
         self._watch.say_done()
 
     def part(self, deadline: float) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from collectives.torch_internals import negative_view
+
 
 def refusal(tensor: torch.Tensor) -> str | None:
     """Return what to say of a tensor that cannot be moved, None of one that can.
@@ -44,7 +46,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     memory.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-    return torch._neg_view(memory) if tensor.is_neg() else memory
+    return negative_view(memory) if tensor.is_neg() else memory
 
 
 class Buffer:

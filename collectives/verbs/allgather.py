@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from collectives import arguments
-from collectives.link import native
 from collectives.plan.spans import consecutive
-from collectives.run.engine import NATIVE, Engine
+from collectives.run.engine import Engine
 from collectives.run.operations import Turn
 from collectives.run.staging import apart
 from collectives.run.work import Work
@@ -28,6 +27,7 @@ def allgather(
     arguments.check_written(engine, *parts)
     lengths = arguments.part_lengths(engine, "output", output, input, "input")
     chosen = engine.choose_for_parts("allgather", algorithm, lengths, input.element_size())
+    whole = engine.whole("allgather", chosen, input, input.numel())
     call = f"allgather({arguments.dtype_name(input)}{lengths}, {chosen})"
 
     def body(turn: Turn) -> None:
@@ -37,8 +37,8 @@ def allgather(
         place = result.flat[layout[engine.rank].start : layout[engine.rank].stop]
         if source.data_ptr() != place.data_ptr():
             source = apart(source, result.flat)
-        if chosen == NATIVE:
-            engine.native(turn, native.allgather(result.flat, source), is_cuda=source.is_cuda)
+        if whole is not None:
+            engine.run_whole(turn, whole, source, result.flat)
         else:
             place.copy_(source)
             engine.over_blocks(turn, "allgather", chosen, result.flat, layout)

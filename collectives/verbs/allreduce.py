@@ -11,10 +11,9 @@ from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.pairs import TWO_SHOT
 from collectives.compression.registry import make_codec
-from collectives.link import native
 from collectives.plan.selection import SHARED
 from collectives.reduction import Op, check_arithmetic, finish, op_name
-from collectives.run.engine import NATIVE, Engine
+from collectives.run.engine import Engine
 from collectives.run.operations import Turn
 from collectives.run.staging import Buffer
 from collectives.run.work import Work
@@ -44,18 +43,23 @@ def allreduce(
     scales = f", prescale={prescale}, postscale={postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
     call = f"allreduce({described}, {name}{scales}, {', '.join(chosen)})"
 
-    if SHARED in chosen:
-        engine.prepare(dtype for dtype, _ in fused)
-        if len(tensors) == 1 and prescale == postscale == 1.0:
-            engine.remember(tensors[0], key, call, name)
+    wholes = [
+        engine.whole("allreduce", choice, group[0], sum(t.numel() for t in group), name)
+        for group, choice in zip(fused.values(), chosen, strict=True)
+    ]
+    if len(tensors) == 1 and wholes[0] is not None and prescale == postscale == 1.0:
+        engine.remember(tensors[0], key, call, wholes[0])
 
     def body(turn: Turn) -> None:
-        for group, choice in zip(fused.values(), chosen, strict=True):
+        for group, choice, whole in zip(fused.values(), chosen, wholes, strict=True):
             buffer = engine.buffer(*group)
             if prescale != 1.0:
                 buffer.flat.mul_(prescale)
-            _reduce(engine, turn, buffer.flat, name, choice)
-            finish(buffer.flat, "sum" if choice == SHARED else name, engine.size, postscale)
+            if whole is not None:
+                engine.run_whole(turn, whole, buffer.flat, buffer.flat)
+            else:
+                engine.over_buffer(turn, "allreduce", choice, buffer.flat, name)
+            finish(buffer.flat, name if whole is None else "sum", engine.size, postscale)
             buffer.store()
 
     return engine.submit(call, body, async_op=async_op)
@@ -163,13 +167,10 @@ def _check_feedback(engine: Engine, feedback: Feedback, codec: Codec, tensor: to
 
 
 def _reduce(engine: Engine, turn: Turn, flat: torch.Tensor, op: str, choice: str) -> None:
-    """By any algorithm, in place; 'shared' divides an average too."""
-    if choice == SHARED:
-        engine.in_shared_memory(turn, flat, op)
-    elif choice == NATIVE:
-        moved, native_op = native.reducible(flat, op)
-        engine.native(turn, native.allreduce(moved, native_op), is_cuda=moved.is_cuda)
-        native.settle(flat, moved)
+    """Sum by any algorithm, in place."""
+    whole = engine.whole("allreduce", choice, flat, flat.numel(), op)
+    if whole is not None:
+        engine.run_whole(turn, whole, flat, flat)
     else:
         engine.over_buffer(turn, "allreduce", choice, flat, op)
 

@@ -8,9 +8,8 @@ import torch
 
 from collectives import arguments
 from collectives.errors import Mismatch
-from collectives.link import native
 from collectives.plan.spans import consecutive
-from collectives.run.engine import NATIVE, Engine
+from collectives.run.engine import Engine
 from collectives.run.operations import Turn
 from collectives.run.staging import apart
 from collectives.run.work import Work
@@ -38,6 +37,7 @@ def alltoall(
     incoming = arguments.split_lengths(engine, "output", output, output_splits)
     outgoing = arguments.split_lengths(engine, "input", input, input_splits)
     chosen = engine.choose("alltoall", algorithm, input.nbytes)
+    whole = engine.whole("alltoall", chosen, input, input.numel(), lengths=(outgoing, incoming))
     shape = "splits" if input_splits is not None else arguments.described(input)
     call = f"alltoall({arguments.dtype_name(input)}, {shape}, {chosen})"
 
@@ -46,9 +46,8 @@ def alltoall(
             _check_splits(engine, turn, outgoing, incoming)
         result = engine.buffer(output, fill=False)
         source = apart(engine.buffer(input).flat, result.flat)
-        if chosen == NATIVE:
-            call_native = native.alltoall(result.flat, source, incoming, outgoing)
-            engine.native(turn, call_native, is_cuda=source.is_cuda)
+        if whole is not None:
+            engine.run_whole(turn, whole, source, result.flat)
         else:
             sent, landed = consecutive(outgoing), consecutive(incoming)
             own = source[sent[engine.rank].start : sent[engine.rank].stop]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from collectives.link import native
-from collectives.plan.selection import SHARED
-from collectives.run.engine import NATIVE, Engine
+from collectives.run.engine import Engine
 from collectives.run.operations import Turn
 from collectives.run.work import Work
 
@@ -14,15 +12,12 @@ from collectives.run.work import Work
 def barrier(engine: Engine, *, algorithm: str = "auto", async_op: bool = False) -> Work | None:
     chosen = engine.choose("barrier", algorithm, 1)
     call = f"barrier({chosen})"
-
-    if chosen == SHARED:
-        engine.prepare([torch.uint8])
+    nothing = torch.empty(0, dtype=torch.uint8, device=engine.control_device)
+    whole = engine.whole("barrier", chosen, nothing, 0)
 
     def body(turn: Turn) -> None:
-        if chosen == NATIVE:
-            engine.native(turn, native.barrier(), is_cuda=engine.control_device == "cuda")
-        elif chosen == SHARED:
-            engine.in_shared_memory(turn, torch.empty(0, dtype=torch.uint8), "max")
+        if whole is not None:
+            engine.run_whole(turn, whole, nothing, nothing)
         else:
             engine.meet(turn, chosen)
 

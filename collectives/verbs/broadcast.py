@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from collectives import arguments
-from collectives.link import native
-from collectives.run.engine import NATIVE, Engine
+from collectives.run.engine import Engine
 from collectives.run.operations import Turn
 from collectives.run.work import Work
 
@@ -17,12 +16,13 @@ def broadcast(
     arguments.check_written(engine, tensor)
     arguments.check_root(engine, "src", src)
     chosen = engine.choose("broadcast", algorithm, tensor.nbytes)
+    whole = engine.whole("broadcast", chosen, tensor, tensor.numel(), root=src)
     call = f"broadcast({arguments.described(tensor)}, src={src}, {chosen})"
 
     def body(turn: Turn) -> None:
         buffer = engine.buffer(tensor)
-        if chosen == NATIVE:
-            engine.native(turn, native.broadcast(buffer.flat, src), is_cuda=buffer.flat.is_cuda)
+        if whole is not None:
+            engine.run_whole(turn, whole, buffer.flat, buffer.flat)
         else:
             engine.over_buffer(turn, "broadcast", chosen, buffer.flat, root=src)
         buffer.store()

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from collectives import arguments
-from collectives.link import native
 from collectives.plan.spans import consecutive, only
-from collectives.run.engine import NATIVE, Engine
+from collectives.run.engine import Engine
 from collectives.run.operations import Turn
 from collectives.run.staging import apart
 from collectives.run.work import Work
@@ -28,14 +27,14 @@ def gather(
     parts = arguments.rooted_list(engine, "output", output, input, "dst", dst)
     arguments.check_written(engine, *parts)
     chosen = engine.choose("gather", algorithm, input.nbytes * engine.size)
+    whole = engine.whole("gather", chosen, input, input.numel(), root=dst)
     call = f"gather({arguments.described(input)}, dst={dst}, {chosen})"
 
     def body(turn: Turn) -> None:
         result = engine.buffer(*(parts or [input.new_empty(0)]), fill=False)
         source = apart(engine.buffer(input).flat, result.flat)
-        if chosen == NATIVE:
-            pieces = list(result.flat.view(engine.size, -1)) if parts else []
-            engine.native(turn, native.gather(source, pieces, dst), is_cuda=source.is_cuda)
+        if whole is not None:
+            engine.run_whole(turn, whole, source, result.flat)
         else:
             mine = only(engine.rank, engine.size, source.numel())
             layout = consecutive([source.numel()] * engine.size) if parts else mine

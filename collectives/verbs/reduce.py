@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from collectives import arguments
-from collectives.link import native
 from collectives.reduction import Op, check_arithmetic, finish, op_name
-from collectives.run.engine import NATIVE, Engine
+from collectives.run.engine import Engine
 from collectives.run.operations import Turn
 from collectives.run.work import Work
 
@@ -20,19 +19,19 @@ def reduce(
     arguments.check_root(engine, "dst", dst)
     check_arithmetic(engine.rank, tensor.dtype, name)
     chosen = engine.choose("reduce", algorithm, tensor.nbytes)
+    whole = engine.whole("reduce", chosen, tensor, tensor.numel(), name, dst)
     call = f"reduce({arguments.described(tensor)}, dst={dst}, {name}, {chosen})"
 
     def body(turn: Turn) -> None:
         buffer = engine.buffer(tensor)
         flat = buffer.flat if engine.rank == dst else buffer.expendable()
-        if chosen == NATIVE:
-            moved, native_op = native.reducible(flat, name)
-            engine.native(turn, native.reduce(moved, dst, native_op), is_cuda=moved.is_cuda)
-            native.settle(flat, moved)
+        if whole is not None:
+            engine.run_whole(turn, whole, flat, flat)
         else:
             engine.over_buffer(turn, "reduce", chosen, flat, name, dst)
+            if engine.rank == dst:
+                finish(flat, name, engine.size)
         if engine.rank == dst:
-            finish(flat, name, engine.size)
             buffer.store()
 
     return engine.submit(call, body, async_op=async_op)

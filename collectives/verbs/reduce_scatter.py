@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from collectives import arguments
-from collectives.link import native
 from collectives.plan.spans import consecutive
 from collectives.reduction import Op, check_arithmetic, finish, op_name
-from collectives.run.engine import NATIVE, Engine
+from collectives.run.engine import Engine
 from collectives.run.operations import Turn
 from collectives.run.work import Work
 
@@ -31,22 +30,20 @@ def reduce_scatter(
     check_arithmetic(engine.rank, output.dtype, name)
     lengths = arguments.part_lengths(engine, "input", input, output, "output")
     chosen = engine.choose_for_parts("reduce_scatter", algorithm, lengths, output.element_size())
+    whole = engine.whole("reduce_scatter", chosen, output, sum(lengths), name)
     call = f"reduce_scatter({arguments.dtype_name(output)}{lengths}, {name}, {chosen})"
 
     def body(turn: Turn) -> None:
         source = engine.buffer(*parts)
         result = engine.buffer(output, fill=False)
-        if chosen == NATIVE:
-            moved, native_op = native.reducible(source.flat, name)
-            landed = torch.empty(lengths[engine.rank], dtype=moved.dtype, device=moved.device)
-            engine.native(turn, native.reduce_scatter(landed, moved, native_op), is_cuda=moved.is_cuda)
-            native.settle(result.flat, landed)
+        if whole is not None:
+            engine.run_whole(turn, whole, source.flat, result.flat)
         else:
             layout = consecutive(lengths)
-            whole = source.expendable()
-            engine.over_blocks(turn, "reduce_scatter", chosen, whole, layout, name)
-            result.flat.copy_(whole[layout[engine.rank].start : layout[engine.rank].stop])
-        finish(result.flat, name, engine.size)
+            every = source.expendable()
+            engine.over_blocks(turn, "reduce_scatter", chosen, every, layout, name)
+            result.flat.copy_(every[layout[engine.rank].start : layout[engine.rank].stop])
+            finish(result.flat, name, engine.size)
         result.store()
 
     return engine.submit(call, body, async_op=async_op)

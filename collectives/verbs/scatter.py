@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from collectives import arguments
-from collectives.link import native
 from collectives.plan.spans import consecutive, only
-from collectives.run.engine import NATIVE, Engine
+from collectives.run.engine import Engine
 from collectives.run.operations import Turn
 from collectives.run.staging import apart
 from collectives.run.work import Work
@@ -28,14 +27,14 @@ def scatter(
     parts = arguments.rooted_list(engine, "input", input, output, "src", src)
     arguments.check_written(engine, output)
     chosen = engine.choose("scatter", algorithm, output.nbytes * engine.size)
+    whole = engine.whole("scatter", chosen, output, output.numel() * len(parts), root=src)
     call = f"scatter({arguments.described(output)}, src={src}, {chosen})"
 
     def body(turn: Turn) -> None:
         result = engine.buffer(output, fill=False)
         source = apart(engine.buffer(*(parts or [output.new_empty(0)])).flat, result.flat)
-        if chosen == NATIVE:
-            pieces = list(source.view(engine.size, -1)) if parts else []
-            engine.native(turn, native.scatter(result.flat, pieces, src), is_cuda=source.is_cuda)
+        if whole is not None:
+            engine.run_whole(turn, whole, source, result.flat)
         else:
             mine = only(engine.rank, engine.size, output.numel())
             layout = consecutive([output.numel()] * engine.size) if parts else mine

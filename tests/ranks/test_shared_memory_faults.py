@@ -13,7 +13,7 @@ import secrets
 import signal
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ import torch
 
 from collectives.errors import LinkError
 from collectives.kernels import cpu_arithmetic, cpu_kernels
+from collectives.link.base import Request
 from collectives.link.shared_memory.group import LocalGroup
 from collectives.link.shared_memory.messages import SharedMemoryTransport
 from collectives.link.shared_memory.reductions import SharedMemory
@@ -32,6 +33,7 @@ SIZES = (2, 3, 4)
 FAULTS = ("killed", "stopped", "gives up")
 TIMEOUT_S = 1.0  # of an operation
 LONGEST_S = 0.03  # before the victim is hit
+REQUEST = Request("allreduce", "shared", torch.float32, "cpu", numel=0)
 NOTICED, TIMED_OUT, UNHARMED, WRONG = 40, 41, 42, 43  # exit codes
 DEADLINE_S = 20.0  # for a trial, on a machine where AT_A_TIME of them run
 
@@ -53,7 +55,6 @@ class Trial:
 def exchange(group: LocalGroup, shared: SharedMemory, rank: int, give_up: bool, seed: int) -> None:
     """Reduce and send for as long as it goes. Raises LinkError, GivesUpError."""
     transport = SharedMemoryTransport(group, rank, group.size)
-    shared.prepare(torch.float32)
     same, own = random.Random(seed), random.Random()
     number = 0
     while True:
@@ -66,7 +67,7 @@ def exchange(group: LocalGroup, shared: SharedMemory, rank: int, give_up: bool, 
         if give_up and own.random() < 0.1:
             raise GivesUpError
         if same.random() < 0.7:
-            shared.allreduce(tensor, shared.reduction(numel, torch.float32, "sum"), number, deadline)
+            shared.collective(replace(REQUEST, numel=numel)).run(tensor, tensor, number, deadline)
             expected = group.size * (group.size + 1) / 2
         else:
             received = torch.empty(numel)

@@ -34,13 +34,16 @@ class StuckTransport:
     def abort(self) -> None:
         self._aborted.set()
 
+    def wait_beside_work(self, beside_work: bool) -> None:
+        pass
+
 
 @contextmanager
 def operations(size: int) -> Iterator[tuple[Operations, StuckTransport, list[Watch]]]:
     """Rank 0's, its transport, and the watches of all ranks."""
     with watches(size) as all_watches:
         transport = StuckTransport(size)
-        yield Operations(transport, None, all_watches[0], timeout_s=300.0), transport, all_watches  # type: ignore[arg-type]
+        yield Operations(transport, all_watches[0], timeout_s=300.0), transport, all_watches  # type: ignore[arg-type]
 
 
 def nothing(turn: Turn) -> None:
@@ -214,7 +217,7 @@ def test_the_queue_lets_go_of_what_it_has_run() -> None:
 def test_what_nobody_uses_any_more_gives_its_threads_back() -> None:
     before = set(threading.enumerate())
     with watches(2) as all_watches:
-        mine = Operations(StuckTransport(2), None, all_watches[0], timeout_s=300.0)  # type: ignore[arg-type]
+        mine = Operations(StuckTransport(2), all_watches[0], timeout_s=300.0)  # type: ignore[arg-type]
         work = mine.submit("allreduce", nothing, async_op=True)
         assert work is not None
         work.wait()

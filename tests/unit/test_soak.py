@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
+from collectives.plan.algorithms import PLANNERS
 from collectives.run.engine import legal_algorithms
 from tests.harness import Outcome
 from tests.ranks.exact import DTYPES, OPS, Checks
@@ -22,7 +23,9 @@ from tests.soak.operations import Operation, Session, draw_operations, draw_sess
 from tests.soak.ranks import Report, Witness
 from tests.soak.verdict import Kind, judge_fault, judge_session
 
-ALGORITHMS = legal_algorithms(shared=True)
+ALGORITHMS = legal_algorithms(
+    {verb: ("shared", "native") if verb in ("allreduce", "barrier") else ("native",) for verb in PLANNERS}
+)
 EVERYONE = (0, 1, 2)
 
 

@@ -36,8 +36,8 @@ _BLOCK_BYTES = 8 << 10
 #: How long close() waits for a kernel to return, which takes it 50 ms after an abort.
 _LEAVE_S = 1.0
 
-#: What a rank says of itself in its line STATE, 0 at first: that it begins nothing more, waits for nobody any more, has closed.
-_LEAVING, _BROKEN, _GONE = 1, 2, 3
+#: What a rank says of itself in its line STATE, 0 at first: that it waits for nobody any more, has closed.
+_BROKEN, _GONE = 1, 2
 
 #: Beats that a wait spins: about 20 us where every rank has a core, next to nothing where they share them.
 _SPINS, _SPINS_SHARING = 1000, 20
@@ -195,7 +195,7 @@ class LocalGroup:
         if time.monotonic() >= deadline:
             detail = f"nothing came from {ranks_text(awaited)}"
             raise LinkError(peer, timed_out=True, detail=detail, awaited=awaited)
-        return awaited & (self.dead() | self._left(_LEAVING))
+        return awaited & (self.dead() | self._left(_BROKEN))
 
     def _awaited(self) -> set[int]:
         """Whom the kernel that has just returned was waiting for."""
@@ -218,11 +218,6 @@ class LocalGroup:
     def _left(self, least: int) -> set[int]:
         line = self.kernels.STATE
         return {rank for member, rank in enumerate(self.members) if self.word(member, line).value >= least}
-
-    def leave(self) -> None:
-        """Tell the others that this rank takes part in nothing more."""
-        if self.is_ours:
-            self.word(self.index, self.kernels.STATE).value = _LEAVING
 
     def seal_off(self) -> None:
         """All members have mapped the segment."""

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from collectives.link.base import Message, Pending
+from collectives.link.base import Message, Pending, Request, Transport, Whole
 from collectives.link.shared_memory.group import LocalGroup
+from collectives.link.shared_memory.reductions import ALGORITHMS, SharedMemory
 
 _FIRST_ROWS = 64
 
@@ -27,13 +28,17 @@ class _RingPending:
         self._transport.finish(self._number, deadline)
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(Transport):
     """A Transport among the members of a LocalGroup. A wait for any message moves all that this rank has posted, so that full
-    rings hold up nobody for good."""
+    rings hold up nobody for good. reductions: where all ranks are members, what reduces directly in the memory."""
 
-    def __init__(self, group: LocalGroup, rank: int, size: int) -> None:
+    shares_memory = True
+
+    def __init__(self, group: LocalGroup, rank: int, size: int, reductions: SharedMemory | None = None) -> None:
         self.rank = rank
         self.size = size
+        self.reductions = reductions
+        self.algorithms = {} if reductions is None else ALGORITHMS
         self._group = group
         self._kernels = group.kernels
         self._index = {member: index for index, member in enumerate(group.members)}
@@ -75,7 +80,22 @@ class SharedMemoryTransport:
         self._group.abort()
 
     def close(self) -> None:
+        if self.reductions is not None:
+            self.reductions.close()
         self._group.close()
+
+    def collective(self, request: Request) -> Whole:
+        """See Transport."""
+        return super().collective(request) if self.reductions is None else self.reductions.collective(request)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See Transport."""
+        made = self.reductions.empty(shape, dtype) if self.reductions is not None else None
+        return super().empty(shape, dtype) if made is None else made
+
+    def wait_beside_work(self, beside_work: bool) -> None:
+        """See Transport."""
+        self._group.wait_beside_work(beside_work)
 
     def _move(self, wanted: int, deadline: float) -> None:
         group = self._group

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from collectives.kernels import cpu_arithmetic
+from collectives.link.base import Request, Whole
 from collectives.link.shared_memory.allocation import ELSEWHERE, Allocations
 from collectives.link.shared_memory.group import LocalGroup
+from collectives.plan.selection import SHARED
 
-
-class Reduction(NamedTuple):
-    """What tensors of one size and dtype need: function, the address of the dtype's arithmetic; op, its code there."""
-
-    nbytes: int
-    itemsize: int
-    function: int
-    op: int
-    divisor: int
+#: What a transport in shared memory offers: a barrier is the allreduce of nothing.
+ALGORITHMS = {"allreduce": (SHARED,), "barrier": (SHARED,)}
 
 
 class SharedMemory:
@@ -27,41 +20,36 @@ class SharedMemory:
     Small messages: every rank puts its own down where all can read it, and reduces all by itself. Tensors that all lie in
     shared memory: rank r reduces the r-th part of all of them, and writes the result to all. Others: each rank hands the owner
     of a part its contribution, chunk by chunk through a buffer that stays in the cache, and takes the result from there.
-    Always in rank order, so the result is the same to the bit on all ranks, on all paths and every time.
+    Always in rank order, so the result is the same to the bit on all ranks, on all paths and every time. Ranks that call
+    different things notice it by the tag.
     """
 
     def __init__(self, group: LocalGroup) -> None:
         self.group = group
         self._allocations = Allocations(group)
-        self._kernels = group.kernels
-        self._arithmetic: dict[torch.dtype, int] = {}
         self._sequence = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """See Allocations.empty."""
         return self._allocations.empty(shape, dtype)
 
-    def prepare(self, dtype: torch.dtype) -> None:
-        """Compile what a dtype needs, or load it from the disk. Not to be done when others wait."""
-        if dtype not in self._arithmetic:
-            self._arithmetic[dtype] = cpu_arithmetic(dtype).address
+    def collective(self, request: Request) -> Whole:
+        """See Transport; what the dtype needs is compiled here, or loaded from the disk."""
+        group, allocations = self.group, self._allocations
+        run, kernel, context = group.run, group.kernels.allreduce, group.context_address
+        nbytes = request.numel * request.dtype.itemsize
+        divisor = group.size if request.op == "average" else 1
+        arithmetic = cpu_arithmetic(request.dtype).address
+        kind = (nbytes, request.dtype.itemsize, arithmetic, group.kernels.OPS[request.op], divisor)
+        is_small = nbytes <= group.whole_bytes
 
-    def reduction(self, numel: int, dtype: torch.dtype, op: str) -> Reduction:
-        """The reduction of tensors of a kind that has been prepared; 'average' divides too."""
-        divisor = self.group.size if op == "average" else 1
-        address = self._arithmetic[dtype]
-        return Reduction(numel * dtype.itemsize, dtype.itemsize, address, self._kernels.OPS[op], divisor)
+        def allreduce(flat: torch.Tensor, same: torch.Tensor, tag: int, deadline: float) -> None:
+            self._sequence = sequence = self._sequence + 1
+            place = ELSEWHERE if is_small else allocations.place(flat)
+            if run(kernel, (context, flat.data_ptr(), *kind, sequence, tag, *place), deadline):
+                allocations.follow()
 
-    def allreduce(self, flat: torch.Tensor, reduction: Reduction, tag: int, deadline: float) -> None:
-        """Reduce a contiguous tensor over the ranks of the host, in place.
-
-        tag: of 30 bits, equal on all ranks that call the same thing. Raises LinkError.
-        """
-        self._sequence = sequence = self._sequence + 1
-        place = self._allocations.place(flat) if reduction.nbytes > self.group.whole_bytes else ELSEWHERE
-        arguments = (self.group.context_address, flat.data_ptr(), *reduction, sequence, tag, *place)
-        if self.group.run(self._kernels.allreduce, arguments, deadline):
-            self._allocations.follow()
+        return Whole(allreduce, needs_meeting=False)
 
     def close(self) -> None:
         """Give up the others' tensors. This rank's own live on as ordinary ones."""

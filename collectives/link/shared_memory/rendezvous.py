@@ -10,30 +10,22 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-import torch
-
-from collectives.link import native
-from collectives.link.process_group import ProcessGroupTransport
+from collectives.link.membership import Membership
 from collectives.link.shared_memory.group import LocalGroup
 from collectives.link.shared_memory.segment import Segment
-from collectives.plan.topology import Topology
 
-_CARD_BYTES = 1024
-_LONGEST_REASON = 150
 _log = logging.getLogger("gradwire")
 
 
-def join_host(
-    transport: ProcessGroupTransport, topology: Topology, kernels: ModuleType | str, deadline: float
-) -> LocalGroup | None:
-    """The group of this host's ranks; None for a rank that is alone on its host, or that must do without shared memory.
+def join_host(membership: Membership, kernels: ModuleType | str, deadline: float) -> LocalGroup | None:
+    """Return the group of this host's ranks; None for a rank that is alone on its host, or that must do without shared memory.
 
-    A collective call on the transport. kernels: as from collectives.kernels, or why there are none. The ranks of a host have a
+    A collective call. kernels: as from collectives.kernels, or why there are none. The ranks of a host have a
     group all together or not at all: each maps the segment that the first of them made, and says whether it could; whoever
     could not is the proof that they do not share memory, whatever their host ids say.
     """
-    rank = transport.rank
-    members = topology.hosts[topology.host_of(rank)]
+    rank = membership.rank
+    members = next(host for host in membership.hosts if rank in host)
     segment: Segment | None = None
     group: LocalGroup | None = None
     try:
@@ -44,15 +36,15 @@ def join_host(
                 segment = Segment.create(name, LocalGroup.segment_bytes(kernels, len(members)))
                 card |= {"name": name, "descriptor": segment.descriptor}
             except OSError as error:
-                card |= {"why": str(error)[:_LONGEST_REASON]}
-        cards = _exchange(transport, card, deadline)
+                card |= {"why": str(error)}
+        cards = _exchange(membership, "segment", card, deadline)
         problem = kernels if isinstance(kernels, str) else None
         if len(members) > 1 and not isinstance(kernels, str):
             try:
                 group = _join(kernels, segment, cards, members, rank)
             except OSError as error:
                 problem = str(error)
-        answers = _exchange(transport, {"why": problem and problem[:_LONGEST_REASON]}, deadline)
+        answers = _exchange(membership, "joined", {"why": problem}, deadline)
     except BaseException:
         _give_up(group, segment)
         raise
@@ -102,10 +94,6 @@ def _join(
     return group
 
 
-def _exchange(transport: ProcessGroupTransport, card: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
-    """Every rank's card."""
-    text = json.dumps(card).encode().ljust(_CARD_BYTES)
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    everyones = torch.empty(transport.size * _CARD_BYTES, dtype=torch.uint8)
-    transport.native(native.allgather(everyones, mine), "cpu", deadline)
-    return [json.loads(bytes(row.tolist())) for row in everyones.view(transport.size, _CARD_BYTES)]
+def _exchange(membership: Membership, name: str, card: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+    """Return every rank's card."""
+    return [json.loads(text) for text in membership.everyones(name, json.dumps(card).encode(), deadline)]

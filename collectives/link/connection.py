@@ -1,0 +1,90 @@
+"""How the members of a Communicator are connected: what they must agree on first, who watches over them, and their link."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from collectives.errors import CollectiveError, ranks_text
+from collectives.link.base import Transport
+from collectives.link.handshake import Listener
+from collectives.link.interface import own_address
+from collectives.link.membership import Membership, coming_together
+from collectives.link.registry import AUTO, LINKS
+from collectives.link.watch import Watch
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The transport between the members, and what watches over them."""
+
+    transport: Transport
+    watch: Watch
+
+    def close(self) -> None:
+        """Give up what was connected, unused."""
+        self.transport.close()
+        self.watch.close()
+
+
+def connect(membership: Membership, link: str, settings: str, timeout_s: float) -> Connection:
+    """Connect the members by the link of that name. A collective call.
+
+    settings: what else must be the same on all ranks. Raises ValueError on all ranks where any of it differs; CollectiveError
+    when the ranks do not come together within timeout_s seconds, or one cannot listen for the others; TypeError for
+    a link that returns no Transport.
+    """
+    rank = membership.rank
+    with coming_together(rank, timeout_s):
+        watch = _watch(
+            membership, settings if link == AUTO else f"link={link!r}, {settings}", time.monotonic() + timeout_s
+        )
+        try:
+            transport = LINKS[link](replace(membership, lost=lambda: watch.lost), timeout_s)
+            if not isinstance(transport, Transport):
+                raise TypeError(f"rank {rank}: link {link!r} returned {transport!r}; a Transport is needed")
+        except BaseException:
+            watch.close()
+            raise
+    return Connection(transport, watch)
+
+
+def _watch(membership: Membership, settings: str, deadline: float) -> Watch:
+    rank = membership.rank
+    listener, refusal = _listen()
+    try:
+        card = {"settings": settings, "address": listener.card if listener is not None else None, "refusal": refusal}
+        told = membership.everyones("settings", json.dumps(card).encode(), deadline)
+        cards = [json.loads(text) for text in told]
+        given = [each["settings"] for each in cards]
+        if len(set(given)) > 1:
+            raise ValueError(_difference(rank, given))
+        if refusals := [f"rank {r}: {each['refusal']}" for r, each in enumerate(cards) if each["refusal"]]:
+            message = f"cannot listen for the other ranks: {'; '.join(refusals)}"
+            raise CollectiveError(message, rank=rank, operation="making a Communicator")
+        assert listener is not None
+        news = listener.join(rank, [each["address"] for each in cards], membership.secret, deadline)
+    finally:
+        if listener is not None:
+            listener.close()
+    return Watch(rank, membership.size, news)
+
+
+def _listen() -> tuple[Listener | None, str]:
+    """Listen for the other ranks. A rank that cannot says why instead, or the others would wait for it."""
+    try:
+        return Listener(own_address(os.environ)), ""
+    except (ValueError, OSError) as error:
+        return None, str(error)
+
+
+def _difference(rank: int, settings: Sequence[str]) -> str:
+    """Return what to say of settings, by rank, that are not all the same."""
+    by_text: dict[str, list[int]] = {}
+    for giver, text in enumerate(settings):
+        by_text.setdefault(text, []).append(giver)
+    given = "; ".join(f"{text} on {ranks_text(givers)}" for text, givers in by_text.items())
+    return f"rank {rank}: a Communicator needs the same settings on all ranks; given are {given}"

@@ -1,0 +1,101 @@
+"""Who takes part in a Communicator, and how they tell each other small things before there is a link between them."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from collectives.errors import CollectiveError, LinkError, ranks_text
+from collectives.plan.topology import Topology
+from collectives.torch_internals import default_store
+
+#: How long to wait before looking again whether all have come, at first and at most.
+_LOOK_AGAIN_S, _LONGEST_LOOK_AGAIN_S = 0.001, 0.032
+
+_NAME_BYTES, _SECRET_BYTES = 16, 32
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The ranks that are to be connected. A torch ProcessGroup is one way to get one.
+
+    rank, size: this rank among them. hosts: as Topology has them. store: which nobody else uses. epoch: how often the members
+    have changed. device_types: the kinds of device whose tensors they exchange. secret: by which they know each other when they
+    connect. lost: returns those whose process is known to have ended.
+    """
+
+    rank: int
+    size: int
+    hosts: tuple[tuple[int, ...], ...]
+    store: Store
+    epoch: int
+    device_types: tuple[str, ...]
+    secret: bytes = field(repr=False)
+    lost: Callable[[], Collection[int]] = field(repr=False, default=tuple)
+
+    def everyones(self, name: str, mine: bytes, deadline: float) -> list[bytes]:
+        """Return every rank's small record, by rank. A collective call.
+
+        name: what no other exchange of this Membership has. deadline: time.monotonic() seconds. Raises LinkError, which names the
+        ranks that did not come.
+        """
+        store = self.store
+        keys = [f"{name}/{rank}" for rank in range(self.size)]
+        complete = f"{name}/complete"
+        store.set(keys[self.rank], mine.hex())
+        if store.add(f"{name}/number", 1) == self.size:
+            store.set(complete, "")
+        look_again_s = _LOOK_AGAIN_S
+        while not store.check([complete]):
+            if lost := list(self.lost()):
+                raise LinkError(min(lost), timed_out=False, detail=f"lost {ranks_text(lost)}")
+            if time.monotonic() >= deadline:
+                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                raise LinkError(None, timed_out=True, detail=f"{ranks_text(missing)} did not come", awaited=missing)
+            time.sleep(look_again_s)
+            look_again_s = min(2 * look_again_s, _LONGEST_LOOK_AGAIN_S)
+        return [bytes.fromhex(record.decode()) for record in store.multi_get(keys)]
+
+
+def membership_of(group: dist.ProcessGroup, host: str, timeout_s: float) -> Membership:
+    """Return the Membership of a group's ranks. host: a name that the ranks of a host have in common.
+
+    A collective call on `group`, which carries one small message of rank 0: a name for a store of their own, and the secret.
+    (torch.distributed's own names for sub-groups are used again after a group is destroyed.) Raises ValueError for a group with
+    neither gloo nor NCCL; CollectiveError when the ranks do not come together within timeout_s seconds.
+    """
+    config = dist.get_backend_config(group).split(",")
+    kinds = (("cpu", "gloo"), ("cuda", "nccl"))
+    device_types = tuple(device for device, kind in kinds if f"{device}:{kind}" in config)
+    if not device_types:
+        raise ValueError(f"the group's backends are {config}; a Communicator needs cpu:gloo, cuda:nccl or both")
+    rank, deadline = group.rank(), time.monotonic() + timeout_s
+    with coming_together(rank, timeout_s):
+        drawn = bytearray(secrets.token_bytes(_NAME_BYTES + _SECRET_BYTES))
+        token = torch.frombuffer(drawn, dtype=torch.uint8).to(device_types[0])
+        group.broadcast([token], dist.BroadcastOptions()).wait(timedelta(seconds=timeout_s))
+        said = bytes(token.tolist())
+        store = PrefixStore(f"gradwire/{said[:_NAME_BYTES].hex()}", default_store())
+        alone = Membership(rank, group.size(), (), store, 0, device_types, said[_NAME_BYTES:])
+        names = [name.decode() for name in alone.everyones("host", host.encode(), deadline)]
+    return replace(alone, hosts=Topology.from_host_ids(rank, names).hosts)
+
+
+@contextmanager
+def coming_together(rank: int, timeout_s: float) -> Iterator[None]:
+    """Raise CollectiveError for what goes wrong while ranks connect."""
+    try:
+        yield
+    except CollectiveError:
+        raise
+    except (RuntimeError, LinkError, OSError) as error:
+        message = f"the ranks did not come together within {timeout_s:g} s: {error}"
+        raise CollectiveError(message, rank=rank, operation="making a Communicator") from error
