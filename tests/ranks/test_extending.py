@@ -10,10 +10,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import trainer as hvd
-from collectives import Communicator, check_algorithm, register_algorithm, register_codec
+from collectives import Communicator, check_algorithm, register_algorithm, register_codec, register_link
 from collectives.compression import CODECS, Codec, Int8
+from collectives.environment import LINK
+from collectives.link.auto import auto
+from collectives.link.registry import LINKS
 from collectives.plan.algorithms import PLANNERS, ring
 from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
 from tests.ranks.exact import SEVERAL_SEGMENTS, contribution, reduced
@@ -72,6 +76,72 @@ def train_with_the_codec() -> torch.Tensor:
         return weights.detach()
     finally:
         hvd.shutdown()
+
+
+def use_the_link() -> None:
+    """By every way to name it, and for every verb's messages."""
+    examples()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(LINK, "files")
+        by_environment = Communicator(timeout_s=EXCHANGE_TIMEOUT_S, segment_bytes=200)
+    by_argument = Communicator(timeout_s=EXCHANGE_TIMEOUT_S, segment_bytes=200, link="files")
+    for comm in (by_environment, by_argument):
+        with comm:
+            assert not comm.shares_memory
+            assert comm.algorithms("allreduce") == tuple(PLANNERS["allreduce"]), "it does nothing by itself"
+            for algorithm in (*PLANNERS["allreduce"], "auto"):
+                tensor = contribution(comm.rank, comm.size, SEVERAL_SEGMENTS, torch.float32)
+                comm.allreduce(tensor, algorithm=algorithm)
+                assert torch.equal(tensor, reduced(comm.size, SEVERAL_SEGMENTS, torch.float32))
+            assert comm.allgather_object(comm.rank) == list(range(comm.size))
+            comm.barrier()
+
+
+def disagree_about_the_link() -> None:
+    examples()
+    rank = dist.get_rank()
+    said = f"rank {rank}: .*link='files', segment_bytes=None on rank 0; link='process_group', .* on ranks 1, 2"
+    with pytest.raises(ValueError, match=said):
+        Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="files" if rank == 0 else "process_group")
+    with pytest.raises(ValueError, match="no link is called 'fils'; known are auto, process_group, files"):
+        Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="fils")
+    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
+        comm.barrier()
+
+
+def return_no_transport() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LINKS, "hollow", lambda membership, timeout_s: None)
+        with pytest.raises(TypeError, match=f"rank {dist.get_rank()}: link 'hollow' returned None; a Transport is"):
+            Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="hollow")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_link_of_the_page(ranks: Worlds, world: int) -> None:
+    ranks(world).run(use_the_link)
+
+
+def test_ranks_that_name_different_links(ranks: Worlds) -> None:
+    ranks(3).run(disagree_about_the_link)
+
+
+def test_a_link_that_returns_no_transport(ranks: Worlds) -> None:
+    ranks(2).run(return_no_transport)
+
+
+@pytest.mark.parametrize(
+    ("name", "link", "error", "said"),
+    [
+        ("auto", auto, ValueError, "a link called 'auto' exists already; taken are auto, process_group"),
+        ("My Link", auto, ValueError, "must be lower-case letters, digits and underscores, not 'My Link'"),
+        ("mine", "auto", TypeError, "a function from a Membership and timeout_s to a Transport is needed, not 'auto'"),
+    ],
+)
+def test_links_that_cannot_be_registered(name: str, link: Any, error: type[Exception], said: str) -> None:
+    before = dict(LINKS)
+    with pytest.raises(error, match=said):
+        register_link(name, link)
+    assert before == LINKS
 
 
 def test_the_codec_of_the_page_in_training(ranks: Worlds) -> None:

@@ -1,0 +1,204 @@
+"""What every link must do, tried on each: messages in order, of any size and number, and waits that end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from collectives.errors import LinkError
+from collectives.kernels import cpu_kernels
+from collectives.link import Membership, Transport
+from collectives.link.membership import membership_of
+from collectives.link.registry import LINKS
+from collectives.link.shared_memory.messages import SharedMemoryTransport
+from collectives.link.shared_memory.rendezvous import join_host
+from collectives.plan.topology import host_id
+from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds
+from tests.ranks.test_extending import examples
+
+SIZE = 3
+SOON_S = 0.2
+SMALL, LARGE, MANY = 5, 3_000_000, 100  # elements, elements (more than any ring or socket holds), messages
+
+
+def shared_memory(membership: Membership, timeout_s: float) -> Transport:
+    group = join_host(membership, cpu_kernels(), time.monotonic() + timeout_s)
+    assert group is not None
+    return SharedMemoryTransport(group, membership.rank, membership.size)
+
+
+def routed(membership: Membership, timeout_s: float) -> Transport:
+    """Shared memory between ranks 0 and 1, the process group to rank 2."""
+    return LINKS["auto"](replace(membership, hosts=((0, 1), (2,))), timeout_s)
+
+
+def of_the_page(membership: Membership, timeout_s: float) -> Transport:
+    examples()
+    return LINKS["files"](membership, timeout_s)
+
+
+CONNECT: dict[str, Callable[[Membership, float], Transport]] = {
+    "process_group": LINKS["process_group"],
+    "shared_memory": shared_memory,
+    "auto": LINKS["auto"],
+    "routed": routed,
+    "files": of_the_page,
+}
+
+
+def connected(name: str) -> Transport:
+    assert dist.group.WORLD is not None
+    return CONNECT[name](membership_of(dist.group.WORLD, host_id(), EXCHANGE_TIMEOUT_S), EXCHANGE_TIMEOUT_S)
+
+
+def in_time() -> float:
+    return time.monotonic() + EXCHANGE_TIMEOUT_S
+
+
+def numbers(sender: int, receiver: int, which: int, numel: int) -> torch.Tensor:
+    return torch.arange(numel, dtype=torch.float32) % 1000 + 10_000 * (which + MANY * (sender + SIZE * receiver))
+
+
+def exchange(transport: Transport, numels: list[int], tags: list[int]) -> None:
+    """Everyone sends everyone messages of these lengths and tags, and waits for the last that it posted first."""
+    rank, others = transport.rank, [peer for peer in range(transport.size) if peer != transport.rank]
+    landed = {(peer, which): torch.empty(numel) for peer in others for which, numel in enumerate(numels)}
+    pendings = []
+    for which, (numel, tag) in enumerate(zip(numels, tags, strict=True)):
+        sends = [(peer, numbers(rank, peer, which, numel)) for peer in others]
+        receives = [(peer, landed[peer, which]) for peer in others]
+        for started in transport.post(sends, receives, tag):
+            pendings += started
+    for pending in reversed(pendings):
+        pending.wait(in_time())
+    for (peer, which), tensor in landed.items():
+        assert torch.equal(tensor, numbers(peer, rank, which, tensor.numel())), (peer, which)
+
+
+def exchange_all_kinds(name: str) -> None:
+    transport = connected(name)
+    assert (transport.rank, transport.size) == (dist.get_rank(), dist.get_world_size())
+    exchange(transport, [SMALL] * 4, [7] * 4)
+    exchange(transport, [0, SMALL, 0, 0, SMALL], [7, 7, 8, 7, 8])
+    exchange(transport, [SMALL] * MANY, [2**30 - 1 + which % 5 for which in range(MANY)])
+    exchange(transport, [LARGE, SMALL, LARGE], [1, 2, 3])
+    assert transport.post([], [], 7) == ([], [])
+    dist.barrier()  # so that nobody closes while another still receives
+    transport.close()
+
+
+def take_in_another_order(name: str) -> None:
+    """A message is told from the ones before it by its tag, which its receiver asks for first."""
+    transport = connected(name)
+    before, after = (transport.rank - 1) % SIZE, (transport.rank + 1) % SIZE
+    sent = [transport.post([(after, torch.full((SMALL,), float(tag)))], [], tag)[0][0] for tag in (1, 2)]
+    landed = {tag: torch.empty(SMALL) for tag in (2, 1)}
+    received = [transport.post([], [(before, tensor)], tag)[1][0] for tag, tensor in landed.items()]
+    for pending in (*received, *sent):
+        pending.wait(in_time())
+    assert all(torch.equal(tensor, torch.full((SMALL,), float(tag))) for tag, tensor in landed.items())
+    dist.barrier()
+    transport.close()
+
+
+def miss_a_deadline(name: str) -> None:
+    """What nobody sends does not come, and each wait says from whom."""
+    transport = connected(name)
+    after = (transport.rank + 1) % SIZE
+    if transport.rank == 0:
+        _, [pending] = transport.post([], [(after, torch.empty(SMALL))], 7)
+        with pytest.raises(LinkError) as caught:
+            pending.wait(time.monotonic() + SOON_S)
+        assert caught.value.timed_out
+        assert caught.value.awaited == {after}
+    dist.barrier()
+    transport.close()
+
+
+def ended(transport: Transport, peer: int, begun: Callable[[], object]) -> LinkError:
+    """The error of a wait for a message that does not come; begun is called before it."""
+    _, [pending] = transport.post([], [(peer, torch.empty(SMALL))], 7)
+    begun()
+    with pytest.raises(LinkError) as caught:
+        pending.wait(in_time())
+    return caught.value
+
+
+def abort_one(name: str) -> None:
+    """Rank 0 aborts while it waits for a rank, and the others wait for it."""
+    transport = connected(name)
+    if transport.rank == 0:
+        posted = threading.Event()
+        errors: list[LinkError] = []
+        waiting = threading.Thread(target=lambda: errors.append(ended(transport, 1, posted.set)))
+        waiting.start()
+        assert posted.wait(EXCHANGE_TIMEOUT_S)
+        dist.barrier()
+        transport.abort()
+        waiting.join(EXCHANGE_TIMEOUT_S)
+    else:
+        errors = [ended(transport, 0, dist.barrier)]
+    assert [error.timed_out for error in errors] == [False]
+    dist.barrier()
+    transport.close()
+
+
+def lose_one(name: str) -> None:
+    """Rank 2 ends without a word."""
+    transport = connected(name)
+    transport.post([], [], 7)
+    dist.barrier()
+    if transport.rank == 2:
+        os._exit(0)
+    error = ended(transport, 2, lambda: None)
+    assert not error.timed_out
+    assert 2 in error.awaited
+    transport.abort()
+    transport.close()
+
+
+def held() -> tuple[int, int]:
+    """The files that this process has open, and the segments that it has mapped."""
+    gc.collect()
+    segments = sum("memfd:gradwire" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return len(os.listdir("/proc/self/fd")), segments
+
+
+def come_and_go(name: str) -> None:
+    def once() -> None:
+        transport = connected(name)
+        exchange(transport, [SMALL], [7])
+        dist.barrier()
+        transport.close()
+        transport.close()
+
+    once()
+    descriptors, segments = held()
+    for _ in range(5):
+        once()
+    after = held()
+    assert after[0] <= descriptors + 1
+    assert after[1] == segments
+
+
+@pytest.mark.parametrize("name", CONNECT)
+@pytest.mark.parametrize("check", [exchange_all_kinds, take_in_another_order, miss_a_deadline, abort_one, come_and_go])
+def test_every_link(ranks: Worlds, name: str, check: Callable[[str], None]) -> None:
+    ranks(SIZE).run(check, name)
+
+
+@pytest.mark.parametrize("name", CONNECT)
+def test_a_rank_is_lost(failing_world: Callable[[int], World], name: str) -> None:
+    world = failing_world(SIZE)
+    world.start(lose_one, name)
+    for outcome in world.collect(2 * EXCHANGE_TIMEOUT_S, ranks=(0, 1)):
+        assert outcome.status == "returned", outcome
