@@ -18,7 +18,7 @@ from collectives.plan.topology import Topology
 from collectives.torch_internals import default_store
 
 #: How long to wait before looking again whether all have come, at first and at most.
-_LOOK_AGAIN_S, _LONGEST_LOOK_AGAIN_S = 0.001, 0.032
+_LOOK_AGAIN_S, _LONGEST_LOOK_AGAIN_S = 0.0002, 0.03
 
 _NAME_BYTES, _SECRET_BYTES = 16, 32
 

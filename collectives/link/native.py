@@ -5,7 +5,7 @@ Reductions take what `_reducible` returns, and `_settle` turns that back; whatev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from collectives import torch_internals
 from collectives.link.base import Request
+from collectives.plan.algorithms import PLANNERS
 from collectives.reduction import finish
 from collectives.torch_internals import Backend
 
@@ -37,6 +38,9 @@ _BITS = {
 #: Dtypes that the backends cannot reduce, and what they travel as.
 _WIDENED = {torch.int16: torch.int32}
 
+#: What a transport over such backends offers: every verb.
+ALGORITHMS = dict.fromkeys(PLANNERS, (NATIVE,))
+
 #: Starts what it is called with, and returns when that is done.
 Complete = Callable[[Callable[[], "dist.Work | None"]], None]
 
@@ -45,14 +49,13 @@ def perform(
     request: Request, backend: Backend, source: torch.Tensor, destination: torch.Tensor, complete: Complete
 ) -> None:
     """Do a verb as the backend does it. Source and destination as Whole.run has them."""
-    start = _VERBS[request.verb]
-    if request.verb not in _REDUCING:
-        complete(lambda: start(request, backend, _bytes(source), _bytes(destination)))
+    if request.verb not in ("allreduce", "reduce", "reduce_scatter"):
+        complete(lambda: _start(request, backend, source.view(torch.uint8), destination.view(torch.uint8)))
         return
     landed = moved = _reducible(source, request.op)
     if request.verb == "reduce_scatter":
         landed = torch.empty(destination.numel(), dtype=moved.dtype, device=moved.device)
-    complete(lambda: start(request, backend, moved, landed))
+    complete(lambda: _start(request, backend, moved, landed))
     _settle(destination, landed)
     finish(destination, request.op, backend.size())
 
@@ -85,80 +88,44 @@ def _reordered(bits: torch.Tensor) -> torch.Tensor:
     return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
 
 
-def _bytes(flat: torch.Tensor) -> torch.Tensor:
-    return flat.view(torch.uint8)
+def _start(request: Request, backend: Backend, source: torch.Tensor, destination: torch.Tensor) -> Any:
+    """Start a verb; return its Work."""
+    match request.verb:
+        case "allreduce":
+            return backend.allreduce([destination], _options(dist.AllreduceOptions(), request))
+        case "reduce":
+            return backend.reduce([destination], _options(dist.ReduceOptions(), request))
+        case "reduce_scatter":
+            options = _options(dist.ReduceScatterOptions(), request)
+            return torch_internals.reduce_scatter(backend, destination, source, options)
+        case "allgather":
+            return torch_internals.allgather(backend, destination, source)
+        case "broadcast":
+            return backend.broadcast([destination], _options(dist.BroadcastOptions(), request))
+        case "gather":
+            return backend.gather(
+                _parts(request, backend, destination), [source], _options(dist.GatherOptions(), request)
+            )
+        case "scatter":
+            options = _options(dist.ScatterOptions(), request)
+            return backend.scatter([destination], _parts(request, backend, source), options)
+        case "alltoall":
+            incoming = [length * request.dtype.itemsize for length in request.destination_lengths]
+            outgoing = [length * request.dtype.itemsize for length in request.source_lengths]
+            return backend.alltoall_base(destination, source, incoming, outgoing, dist.AllToAllOptions())
+        case _:
+            return backend.barrier(dist.BarrierOptions())
 
 
-def _allreduce(request: Request, backend: Backend, source: torch.Tensor, destination: torch.Tensor) -> Any:
-    options = dist.AllreduceOptions()
-    options.reduceOp = _OPS[request.op]
-    return backend.allreduce([destination], options)
+def _options(options: Any, request: Request) -> Any:
+    """Fill in what such options have of a request."""
+    if hasattr(options, "reduceOp"):
+        options.reduceOp = _OPS[request.op]
+    if hasattr(options, "rootRank"):
+        options.rootRank = request.root
+    return options
 
 
-def _reduce(request: Request, backend: Backend, source: torch.Tensor, destination: torch.Tensor) -> Any:
-    options = dist.ReduceOptions()
-    options.reduceOp = _OPS[request.op]
-    options.rootRank = request.root
-    return backend.reduce([destination], options)
-
-
-def _reduce_scatter(request: Request, backend: Backend, source: torch.Tensor, destination: torch.Tensor) -> Any:
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = _OPS[request.op]
-    return torch_internals.reduce_scatter(backend, destination, source, options)
-
-
-def _allgather(request: Request, backend: Backend, source: torch.Tensor, destination: torch.Tensor) -> Any:
-    return torch_internals.allgather(backend, destination, source)
-
-
-def _broadcast(request: Request, backend: Backend, source: torch.Tensor, destination: torch.Tensor) -> Any:
-    options = dist.BroadcastOptions()
-    options.rootRank = request.root
-    return backend.broadcast([destination], options)
-
-
-def _gather(request: Request, backend: Backend, source: torch.Tensor, destination: torch.Tensor) -> Any:
-    options = dist.GatherOptions()
-    options.rootRank = request.root
-    return backend.gather([pieces] if (pieces := _pieces(request, backend, destination)) else [], [source], options)
-
-
-def _scatter(request: Request, backend: Backend, source: torch.Tensor, destination: torch.Tensor) -> Any:
-    options = dist.ScatterOptions()
-    options.rootRank = request.root
-    return backend.scatter([destination], [pieces] if (pieces := _pieces(request, backend, source)) else [], options)
-
-
-def _pieces(request: Request, backend: Backend, parts: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return what belongs to each rank of the root's buffer of all parts; nothing elsewhere."""
-    return list(parts.view(backend.size(), -1)) if backend.rank() == request.root else []
-
-
-def _alltoall(request: Request, backend: Backend, source: torch.Tensor, destination: torch.Tensor) -> Any:
-    itemsize = request.dtype.itemsize
-    incoming = [length * itemsize for length in request.destination_lengths]
-    outgoing = [length * itemsize for length in request.source_lengths]
-    return backend.alltoall_base(destination, source, incoming, outgoing, dist.AllToAllOptions())
-
-
-def _barrier(request: Request, backend: Backend, source: torch.Tensor, destination: torch.Tensor) -> Any:
-    return backend.barrier(dist.BarrierOptions())
-
-
-_REDUCING = ("allreduce", "reduce", "reduce_scatter")
-
-_VERBS: dict[str, Callable[[Request, Backend, torch.Tensor, torch.Tensor], Any]] = {
-    "allreduce": _allreduce,
-    "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
-    "allgather": _allgather,
-    "broadcast": _broadcast,
-    "gather": _gather,
-    "scatter": _scatter,
-    "alltoall": _alltoall,
-    "barrier": _barrier,
-}
-
-#: What a transport over such backends offers.
-ALGORITHMS = dict.fromkeys(_VERBS, (NATIVE,))
+def _parts(request: Request, backend: Backend, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
+    """Return what belongs to each rank of the root's buffer, in a list as backends take it; nothing elsewhere."""
+    return [list(buffer.view(backend.size(), -1))] if backend.rank() == request.root else []

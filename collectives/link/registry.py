@@ -37,5 +37,5 @@ def register_link(name: str, link: Link) -> None:
 
 def check_link(name: object) -> None:
     """Raise ValueError for a name that no link has."""
-    if name not in LINKS:
+    if not isinstance(name, str) or name not in LINKS:
         raise ValueError(f"no link is called {name!r}; known are {', '.join(LINKS)}")

@@ -1,0 +1,62 @@
+"""What ranks tell each other before there is a link between them, on threads and a store of this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch.distributed as dist
+
+from collectives.errors import LinkError
+from collectives.link import Membership
+from tests.unit.in_process import run_ranks
+
+SIZE = 3
+DEADLINE_S = 20.0
+
+
+def members(lost: Sequence[int] = ()) -> list[Membership]:
+    store = dist.HashStore()
+    return [
+        Membership(rank, SIZE, ((0, 1, 2),), store, 0, ("cpu",), secret=b"", lost=lambda: lost) for rank in range(SIZE)
+    ]
+
+
+def test_everyone_gets_every_record_by_rank() -> None:
+    memberships = members()
+    records = [b"", bytes(range(256)), b"rank 2"]
+    got: dict[tuple[str, int], list[bytes]] = {}
+
+    def tell(rank: int) -> None:
+        for name in ("first", "second"):
+            mine = name.encode() + records[rank]
+            got[name, rank] = memberships[rank].everyones(name, mine, time.monotonic() + DEADLINE_S)
+
+    run_ranks(SIZE, tell)
+    assert all(told == [name.encode() + record for record in records] for (name, _), told in got.items())
+    assert len(got) == 2 * SIZE
+
+
+def test_who_does_not_come_is_named() -> None:
+    memberships = members()
+
+    def tell(rank: int) -> None:
+        if rank == 1:
+            with pytest.raises(LinkError, match="ranks 0, 2 did not come") as caught:
+                memberships[rank].everyones("name", b"", time.monotonic())
+            assert caught.value.timed_out
+            assert caught.value.awaited == {0, 2}
+
+    run_ranks(SIZE, tell)
+
+
+def test_a_rank_that_is_lost_is_not_waited_for() -> None:
+    with pytest.raises(LinkError, match="lost rank 2") as caught:
+        members(lost=(2,))[0].everyones("name", b"", time.monotonic() + DEADLINE_S)
+    assert not caught.value.timed_out
+    assert caught.value.peer == 2
+
+
+def test_the_secret_is_not_printed() -> None:
+    assert "secret" not in repr(members()[0])
