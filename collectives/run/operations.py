@@ -42,27 +42,23 @@ def digest(call: str) -> int:
     return zlib.crc32(call.encode())
 
 
-def tag_of(sequence: int, call_digest: int) -> int:
-    """Marks an operation's messages. Ranks that call different things use different tags, so their messages never meet: nobody
-    takes a message of another shape for his own. Segment i of a buffer adds i, within 31 bits."""
-    return (call_digest + sequence * _SPREAD) % 2**30
-
-
 _First = TypeVar("_First")
 _Second = TypeVar("_Second")
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One operation's turn: its number, what was called (the same on all ranks), its deadline (time.monotonic())."""
+    """One operation's turn: its number, what was called (the same on all ranks), its deadline (time.monotonic()), and the tag
+    that marks its messages.
+
+    Ranks that call different things use different tags, so their messages never meet: nobody takes a message of another shape
+    for his own. Segment i of a buffer adds i, within 31 bits.
+    """
 
     sequence: int
     call: str
     deadline: float
-
-    @property
-    def tag(self) -> int:
-        return tag_of(self.sequence, digest(self.call))
+    tag: int
 
 
 class _InVainError(LinkError):
@@ -145,10 +141,10 @@ class Operations:
                 return False
             deadline = time.monotonic() + self._timeout_s
             try:
-                sequence = self._begin(call, beside_work=False)
+                tag = self._begin(call, call_digest, beside_work=False)
                 if self._watch.has_news:
-                    self._check_news(sequence)
-                body(first, second, tag_of(sequence, call_digest), deadline)
+                    self._check_news(self._sequence)
+                body(first, second, tag, deadline)
                 if self._interrupted:
                     raise LinkError(None, timed_out=False, detail=_ENDED)
             except BaseException as error:
@@ -166,10 +162,10 @@ class Operations:
             ) from self._failure
         deadline = time.monotonic() + self._timeout_s
         try:
-            turn = Turn(self._begin(call, beside_work=beside_work), call, deadline)
+            tag = self._begin(call, digest(call), beside_work=beside_work)
             if self._watch.has_news:
-                self._check_news(turn.sequence)
-            body(turn)
+                self._check_news(self._sequence)
+            body(Turn(self._sequence, call, deadline, tag))
             if self._interrupted:  # of a backend whose wait then ends as if all were well, as NCCL's may
                 raise LinkError(None, timed_out=False, detail=_ENDED)
         except BaseException as error:
@@ -177,8 +173,8 @@ class Operations:
         finally:
             self._running = -1
 
-    def _begin(self, call: str, *, beside_work: bool) -> int:
-        """Begin the turn that has come; return its number. beside_work: whether the caller computes meanwhile, so
+    def _begin(self, call: str, call_digest: int, *, beside_work: bool) -> int:
+        """Begin the turn that has come; return its tag. beside_work: whether the caller computes meanwhile, so
         that waits leave the cores to others; in the caller's own thread nothing else has anything to do."""
         sequence = self._queue.number
         if beside_work is not self._beside_work:
@@ -186,7 +182,7 @@ class Operations:
             self._transport.wait_beside_work(beside_work)
         self._calls[sequence % _REMEMBERED] = (sequence, call)
         self._running = self._sequence = sequence
-        return sequence
+        return (call_digest + sequence * _SPREAD) % 2**30
 
     def _absent(self, sequence: int) -> bool:
         """Whether some rank takes no part in an operation: it has left before, or has failed there or earlier."""
@@ -224,7 +220,7 @@ class Operations:
         if self._sequence < self._queue.number:
             return error  # an interrupt before it began
         if isinstance(error, LinkError):
-            self._failure = self._explain(error, Turn(self._sequence, call, deadline))
+            self._failure = self._explain(error, call, deadline)
             return self._failure
         if not isinstance(error, Mismatch):
             self._break(call, repr(error), self._sequence)
@@ -236,18 +232,18 @@ class Operations:
         self._watch.say_leaving(sequence)
         self._transport.abort()
 
-    def _explain(self, error: LinkError, turn: Turn) -> CollectiveError:
+    def _explain(self, error: LinkError, call: str, deadline: float) -> CollectiveError:
         if self._exiting:
-            return CollectiveError("this process is exiting", rank=self._rank, operation=turn.call)
+            return CollectiveError("this process is exiting", rank=self._rank, operation=call)
         awaited = error.awaited or (self._watch.others if not isinstance(error, _InVainError) else frozenset())
         report = Report(
-            turn.sequence,
-            turn.call,
+            self._sequence,
+            call,
             waiting_for=tuple(sorted(awaited - {self._rank})),
             gave_up=error.timed_out,
-            waited_s=self._timeout_s - (turn.deadline - time.monotonic()),
+            waited_s=self._timeout_s - (deadline - time.monotonic()),
             timeout_s=self._timeout_s,
-            before=tuple(sorted(done for done in self._calls if 0 <= done[0] < turn.sequence)),
+            before=tuple(sorted(done for done in self._calls if 0 <= done[0] < self._sequence)),
         )
         self._watch.say_report(report.to_news())
         self._transport.abort()
