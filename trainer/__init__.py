@@ -1,12 +1,13 @@
 """Data-parallel training with Horovod's interface: `import trainer as hvd`.
 
-The verbs have Horovod's names, argument names and defaults. What differs, for all of them: `name` is accepted for the sake of
-Horovod's code but unused, since operations are matched by the order in which ranks call them, which must be the same on all;
-`process_set` is None (all ranks), a torch.distributed group or a Communicator, and a root rank counts inside of it.
+The verbs have Horovod's names, argument names and defaults. What differs, for all of them: `name` is accepted for the
+sake of Horovod's code but unused, since operations are matched by the order in which ranks call them, which must be the
+same on all; `process_set` is None (all ranks), a torch.distributed group or a Communicator, and a root rank counts
+inside of it.
 
-Tensors may have any shape (at least one dimension where rows are moved) and the dtypes float16, bfloat16, float32, float64,
-int8, uint8, int16, int32, int64, bool; results live on the device of the tensor given. Verbs that are neither in place nor
-asynchronous can be differentiated; their gradients are those of the sum of all ranks' losses.
+Tensors may have any shape (at least one dimension where rows are moved) and the dtypes float16, bfloat16, float32,
+float64, int8, uint8, int16, int32, int64, bool; results live on the device of the tensor given. Verbs that are neither
+in place nor asynchronous can be differentiated; their gradients are those of the sum of all ranks' losses.
 
 All raise ValueError or TypeError for arguments that cannot be meant, before anything is sent, and
 collectives.CollectiveError where the ranks could not finish together.

@@ -31,7 +31,7 @@ LEAST_NUMEL = 4096
 
 @dataclass(frozen=True)
 class Cast:
-    """Has floating-point tensors wider than `wire_dtype` travel as `wire_dtype`; all others, and with None all, as they are."""
+    """Has floating-point tensors wider than `wire_dtype` travel as that; all others, and with None all, as they are."""
 
     wire_dtype: torch.dtype | None
 
@@ -41,8 +41,8 @@ class Cast:
         return self.wire_dtype if narrows and self.wire_dtype is not None else dtype
 
     def codec(self, dtype: torch.dtype) -> Codec | None:
-        """Return the codec that sums tensors of this dtype: for half precision, which could overflow where no result does; None
-        where they may be cast and summed as they are."""
+        """Return the codec that sums tensors of this dtype: for half precision, which could overflow where no result
+        does; None where they may be cast and summed as they are."""
         narrows = self.dtype_on_wire(dtype) is not dtype
         return Float16() if narrows and self.wire_dtype is torch.float16 else None
 
@@ -57,13 +57,13 @@ class Cast:
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """A codec with error feedback: what one step's encoding lost is added to the next step's gradient.
+    """Adds error feedback to a codec: what one step's encoding lost is added to the next step's gradient.
 
-    codec: of collectives.compression, or its name; PowerSGD has error feedback of its own, here only warmup_steps is new to it.
-    warmup_steps: for so many exchanges gradients travel uncompressed first.
+    codec: of collectives.compression, or its name; PowerSGD has error feedback of its own, here only warmup_steps is
+    new to it. warmup_steps: for so many exchanges gradients travel uncompressed first.
 
-    Raises ValueError for codecs whose errors would grow from step to step, as they lose more than there was: unbiased ones with
-    omega >= 1 (see their docstrings). These need no error feedback.
+    Raises ValueError for codecs whose errors would grow from step to step, as they lose more than there was: unbiased
+    ones with omega >= 1 (see their docstrings). These need no error feedback.
     """
 
     codec: str | Codec | MatrixCodec
@@ -87,8 +87,9 @@ Compressor: TypeAlias = "str | Cast | Codec | MatrixCodec | ErrorFeedback"
 
 
 class Compression:
-    """Horovod's names: Compression.none, .fp16 (up to 65504 on every rank), .bf16 (float32's range, 8 bits of precision); and all
-    codecs of collectives.compression with their defaults, with error feedback where they need it."""
+    """Holds what has a name in Horovod, Compression.none, .fp16 (up to 65504 on every rank), .bf16 (float32's range, 8
+    bits of precision); and all codecs of collectives.compression with their defaults, with error feedback where they
+    need it."""
 
     none = Cast(None)
     fp16 = Cast(torch.float16)
@@ -115,8 +116,8 @@ _CASTS = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Compressio
 
 @dataclass(frozen=True)
 class Encoding:
-    """How gradients are exchanged by a codec. feedback: whether with error feedback beside the codec (PowerSGD has its own).
-    warmup_steps: how many exchanges come first that are uncompressed."""
+    """Says how gradients are exchanged by a codec. feedback: whether with error feedback beside the codec (PowerSGD has
+    its own). warmup_steps: how many exchanges come first that are uncompressed."""
 
     codec: Codec | MatrixCodec
     feedback: bool = False
@@ -149,12 +150,12 @@ def encoding_of(compression: Compressor) -> Cast | Encoding:
 
 
 def is_compressible(parameter: Tensor) -> bool:
-    """Whether a codec is for parameters like this one: matrices, and what has more dimensions, of LEAST_NUMEL elements."""
+    """Return whether a codec is for such parameters: two dimensions or more, and LEAST_NUMEL elements or more."""
     return parameter.dim() >= 2 and parameter.numel() >= LEAST_NUMEL
 
 
 def verb_codec(compression: Compressor) -> Cast | Codec:
-    """What is meant by the `compression=` of a verb, which keeps nothing from one call to the next. Raises ValueError."""
+    """Return what is meant by a verb's `compression=`, of which nothing is kept between calls. Raises ValueError."""
     encoding = encoding_of(compression)
     if isinstance(encoding, Cast):
         return encoding
@@ -174,10 +175,11 @@ def verb_codec(compression: Compressor) -> Cast | Codec:
 
 
 class Policy:
-    """What the gradient of which parameter travels as.
+    """Decides what the gradient of which parameter travels as.
 
-    compression: for all; a codec, though, only for those that are compressible. policy: patterns of names, as of files, with
-    what goes for the parameters that they match, whatever their size; the first that matches counts. Raises ValueError.
+    compression: for all; a codec, though, only for those that are compressible. policy: patterns of names, as of files,
+    with what goes for the parameters that they match, whatever their size; the first that matches counts. Raises
+    ValueError.
     """
 
     def __init__(self, compression: Compressor, policy: Mapping[str, Compressor] | None = None) -> None:
@@ -188,11 +190,11 @@ class Policy:
 
     @property
     def encodings(self) -> list[Encoding]:
-        """All by codecs that this policy has."""
+        """Return all encodings by codecs that this policy has."""
         return [x for x in (self._default, *self._by_pattern.values()) if isinstance(x, Encoding)]
 
     def checked(self, names: Iterable[str] | None) -> Policy:
-        """Return this, checked against the names of all parameters, if they have any. Raises ValueError for a pattern without."""
+        """Return this, if every pattern matches a parameter's name. Raises ValueError, also where there are no names."""
         if self._by_pattern and names is None:
             raise ValueError(f"{here()}policy goes by the names of parameters: it needs named_parameters")
         names = list(names or ())
@@ -205,7 +207,7 @@ class Policy:
         return self
 
     def encoding(self, name: str, parameter: Tensor) -> Cast | Encoding:
-        """Of one parameter."""
+        """Return what the gradient of one parameter travels as."""
         for pattern, encoding in self._by_pattern.items():
             if fnmatchcase(name, pattern):
                 return encoding

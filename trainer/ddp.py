@@ -41,15 +41,16 @@ def ddp_comm_hook(
     timeout_s: float = 300.0,
     process_group: dist.ProcessGroup | None = None,
 ) -> "CompressionHook":
-    """Return a hook that averages gradients by a codec: `model.register_comm_hook(None, trainer.ddp_comm_hook("int8"))`.
+    """Return a hook that averages gradients: `model.register_comm_hook(None, trainer.ddp_comm_hook("int8"))`.
 
-    compression, policy: as of DistributedOptimizer, with the same buffers, error feedback and warm-up behind them; but for casts,
-    the first UNSETTLED_STEPS exchanges are uncompressed whatever the warm-up. named_parameters: of the module under DDP, all of
-    them; policy goes by these names. timeout_s: of each exchange. process_group: DDP's, where it was given one.
+    compression, policy: as of DistributedOptimizer, with the same buffers, error feedback and warm-up behind them; but
+    for casts, the first UNSETTLED_STEPS exchanges are uncompressed whatever the warm-up. named_parameters: of the
+    module under DDP, all of them; policy goes by these names. timeout_s: of each exchange. process_group: DDP's, where
+    it was given one.
 
     One hook is for one model on one device; there may be several. init() is not needed: the first backward() makes a
-    Communicator, which close() closes. backward() raises CollectiveError where the ranks could not finish together. Raises
-    ValueError for what is no codec, for names that are not unique, and for a policy that none of them matches.
+    Communicator, which close() closes. backward() raises CollectiveError where the ranks could not finish together.
+    Raises ValueError for what is no codec, for names that are not unique, and for a policy that none of them matches.
     """
     names = None if named_parameters is None else check_named_parameters(named_parameters, ())
     checked = Policy(compression, policy).checked(None if names is None else reversed(names.values()))
@@ -57,11 +58,11 @@ def ddp_comm_hook(
 
 
 class CompressionHook:
-    """What DDP calls with every bucket that is full. Made by ddp_comm_hook.
+    """Averages every bucket that is full, when DDP calls it. Made by ddp_comm_hook.
 
-    The gradients in a bucket that one encoding is for are copied into a buffer of their own, which is exchanged as one and has
-    residuals. Buffers stay what they are until DDP fills other buckets with their parameters; then what is outstanding is added
-    to the gradients, which for once travel uncompressed, and new buffers begin.
+    The gradients in a bucket that one encoding is for are copied into a buffer of their own, which is exchanged as one
+    and has residuals. Buffers stay what they are until DDP fills other buckets with their parameters; then what is
+    outstanding is added to the gradients, which for once travel uncompressed, and new buffers begin.
     """
 
     def __init__(
@@ -111,15 +112,15 @@ class CompressionHook:
         if bucket.is_last():
             self._step += 1
             self._settled = True
-        # Of a codec of matrices, later sums depend on the first. All ranks have the same order if one thread makes all calls.
+        # Of a codec of matrices, later sums depend on the first. All ranks have the same order if one thread calls.
         in_turn = any(isinstance(encoding.codec, MatrixCodec) for encoding in self._policy.encodings)
         if not in_turn:
             exchange.begin()
         return self._in_background(exchange, combination.communicator.rank, begins=in_turn)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the residuals and the step, to be saved by every rank for itself: only numbers, strings, lists, dicts and
-        tensors, in the form of those that DistributedOptimizer saves. Tensors are the hook's own."""
+        """Return the residuals and the step, to be saved by every rank for itself: only numbers, strings, lists, dicts
+        and tensors, in the form of those that DistributedOptimizer saves. Tensors are the hook's own."""
         return {
             **self._identity(),
             "op": Average,
@@ -131,8 +132,8 @@ class CompressionHook:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what this rank saved, in a world of the same size, with the same model, DDP's arguments, compression and
-        policy; to the bit, if that was after three steps or more.
+        """Go on from what this rank saved, in a world of the same size, with the same model, DDP's arguments,
+        compression and policy; to the bit, if that was after three steps or more.
 
         Raises ValueError for anything else; for another model not before backward().
         """
@@ -181,8 +182,7 @@ class CompressionHook:
         return self._combination
 
     def _number(self, parameter: Tensor) -> int:
-        """Return a parameter's number, in the order in which DDP first came with them: equal models and arguments, equal
-        numbers."""
+        """Return a parameter's number, in the order in which DDP first came with them, the same on all ranks."""
         if parameter in self._numbers:
             return self._numbers[parameter]
         number, shape = len(self._numbers), list(parameter.shape)
@@ -278,7 +278,7 @@ class CompressionHook:
         return done.then(lambda done: done.value())  # raises inside, which is what DDP takes for an error
 
     def _wait_when_backward_ends(self, work: Work) -> None:
-        """DDP makes a RuntimeError of every error. Waiting before it does lets backward() raise those of the exchange."""
+        """Wait before DDP does, which makes a RuntimeError of every error, so that backward() raises the exchange's."""
         task = graph_task()
         if task == OUTSIDE_BACKWARD:  # DDP's join(), after this rank's last backward()
             return
@@ -296,8 +296,8 @@ class CompressionHook:
 
 @dataclass
 class _Exchange:
-    """Averages one bucket: what is in coded buffers by these, the other gradients as they are; without any, the bucket as a
-    whole, as `cast` where that is given."""
+    """Averages one bucket: what is in coded buffers by these, the other gradients as they are; without any, the bucket
+    as a whole, as `cast` where that is given."""
 
     combination: Combination
     buffer: Tensor

@@ -13,7 +13,7 @@ MASTER_PORT = "MASTER_PORT"
 
 @dataclass(frozen=True)
 class Launch:
-    """One process among `size`. local_rank and local_size are None where the launcher does not tell them."""
+    """Places one process among `size`. local_rank and local_size are None where the launcher does not tell them."""
 
     launcher: str
     rank: int
@@ -24,7 +24,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class _Family:
-    """Names of the variables that one launcher sets."""
+    """Holds the names of the variables that one launcher sets."""
 
     launcher: str
     rank: str
@@ -57,7 +57,8 @@ _FAMILIES = (
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
-    """The launch that the environment describes: torchrun's variables, else Open MPI's, MPICH's (PMI) or Slurm's, else ALONE.
+    """Return the launch that the environment describes: torchrun's variables, else Open MPI's, MPICH's (PMI) or
+    Slurm's, else ALONE.
 
     Raises ValueError where the variables are incomplete or contradict each other.
     """
@@ -76,12 +77,12 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
 
 def meeting_point(environment: Mapping[str, str], launch: Launch) -> tuple[str, int]:
-    """Address and port at which rank 0 listens for the others: MASTER_ADDR and MASTER_PORT.
+    """Return address and port at which rank 0 listens for the others: MASTER_ADDR and MASTER_PORT.
 
-    When all run on one host, a missing address is the loopback. Under Slurm it is the first host of SLURM_STEP_NODELIST or
-    SLURM_JOB_NODELIST. A missing port follows from what tells jobs apart, SLURM_JOB_ID or Open MPI's PMIX_NAMESPACE, so that
-    a plain `srun python train.py` works, and on one host a plain `mpirun python train.py`.
-    Raises ValueError, saying what to set, where that leaves one unknown.
+    When all run on one host, a missing address is the loopback. Under Slurm it is the first host of SLURM_STEP_NODELIST
+    or SLURM_JOB_NODELIST. A missing port follows from what tells jobs apart, SLURM_JOB_ID or Open MPI's PMIX_NAMESPACE,
+    so that a plain `srun python train.py` works, and on one host a plain `mpirun python train.py`. Raises ValueError,
+    saying what to set, where that leaves one unknown.
     """
     address = environment.get(MASTER_ADDR)
     if address is None and launch.local_size == launch.size:
@@ -112,13 +113,13 @@ def _whole_number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _first_host(node_list: str) -> str | None:
-    """First host of a Slurm node list: 'node[01-04,07]-ib,gpu1' -> 'node01-ib'."""
+    """Return the first host of a Slurm node list: 'node[01-04,07]-ib,gpu1' -> 'node01-ib'."""
     match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\])?([^\[,]*)", node_list)
     return "".join(part or "" for part in match.groups()) if match else None
 
 
 def _slurm_port(environment: Mapping[str, str]) -> int | None:
-    """A port that the tasks of one job step agree on; steps of one job, and jobs started together, have different ones."""
+    """Return a port that the tasks of one job step agree on, and other steps and jobs do not have."""
     if "SLURM_JOB_ID" not in environment:
         return None
     step = int(environment["SLURM_STEP_ID"]) if environment.get("SLURM_STEP_ID", "").isdecimal() else 0
@@ -126,6 +127,6 @@ def _slurm_port(environment: Mapping[str, str]) -> int | None:
 
 
 def _open_mpi_port(environment: Mapping[str, str]) -> int | None:
-    """A port that the ranks of one mpirun agree on: its name for the job holds its host and process id."""
+    """Return a port that the ranks of one mpirun agree on: its name for the job holds its host and process id."""
     job = environment.get("PMIX_NAMESPACE")
     return None if job is None else _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS

@@ -1,4 +1,4 @@
-"""How the ranks of a world find each other: in the store that rank 0, or torchrun's agent, keeps at the meeting point."""
+"""How the ranks of a world find each other: in the store that rank 0 or torchrun keeps at the meeting point."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _Result = TypeVar("_Result")
 def meet(launch: Launch, timeout_s: float) -> Store:
     """Return the store through which the ranks of one world find each other, with nothing in it from an earlier world.
 
-    A store may outlive a world: torchrun's agent keeps one for all, and rank 0 keeps its own for as long as anything in its
-    process holds what this has returned. So the store counts how often each rank has come, and the ranks that come for the
-    nth time have the nth prefix to themselves, whoever of them is still leaving the world before.
+    A store may outlive a world: torchrun's agent keeps one for all, and rank 0 keeps its own for as long as anything in
+    its process holds what this has returned. So the store counts how often each rank has come, and the ranks that come
+    for the nth time have the nth prefix to themselves, whoever of them is still leaving the world before.
 
-    Raises ValueError where the environment does not say how to find rank 0; CollectiveError, which says what was found at
-    the meeting point, after timeout_s seconds and at most four. A failure is final: ranks that come again would count more
-    often than those that come for the first time, so the job must be started again.
+    Raises ValueError where the environment does not say how to find rank 0; CollectiveError, which says what was found
+    at the meeting point, after timeout_s seconds and at most four. A failure is final: ranks that come again would
+    count more often than those that come for the first time, so the job must be started again.
     """
     address, port = meeting_point(os.environ, launch)
     host = f"[{address}]" if ":" in address else address
@@ -75,8 +75,8 @@ def _knock(address: str, port: int, deadline: float) -> None:
 def _bounded(call: Callable[[], _Result], deadline: float, address: str, port: int) -> _Result:
     """Return call(), which connects to an address. At the deadline its connection is shut, and ConnectionError raised.
 
-    torch's store waits without a deadline for the first answer of whatever has accepted its connection. A thread that is left
-    waiting in there would abort the process, were it to wake while the interpreter ends.
+    torch's store waits without a deadline for the first answer of whatever has accepted its connection. A thread that
+    is left waiting in there would abort the process, were it to wake while the interpreter ends.
     """
     future: Future[_Result] = Future()
 

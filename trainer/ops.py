@@ -17,7 +17,7 @@ OPS: Final = (Average, Sum, Min, Max, Product)
 
 
 def resolve_op(op: str | None, average: bool | None) -> str:
-    """The reduction that Horovod's pair of arguments means: Average where neither is given.
+    """Return the reduction that Horovod's pair of arguments means: Average where neither is given.
 
     Raises ValueError for an unknown op, and where both are given.
     """

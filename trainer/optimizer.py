@@ -27,41 +27,45 @@ from trainer.world import ProcessSet, current_world, here
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps an optimizer so that every rank steps with the gradients of all ranks.
 
-    When backward() returns, the gradients of this optimizer's parameters are averaged (or summed) over the ranks: clipping,
-    GradScaler, LR schedulers, step(closure) and hooks work as with one process, and replicas that start equal
-    (broadcast_parameters) stay equal bit for bit. All of it stays in the wrapped optimizer, found as `.optimizer`, and is
-    shared: param_groups, state, defaults, hooks, and the format of state_dict().
+    When backward() returns, the gradients of this optimizer's parameters are averaged (or summed) over the ranks:
+    clipping, GradScaler, LR schedulers, step(closure) and hooks work as with one process, and replicas that start equal
+    (broadcast_parameters) stay equal bit for bit. All of it stays in the wrapped optimizer, found as `.optimizer`, and
+    is shared: param_groups, state, defaults, hooks, and the format of state_dict().
 
     - `parameter.grad` is a view of a bucket; clone it to keep it beyond the next backward().
-    - A parameter that got no gradient on some ranks counts as zero there; one that got none on any rank keeps grad None.
-    - With backward_passes_per_step = n, the gradients of n calls of backward() are summed, and then averaged over ranks, in
-      the n-th call. A step() or synchronize() that comes earlier exchanges what there is. When the n-th call has not been
-      made, call synchronize() before anything else reads gradients (GradScaler.unscale_, clipping).
-    - More calls of backward() after that, without zero_grad() between, accumulate onto the average; with op=Sum they raise.
+    - A parameter that got no gradient on some ranks counts as zero there; one that got none on any rank keeps grad
+      None.
+    - With backward_passes_per_step = n, the gradients of n calls of backward() are summed, and then averaged over
+      ranks, in the n-th call. A step() or synchronize() that comes earlier exchanges what there is. When the n-th call
+      has not been made, call synchronize() before anything else reads gradients (GradScaler.unscale_, clipping).
+    - More calls of backward() after that, without zero_grad() between, accumulate onto the average; with op=Sum they
+      raise.
     - Ranks may reach different parameters in backward(), or none, but must call backward(), step(), synchronize() and
       zero_grad() in the same order; what is frozen, thawed or added must be so on all of them.
-    - step(closure) gives the optimizer the loss averaged (or summed) over the ranks, so that all take the same decisions.
-    - Of parameters that are DTensors, as after fully_shard(model, mesh=mesh["shard"]), the shards of this rank are exchanged,
-      with process_set=mesh.get_group("replicate"): the ranks that hold the same shards.
-    - Activation checkpoints with use_reentrant=True are exchanged correctly but once per segment; prefer use_reentrant=False,
-      and do so with op=Sum or backward_passes_per_step > 1.
+    - step(closure) gives the optimizer the loss averaged (or summed) over the ranks, so that all take the same
+      decisions.
+    - Of parameters that are DTensors, as after fully_shard(model, mesh=mesh["shard"]), the shards of this rank are
+      exchanged, with process_set=mesh.get_group("replicate"): the ranks that hold the same shards.
+    - Activation checkpoints with use_reentrant=True are exchanged correctly but once per segment; prefer
+      use_reentrant=False, and do so with op=Sum or backward_passes_per_step > 1.
 
     optimizer: any torch optimizer; its dense parameters of dtype float16, bfloat16, float32 or float64 are exchanged.
-    named_parameters: pairs (name, parameter) that cover the optimizer's, for policy and error messages; the same on all ranks.
-    compression: what gradients travel as: one of Compression or its name ("int8"), a codec of collectives.compression, or
-    ErrorFeedback(codec). onebit, topk, threshold, randomk and dgc have error feedback without being asked, since they do not
-    converge without; the others have it as ErrorFeedback(...) only. Codecs are for matrices (two dimensions or more) of 4096
-    elements or more; other parameters travel as they are. Casts are for all.
-    policy: what goes instead for parameters by name, whatever their size: {"*.bias": "none", "embed*": "topk"}; patterns as of
-    file names, of which the first that matches counts. Needs named_parameters.
-    op: Average or Sum. gradient_predivide_factor: f, to sum gradients / f and multiply by f / size after (Average only).
+    named_parameters: pairs (name, parameter) that cover the optimizer's, for policy and error messages, as on all ranks.
+    compression: what gradients travel as: one of Compression or its name ("int8"), a codec of collectives.compression,
+    or ErrorFeedback(codec). onebit, topk, threshold, randomk and dgc have error feedback without being asked, since they
+    do not converge without; the others have it as ErrorFeedback(...) only. Codecs are for matrices (two dimensions or
+    more) of 4096 elements or more; other parameters travel as they are. Casts are for all.
+    policy: what goes instead for parameters by name, whatever their size: {"*.bias": "none", "embed*": "topk"}; patterns
+    as of file names, of which the first that matches counts. Needs named_parameters.
+    op: Average or Sum. gradient_predivide_factor: f, to sum gradients / f and multiply by f / size after (for Average).
     process_set: None for all ranks, a torch.distributed group, or a Communicator that nothing else uses.
     bucket_bytes: size up to which gradients are fused.
-    rule: makes the rule that decides what is exchanged and when, of a Setup: a class derived from Rule, or a function. All
-    that is said here of gradients is the work of the default one.
+    rule: makes the rule that decides what is exchanged and when, of a Setup: a class derived from Rule, or a function.
+    What is said here of gradients is done by the default one.
 
-    Collective over the process set. Raises ValueError or TypeError for arguments that cannot be meant, RuntimeError before
-    init(), and, on all ranks, ValueError where these do not have the same parameters, or hold different shards of them.
+    Collective over the process set. Raises ValueError or TypeError for arguments that cannot be meant, RuntimeError
+    before init(), and, on all ranks, ValueError where these do not have the same parameters, or hold different shards
+    of them.
     """
 
     def __init__(
@@ -134,7 +138,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def communication_wait_s(self) -> float:
-        """Seconds for which backward(), step() and synchronize() have waited for gradients of other ranks so far."""
+        """Return the seconds for which backward(), step() and synchronize() have waited for other ranks so far."""
         return self._rule.wait_s
 
     @property
@@ -148,9 +152,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the wrapped optimizer, after an exchange where gradients were accumulated since the last one, or none took place.
+        """Step the wrapped optimizer, after an exchange where gradients were accumulated since the last one, or none
+        took place.
 
-        closure: clears gradients, calls backward() and returns the loss; what step() returns is the loss over all ranks.
+        closure: clears gradients, calls backward() and returns the loss; what step() returns is the loss over all
+        ranks.
         """
         if closure is None:
             self._rule.synchronize()
@@ -162,23 +168,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as torch does. What was accumulated towards backward_passes_per_step no longer counts."""
+        """Reset the gradients, as torch does, and what was accumulated towards backward_passes_per_step."""
         self.optimizer.zero_grad(set_to_none)
         self._rule.reset()
 
     @uncompiled
     def synchronize(self) -> None:
-        """Exchange gradients that were accumulated since the last exchange. Without any, and with Horovod's code, a no-op."""
+        """Exchange gradients that were accumulated since the last exchange, if any were."""
         self._rule.synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Horovod's, around a step() after synchronize(). Nothing is needed there, and nothing is done."""
+        """Do nothing: Horovod has it around a step() after synchronize(), where nothing is needed here."""
         yield
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward() only accumulates on this rank, and does not count towards backward_passes_per_step."""
+        """Have backward(), inside, only accumulate on this rank, and not count towards backward_passes_per_step."""
         before, self._passes.paused = self._passes.paused, True
         try:
             yield
@@ -197,31 +203,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._rule.add(names, parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, unchanged: checkpoints do not depend on the wrapper.
+        """Return the wrapped optimizer's, unchanged: checkpoints do not depend on the wrapper.
 
-        With codecs there is one more key, "gradwire", that other optimizers ignore: what this rank needs to go on exactly as if
-        it had not stopped (residuals of error feedback, state of codecs, layout). It is another on every rank: save all.
+        With codecs there is one more key, "gradwire", that other optimizers ignore: what this rank needs to go on
+        exactly as if it had not stopped (residuals of error feedback, state of codecs, layout). It is another on every
+        rank: save all.
 
-        Raises RuntimeError, with codecs, while gradients are exchanged, as they are after a backward() that failed midway.
+        Raises RuntimeError, with codecs, while gradients are exchanged, as they are after a backward() that failed
+        midway.
         """
         return self._rule.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]] = ()) -> None:
         """Load into the wrapped optimizer, on this rank only; with codecs, collective, as all ranks must go on alike.
 
-        On as many ranks as saved, each given its own state_dict, training continues bit for bit. On another number of ranks, or
-        with other codecs, what error feedback still owes is handed over: every rank gets the mean (op=Sum: an equal part of the
-        sum) over the ranks whose state_dict was given to anyone. also: those of ranks that no longer exist, so that nothing is
-        lost; a rank that did not exist is given any other's. A warning on rank 0 says what became of what.
-        Without "gradwire", on all ranks, error feedback begins anew.
+        On as many ranks as saved, each given its own state_dict, training continues bit for bit. On another number of
+        ranks, or with other codecs, what error feedback still owes is handed over: every rank gets the mean (op=Sum: an
+        equal part of the sum) over the ranks whose state_dict was given to anyone. also: those of ranks that no longer
+        exist, so that nothing is lost; a rank that did not exist is given any other's. A warning on rank 0 says what
+        became of what. Without "gradwire", on all ranks, error feedback begins anew.
 
         With codecs, raises ValueError on all ranks, with nothing loaded, where only some have "gradwire", or not of one
-        checkpoint or of these parameters, where one is damaged, and where the wrapped optimizer of any rank cannot load its own.
+        checkpoint or of these parameters, where one is damaged, and where the wrapped optimizer of any rank cannot load
+        its own.
         """
         self._rule.load_state_dict(state_dict, also)
 
     def close(self) -> None:
-        """Remove the hooks, and close the Communicator unless it was given as process_set. The wrapped optimizer lives on."""
+        """Remove the hooks, and close the Communicator unless it was given. The wrapped optimizer lives on."""
         self._rule.close()
         if self._owns_communicator:
             self._communicator.close()
@@ -234,5 +243,5 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def _tensors(param_groups: list[dict[str, Any]]) -> list[Tensor]:
-    """All parameters, each once, in order."""
+    """Return all parameters, each once, in order."""
     return list(dict.fromkeys(parameter for group in param_groups for parameter in group["params"]))

@@ -36,5 +36,5 @@ def share_hooks(wrapper: torch.optim.Optimizer, optimizer: torch.optim.Optimizer
 
 
 def map_only(kind: type[Any], function: Callable[[Any], object], tree: object) -> Any:
-    """Return a structure of lists, tuples (named ones too) and dicts with function(leaf) in place of each leaf of a kind."""
+    """Return a structure of lists, (named) tuples and dicts with function(leaf) for each leaf of a kind."""
     return _pytree.tree_map_only(kind, function, tree)

@@ -15,7 +15,8 @@ R = TypeVar("R")
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function run as it is written, with all that it calls, where compiled code or its backward() comes to it.
 
-    Importing the compiler takes a second, so it is asked for at the first call: by then an optimizer has imported it anyway.
+    Importing the compiler takes a second, so it is asked for at the first call: by then an optimizer has imported it
+    anyway.
     """
     disabled: Callable[P, R] | None = None
 

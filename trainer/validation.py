@@ -15,7 +15,7 @@ from trainer.world import here
 
 
 def check_tensor(value: object) -> Tensor:
-    """The value, which must be a tensor that can be moved. Raises TypeError."""
+    """Return the value, which must be a tensor that can be moved. Raises TypeError."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{here()}a torch.Tensor is needed, not {type(value).__name__}")
     if said := refusal(value):
@@ -47,7 +47,7 @@ def check_passes(passes: object) -> None:
 def check_named_parameters(
     named_parameters: Iterable[tuple[str, Tensor]], parameters: Iterable[Tensor]
 ) -> dict[Tensor, str]:
-    """The name of every parameter. Raises ValueError unless names are unique and cover all parameters."""
+    """Return the name of every parameter. Raises ValueError unless names are unique and cover all parameters."""
     pairs = list(named_parameters)
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:

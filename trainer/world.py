@@ -24,10 +24,10 @@ ProcessSet: TypeAlias = "dist.ProcessGroup | Communicator | None"
 
 
 class World:
-    """All ranks, with the Communicators that the verbs and the optimizers use.
+    """Holds all ranks, with the Communicators that the verbs and the optimizers use.
 
-    A world that finds torch.distributed initialized uses it and leaves it alone when closed; otherwise `store` is where its
-    ranks have met. timeout_s: for joining, and for each operation of these Communicators.
+    A world that finds torch.distributed initialized uses it and leaves it alone when closed; otherwise `store` is where
+    its ranks have met. timeout_s: for joining, and for each operation of these Communicators.
     """
 
     def __init__(self, launch: Launch, timeout_s: float) -> None:
@@ -47,13 +47,13 @@ class World:
         self.cross_rank, self.cross_size = cross_position(self.rank, local_ranks)
 
     def communicator(self, group: dist.ProcessGroup | None = None) -> Communicator:
-        """The Communicator that the verbs share for a group; made when first asked for, by all its ranks at once."""
+        """Return the Communicator that the verbs share for a group, made when all its ranks first ask for it."""
         if group not in self._communicators:
             self._communicators[group] = self.open_communicator(group)
         return self._communicators[group]
 
     def open_communicator(self, group: dist.ProcessGroup | None) -> Communicator:
-        """A new Communicator, for one user alone, closed with the world at the latest. Collective over the group."""
+        """Return a new Communicator for one user, closed with the world at the latest. Collective over the group."""
         communicator = Communicator(group, timeout_s=self._timeout_s)
         self._opened = [opened for opened in self._opened if opened() is not None] + [weakref.ref(communicator)]
         return communicator
@@ -66,7 +66,8 @@ class World:
 
 
 def cross_position(rank: int, local_ranks: list[int]) -> tuple[int, int]:
-    """Horovod's cross_rank and cross_size of a rank: its place among the ranks that have its local rank, and their number.
+    """Return Horovod's cross_rank and cross_size of a rank: its place among the ranks that have its local rank, and
+    their number.
 
     local_ranks[r] is the local rank of rank r.
     """
@@ -91,10 +92,10 @@ def start_torch_distributed(launch: Launch, timeout_s: float, backend: str | Non
 
 
 class _Holder:
-    """Horovod's functions take no handle of the world, so one place has to know it.
+    """Knows the world, since Horovod's functions take no handle of it.
 
-    store: of the last world that init() made. Rank 0 keeps its server for as long as this process holds it: others may still
-    be leaving that world, or have come for the next one already.
+    store: of the last world that init() made. Rank 0 keeps its server for as long as this process holds it: others may
+    still be leaving that world, or have come for the next one already.
     """
 
     world: World | None = None
@@ -108,12 +109,13 @@ def init(timeout_s: float = 300.0) -> None:
     """Join the world that the launcher's environment describes (trainer.launch); without a launcher, a world of one.
 
     Where torch.distributed is already initialized, its default group is the world, with whatever backend it has.
-    Otherwise it is initialized here: gloo, with NCCL for CUDA tensors where torch has both. Collective; again does nothing.
+    Otherwise it is initialized here: gloo, with NCCL for CUDA tensors where torch has both. Collective; again does
+    nothing.
 
-    timeout_s: what the ranks have to find each other, and what each operation of the verbs and optimizers may take before it
-    raises. A torch.distributed that was there before, and a Communicator given as process_set, keep their own.
-    Raises ValueError where the environment does not say how to find rank 0, CollectiveError where the ranks do not find each
-    other in time.
+    timeout_s: what the ranks have to find each other, and what each operation of the verbs and optimizers may take
+    before it raises. A torch.distributed that was there before, and a Communicator given as process_set, keep their
+    own. Raises ValueError where the environment does not say how to find rank 0, CollectiveError where the ranks do not
+    find each other in time.
     """
     if not (math.isfinite(timeout_s) and timeout_s > 0):
         raise ValueError(f"timeout_s must be a finite number of seconds > 0, not {timeout_s!r}")
@@ -124,7 +126,7 @@ def init(timeout_s: float = 300.0) -> None:
 
 
 def shutdown() -> None:
-    """Leave the world: close every Communicator opened here, and torch.distributed if init() initialized it. Never hangs."""
+    """Leave the world: close every Communicator opened here, and torch.distributed if init() made it. Never hangs."""
     world, _holder.world = _holder.world, None
     atexit.unregister(shutdown)
     if world is not None:
@@ -132,52 +134,52 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """True between init() and shutdown()."""
+    """Return whether this is between init() and shutdown()."""
     return _holder.world is not None
 
 
 def current_world() -> World:
-    """The world that init() joined. Raises RuntimeError before that."""
+    """Return the world that init() joined. Raises RuntimeError before that."""
     if _holder.world is None:
         raise RuntimeError("call trainer.init() first")
     return _holder.world
 
 
 def here() -> str:
-    """How messages about a caller's mistake begin: this rank, where there is a world to have one in."""
+    """Return how messages about a caller's mistake begin: this rank, where there is a world to have one in."""
     return "" if _holder.world is None else f"rank {_holder.world.rank}: "
 
 
 def communicator_of(process_set: ProcessSet) -> Communicator:
-    """The Communicator of a process set."""
+    """Return the Communicator of a process set."""
     return process_set if isinstance(process_set, Communicator) else current_world().communicator(process_set)
 
 
 def rank() -> int:
-    """This process among all, 0 <= rank() < size()."""
+    """Return this process's place among all, 0 <= rank() < size()."""
     return current_world().rank
 
 
 def size() -> int:
-    """Number of processes."""
+    """Return the number of processes."""
     return current_world().size
 
 
 def local_rank() -> int:
-    """This process among those of its host: the launcher's word where it gives one."""
+    """Return this process's place among those of its host: the launcher's word where it gives one."""
     return current_world().local_rank
 
 
 def local_size() -> int:
-    """Number of processes on this host."""
+    """Return the number of processes on this host."""
     return current_world().local_size
 
 
 def cross_rank() -> int:
-    """This host among those that have a process of this local_rank()."""
+    """Return this host's place among those that have a process of this local_rank()."""
     return current_world().cross_rank
 
 
 def cross_size() -> int:
-    """Number of hosts that have a process of this local_rank()."""
+    """Return the number of hosts that have a process of this local_rank()."""
     return current_world().cross_size

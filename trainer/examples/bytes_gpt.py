@@ -41,14 +41,14 @@ class Config(LoopConfig):
 
 
 def source_files(folder: Path) -> Iterator[Path]:
-    """The files of a folder worth reading, in the same order everywhere."""
+    """Return the files of a folder worth reading, in the same order everywhere."""
     for path, folders, files in os.walk(folder):
         folders[:] = sorted(set(folders) - SKIPPED)
         yield from (Path(path, name) for name in sorted(files) if name.endswith((".py", ".txt", ".md")))
 
 
 def read_text(path: Path | None) -> Tensor:
-    """The first TEXT_BYTES of a file or folder (None: the standard library) as uint8."""
+    """Return the first TEXT_BYTES of a file or folder (None: the standard library) as uint8."""
     path = path or Path(sysconfig.get_path("stdlib"))
     text = bytearray()
     for file in source_files(path) if path.is_dir() else [path]:
@@ -59,7 +59,7 @@ def read_text(path: Path | None) -> Tensor:
 
 
 class Block(nn.Module):
-    """Pre-norm attention, then a pre-norm perceptron."""
+    """Applies pre-norm attention, then a pre-norm perceptron."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Checkpoints of a run on all ranks: what is equal on all of them in one file, what each rank alone has in one for each."""
+"""Checkpoints of a run: what is equal on all ranks in one file, what each rank alone has in one for each."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ COMMON = "checkpoint.pt"
 
 
 class Checkpoint:
-    """The files of one folder. A crash at any time leaves the last checkpoint whole: the common file names the others of it."""
+    """Keeps the files of one folder. A crash leaves the last checkpoint whole, for the common file names its others."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.path = folder / COMMON
         self._device = device
 
     def save(self, common: dict[str, Any], mine: dict[str, Any] | None, step: int) -> None:
-        """common: rank 0's is written. mine: this rank's; on all ranks or on none. Collective."""
+        """Save a checkpoint. common: rank 0's is written. mine: this rank's; on all ranks or on none. Collective."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if mine is not None:
             _write(mine, self._part(hvd.rank(), step))
@@ -34,15 +34,15 @@ class Checkpoint:
         hvd.barrier()
 
     def load(self) -> dict[str, Any] | None:
-        """What was common, if there is any."""
+        """Return what was common, if there is any."""
         if not self.path.exists():
             return None
         loaded: dict[str, Any] = torch.load(self.path, map_location=self._device, weights_only=True)
         return loaded
 
     def load_parts(self, number: int, step: int) -> list[dict[str, Any]]:
-        """Of `number` ranks' own parts this rank's, then those of ranks that there are no more, divided among all. A rank that
-        there was not is given another's."""
+        """Return, of `number` ranks' own parts, this rank's, then those of ranks that there are no more, divided among
+        all. A rank that there was not is given another's."""
         rank, size = hvd.rank(), hvd.size()
         files = [self._part(index, step) for index in (rank % number, *range(size + rank, number, size))]
         return [torch.load(file, map_location=self._device, weights_only=True) for file in files]
@@ -52,7 +52,7 @@ class Checkpoint:
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
-    """In whole or not at all."""
+    """Write a file in whole or not at all."""
     temporary = path.with_suffix(".partial")
     with temporary.open("wb") as file:
         torch.save(state, file)

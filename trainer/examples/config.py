@@ -18,7 +18,7 @@ C = TypeVar("C", bound="LoopConfig")
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """What the training loop needs to know; an example's own configuration adds its model."""
+    """Holds what the training loop needs to know; an example's own configuration adds its model."""
 
     steps: Annotated[int | None, "train for this many steps in all"] = None
     seconds: Annotated[float | None, "train for about this long in all"] = None
@@ -49,7 +49,7 @@ class LoopConfig:
             raise ValueError(f"warm_up must not be negative, but is {self.warm_up}")
 
     def until(self: C, steps: int | None = None, seconds: float | None = None) -> C:
-        """This configuration; where it says neither steps nor seconds, with these."""
+        """Return this configuration; where it says neither steps nor seconds, with these."""
         if self.steps is None and self.seconds is None:
             return dataclasses.replace(self, steps=steps, seconds=seconds)
         return self
@@ -60,8 +60,8 @@ def parse(
 ) -> C:
     """Read the command line. What is not given there comes from the chosen preset, else from `default`.
 
-    Every field is an option, but the one named `positional`, which is an argument that may be left out. A batch that is not
-    given is rounded up to a multiple of the ranks launched, which rank 0 says.
+    Every field is an option, but the one named `positional`, which is an argument that may be left out. A batch that is
+    not given is rounded up to a multiple of the ranks launched, which rank 0 says.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, hint in get_type_hints(type(default), include_extras=True).items():
@@ -83,7 +83,7 @@ def parse(
 
 
 def shareable(batch: int) -> int:
-    """The batch, rounded up to a multiple of the ranks launched."""
+    """Return the batch, rounded up to a multiple of the ranks launched."""
     launch = read_launch(os.environ)
     rounded = -(-batch // launch.size) * launch.size
     if rounded != batch and launch.rank == 0:
@@ -92,7 +92,7 @@ def shareable(batch: int) -> int:
 
 
 def argument(hint: Any) -> dict[str, Any]:
-    """What argparse should know of a field annotated Annotated[type, help]."""
+    """Return what argparse should know of a field annotated Annotated[type, help]."""
     kind, text = get_args(hint)
     if NoneType in get_args(kind):
         kind = next(option for option in get_args(kind) if option is not NoneType)

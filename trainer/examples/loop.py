@@ -41,7 +41,7 @@ FINAL_LR = 0.1
 
 @dataclass(frozen=True)
 class Task:
-    """What to train, and on what: a classifier of items (images, or the next byte at every position of a text)."""
+    """Says what to train, and on what: a classifier of items (images, or the next byte at every position of a text)."""
 
     title: str
     item: str
@@ -57,7 +57,7 @@ class Task:
 
 @dataclass
 class Trainee:
-    """One model in training: ours, or the one under DDP."""
+    """Holds one model in training: ours, or the one under DDP."""
 
     module: nn.Module
     forward: nn.Module
@@ -84,7 +84,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def adamw(module: nn.Module) -> torch.optim.AdamW:
-    """AdamW that decays matrices only."""
+    """Return an AdamW that decays matrices only."""
     matrices = [p for p in module.parameters() if p.dim() >= 2]
     vectors = [p for p in module.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -92,7 +92,7 @@ def adamw(module: nn.Module) -> torch.optim.AdamW:
 
 
 def our_trainee(module: nn.Module, compression: str) -> Trainee:
-    """A model whose gradients gradwire averages."""
+    """Return a model whose gradients gradwire averages."""
     optimizer = hvd.DistributedOptimizer(
         adamw(module),
         named_parameters=module.named_parameters(),
@@ -102,17 +102,17 @@ def our_trainee(module: nn.Module, compression: str) -> Trainee:
 
 
 def wrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer whose state is the same on all ranks."""
+    """Return the optimizer whose state is the same on all ranks."""
     return optimizer.optimizer if isinstance(optimizer, hvd.DistributedOptimizer) else optimizer
 
 
 def ddp_trainee(module: nn.Module) -> Trainee:
-    """A model whose gradients torch's DDP averages, uncompressed."""
+    """Return a model whose gradients torch's DDP averages, uncompressed."""
     return Trainee(module, DistributedDataParallel(module), adamw(module), lambda: 0.0, Record())
 
 
 def choose_device(name: str) -> torch.device:
-    """This rank's device; "auto" takes a GPU where there is one. Ranks share GPUs where there are too few."""
+    """Return this rank's device; "auto" takes a GPU where there is one. Ranks share GPUs where there are too few."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
@@ -143,7 +143,7 @@ def interruption() -> Iterator[Callable[[], bool]]:
 
 
 class Run:
-    """One training run, of our model or of ours and DDP's in turns. `hvd` must be initialized."""
+    """Runs one training, of our model or of ours and DDP's in turns. `hvd` must be initialized."""
 
     def __init__(self, task: Task, config: LoopConfig) -> None:
         if config.steps is None and config.seconds is None:
@@ -165,7 +165,7 @@ class Run:
         """Like every other figure kept here, averaged over the ranks, so that all take the same decisions."""
 
     def __call__(self) -> int:
-        """Train to the end; return the exit status: 1 if replicas differ, else 130 if SIGINT ended the run early, else 0."""
+        """Train to the end; return the exit status: 1 if replicas differ, 130 if SIGINT ended the run early, or 0."""
         self._restore()
         self._introduce()
         started = time.monotonic() - self.elapsed_s
@@ -191,13 +191,13 @@ class Run:
         return self.task.build().to(self.device)
 
     def _fraction(self, step: int) -> float:
-        """How far the run is, 1 being its end."""
+        """Return how far the run is, 1 being its end."""
         by_steps = step / self.config.steps if self.config.steps else 0.0
         by_time = self.elapsed_s / self.config.seconds if self.config.seconds else 0.0
         return min(1.0, max(by_steps, by_time))
 
     def _lr(self, step: int) -> float:
-        """Linear warm-up, times a cosine over the run."""
+        """Return a linear warm-up times a cosine over the run."""
         through = step / self.config.decay_steps if self.config.decay_steps else self._fraction(step)
         cosine = (1 + math.cos(math.pi * min(1.0, through))) / 2
         warm = min(1.0, (step + 1) / max(1, self.config.warm_up))
@@ -221,7 +221,7 @@ class Run:
         return bool(agreed[1] > 0)
 
     def _block_length(self) -> int:
-        """Steps that take about BLOCK_S, but not past the next validation, checkpoint or end."""
+        """Return how many steps take about BLOCK_S, but not past the next validation, checkpoint or end."""
         recent = [statistics.mean(t.record.step_s[-20:]) for t in self.trainees.values() if t.record.step_s]
         wished = max(1, int(BLOCK_S / max(recent))) if recent else 1
         periods = [self.config.validate_every, self.config.checkpoint_every]
@@ -271,7 +271,7 @@ class Run:
         self.checkpoint.save(common, self.trainees[OURS].optimizer.state_dict().get(KEY), self.steps)
 
     def _restore(self) -> None:
-        """Start all ranks from rank 0's state: that of its checkpoint, or its fresh one; and from what each has kept alone."""
+        """Start all ranks from rank 0's state, of its checkpoint or fresh, and from what each has kept alone."""
         state = self.checkpoint.load() if self.config.resume and hvd.rank() == 0 else None
         history = state and {key: state.get(key) for key in ("elapsed_s", "records", "parts", "step")}
         history = hvd.broadcast_object(history, root_rank=0)
@@ -320,12 +320,12 @@ class Run:
 
 
 def mixed(*numbers: int) -> int:
-    """One seed out of several numbers."""
+    """Return one seed out of several numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def digest(module: nn.Module) -> str:
-    """A hash of every bit of the parameters."""
+    """Return a hash of every bit of the parameters."""
     result = hashlib.sha256()
     for parameter in module.parameters():
         result.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

@@ -27,7 +27,7 @@ LINE_EVERY_S = 5.0
 
 @dataclass
 class Record:
-    """The history of one model in training, averaged over the ranks: entry i of a list belongs to step i."""
+    """Keeps the history of one model in training, averaged over the ranks: entry i of a list belongs to step i."""
 
     losses: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
@@ -83,7 +83,7 @@ def progress(rank: int, item: str, items_per_step: int) -> Iterator[Callable[[fl
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a run of one model, or of two side by side."""
+    """Tells the outcome of a run of one model, or of two side by side."""
 
     title: str
     item: str
@@ -185,7 +185,7 @@ def count(number: int, noun: str) -> str:
 
 
 def centred_means(values: list[float], reach: int) -> list[float]:
-    """The mean of each value and its neighbours: `reach` on either side, near the ends fewer, but as many on both."""
+    """Return the mean of each value and its neighbours: `reach` on either side, near the ends as many as both have."""
     reaches = (min(reach, i, len(values) - 1 - i) for i in range(len(values)))
     return [statistics.fmean(values[i - k : i + k + 1]) for i, k in enumerate(reaches)]
 

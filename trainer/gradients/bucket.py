@@ -16,12 +16,14 @@ from trainer.ops import Sum
 
 
 class Bucket:
-    """The buffer of a plan, with a view of it for the gradient of every parameter in it; of sharded ones, for this rank's shard.
+    """Holds the buffer of a plan, with a view of it for the gradient of every parameter in it; of sharded ones, for
+    this rank's shard.
 
-    names and parameters: all that were planned, of which plan.items picks. kind: what they travel as. number: tells the bucket
-    from others. buffer: what is exchanged; where its values have the gradients' dtype, these lie in it, else in memory beside it.
-    presence: one number for each gradient: whether this rank has it, and after the exchange, whether any rank has; with codes it
-    is for presence_of() to count, else it is in the same message. in_flight: whether it is being exchanged.
+    names and parameters: all that were planned, of which plan.items picks. kind: what they travel as. number: tells the
+    bucket from others. buffer: what is exchanged; where its values have the gradients' dtype, these lie in it, else in
+    memory beside it. presence: one number for each gradient: whether this rank has it, and after the exchange, whether
+    any rank has; with codes it is for presence_of() to count, else it is in the same message. in_flight: whether it is
+    being exchanged.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Bucket:
 
     @property
     def coded(self) -> CodedBuffer | None:
-        """What a codec exchanges of this bucket, and owes."""
+        """Return what a codec exchanges of this bucket, and owes; None without one."""
         return self.buffer if isinstance(self.buffer, CodedBuffer) else None
 
     def collect(self, slot: int) -> bool:
@@ -83,7 +85,7 @@ class Bucket:
         return True
 
     def holds_gradient(self, slot: int) -> bool:
-        """Whether parameter.grad is what lies in this bucket."""
+        """Return whether parameter.grad is what lies in this bucket."""
         return self._parameters[slot].grad is self._gradients[slot]
 
     def scale(self, slot: int, factor: float) -> None:
@@ -117,7 +119,7 @@ class Bucket:
 
 
 def presence_of(buckets: Sequence[Bucket], combination: Combination) -> list[PlainBuffer]:
-    """Return what counts how many ranks have the gradients of coded buckets: exact, in one message for all of them, if any."""
+    """Return what counts, exactly and in one message, how many ranks have the gradients of coded buckets, if any."""
     coded = [bucket for bucket in buckets if bucket.coded is not None]
     if not coded:
         return []

@@ -1,4 +1,4 @@
-"""What a DistributedOptimizer with codecs adds to a checkpoint, and how training goes on from it, on as many ranks or others."""
+"""What a DistributedOptimizer with codecs adds to a checkpoint, and how training goes on from it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 
 class Resumption:
-    """Saves and restores what the gradients of one rank's exchange will become: layout, residuals, states, number of steps; and
-    with it the wrapped optimizer."""
+    """Saves and restores what the gradients of one rank's exchange will become: layout, residuals, states, number of
+    steps; and with it the wrapped optimizer."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, layout: Layout, exchange: GradientExchange, combination: Combination
@@ -36,8 +36,8 @@ class Resumption:
         self._communicator = combination.communicator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's, and with codecs this rank's part: dicts, lists, tensors, numbers and strings. Raises
-        RuntimeError while gradients are exchanged."""
+        """Return the wrapped optimizer's, and with codecs this rank's part: dicts, lists, tensors, numbers and strings.
+        Raises RuntimeError while gradients are exchanged."""
         state = self._optimizer.state_dict()
         if not self._layout.is_encoded:
             return state
@@ -46,7 +46,7 @@ class Resumption:
         return {**state, KEY: {**self._identity(), **part}}
 
     def load(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
-        """Go on from a state_dict() of this rank, and from `also` of ranks that there are no more. With codecs collective."""
+        """Go on from a state_dict() of this rank, and `also` of ranks that are no more. With codecs collective."""
         if self._layout.is_encoded:
             self._load_with_codecs(state_dict, also)
             return
@@ -57,11 +57,12 @@ class Resumption:
     def _load_with_codecs(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
         """Go on exactly, or hand over what was owed.
 
-        With as many ranks as there were, each with its own part, the same codecs and parameters: exactly. Otherwise what was owed
-        is handed over, in the mean (sums: in all) what it was, to all ranks alike. Without a part, on all ranks: nothing is owed.
+        With as many ranks as there were, each with its own part, the same codecs and parameters: exactly. Otherwise
+        what was owed is handed over, in the mean (sums: in all) what it was, to all ranks alike. Without a part, on all
+        ranks: nothing is owed.
 
-        Raises ValueError on all ranks, and loads nothing, where some have a part and some have not, a part is damaged or of
-        other parameters, parts are of different checkpoints, or the wrapped optimizer cannot load its own.
+        Raises ValueError on all ranks, and loads nothing, where some have a part and some have not, a part is damaged
+        or of other parameters, parts are of different checkpoints, or the wrapped optimizer cannot load its own.
         """
         parts: list[dict[str, Any]] = []
         labels_here, buckets, fault = [], None, ""
@@ -98,7 +99,7 @@ class Resumption:
         return [theirs for theirs, _ in gathered]
 
     def _load_optimizer(self, state_dict: dict[str, Any]) -> None:
-        """Load into the wrapped optimizer: on all ranks, or, with a ValueError, on none. (torch's loading replaces these two.)"""
+        """Load into the wrapped optimizer: on all ranks, or, with a ValueError, on none."""
         before, fault = (self._optimizer.state, self._optimizer.param_groups), ""
         try:
             self._optimizer.load_state_dict(state_dict)
@@ -113,7 +114,8 @@ class Resumption:
     def _handover(
         self, parts: Sequence[dict[str, Any]], labels: Sequence[Sequence[dict[str, Any]]]
     ) -> Callable[[], None]:
-        """Sum up what is owed, over the parts that any rank was given, each once; returns what is left to do. Collective.
+        """Sum up what is owed, over the parts that any rank was given, each once; returns what is left to do.
+        Collective.
 
         labels: of the parts that each rank was given.
         """
@@ -131,7 +133,7 @@ class Resumption:
         return take_over
 
     def _identity(self) -> dict[str, Any]:
-        """Of who saves."""
+        """Return who saves, and how gradients are combined."""
         return {
             "version": VERSION,
             "world_size": self._communicator.size,
@@ -141,7 +143,7 @@ class Resumption:
         }
 
     def _continues(self, part: dict[str, Any]) -> bool:
-        """Whether this process may continue exactly as the one that saved the part. (Other versions may lack keys.)"""
+        """Return whether this process may continue as the one that saved the part, which may lack keys."""
         return all(part.get(key) == value for key, value in self._identity().items())
 
     def _check_idle(self) -> None:
@@ -153,7 +155,7 @@ class Resumption:
             )
 
     def _check(self, everyones: Sequence[Sequence[dict[str, Any]]]) -> None:
-        """everyones: labels of the parts that each rank was given."""
+        """Raise ValueError where the parts that ranks were given, labels of which these are, do not belong together."""
         without = [rank for rank, labels in enumerate(everyones) if not labels]
         if len(without) == len(everyones):
             return
@@ -180,7 +182,7 @@ class Resumption:
                     )
 
     def _owed(self, mine: dict[str, Any], parts: Sequence[dict[str, Any]], number: int) -> dict[int, Owed]:
-        """What each parameter is owed. parts: those for which this rank answers. number: of all parts."""
+        """Return what each parameter is owed. parts: those for which this rank answers. number: of all parts."""
         owed: dict[int, Owed] = {
             index: {name: tensor.to(self._layout.parameters[index].device) for name, tensor in waiting.items()}
             for index, waiting in mine["waiting"].items()
@@ -201,7 +203,7 @@ class Resumption:
 
 
 def _parts_of(state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """This rank's part and those of others; none where the state_dict has none. Raises ValueError."""
+    """Return this rank's part and those of others; none where the state_dict has none. Raises ValueError."""
     parts: list[Any] = [state_dict.get(KEY), *(other.get(KEY) for other in also)]
     if parts == [None]:
         return []
@@ -211,12 +213,12 @@ def _parts_of(state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> lis
 
 
 def _of_optimizer(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What the wrapped optimizer has saved."""
+    """Return what the wrapped optimizer has saved."""
     return {key: value for key, value in state_dict.items() if key != KEY}
 
 
 def _add(total: Tensor, entry: dict[str, Any], workers: int) -> None:
-    """Add what one rank's part of a buffer contributes to the result that is owed, of which that of workers is an average."""
+    """Add what one rank's part of a buffer contributes to the result that is owed, its worker's averaged."""
     worker, owner, start = entry["tensors"]["worker"], entry["tensors"]["owner"], entry["shard_start"]
     total.add_(worker.to(total.device), alpha=1 / workers)
     total[start : start + owner.numel()].add_(owner.to(total.device))

@@ -20,8 +20,9 @@ from trainer.gradients.packing import BucketPlan
 from trainer.ops import Sum
 
 Owed: TypeAlias = dict[str, Tensor]
-"""What one parameter takes along when its buffer changes, the same on all ranks. "residual": of its gradients, what no exchange
-has returned yet, as it would be in the result, flat, in the order of memory; what else its codec remembers, by name."""
+"""What one parameter takes along when its buffer changes, the same on all ranks. "residual": of its gradients, what no
+exchange has returned yet, as it would be in the result, flat, in the order of memory; what else its codec remembers, by
+name."""
 
 
 class PlainBuffer:
@@ -35,7 +36,7 @@ class PlainBuffer:
         self._following: Iterator[Work] = iter(())
 
     def start(self, step: int) -> None:
-        """Begin to combine the values. Until complete(), nobody may touch them. step: how many exchanges there have been."""
+        """Begin to combine the values, which nobody may touch until complete(). step: how many exchanges there were."""
         self._following = self._operations(step)
         self._work = next(self._following)
 
@@ -56,10 +57,11 @@ class PlainBuffer:
 
 
 class CodedBuffer(PlainBuffer, ABC):
-    """float32 numbers that travel as codes, after a warm-up in which they travel as they are; and what the codes owe.
+    """Has float32 numbers travel as codes, after a warm-up in which they travel as they are; and keeps what the codes
+    owe.
 
-    plan: which parameters' gradients are in here, and where; a parameter's place in it is its slot. shapes: by slot, how the
-    elements lie in memory. number: tells the buffer from others of the same exchange.
+    plan: which parameters' gradients are in here, and where; a parameter's place in it is its slot. shapes: by slot,
+    how the elements lie in memory. number: tells the buffer from others of the same exchange.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class CodedBuffer(PlainBuffer, ABC):
 
     @abstractmethod
     def outstanding(self) -> Tensor:
-        """Return what this rank would have to add to the values for nothing to be lost, were this the end; in their units."""
+        """Return what this rank would have to add to the values for nothing to be lost, were this the end."""
 
     @abstractmethod
     def _remembered(self) -> list[Owed]:
@@ -115,8 +117,9 @@ class CodedBuffer(PlainBuffer, ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Return what this rank keeps from one exchange to the next, by name. "worker": what its encodings lost, (numel,);
-        "owner": what those of the results lost that it encodes for all, from shard_start on; the rest is the codec's."""
+        """Return what this rank keeps from one exchange to the next, by name. "worker": what its encodings lost,
+        (numel,); "owner": what those of the results lost that it encodes for all, from shard_start on; the rest is the
+        codec's."""
 
     def take(self) -> list[Owed]:
         """Return what is owed to each parameter, by slot; to those without error feedback nothing. Collective."""
@@ -129,8 +132,8 @@ class CodedBuffer(PlainBuffer, ABC):
         return [{"residual": residual[span], **more} if keeps else {} for keeps, span, more in entries]
 
     def give(self, slot: int, owed: Owed) -> bool:
-        """Let a parameter have what take() said of it, in addition; return whether there is a place for it. Not collective, but
-        for all ranks to do."""
+        """Let a parameter have what take() said of it, in addition; return whether there is a place for it. Not
+        collective, but for all ranks to do."""
         if self.keeps(slot):
             self._add(slot, owed)
         return self.keeps(slot)
@@ -177,7 +180,7 @@ class CodedBuffer(PlainBuffer, ABC):
 
 
 class CodecBuffer(CodedBuffer):
-    """Encoded by a codec of buffers."""
+    """Encodes by a codec of buffers."""
 
     def restart(self) -> None:
         assert isinstance(self._encoding.codec, Codec)
@@ -238,7 +241,7 @@ class CodecBuffer(CodedBuffer):
 
 
 class MatrixBuffer(CodedBuffer):
-    """Encoded by a codec of matrices, whose later sums depend on the first. The first starts with the buffer."""
+    """Encodes by a codec of matrices, whose later sums depend on the first. The first starts with the buffer."""
 
     def restart(self) -> None:
         assert isinstance(self._encoding.codec, MatrixCodec)
@@ -298,7 +301,7 @@ def buffer_for(encoding: Encoding) -> type[CodedBuffer]:
 
 
 def _add_overlap(target: Tensor, place: int, owed: Tensor, start: int, share: float) -> None:
-    """Add a share of what is owed, which begins at `start` of a buffer, to a part of the buffer that begins at `place`."""
+    """Add a share of what is owed, from `start` of a buffer on, to a part of it from `place` on."""
     first, last = max(place, start), min(place + target.numel(), start + owed.numel())
     if first < last:
         target[first - place : last - place].add_(owed[first - start : last - start], alpha=share)

@@ -14,7 +14,8 @@ from trainer.ops import Average
 
 @dataclass(frozen=True)
 class Combination:
-    """Among whom, and by which op, "sum" or "average"; numbers are divided by `predivide` before and multiplied by it after."""
+    """Says among whom, and by which op, "sum" or "average", numbers are combined; they are divided by `predivide`
+    before and multiplied by it after."""
 
     communicator: Communicator
     op: str
@@ -22,7 +23,7 @@ class Combination:
 
     @property
     def inputs(self) -> int:
-        """How many ranks' numbers the result is the mean of; 1 where it is their sum."""
+        """Return how many ranks' numbers the result is the mean of; 1 where it is their sum."""
         return self.communicator.size if self.op == Average else 1
 
     def start(

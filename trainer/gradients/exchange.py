@@ -35,14 +35,14 @@ class Passes:
 
 
 class GradientExchange:
-    """Hooks on parameters that fill buckets and have them exchanged, in the same order on all ranks.
+    """Hooks parameters, to fill buckets and have them exchanged, in the same order on all ranks.
 
-    A *pass* is one backward() that reaches at least one of the parameters. A *window* ends in an exchange of every bucket: in
-    the pass that is due by `passes`, or in flush(). Ranks may differ in the parameters they reach, even in whether they reach
-    any, but must go through the same windows.
+    A *pass* is one backward() that reaches at least one of the parameters. A *window* ends in an exchange of every
+    bucket: in the pass that is due by `passes`, or in flush(). Ranks may differ in the parameters they reach, even in
+    whether they reach any, but must go through the same windows.
 
-    The exchange is done when backward() returns: buckets start as soon as they are full, and callbacks at the end of backward
-    start the others and wait.
+    The exchange is done when backward() returns: buckets start as soon as they are full, and callbacks at the end of
+    backward start the others and wait.
     """
 
     def __init__(self, layout: Layout, combination: Combination, passes: Passes) -> None:
@@ -67,7 +67,7 @@ class GradientExchange:
         self._reduced: set[int] = set()
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """More parameters to exchange, in this window already."""
+        """Take in more parameters to exchange, in this window already."""
         self._layout.add(names, parameters)
         self._exchanged = False
         self._watch()
@@ -176,7 +176,7 @@ class GradientExchange:
             self._finish()
 
     def _full_in_order(self) -> int:
-        """How many of the first buckets can be started."""
+        """Return how many of the first buckets can be started."""
         count = self._started
         while count < len(self._missing) and self._missing[count] == 0:
             count += 1
@@ -195,7 +195,7 @@ class GradientExchange:
             self._counting = True
 
     def _divide_old_sums(self, bucket: Bucket) -> None:
-        """Divide gradients of an earlier exchange, to which nothing was added, so that summing again gives the same sums."""
+        """Divide gradients summed before, to which nothing was added, so that summing again gives the same sums."""
         for slot, index in enumerate(bucket.items):
             if index in self._reduced and bucket.holds_gradient(slot):
                 bucket.scale(slot, 1 / self._combination.communicator.size)
@@ -226,7 +226,7 @@ class GradientExchange:
 
 
 class _Hook:
-    """What a parameter keeps of an exchange: nothing that keeps it alive, and nothing that goes with a copy of the parameter."""
+    """Calls an exchange from a parameter, without keeping it alive, and not from a copy of the parameter."""
 
     def __init__(self, exchange: weakref.ref[GradientExchange] | None, index: int) -> None:
         self._exchange = exchange

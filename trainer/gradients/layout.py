@@ -20,11 +20,11 @@ EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float
 
 
 class Layout:
-    """The buckets of the parameters that require gradients. Parameters go by their index.
+    """Keeps the buckets of the parameters that require gradients. Parameters go by their index.
 
-    Begins with the parameters in reverse, as backward tends to reach them, and is rebuilt once in the order in which they
-    were seen to arrive on rank 0; so again when parameters were frozen, thawed or added. What the codes of old buckets owe goes
-    along, and waits where a parameter is frozen.
+    Begins with the parameters in reverse, as backward tends to reach them, and is rebuilt once in the order in which
+    they were seen to arrive on rank 0; so again when parameters were frozen, thawed or added. What the codes of old
+    buckets owe goes along, and waits where a parameter is frozen.
     """
 
     def __init__(self, combination: Combination, policy: Policy, bucket_bytes: int) -> None:
@@ -45,8 +45,8 @@ class Layout:
         """To be exchanged after the buckets."""
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """More parameters, for the next extend() or update(). Raises ValueError for dtypes that cannot be exchanged; frozen
-        parameters are not exchanged, and may have any."""
+        """Take in more parameters, for the next extend() or update(). Raises ValueError for dtypes that cannot be
+        exchanged; frozen parameters are not exchanged, and may have any."""
         named = zip(names, parameters, strict=True)
         _check_dtypes((name, parameter) for name, parameter in named if parameter.requires_grad)
         self._names += names
@@ -56,16 +56,16 @@ class Layout:
 
     @property
     def is_encoded(self) -> bool:
-        """Whether any parameter is for a codec."""
+        """Return whether any parameter is for a codec."""
         return any(isinstance(encoding, Encoding) for encoding in self._encodings)
 
     @property
     def coded(self) -> list[CodedBuffer]:
-        """The buffers of the buckets that codecs exchange."""
+        """Return the buffers of the buckets that codecs exchange."""
         return [bucket.coded for bucket in self.buckets if bucket.coded is not None]
 
     def learn(self, arrivals: Iterable[int]) -> None:
-        """Take note of the order in which gradients arrived in an exchange. Every rank must do so after every exchange."""
+        """Take note of the order in which gradients arrived in an exchange; on every rank, after every exchange."""
         if self._learning:
             self._arrivals = list(arrivals)
             self._learning = False
@@ -133,7 +133,7 @@ class Layout:
         return [Item(held.numel(), held.element_size(), (held.dtype, held.device, code)) for held, code in kinds]
 
     def _plan(self, order: Sequence[int]) -> Sequence[BucketPlan]:
-        """Of buckets for parameters in this order."""
+        """Return the plans of buckets for parameters in this order."""
         return plan_buckets(self._items(), order, bucket_bytes=self._bucket_bytes)
 
     def _made(self, plans: Sequence[BucketPlan], first_number: int = 0) -> list[Bucket]:
@@ -163,7 +163,7 @@ class Layout:
     # What a checkpoint holds
 
     def state_dict(self) -> dict[str, Any]:
-        """All that decides about the next exchanges and that parameters and optimizer do not know; see checkpoint.py."""
+        """Return all that decides about the next exchanges and that parameters and optimizer do not know."""
         return {
             "order": list(self._order),
             "learning": self._learning,
@@ -176,7 +176,7 @@ class Layout:
         }
 
     def restored(self, state: dict[str, Any]) -> list[Bucket] | None:
-        """The buckets of a saved layout, as they were, for restore(); None where parameters, codecs or ranks are others."""
+        """Return the buckets of a saved layout, for restore(); None where parameters, codecs or ranks are others."""
         items, saved = self._items(), state["buckets"]
         if not all(self._is_kind(items, entry["parameters"]) for entry in saved):
             return None
@@ -200,20 +200,20 @@ class Layout:
         self._replace(buckets)
 
     def restart(self, owed: dict[int, Owed]) -> list[str]:
-        """Keep the layout, but owe this and nothing else. owed: by parameter, the same on all ranks. Returns the names of the
-        parameters whose codec now has no error feedback, to which nothing can be owed."""
+        """Keep the layout, but owe this and nothing else. owed: by parameter, the same on all ranks. Returns the names
+        of the parameters whose codec now has no error feedback, to which nothing can be owed."""
         for buffer in self.coded:
             buffer.restart()
         self._waiting = owed
         return [self._names[index] for index in self._give()]
 
     def described(self) -> list[tuple[Any, ...]]:
-        """Name and shape of what this rank holds of every parameter; of a sharded one also which shard."""
+        """Return name and shape of what this rank holds of every parameter; of a sharded one also which shard."""
         named = zip(self._names, self.parameters, strict=True)
         return [(name, tuple(held_here(p).shape), *filter(None, [shard_of(p)])) for name, p in named]
 
     def _is_kind(self, items: Sequence[Item], members: Sequence[int]) -> bool:
-        """Whether these are parameters, and may share a bucket."""
+        """Return whether these are parameters, and may share a bucket."""
         return max(members) < len(items) and len({items[index].kind for index in members}) == 1
 
 
@@ -228,7 +228,7 @@ def _check_dtypes(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def _check_shards(rank: int, theirs: Mapping[str, str], first: Mapping[str, str]) -> None:
-    """Raise ValueError where a rank holds other shards than rank 0, for gradients of different numbers cannot be averaged."""
+    """Raise ValueError where a rank holds other shards than rank 0, whose gradients cannot be averaged."""
     for name in sorted(theirs.keys() & first.keys()):
         if theirs[name] != first[name]:
             raise ValueError(

@@ -16,7 +16,7 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class Item:
-    """What planning has to know of a gradient. Only gradients of one kind (dtype, device, what they travel as) share a bucket."""
+    """Describes a gradient. Only those of one kind (dtype, device, what they travel as) share a bucket."""
 
     numel: int
     itemsize: int
@@ -25,10 +25,10 @@ class Item:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Where gradients lie in one buffer, in elements.
+    """Says where gradients lie in one buffer, in elements.
 
-    Gradient items[i] starts at offsets[i], a multiple of ALIGNMENT_BYTES. From presence_offset on there is one element per
-    gradient, in the same order: how many ranks have it. numel: length of the buffer.
+    Gradient items[i] starts at offsets[i], a multiple of ALIGNMENT_BYTES. From presence_offset on there is one element
+    per gradient, in the same order: how many ranks have it. numel: length of the buffer.
     """
 
     items: tuple[int, ...]
@@ -42,8 +42,9 @@ def plan_buckets(
 ) -> tuple[BucketPlan, ...]:
     """Distribute items over buckets, following the order in which gradients are expected; order holds indices of items.
 
-    A bucket holds at most bucket_bytes of gradients, the very first to fill first_bucket_bytes, unless a single gradient is
-    larger: it has a bucket for itself. Buckets come in the order in which they fill up. Pure: equal arguments, equal plans.
+    A bucket holds at most bucket_bytes of gradients, the very first to fill first_bucket_bytes, unless a single
+    gradient is larger: it has a bucket for itself. Buckets come in the order in which they fill up. Pure: equal
+    arguments, equal plans.
     """
     filling: dict[Hashable, list[int]] = {}
     filled_bytes: dict[Hashable, int] = {}
@@ -64,7 +65,7 @@ def plan_buckets(
 
 
 def lay_out(items: Sequence[Item], members: Sequence[int]) -> BucketPlan:
-    """The plan of a bucket for some of the items, in this order."""
+    """Return the plan of a bucket for some of the items, in this order."""
     offsets = []
     end = 0
     for index in members:

@@ -52,8 +52,8 @@ def is_owing(part: object) -> bool:
 def check_part(part: object, described: Sequence[tuple[Any, ...]] | None = None) -> None:
     """Raise ValueError, which says where, unless this is a whole part.
 
-    described: name and shape of each parameter that it must be of; None for a part of a DDP hook, which learns of its parameters
-    later. What other versions consist of is not known here: of those nothing is looked at.
+    described: name and shape of each parameter that it must be of; None for a part of a DDP hook, which learns of its
+    parameters later. What other versions consist of is not known here: of those nothing is looked at.
     """
     if not isinstance(part, Mapping):
         raise ValueError(f"{KEY!r} must be a dict, not {type(part).__name__}")
@@ -82,7 +82,7 @@ def check_part(part: object, described: Sequence[tuple[Any, ...]] | None = None)
 
 
 def _check_parameters(saved: object, described: Sequence[tuple[Any, ...]] | None) -> list[tuple[int, ...]]:
-    """Return the shapes."""
+    """Return the shapes of the parameters. Raises ValueError where they are not those described."""
     if not isinstance(saved, list) or not all(
         isinstance(entry, (list, tuple))
         and len(entry) >= 2
@@ -128,7 +128,7 @@ def _check_bucket(name: str, entry: object, numels: Sequence[int]) -> None:
 
 
 def _check_order(order: Sequence[int], buckets: Sequence[Sequence[int]]) -> None:
-    """Buckets divide what is ordered, keep its order inside, and come in the order in which they fill up."""
+    """Raise ValueError unless buckets divide what is ordered, in its order, and come as they fill up."""
     members = [index for bucket in buckets for index in bucket]
     _need(sorted(members) == sorted(order), "the buckets' parameters are not those of order")
     position = {index: place for place, index in enumerate(order)}
@@ -158,20 +158,20 @@ def _check_tensors(name: str, tensors: object) -> None:
 
 
 def _check_numbers(name: str, tensor: Tensor, numel: int | None = None) -> None:
-    """numel: how many there must be, where that is known."""
+    """Raise ValueError unless these are float32 numbers. numel: how many there must be, where that is known."""
     _need(tensor.dtype is torch.float32, f"{name} has dtype {tensor.dtype}, not torch.float32")
     _need(numel is None or tensor.numel() == numel, f"{name} has {tensor.numel()} numbers, not {numel}")
 
 
 def _check_indices(name: str, indices: object, end: int) -> None:
-    """Each at most once."""
+    """Raise ValueError unless these are parameters, each at most once."""
     if not isinstance(indices, list) or not all(_is_whole(index, 0, end) for index in indices):
         raise _damaged(f"{name}: {indices!r} are not parameters, of which there are {end}")
     _need(len(set(indices)) == len(indices), f"{name}: {indices!r} are not different")
 
 
 def _is_whole(value: object, least: int, end: int | None = None) -> bool:
-    """Whether least <= value < end, and a whole number."""
+    """Return whether this is a whole number, and least <= value < end."""
     return type(value) is int and least <= value and (end is None or value < end)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def held_here(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor, in the same memory: of a DTensor its local tensor, else the tensor itself."""
+    """Return what this rank holds of a tensor, in the same memory: a DTensor's local tensor, else the tensor."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
@@ -32,8 +32,8 @@ def as_gradient_of(parameter: Tensor, held: Tensor) -> Tensor:
 
 
 def placed_like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient with the parameter's placements: that of a replicated one may be a sum still to be made. Then that is
-    made, collectively over the parameter's mesh."""
+    """Return a gradient with the parameter's placements: that of a replicated one may be a sum still to be made. Then
+    that is made, collectively over the parameter's mesh."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
@@ -42,7 +42,7 @@ def placed_like(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def shard_of(parameter: Tensor) -> str:
-    """Return which shard this rank holds, in words that are equal on ranks that hold the same; "" of an ordinary tensor."""
+    """Return which shard this rank holds, in words that are equal where shards are; "" of an ordinary tensor."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(parameter, DTensor):

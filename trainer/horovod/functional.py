@@ -13,8 +13,8 @@ from trainer.ops import Average, Sum
 
 
 class Allreduce(torch.autograd.Function):
-    """Reduce: (communicator, op, codecs, prescale, postscale, *tensors) -> the reduced tensors. codecs: one for each tensor,
-    or None, which encode their gradients too. Differentiable for Sum and Average."""
+    """Maps (communicator, op, codecs, prescale, postscale, *tensors) to the reduced tensors. codecs: one for each
+    tensor, or None, which encode their gradients too. Differentiable for Sum and Average."""
 
     @staticmethod
     def forward(
@@ -45,7 +45,7 @@ class Allreduce(torch.autograd.Function):
 
 
 class Allgather(torch.autograd.Function):
-    """(communicator, rows of every rank, tensor) -> all ranks' tensors, one after the other along dimension 0."""
+    """Maps (communicator, rows of every rank, tensor) to all ranks' tensors, one after the other along dimension 0."""
 
     @staticmethod
     def forward(ctx: Any, communicator: Communicator, rows: list[int], tensor: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Allgather(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
-    """(communicator, rows of every rank, op, prescale, postscale, tensor) -> this rank's rows of the reduction."""
+    """Maps (communicator, rows of every rank, op, prescale, postscale, tensor) to this rank's rows of the reduction."""
 
     @staticmethod
     def forward(
@@ -88,7 +88,7 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class Broadcast(torch.autograd.Function):
-    """(communicator, root rank, tensor) -> the root's tensor."""
+    """Maps (communicator, root rank, tensor) to the root's tensor."""
 
     @staticmethod
     def forward(ctx: Any, communicator: Communicator, root_rank: int, tensor: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Broadcast(torch.autograd.Function):
 
 
 class Alltoall(torch.autograd.Function):
-    """(communicator, rows to every rank, rows from every rank, tensor) -> the rows received, in rank order."""
+    """Maps (communicator, rows to every rank, rows from every rank, tensor) to the rows received, in rank order."""
 
     @staticmethod
     def forward(ctx: Any, communicator: Communicator, sent: list[int], received: list[int], tensor: Tensor) -> Tensor:
@@ -124,20 +124,20 @@ class Alltoall(torch.autograd.Function):
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A contiguous copy without history."""
+    """Return a contiguous copy without history."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def scattered(
     communicator: Communicator, rows: list[int], tensor: Tensor, prescale: float
 ) -> tuple[Tensor, list[Tensor]]:
-    """Output and input of a reduce_scatter: room for this rank's rows, and the rows of every rank, multiplied by prescale."""
+    """Return output and input of a reduce_scatter: room for this rank's rows, and every rank's rows times prescale."""
     scaled = tensor.detach() if prescale == 1 else tensor.detach() * prescale
     return tensor.new_empty((rows[communicator.rank], *tensor.shape[1:])), list(scaled.split(rows))
 
 
 def gather_rows(communicator: Communicator, rows: list[int], tensor: Tensor) -> Tensor:
-    """All ranks' tensors along dimension 0; rows[r] is what rank r has of it."""
+    """Return all ranks' tensors along dimension 0; rows[r] is what rank r has of it."""
     output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
     communicator.allgather(list(output.split(rows)), tensor.detach())
     return output

@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class Handle(Generic[T]):
-    """An operation under way: what the *_async verbs return, for poll() and synchronize()."""
+    """Stands for an operation under way: what the *_async verbs return, for poll() and synchronize()."""
 
     def __init__(self, work: Work, result: T, finish: Callable[[T], T] | None = None) -> None:
-        """work: as a Communicator's verb returns it with async_op=True. finish: what is left to do to the result then, once."""
+        """Take what a Communicator's verb returned with async_op=True. finish: is called once, on the result."""
         self._work = work
         self._result = result
         self._finish = finish
@@ -31,7 +31,7 @@ class Handle(Generic[T]):
 
 
 def poll(handle: Handle[T]) -> bool:
-    """True once synchronize(handle) would return, or raise, at once."""
+    """Return whether synchronize(handle) would return, or raise, at once."""
     return _checked(handle).is_completed()
 
 

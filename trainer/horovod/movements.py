@@ -16,14 +16,14 @@ from trainer.world import ProcessSet, communicator_of, here
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = None) -> Tensor:
-    """All ranks' tensors, one after the other along dimension 0, where they may differ in size; the other dimensions agree."""
+    """Return all ranks' tensors, one after the other along dimension 0, which alone may differ in size."""
     communicator = communicator_of(process_set)
     output: Tensor = Allgather.apply(communicator, _rows_by_rank(communicator, tensor), tensor)
     return output
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = None) -> Handle[Tensor]:
-    """allgather() in the background, except for the sizes, which are exchanged before this returns."""
+    """Run allgather() in the background, except for the sizes, which are exchanged before this returns."""
     communicator = communicator_of(process_set)
     rows = _rows_by_rank(communicator, tensor)
     output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
@@ -32,7 +32,7 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
 
 
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = None) -> Tensor:
-    """A new tensor like `tensor` with the values that it has on root_rank."""
+    """Return a new tensor like `tensor` with the values that it has on root_rank."""
     output: Tensor = Broadcast.apply(communicator_of(process_set), root_rank, check_tensor(tensor))
     return output
 
@@ -40,19 +40,19 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_s
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = None
 ) -> Handle[Tensor]:
-    """broadcast() in the background; synchronize() returns the new tensor."""
+    """Run broadcast() in the background; synchronize() returns the new tensor."""
     return broadcast_async_(copied(check_tensor(tensor)), root_rank, name, process_set)
 
 
 def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = None) -> Tensor:
-    """broadcast() in place; returns `tensor`."""
+    """Run broadcast() in place, and return `tensor`."""
     return broadcast_async_(tensor, root_rank, name, process_set).wait()
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = None
 ) -> Handle[Tensor]:
-    """broadcast() in place, in the background: leave `tensor` alone until synchronize(), which returns it."""
+    """Run broadcast() in place, in the background: leave `tensor` alone until synchronize(), which returns it."""
     work = communicator_of(process_set).broadcast(check_tensor(tensor).detach(), root_rank, async_op=True)
     return Handle(work, tensor)
 
@@ -63,10 +63,10 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Send a slice of rows to every rank; the rows received, in rank order.
+    """Send a slice of rows to every rank; return the rows received, in rank order.
 
-    splits[r] rows go to rank r, all equally many where it is None; rows are alike on all ranks. With splits the result is a
-    pair: the rows, and an int32 tensor (on the CPU) of how many came from each rank.
+    splits[r] rows go to rank r, all equally many where it is None; rows are alike on all ranks. With splits the result
+    is a pair: the rows, and an int32 tensor (on the CPU) of how many came from each rank.
     """
     communicator = communicator_of(process_set)
     sent, received = _exchange_splits(communicator, tensor, splits)
@@ -80,7 +80,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = None,
 ) -> Handle[Tensor] | Handle[tuple[Tensor, Tensor]]:
-    """alltoall() in the background, except for the splits, which are exchanged before this returns."""
+    """Run alltoall() in the background, except for the splits, which are exchanged before this returns."""
     communicator = communicator_of(process_set)
     sent, received = _exchange_splits(communicator, tensor, splits)
     output = tensor.new_empty((sum(received), *tensor.shape[1:]))
@@ -98,7 +98,7 @@ _Kind: TypeAlias = tuple[list[int], str]
 
 
 def _rows_by_rank(communicator: Communicator, tensor: Tensor) -> list[int]:
-    """The size of dimension 0 on every rank. Raises ValueError on all ranks alike where the tensors do not fit together."""
+    """Return the size of dimension 0 on every rank. Raises ValueError on all ranks where tensors do not fit."""
     kinds: list[_Kind] = communicator.allgather_record(_kind(check_tensor(tensor)))
     for rank, (shape, _) in enumerate(kinds):
         if not shape:
@@ -110,7 +110,7 @@ def _rows_by_rank(communicator: Communicator, tensor: Tensor) -> list[int]:
 def _exchange_splits(
     communicator: Communicator, tensor: Tensor, splits: Tensor | Sequence[int] | None
 ) -> tuple[list[int], list[int]]:
-    """Rows to every rank, and rows from every rank. Raises ValueError on all ranks alike where the rows do not fit together."""
+    """Return rows to every rank, and rows from every rank. Raises ValueError on all ranks where they do not fit."""
     size = communicator.size
     if check_tensor(tensor).dim() == 0:
         raise ValueError(f"{here()}alltoall needs a tensor of at least one dimension, not a scalar")

@@ -27,11 +27,11 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = None,
 ) -> Tensor:
-    """A new tensor like `tensor`: its reduction over all ranks.
+    """Return a new tensor like `tensor`: its reduction over all ranks.
 
-    op: Average (the default), Sum, Min, Max or Product; `average` is Horovod's older word for Average or Sum.
-    The factors multiply before and after the reduction. compression: what floating-point tensors travel as; a codec, or its name,
-    is for Average and Sum, without error feedback, and rounds equal tensors alike every time.
+    op: Average (the default), Sum, Min, Max or Product; `average` is Horovod's older word for Average or Sum. The
+    factors multiply before and after the reduction. compression: what floating-point tensors travel as; a codec, or its
+    name, is for Average and Sum, without error feedback, and rounds equal tensors alike every time.
     """
     (output,) = grouped_allreduce(
         [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
@@ -48,7 +48,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = None,
 ) -> Handle[Tensor]:
-    """allreduce() in the background; synchronize() returns the new tensor."""
+    """Run allreduce() in the background; synchronize() returns the new tensor."""
     output = copied(check_tensor(tensor))
     return allreduce_async_(output, average, name, op, prescale_factor, postscale_factor, process_set)
 
@@ -62,7 +62,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = None,
 ) -> Tensor:
-    """allreduce() in place; returns `tensor`."""
+    """Run allreduce() in place, and return `tensor`."""
     handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
     return handle.wait()
 
@@ -76,7 +76,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = None,
 ) -> Handle[Tensor]:
-    """allreduce() in place, in the background: leave `tensor` alone until synchronize(), which returns it."""
+    """Run allreduce() in place, in the background: leave `tensor` alone until synchronize(), which returns it."""
     work = communicator_of(process_set).allreduce(
         check_tensor(tensor).detach(),
         resolve_op(op, average),
@@ -97,7 +97,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = None,
 ) -> list[Tensor]:
-    """allreduce() of several tensors as one operation (with a codec, one after the other): new tensors in the same order."""
+    """Run allreduce() of several tensors as one operation (those with a codec one by one); return new tensors."""
     meant = verb_codec(compression)
     reduction = resolve_op(op, average)
     cast = meant if isinstance(meant, Cast) else Compression.none
@@ -117,7 +117,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = None,
 ) -> Handle[list[Tensor]]:
-    """grouped_allreduce() in the background; synchronize() returns the new tensors."""
+    """Run grouped_allreduce() in the background; synchronize() returns the new tensors."""
     outputs = [copied(check_tensor(tensor)) for tensor in tensors]
     return grouped_allreduce_async_(outputs, average, name, op, prescale_factor, postscale_factor, process_set)
 
@@ -131,7 +131,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = None,
 ) -> list[Tensor]:
-    """grouped_allreduce() in place; returns the tensors given."""
+    """Run grouped_allreduce() in place, and return the tensors given."""
     handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
     return handle.wait()
 
@@ -145,7 +145,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = None,
 ) -> Handle[list[Tensor]]:
-    """grouped_allreduce() in place, in the background: leave the tensors alone until synchronize(), which returns them."""
+    """Run grouped_allreduce() in place, in the background: leave the tensors alone until synchronize() returns them."""
     work = communicator_of(process_set).grouped_allreduce(
         [check_tensor(tensor).detach() for tensor in tensors],
         resolve_op(op, average),
@@ -165,7 +165,8 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """This rank's rows of the reduction: dimension 0 is divided evenly, the first ranks taking one more where it must be.
+    """Return this rank's rows of the reduction: dimension 0 is divided evenly, the first ranks taking one more where it
+    must be.
 
     The tensors have the same shape on all ranks.
     """
@@ -191,7 +192,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[Tensor]:
-    """reducescatter() in the background; synchronize() returns the new tensor."""
+    """Run reducescatter() in the background; synchronize() returns the new tensor."""
     communicator = communicator_of(process_set)
     reduction = resolve_op(op, None)
     rows = _even_rows(tensor, communicator)
@@ -209,7 +210,7 @@ def _summing(compression: Cast | Codec, tensor: Tensor, op: str) -> Codec | None
 
 
 def _even_rows(tensor: Tensor, communicator: Communicator) -> list[int]:
-    """Rows of dimension 0 for every rank."""
+    """Return the rows of dimension 0 for every rank."""
     if check_tensor(tensor).dim() == 0:
         raise ValueError(f"{here()}reducescatter needs a tensor of at least one dimension, not a scalar")
     rows, longer = divmod(tensor.shape[0], communicator.size)

@@ -24,8 +24,8 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite tensors, in place, with those of root_rank: model.state_dict(), named_parameters() or parameters().
 
-    All ranks must give the same tensors in shape and dtype, in the same order (a mapping is taken in the order of its keys).
-    Raises TypeError for anything that is not a tensor, or has no memory of its own, as a DTensor.
+    All ranks must give the same tensors in shape and dtype, in the same order (a mapping is taken in the order of its
+    keys). Raises TypeError for anything that is not a tensor, or has no memory of its own, as a DTensor.
     """
     entries: list[Any] = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     tensors: list[Tensor] = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
@@ -46,10 +46,10 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank's optimizer the state and the param group options of root_rank's.
 
-    Works for any optimizer whose state_dict() is made of dicts, lists, (named) tuples, tensors and picklable values; no step is
-    taken, so parameters stay as they are, and root_rank's optimizer is not touched. Raises TypeError for an optimizer of
-    DTensors. `model` is Horovod's, and unused.
-    Of a DistributedOptimizer, that is the wrapped optimizer's; what its codecs remember is each rank's own, and stays.
+    Works for any optimizer whose state_dict() is made of dicts, lists, (named) tuples, tensors and picklable values; no
+    step is taken, so parameters stay as they are, and root_rank's optimizer is not touched. Raises TypeError for an
+    optimizer of DTensors. `model` is Horovod's, and unused. Of a DistributedOptimizer, that is the wrapped optimizer's;
+    what its codecs remember is each rank's own, and stays.
     """
     if isinstance(optimizer, DistributedOptimizer):
         optimizer = optimizer.optimizer
@@ -80,13 +80,13 @@ def broadcast_optimizer_state(
 def broadcast_object(
     obj: T | None = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = None
 ) -> T:
-    """root_rank's object, pickled and sent to all; what the other ranks give is ignored. `name` is Horovod's, and unused."""
+    """Return root_rank's object, which travels pickled; the others' are ignored. `name` is Horovod's, and unused."""
     received: T = communicator_of(process_set).broadcast_object(obj, root_rank)
     return received
 
 
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = None) -> list[T]:
-    """All ranks' objects by rank, pickled. `name` is Horovod's, and unused."""
+    """Return all ranks' objects by rank, which travel pickled. `name` is Horovod's, and unused."""
     return communicator_of(process_set).allgather_object(obj)
 
 

@@ -19,8 +19,8 @@ from trainer.gradients.exchange import Passes
 class Setup:
     """Holds what a DistributedOptimizer was made with.
 
-    optimizer: the one that it wraps. combination: among whom and by which op. policy: what gradients travel as, in buckets
-    of bucket_bytes. passes: counts calls of backward(), of which passes.per_step come before a step.
+    optimizer: the one that it wraps. combination: among whom and by which op. policy: what gradients travel as, in
+    buckets of bucket_bytes. passes: counts calls of backward(), of which passes.per_step come before a step.
     """
 
     optimizer: torch.optim.Optimizer
@@ -33,8 +33,8 @@ class Setup:
 class Rule:
     """Decides what the ranks that train one model exchange (gradients, parameters, their differences), and when.
 
-    Derive from it, and override the moments at which there is something to do: as it stands, every rank trains by itself.
-    A DistributedOptimizer calls these methods on all ranks in the same order, so each may communicate.
+    Derive from it, and override the moments at which there is something to do: as it stands, every rank trains by
+    itself. A DistributedOptimizer calls these methods on all ranks in the same order, so each may communicate.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -51,12 +51,12 @@ class Rule:
         return 0.0
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """Take in parameters: those of the optimizer at first, later those of a new param group. Raises ValueError for those
-        that cannot be exchanged."""
+        """Take in parameters: those of the optimizer at first, later those of a new param group. Raises ValueError for
+        those that cannot be exchanged."""
 
     def start(self) -> None:
-        """Prepare for training, once the optimizer's parameters have been added. Raises ValueError on all ranks alike where
-        these do not have the same parameters."""
+        """Prepare for training, once the optimizer's parameters have been added. Raises ValueError on all ranks alike
+        where these do not have the same parameters."""
 
     def synchronize(self) -> None:
         """Exchange what must be exchanged before the optimizer steps, unless that is done."""
@@ -78,8 +78,7 @@ class Rule:
         return self.setup.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
-        """Load what state_dict() returned on this rank, the optimizer's state too. also: what it returned on ranks that no
-        longer exist."""
+        """Load what state_dict() returned, the optimizer's state too. also: on ranks that no longer exist."""
         self.setup.optimizer.load_state_dict(state_dict)
 
     def close(self) -> None:
