@@ -206,7 +206,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return the wrapped optimizer's, unchanged: checkpoints do not depend on the wrapper.
 
         With codecs there is one more key, "gradwire", that other optimizers ignore: what this rank needs to go on
-        exactly as if it had not stopped (residuals of error feedback, state of codecs, layout). It is another on every
+        exactly as if it had not stopped (residuals of error feedback, state of codecs, buckets). It is another on every
         rank: save all.
 
         Raises RuntimeError, with codecs, while gradients are exchanged, as they are after a backward() that failed

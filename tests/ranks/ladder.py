@@ -75,15 +75,15 @@ def train(model: nn.Module, optimizer: hvd.DistributedOptimizer, steps: range) -
 
 
 def encoded(optimizer: hvd.DistributedOptimizer) -> list[CodedBuffer]:
-    return optimizer._rule.layout.coded
+    return optimizer._rule.bucketing.coded
 
 
 def owed(optimizer: hvd.DistributedOptimizer) -> dict[int, Tensor]:
     """What the results lack so far, by parameter. Collective."""
-    found = {index: entry["residual"] for index, entry in optimizer._rule.layout._waiting.items()}
+    found = {index: entry["residual"] for index, entry in optimizer._rule.bucketing._waiting.items()}
     for bucket in encoded(optimizer):
         found |= {index: o["residual"] for index, o in zip(bucket.items, bucket.take(), strict=True) if o}
-    return {index: in_shape(optimizer._rule.layout.parameters[index], residual) for index, residual in found.items()}
+    return {index: in_shape(optimizer._rule.bucketing.parameters[index], residual) for index, residual in found.items()}
 
 
 def in_shape(parameter: Tensor, residual: Tensor) -> Tensor:

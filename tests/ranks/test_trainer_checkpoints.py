@@ -111,7 +111,7 @@ def resume_frozen() -> None:
         train(model, optimizer, range(2))
         frozen.requires_grad_(False)
         train(model, optimizer, range(2, 4))
-        assert optimizer._rule.layout._waiting
+        assert optimizer._rule.bucketing._waiting
         if stopped:
             saved = through_a_file(optimizer.state_dict())
             optimizer.close()

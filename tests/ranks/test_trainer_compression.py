@@ -69,7 +69,7 @@ def same_as_model() -> None:
         ]
         optimizer.zero_grad()
         loss_at(model, step, hvd.rank()).backward()
-        parameters, compared = optimizer._rule.layout.parameters, 0
+        parameters, compared = optimizer._rule.bucketing.parameters, 0
         for bucket in encoded(optimizer):
             spans = bucket.spans
             inputs = [torch.zeros(bucket.values.numel()) for _ in everyones]
@@ -279,7 +279,7 @@ def which_are_encoded() -> None:
     )
     policy: dict[str, Compressor] = {"embed*": "topk", "small.weight": "powersgd", "*.bias": "fp16", "big*": "none"}
     optimizer = optimizer_of(model, ErrorFeedback("int4"), policy=policy)
-    layout = optimizer._rule.layout
+    layout = optimizer._rule.bucketing
     travels = {name: repr(layout._encodings[i]) for i, name in enumerate(layout._names)}
     assert {name: text.split("(")[0] for name, text in travels.items()} == {
         "embed.weight": "Encoding",
@@ -412,7 +412,7 @@ def second_sum_fails() -> None:
     spy(optimizer, fail)
     with pytest.raises(ConnectionError, match="the second sum"):
         weight.sum().backward()
-    assert not any(bucket.in_flight for bucket in optimizer._rule.layout.buckets)
+    assert not any(bucket.in_flight for bucket in optimizer._rule.bucketing.buckets)
     optimizer.close()
 
 

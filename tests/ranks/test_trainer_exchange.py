@@ -38,7 +38,7 @@ def learned_orders(called: list[list[int]]) -> list[list[list[str]]]:
     )
     seen = []
     for _ in range(3):
-        seen.append([[name.split(".")[1] for name in bucket.names] for bucket in optimizer._rule.layout.buckets])
+        seen.append([[name.split(".")[1] for name in bucket.names] for bucket in optimizer._rule.bucketing.buckets])
         optimizer.zero_grad()
         model(called[hvd.rank()]).backward()
         optimizer.step()
@@ -64,7 +64,7 @@ def reductions_in_flight() -> list[list[bool]]:
     seen: list[list[bool]] = []
 
     def look() -> bool:
-        return any(bucket.in_flight for bucket in optimizer._rule.layout.buckets)
+        return any(bucket.in_flight for bucket in optimizer._rule.bucketing.buckets)
 
     model[0].weight.register_hook(lambda gradient: seen.append([look()]))
     for step in range(3):
@@ -112,7 +112,7 @@ def waiting() -> None:
     """Rank 0 is still in backward, for LATE_S and more, when rank 1 begins to wait."""
     model = perceptron()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    (bucket,) = optimizer._rule.layout.buckets
+    (bucket,) = optimizer._rule.bucketing.buckets
     wait = bucket.buffer.wait
 
     def be_late(gradient: Tensor) -> None:

@@ -173,7 +173,7 @@ def test_named_parameters_may_cover_more_than_the_optimizer() -> None:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model.named_parameters())
     optimizer.add_param_group({"params": list(model[0].parameters())})
     loss_of(model, 0).backward()
-    names = {name for bucket in optimizer._rule.layout.buckets for name in bucket.names}
+    names = {name for bucket in optimizer._rule.bucketing.buckets for name in bucket.names}
     assert names == {name for name, _ in model.named_parameters()}
 
 

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from trainer.gradients.bucketing import Bucketing
 from trainer.gradients.coded import Owed
 from trainer.gradients.combination import Combination
 from trainer.gradients.exchange import GradientExchange
-from trainer.gradients.layout import Layout
 from trainer.gradients.parts import KEY, VERSION, check_part, is_owing, label_of
 from trainer.gradients.shards import held_here
 from trainer.ops import Average, Sum
@@ -23,14 +23,18 @@ T = TypeVar("T")
 
 
 class Resumption:
-    """Saves and restores what the gradients of one rank's exchange will become: layout, residuals, states, number of
+    """Saves and restores what the gradients of one rank's exchange will become: buckets, residuals, states, number of
     steps; and with it the wrapped optimizer."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, layout: Layout, exchange: GradientExchange, combination: Combination
+        self,
+        optimizer: torch.optim.Optimizer,
+        bucketing: Bucketing,
+        exchange: GradientExchange,
+        combination: Combination,
     ) -> None:
         self._optimizer = optimizer
-        self._layout = layout
+        self._bucketing = bucketing
         self._exchange = exchange
         self._combination = combination
         self._communicator = combination.communicator
@@ -39,15 +43,15 @@ class Resumption:
         """Return the wrapped optimizer's, and with codecs this rank's part: dicts, lists, tensors, numbers and strings.
         Raises RuntimeError while gradients are exchanged."""
         state = self._optimizer.state_dict()
-        if not self._layout.is_encoded:
+        if not self._bucketing.is_encoded:
             return state
         self._check_idle()
-        part = {"step": self._exchange.step, "parameters": self._layout.described(), **self._layout.state_dict()}
+        part = {"step": self._exchange.step, "parameters": self._bucketing.described(), **self._bucketing.state_dict()}
         return {**state, KEY: {**self._identity(), **part}}
 
     def load(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
         """Go on from a state_dict() of this rank, and `also` of ranks that are no more. With codecs collective."""
-        if self._layout.is_encoded:
+        if self._bucketing.is_encoded:
             self._load_with_codecs(state_dict, also)
             return
         self._optimizer.load_state_dict(_of_optimizer(state_dict))
@@ -69,21 +73,21 @@ class Resumption:
         try:
             parts = _parts_of(state_dict, also)
             for part in parts:
-                check_part(part, self._layout.described())
+                check_part(part, self._bucketing.described())
             self._check_idle()
             labels_here = [label_of(part) for part in parts]
             if parts and self._continues(parts[0]):
-                buckets = self._layout.restored(parts[0])
+                buckets = self._bucketing.restored(parts[0])
         except Exception as error:  # all ranks must hear of it, or they would wait
             fault = f"{type(error).__name__}: {error}"
         everyones = self._agree((labels_here, buckets is not None), fault)
         self._check([labels for labels, _ in everyones])
         go_on: Callable[[], object]
         if not parts:
-            go_on = functools.partial(self._layout.restart, {})
+            go_on = functools.partial(self._bucketing.restart, {})
         elif all(exact for _, exact in everyones):
             assert buckets is not None
-            go_on = functools.partial(self._layout.restore, parts[0], buckets)
+            go_on = functools.partial(self._bucketing.restore, parts[0], buckets)
         else:
             go_on = self._handover(parts, [labels for labels, _ in everyones])
         self._load_optimizer(_of_optimizer(state_dict))
@@ -126,7 +130,7 @@ class Resumption:
         owed = self._owed(mine, [lenders[lender] for lender in lent], len(held_by))
 
         def take_over() -> None:
-            refused = self._layout.restart(owed)
+            refused = self._bucketing.restart(owed)
             if rank == 0 and is_owing(mine):
                 _warn(mine["world_size"], size, sorted(held_by), refused)
 
@@ -148,7 +152,7 @@ class Resumption:
 
     def _check_idle(self) -> None:
         """Raise RuntimeError while gradients are exchanged."""
-        if any(bucket.in_flight for bucket in self._layout.buckets):
+        if any(bucket.in_flight for bucket in self._bucketing.buckets):
             raise RuntimeError(
                 f"{here()}gradients are being exchanged, and what that leaves is not there yet: an earlier backward() failed "
                 "midway (go on with synchronize(), then zero_grad())"
@@ -184,18 +188,18 @@ class Resumption:
     def _owed(self, mine: dict[str, Any], parts: Sequence[dict[str, Any]], number: int) -> dict[int, Owed]:
         """Return what each parameter is owed. parts: those for which this rank answers. number: of all parts."""
         owed: dict[int, Owed] = {
-            index: {name: tensor.to(self._layout.parameters[index].device) for name, tensor in waiting.items()}
+            index: {name: tensor.to(self._bucketing.parameters[index].device) for name, tensor in waiting.items()}
             for index, waiting in mine["waiting"].items()
         }
         for place, entry in enumerate(mine["buckets"]):
             if not entry.get("tensors"):
                 continue
-            total = torch.zeros(entry["numel"], device=self._layout.parameters[entry["parameters"][0]].device)
+            total = torch.zeros(entry["numel"], device=self._bucketing.parameters[entry["parameters"][0]].device)
             for part in parts:
                 _add(total, part["buckets"][place], number if part["op"] == Average else 1)
             self._communicator.allreduce(total, Sum, postscale=mine["predivide"])
             for slot, (index, start) in enumerate(zip(entry["parameters"], entry["starts"], strict=True)):
-                owed[index] = {"residual": total[start : start + held_here(self._layout.parameters[index]).numel()]}
+                owed[index] = {"residual": total[start : start + held_here(self._bucketing.parameters[index]).numel()]}
                 for name, tensor in entry["tensors"].items():
                     if name.endswith(f".{slot}") and name.count(".") == 1:  # what all ranks remember of this parameter
                         owed[index][name.partition(".")[0]] = tensor.to(total.device)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from trainer.gradients.bucket import Bucket
+from trainer.gradients.bucketing import Bucketing
 from trainer.gradients.combination import Combination
-from trainer.gradients.layout import Layout
 from trainer.ops import Sum
 from trainer.torch_internals import OUTSIDE_BACKWARD, graph_task, when_backward_ends
 from trainer.uncompiled import uncompiled
@@ -45,12 +45,12 @@ class GradientExchange:
     backward start the others and wait.
     """
 
-    def __init__(self, layout: Layout, combination: Combination, passes: Passes) -> None:
+    def __init__(self, bucketing: Bucketing, combination: Combination, passes: Passes) -> None:
         self.step = 0
         """How many exchanges there have been."""
         self.wait_s = 0.0
         """Seconds for which callers were held up by unfinished reductions so far."""
-        self._layout = layout
+        self._bucketing = bucketing
         self._combination = combination
         self._passes = passes
         self._hooks: dict[int, RemovableHandle] = {}
@@ -68,7 +68,7 @@ class GradientExchange:
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """Take in more parameters to exchange, in this window already."""
-        self._layout.add(names, parameters)
+        self._bucketing.add(names, parameters)
         self._exchanged = False
         self._watch()
 
@@ -77,9 +77,9 @@ class GradientExchange:
         with self._lock:
             if self._has_unreduced or not self._exchanged:
                 if self._started == 0:
-                    self._layout.extend()
+                    self._bucketing.extend()
                 self._pass_is_open = False
-                self._start(len(self._layout.buckets))
+                self._start(len(self._bucketing.buckets))
                 self._finish()
 
     def renew(self, *, forget: bool = False) -> None:
@@ -98,7 +98,7 @@ class GradientExchange:
 
     def _watch(self) -> None:
         """See to it that every parameter that requires a gradient has a hook. (Torch refuses hooks on the others.)"""
-        for index, parameter in enumerate(self._layout.parameters):
+        for index, parameter in enumerate(self._bucketing.parameters):
             if parameter.requires_grad and index not in self._hooks:
                 hook = _Hook(weakref.ref(self), index)
                 self._hooks[index] = parameter.register_post_accumulate_grad_hook(hook)
@@ -107,10 +107,10 @@ class GradientExchange:
         """Take the gradient that autograd has just accumulated in parameter.grad. For the hooks."""
         with self._lock:
             self._enter_pass()
-            if index not in self._layout.places:
+            if index not in self._bucketing.places:
                 return
-            number, slot = self._layout.places[index]
-            bucket = self._layout.buckets[number]
+            number, slot = self._bucketing.places[index]
+            bucket = self._bucketing.buckets[number]
             name = bucket.names[slot]
             if bucket.in_flight:
                 raise RuntimeError(
@@ -145,10 +145,10 @@ class GradientExchange:
         when_backward_ends(self._on_backward_end)
         if self._started == 0:
             self._watch()
-            self._layout.extend()
+            self._bucketing.extend()
             self._pass_is_open = True
             self._arrived.clear()
-            self._missing = [len(bucket.items) for bucket in self._layout.buckets]
+            self._missing = [len(bucket.items) for bucket in self._bucketing.buckets]
 
     @uncompiled
     def _on_backward_end(self) -> None:
@@ -166,7 +166,7 @@ class GradientExchange:
             is_due = self._passes.is_due()
             self._passes.ended += 1
             if is_due:
-                self._start(len(self._layout.buckets))
+                self._start(len(self._bucketing.buckets))
                 # Not here: another optimizer's callback may follow, and all must have started before one waits.
                 when_backward_ends(self._on_all_started)
 
@@ -184,13 +184,13 @@ class GradientExchange:
 
     def _start(self, count: int) -> None:
         """Start the first `count` buckets, but for those that are started."""
-        for bucket in self._layout.buckets[self._started : count]:
+        for bucket in self._bucketing.buckets[self._started : count]:
             if self._combination.op == Sum:
                 self._divide_old_sums(bucket)
             bucket.start(self.step)
             self._started += 1
-        if self._started == len(self._layout.buckets) and not self._counting:
-            for presence in self._layout.presence:
+        if self._started == len(self._bucketing.buckets) and not self._counting:
+            for presence in self._bucketing.presence:
                 presence.start(self.step)
             self._counting = True
 
@@ -202,10 +202,10 @@ class GradientExchange:
 
     def _finish(self) -> None:
         """Wait for all buckets, hand out the gradients, and close the window."""
-        buckets = self._layout.buckets
+        buckets = self._bucketing.buckets
         begin = time.perf_counter()
         try:
-            buffers = [*(bucket.buffer for bucket in buckets), *self._layout.presence]
+            buffers = [*(bucket.buffer for bucket in buckets), *self._bucketing.presence]
             for buffer in buffers:
                 buffer.wait()
             for buffer in buffers:
@@ -221,8 +221,8 @@ class GradientExchange:
         self.step += 1
         self._has_unreduced = False
         self._exchanged = True
-        self._reduced = set(self._layout.places)
-        self._layout.learn(self._arrived)
+        self._reduced = set(self._bucketing.places)
+        self._bucketing.learn(self._arrived)
 
 
 class _Hook:

@@ -16,8 +16,8 @@ KEY = "gradwire"
 VERSION = 2
 
 _KEYS = ("world_size", "rank", "op", "predivide", "step", "parameters", "buckets", "waiting")
-_LAYOUT_KEYS = ("order", "learning", "arrivals")
-"""What else is there where the layout is ours, not DDP's."""
+_BUCKETING_KEYS = ("order", "learning", "arrivals")
+"""What else is there where the buckets are ours, not DDP's."""
 
 
 def label_of(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def check_part(part: object, described: Sequence[tuple[Any, ...]] | None = None)
     _need(_is_whole(part.get("version"), 0), f"version is {part.get('version')!r}")
     if part["version"] != VERSION:
         return
-    missing = [key for key in (*_KEYS, *(() if described is None else _LAYOUT_KEYS)) if key not in part]
+    missing = [key for key in (*_KEYS, *(() if described is None else _BUCKETING_KEYS)) if key not in part]
     _need(not missing, f"{', '.join(missing)} missing")
     _need(_is_whole(part["world_size"], 1), f"world_size is {part['world_size']!r}")
     _need(_is_whole(part["rank"], 0, part["world_size"]), f"rank is {part['rank']!r} of {part['world_size']}")

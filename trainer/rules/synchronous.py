@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.gradients.bucketing import Bucketing
 from trainer.gradients.checkpoint import Resumption
 from trainer.gradients.exchange import GradientExchange
-from trainer.gradients.layout import Layout
 from trainer.rules.rule import Rule, Setup
 
 
@@ -19,9 +19,9 @@ class Synchronous(Rule):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.layout = Layout(setup.combination, setup.policy, setup.bucket_bytes)
-        self.exchange = GradientExchange(self.layout, setup.combination, setup.passes)
-        self._resumption = Resumption(setup.optimizer, self.layout, self.exchange, setup.combination)
+        self.bucketing = Bucketing(setup.combination, setup.policy, setup.bucket_bytes)
+        self.exchange = GradientExchange(self.bucketing, setup.combination, setup.passes)
+        self._resumption = Resumption(setup.optimizer, self.bucketing, self.exchange, setup.combination)
 
     @property
     def wait_s(self) -> float:
@@ -31,7 +31,7 @@ class Synchronous(Rule):
         self.exchange.add(names, parameters)
 
     def start(self) -> None:
-        self.layout.update()
+        self.bucketing.update()
         self.exchange.renew()
 
     def synchronize(self) -> None:
@@ -46,7 +46,7 @@ class Synchronous(Rule):
         if isinstance(loss, Tensor):
             total = loss.detach().clone()
         else:
-            total = torch.tensor(float(loss), dtype=torch.float64, device=self.layout.parameters[0].device)
+            total = torch.tensor(float(loss), dtype=torch.float64, device=self.bucketing.parameters[0].device)
         self.communicator.allreduce(total, self.setup.combination.op)
         return total if isinstance(loss, Tensor) else total.item()
 

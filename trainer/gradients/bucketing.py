@@ -19,7 +19,7 @@ from trainer.world import here
 EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class Layout:
+class Bucketing:
     """Keeps the buckets of the parameters that require gradients. Parameters go by their index.
 
     Begins with the parameters in reverse, as backward tends to reach them, and is rebuilt once in the order in which
@@ -176,7 +176,7 @@ class Layout:
         }
 
     def restored(self, state: dict[str, Any]) -> list[Bucket] | None:
-        """Return the buckets of a saved layout, for restore(); None where parameters, codecs or ranks are others."""
+        """Return saved buckets as they were, for restore(); None where parameters, codecs or ranks are others."""
         items, saved = self._items(), state["buckets"]
         if not all(self._is_kind(items, entry["parameters"]) for entry in saved):
             return None
@@ -200,7 +200,7 @@ class Layout:
         self._replace(buckets)
 
     def restart(self, owed: dict[int, Owed]) -> list[str]:
-        """Keep the layout, but owe this and nothing else. owed: by parameter, the same on all ranks. Returns the names
+        """Keep the buckets, but owe this and nothing else. owed: by parameter, the same on all ranks. Returns the names
         of the parameters whose codec now has no error feedback, to which nothing can be owed."""
         for buffer in self.coded:
             buffer.restart()
