@@ -268,7 +268,7 @@ class Communicator:
         if not isinstance(numel, int) or numel < 0:
             raise ValueError(f"rank {self.rank}: numel={numel!r}; a whole number from 0 is needed")
         with torch.inference_mode(False):  # it is for calls in any mode
-            return Feedback(made, self._engine.sharing(made, numel), torch.device(device), seed)
+            return Feedback(made, self._engine.partition(made, numel), torch.device(device), seed)
 
     @overload
     def grouped_allreduce(

@@ -8,8 +8,8 @@ import torch
 
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
+from collectives.compression.partition import effective, partition_of
 from collectives.compression.seeds import rounding_seed
-from collectives.compression.sharing import effective, share
 from collectives.plan.spans import Span
 
 CPU = torch.device("cpu")
@@ -29,17 +29,17 @@ class TwoShotModel:
     ) -> None:
         self.codec, self.hosts, self.numel = codec, hosts, numel
         size = sum(len(host) for host in hosts)
-        self.sharings = [share(codec, numel, rank, hosts, segment_bytes) for rank in range(size)]
-        self.feedbacks = [Feedback(codec, sharing, CPU) for sharing in self.sharings] if with_feedback else None
+        self.partitions = [partition_of(codec, numel, rank, hosts, segment_bytes) for rank in range(size)]
+        self.feedbacks = [Feedback(codec, partition, CPU) for partition in self.partitions] if with_feedback else None
 
     def step(self, inputs: Sequence[torch.Tensor], op: str, step: int, seed: int = 0) -> torch.Tensor:
         """The result that every rank must have of its input."""
         result = torch.full((self.numel,), float("nan"))
         divisor = len(inputs) if op == "average" else 1
         sums = [self._inside_host(inputs, rank) for rank in range(len(inputs))]
-        for group in {sharing.group for sharing in self.sharings if sharing.group}:
-            chunks = self.sharings[group[0]].chunks
-            codec = effective(self.codec.at(step), self.sharings[group[0]])
+        for group in {partition.group for partition in self.partitions if partition.group}:
+            chunks = self.partitions[group[0]].chunks
+            codec = effective(self.codec.at(step), self.partitions[group[0]])
             for c, spans in enumerate(chunks):
                 for owner, span in enumerate(spans):
                     if span.length:
@@ -82,7 +82,7 @@ class TwoShotModel:
             codec.decode(wire, total, add=position > 0)
         total /= divisor
         feedback = self.feedbacks[group[owner]] if self.feedbacks else None
-        start = span.start - self.sharings[group[owner]].shard.start
+        start = span.start - self.partitions[group[owner]].shard.start
         wire = encoded(
             codec,
             total,

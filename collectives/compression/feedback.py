@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from collectives.compression.codec import Codec, State
-from collectives.compression.sharing import Sharing
+from collectives.compression.partition import Partition
 from collectives.plan.spans import Span
 
 
@@ -23,21 +23,21 @@ class Feedback:
     that runs.
     """
 
-    def __init__(self, codec: Codec, sharing: Sharing, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, codec: Codec, partition: Partition, device: torch.device, seed: int = 0) -> None:
         self.step, self.seed = 0, seed
         self.codec = codec
-        self.sharing = sharing
-        self.worker = torch.zeros(sharing.numel, device=device)
+        self.partition = partition
+        self.worker = torch.zeros(partition.numel, device=device)
         self.device = self.worker.device
-        self.owner = torch.zeros(sharing.shard.length, device=device)
+        self.owner = torch.zeros(partition.shard.length, device=device)
         self.state: list[list[State | None]] = [
             [codec.new_state(span.length, device) if span.length else None for span in chunk]
-            for chunk in sharing.chunks
+            for chunk in partition.chunks
         ]
 
     @property
     def shard(self) -> Span:
-        return self.sharing.shard
+        return self.partition.shard
 
     def owed(self, inputs: int) -> torch.Tensor:
         """What this rank has of all that was lost: float32, (numel,), in the units of what it gives, of which the result is a

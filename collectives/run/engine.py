@@ -10,7 +10,7 @@ import torch
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.pairs import TWO_SHOT, riding, schedule_of_codes
-from collectives.compression.sharing import Sharing, effective, share
+from collectives.compression.partition import Partition, effective, partition_of
 from collectives.link.base import Request, Transport, Whole, WholeRun
 from collectives.link.watch import Watch
 from collectives.plan.algorithms import PLANNERS, hierarchical
@@ -75,7 +75,7 @@ class Engine:
         self.tables = tables
         self._scratch = Scratch()
         self._summed = Scratch()
-        self._sharings: dict[tuple[Codec, int, str], Sharing] = {}
+        self._partitions: dict[tuple[Codec, int, str], Partition] = {}
         self._ready: set[tuple[Codec, str, bool]] = set()
         self._schedules: dict[tuple[str, str, int], Schedule] = {}
         self._programs: OrderedDict[tuple[object, ...], Program] = OrderedDict()
@@ -130,9 +130,11 @@ class Engine:
             numel, nbytes = nbytes // 4, codec.wire_bytes(nbytes // 4)
             name = self.choose_for_codec(codec, algorithm, nbytes, with_feedback=False)
             if name == TWO_SHOT or not codec.summable:
-                sharing = self.sharing(codec, numel, name)
-                used = effective(codec, sharing)
-                return self._program_of_codes(used, sharing, name, grouped=False).sent_bytes() if sharing.group else 0
+                partition = self.partition(codec, numel, name)
+                used = effective(codec, partition)
+                if not partition.group:
+                    return 0
+                return self._program_of_codes(codec, used, partition, name, grouped=False).sent_bytes()
         if name not in PLANNERS[collective]:
             return None
         schedule = self.schedule(collective, name)
@@ -265,17 +267,18 @@ class Engine:
         seed: int,
     ) -> None:
         """Reduce a float32 buffer in place by codes; between hosts only, where the algorithm says so and ranks share hosts."""
-        sharing = self.sharing(codec, flat.numel(), algorithm)
-        if sharing.inside_hosts:
-            self._inside(turn, flat, sharing.parts, 0)
-        if sharing.group:
-            used = effective(codec.at(step), sharing)
-            program = self._program_of_codes(used, sharing, algorithm, grouped=flat.is_cuda and not self._via_host)
+        partition = self.partition(codec, flat.numel(), algorithm)
+        if partition.inside_hosts:
+            self._inside(turn, flat, partition.parts, 0)
+        if partition.group:
+            used = effective(codec.at(step), partition)
+            grouped = flat.is_cuda and not self._via_host
+            program = self._program_of_codes(codec, used, partition, algorithm, grouped=grouped)
             payload = Codes(
                 program,
                 flat,
                 used,
-                sharing,
+                partition,
                 self._scratch,
                 feedback=feedback,
                 divisor=self.size if average else 1,
@@ -284,34 +287,37 @@ class Engine:
                 via_host=self._via_host,
             )
             execute(program, payload, self._transport, tag=turn.tag, deadline=turn.deadline)
-        if sharing.inside_hosts:
-            self._inside(turn, flat, sharing.parts, 1)
+        if partition.inside_hosts:
+            self._inside(turn, flat, partition.parts, 1)
 
     def wire(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Memory for codes that are summed as they are, until the next call."""
         return self._summed.take(nbytes, device)
 
-    def sharing(self, codec: Codec, numel: int, algorithm: str = TWO_SHOT) -> Sharing:
+    def partition(self, codec: Codec, numel: int, algorithm: str = TWO_SHOT) -> Partition:
         """Who encodes what of a buffer."""
         key = (codec, numel, algorithm)
-        if key not in self._sharings:
-            if len(self._sharings) >= _CACHED_PROGRAMS:
-                self._sharings.clear()
+        if key not in self._partitions:
+            if len(self._partitions) >= _CACHED_PROGRAMS:
+                self._partitions.clear()
             planner, by_hosts = schedule_of_codes(algorithm)
             hosts = self.topology.hosts if by_hosts else (tuple(range(self.size)),)
-            self._sharings[key] = share(codec, numel, self.rank, hosts, self._segment_bytes, planner)
-        return self._sharings[key]
+            self._partitions[key] = partition_of(codec, numel, self.rank, hosts, self._segment_bytes, planner)
+        return self._partitions[key]
 
-    def _program_of_codes(self, codec: Codec, sharing: Sharing, algorithm: str, *, grouped: bool) -> CodedProgram:
-        """codec: of the step. grouped: whether a round's messages must be posted together."""
+    def _program_of_codes(
+        self, codec: Codec, used: Codec, partition: Partition, algorithm: str, *, grouped: bool
+    ) -> CodedProgram:
+        """codec: for which the partition was made. used: in its place, in the step. grouped: whether a round's messages must be
+        posted together."""
 
         def planned() -> CodedProgram:
-            group = sharing.group
+            group = partition.group
             planner, _ = schedule_of_codes(algorithm)
             schedule = planner(Place(group.index(self.rank), len(group)))
-            return CodedProgram(schedule, sharing.chunks, codec.wire_bytes, group, lookahead=0 if grouped else 1)
+            return CodedProgram(schedule, partition.chunks, used.wire_bytes, group, lookahead=0 if grouped else 1)
 
-        program = self._program(("codes", codec, algorithm, sharing.numel, grouped), planned)
+        program = self._program(("codes", codec, used, algorithm, partition.numel, grouped), planned)
         assert isinstance(program, CodedProgram)
         return program
 

@@ -8,8 +8,8 @@ import torch
 
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
+from collectives.compression.partition import Partition
 from collectives.compression.seeds import rounding_seed
-from collectives.compression.sharing import Sharing
 from collectives.plan.coded import CodedProgram
 from collectives.plan.program import Instruction, Kind, Program
 from collectives.reduction import Combine
@@ -86,7 +86,7 @@ class Codes:
         program: CodedProgram,
         flat: torch.Tensor,
         codec: Codec,
-        sharing: Sharing,
+        partition: Partition,
         scratch: Scratch,
         *,
         feedback: Feedback | None,
@@ -95,7 +95,7 @@ class Codes:
         seed: int,
         via_host: bool,
     ) -> None:
-        self._flat, self._codec, self._sharing = flat, codec, sharing
+        self._flat, self._codec, self._partition = flat, codec, partition
         self._feedback, self._divisor, self._step, self._seed = feedback, divisor, step, seed
         self._codes = self._messages = scratch.take(program.scratch, flat.device)
         if via_host and flat.is_cuda:
@@ -121,7 +121,7 @@ class Codes:
             return
         code = self._at(self._codes, length, scratch)
         if kind != Kind.ENCODE:
-            if self._messages is not self._codes and peer != self._sharing.rank:
+            if self._messages is not self._codes and peer != self._partition.rank:
                 code.copy_(self._at(self._messages, length, scratch))
             self._codec.decode(code, numbers, add=kind == Kind.ADD)
             return
@@ -130,10 +130,10 @@ class Codes:
             residual = self._feedback.worker[offset : offset + length]
             state = self._feedback.state[segment][block]
         elif self._feedback is not None:
-            start = offset - self._sharing.shard.start
+            start = offset - self._partition.shard.start
             residual = self._feedback.owner[start : start + length]
         # Ranks that have the same sum must make the same code of it; it is drawn for the block's owner.
-        rank = self._sharing.rank if version == 0 else self._sharing.group[block % len(self._sharing.group)]
+        rank = self._partition.rank if version == 0 else self._partition.group[block % len(self._partition.group)]
         seed = rounding_seed(self._step, rank, segment, block, version, self._seed)
         self._codec.encode(numbers, code, residual=residual, seed=seed, state=state)
 

@@ -157,12 +157,12 @@ def _step_and_seed(
 def _check_feedback(engine: Engine, feedback: Feedback, codec: Codec, tensor: torch.Tensor) -> None:
     if not isinstance(feedback, Feedback):
         raise ValueError(f"rank {engine.rank}: feedback must be from Communicator.new_feedback, not {feedback!r}")
-    given = (feedback.codec, feedback.sharing.numel, feedback.device)
-    if given != (codec, tensor.numel(), tensor.device) or feedback.sharing != engine.sharing(codec, tensor.numel()):
+    given = (feedback.codec, feedback.partition.numel, feedback.device)
+    if given != (codec, tensor.numel(), tensor.device) or feedback.partition != engine.partition(codec, tensor.numel()):
         raise ValueError(
             f"rank {engine.rank}: feedback must be from this Communicator's new_feedback for {codec!r} and {tensor.numel()} "
-            f"elements on {tensor.device}; it is for {feedback.codec!r} and {feedback.sharing.numel} on {feedback.device}, "
-            f"of rank {feedback.sharing.rank} with shard {feedback.shard}"
+            f"elements on {tensor.device}; it is for {feedback.codec!r} and {feedback.partition.numel} on {feedback.device}, "
+            f"of rank {feedback.partition.rank} with shard {feedback.shard}"
         )
 
 

@@ -164,6 +164,23 @@ def test_summable_codecs_ride_any_algorithm(ranks: Worlds, world: int, algorithm
     assert found == [found[0]] * world
 
 
+def numbers_in_place_of_codes() -> list[str]:
+    """What is too short for a code goes as it is, but in the shards of its codec, which differ from codec to codec."""
+    checks = Checks()
+    with communicator() as comm:
+        for _ in range(2):
+            for codec in (make_codec("fp16"), Int8(), make_codec("natural")):
+                mine, feedback = contribution(comm.rank, comm.size, 8, torch.float32), comm.new_feedback(codec, 8)
+                with checks.case(codec=codec):
+                    comm.allreduce(mine, codec=codec, feedback=feedback, algorithm="two_shot")
+                    checks.equal(mine, reduced(comm.size, 8, torch.float32))
+    return checks.failures
+
+
+def test_numbers_in_place_of_codes(ranks: Worlds) -> None:
+    assert ranks(2).run(numbers_in_place_of_codes) == [[]] * 2
+
+
 def ride_all_algorithms() -> list[str]:
     """Codes that are decoded and encoded on their way: the same bits everywhere, near the sum."""
     checks = Checks()

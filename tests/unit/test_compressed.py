@@ -11,11 +11,11 @@ from collectives.compression.dgc import DGC
 from collectives.compression.feedback import Feedback
 from collectives.compression.integers import Int4, Int8
 from collectives.compression.pairs import riding, schedule_of_codes
+from collectives.compression.partition import effective, partition_of
 from collectives.compression.powersgd import PowerSGD
 from collectives.compression.randomk import RandomK
 from collectives.compression.registry import CODECS, make_codec
 from collectives.compression.seeds import rounding_seed
-from collectives.compression.sharing import effective, share
 from collectives.compression.threshold import Threshold
 from collectives.plan.algorithms import direct
 from collectives.plan.coded import CodedProgram
@@ -84,17 +84,17 @@ class TestRegistry:
 )
 def test_shares_cover_the_buffer_once(numel: int, hosts: list[list[int]], name: str, segment_bytes: int) -> None:
     codec = make_codec(name)
-    sharings = [share(codec, numel, rank, hosts, segment_bytes) for host in hosts for rank in host]
-    by_group = {sharing.group: sharing for sharing in sharings if sharing.group}
-    pieces = [span for sharing in by_group.values() for chunk in sharing.chunks for span in chunk if span.length]
+    partitions = [partition_of(codec, numel, rank, hosts, segment_bytes) for host in hosts for rank in host]
+    by_group = {partition.group: partition for partition in partitions if partition.group}
+    pieces = [span for partition in by_group.values() for chunk in partition.chunks for span in chunk if span.length]
     cuts = sorted(pieces)
     assert [span.start for span in cuts] == [0, *(span.stop for span in cuts[:-1])][: len(cuts)]
     assert sum(span.length for span in cuts) == numel
     assert all(span.start % codec.alignment == 0 for span in pieces)
-    for sharing in sharings:
-        assert all(by_group[sharing.group].chunks == sharing.chunks for _ in sharing.group)
-        owned = [chunk[sharing.group.index(sharing.rank)] for chunk in sharing.chunks] if sharing.group else []
-        assert sum(span.length for span in owned) == sharing.shard.length
+    for partition in partitions:
+        assert all(by_group[partition.group].chunks == partition.chunks for _ in partition.group)
+        owned = [chunk[partition.group.index(partition.rank)] for chunk in partition.chunks] if partition.group else []
+        assert sum(span.length for span in owned) == partition.shard.length
 
 
 def test_seeds_differ() -> None:
@@ -110,7 +110,7 @@ def test_seeds_differ() -> None:
 
 
 def test_what_is_shorter_as_it_is_goes_as_it_is() -> None:
-    few, many = (share(Int8(), numel, 0, [[0, 1]], 1 << 20) for numel in (8, 800))
+    few, many = (partition_of(Int8(), numel, 0, [[0, 1]], 1 << 20) for numel in (8, 800))
     assert effective(Int8(), few).name == "none"
     assert effective(Int8(), many).name == "int8"
     assert effective(DGC(ratio=1.0), many).name == "dgc", "whose momentum is part of the result"
@@ -124,9 +124,9 @@ def test_every_order_of_messages_gives_the_result_of_the_model(
 ) -> None:
     numel, hosts = 60_011, [[rank] for rank in range(size)]
     model = TwoShotModel(codec, numel, hosts, 200, with_feedback=True)
-    assert len(model.sharings[0].chunks) > 5
+    assert len(model.partitions[0].chunks) > 5
     hub = Hub(size, eager=eager)
-    feedbacks = [Feedback(codec, sharing, CPU) for sharing in model.sharings]
+    feedbacks = [Feedback(codec, partition, CPU) for partition in model.partitions]
     scratches = [Scratch() for _ in range(size)]
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
@@ -134,15 +134,15 @@ def test_every_order_of_messages_gives_the_result_of_the_model(
         outputs = [tensor.clone() for tensor in inputs]
 
         def run(rank: int, step: int = step, outputs: list[torch.Tensor] = outputs) -> None:
-            sharing = model.sharings[rank]
-            used = effective(codec.at(step), sharing)
+            partition = model.partitions[rank]
+            used = effective(codec.at(step), partition)
             schedule = direct.allreduce(Place(rank, size))
-            program = CodedProgram(schedule, sharing.chunks, used.wire_bytes, range(size))
+            program = CodedProgram(schedule, partition.chunks, used.wire_bytes, range(size))
             codes = Codes(
                 program,
                 outputs[rank],
                 used,
-                sharing,
+                partition,
                 scratches[rank],
                 feedback=feedbacks[rank],
                 divisor=size,
@@ -166,15 +166,15 @@ def test_every_order_of_messages_gives_the_result_of_the_model(
 def test_bytes_are_read_off_the_plan(algorithm: str, sent: int) -> None:
     """Of four shards; recursive doubling sends all four twice."""
     planner, _ = schedule_of_codes(algorithm)
-    sharing = share(Int8(), 4096, 1, [[0, 1, 2, 3]], 1 << 20, planner)
-    program = CodedProgram(planner(Place(1, 4)), sharing.chunks, Int8().wire_bytes, range(4))
+    partition = partition_of(Int8(), 4096, 1, [[0, 1, 2, 3]], 1 << 20, planner)
+    program = CodedProgram(planner(Place(1, 4)), partition.chunks, Int8().wire_bytes, range(4))
     assert program.sent_bytes() == sent * Int8().wire_bytes(1024)
 
 
 class TestFeedback:
     def test_saved_and_restored(self) -> None:
-        sharing = share(DGC(ratio=0.1), 3000, 1, [[0, 1]], 1000)
-        first, second = Feedback(DGC(ratio=0.1), sharing, CPU), Feedback(DGC(ratio=0.1), sharing, CPU)
+        partition = partition_of(DGC(ratio=0.1), 3000, 1, [[0, 1]], 1000)
+        first, second = Feedback(DGC(ratio=0.1), partition, CPU), Feedback(DGC(ratio=0.1), partition, CPU)
         for tensor in first.tensors().values():
             tensor.normal_()
         first.step = 7
@@ -185,7 +185,7 @@ class TestFeedback:
         assert second.step == 7
 
     def test_of_another_world(self) -> None:
-        two, three = (share(Int8(), 3000, 0, hosts, 1000) for hosts in ([[0, 1]], [[0, 1, 2]]))
+        two, three = (partition_of(Int8(), 3000, 0, hosts, 1000) for hosts in ([[0, 1]], [[0, 1, 2]]))
         saved = Feedback(Int8(), two, CPU).state_dict()
         with pytest.raises(
             ValueError, match=r"number of ranks: owner of shapes \[\(1536,\)\] instead of \[\(1024,\)\]"

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives.compression.integers import Int8
+from collectives.compression.partition import partition_of
 from collectives.compression.raw import Raw
-from collectives.compression.sharing import share
 from collectives.errors import LinkError
 from collectives.plan.algorithms import PLANNERS
 from collectives.plan.coded import CodedProgram
@@ -190,14 +190,14 @@ def test_codes_ride_every_algorithm(
         return PLANNERS["allreduce"][algorithm](replace(place, hosts=hosts_of(size)))
 
     def body(rank: int) -> None:
-        sharing = share(codec, numel, rank, [range(size)], segment_bytes, planner)
+        partition = partition_of(codec, numel, rank, [range(size)], segment_bytes, planner)
         schedule, lookahead = planner(Place(rank, size)), 0 if grouped else 1
-        program = CodedProgram(schedule, sharing.chunks, codec.wire_bytes, range(size), lookahead=lookahead)
+        program = CodedProgram(schedule, partition.chunks, codec.wire_bytes, range(size), lookahead=lookahead)
         codes = Codes(
             program,
             results[rank],
             codec,
-            sharing,
+            partition,
             Scratch(),
             feedback=None,
             divisor=size,

@@ -214,11 +214,11 @@ class CodecBuffer(CodedBuffer):
 
     def _add(self, slot: int, owed: Owed) -> None:
         assert self._feedback is not None
-        sharing, start = self._feedback.sharing, self.spans[slot].start
-        if not sharing.group:  # other ranks of this host encode everything
+        partition, start = self._feedback.partition, self.spans[slot].start
+        if not partition.group:  # other ranks of this host encode everything
             return
-        encoders, combination = len(sharing.group), self._combination
-        first, last = sharing.shards[0].start, sharing.shards[-1].stop
+        encoders, combination = len(partition.group), self._combination
+        first, last = partition.shards[0].start, partition.shards[-1].stop
         share = combination.inputs / encoders / combination.predivide
         _add_overlap(self._feedback.worker[first:last], first, owed["residual"], start, share)
         for name in owed.keys() & set(self._codec.remembers):
@@ -231,7 +231,7 @@ class CodecBuffer(CodedBuffer):
     def _states(self) -> list[tuple[int, dict[str, Tensor]]]:
         """Return what the codec remembers, with the places in the buffer where what it is about begins."""
         assert self._feedback is not None
-        pairs = zip(self._feedback.sharing.chunks, self._feedback.state, strict=True)
+        pairs = zip(self._feedback.partition.chunks, self._feedback.state, strict=True)
         return [
             (span.start, state)
             for chunk, states in pairs

@@ -22,7 +22,7 @@ _SAMPLE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Sharing:
+class Partition:
     """What one rank does in a compressed allreduce of a buffer of `numel` elements; spans count elements of the buffer.
 
     inside_hosts: whether the ranks of each host first sum the buffer among themselves, uncompressed, and share the result at
@@ -52,14 +52,14 @@ class Sharing:
         return max((span.length for chunk in self.chunks for span in chunk), default=0)
 
 
-def share(
+def partition_of(
     codec: Codec,
     numel: int,
     rank: int,
     hosts: Sequence[Sequence[int]],
     segment_bytes: int,
     planner: Planner = direct.allreduce,
-) -> Sharing:
+) -> Partition:
     """Cut a buffer for the schedule that a planner makes for a group. hosts: the ranks of each, as in Topology. segment_bytes:
     the most that a chunk's code should take."""
     everything = Span(0, numel)
@@ -72,7 +72,7 @@ def share(
         parts = split_aligned(everything, min(len(host) for host in hosts), codec.alignment)
         index = next(list(host).index(rank) for host in hosts if rank in host)
         if index >= len(parts):
-            return Sharing(numel, rank, inside_hosts, parts, (), (), ())
+            return Partition(numel, rank, inside_hosts, parts, (), (), ())
         group = tuple(host[index] for host in hosts)
         part = parts[index]
     blocks = planner(Place(group.index(rank), len(group))).blocks
@@ -82,13 +82,13 @@ def share(
     wanted = min(_MOST_NUMBERS, wire_bytes * _SAMPLE // codec.wire_bytes(_SAMPLE))
     count = max(1, -(-longest // max(codec.alignment, wanted)))
     sliced = [split_aligned(shard, count, codec.alignment) for shard in shards]
-    return Sharing(numel, rank, inside_hosts, parts, group, shards, tuple(zip(*sliced, strict=True)))
+    return Partition(numel, rank, inside_hosts, parts, group, shards, tuple(zip(*sliced, strict=True)))
 
 
-def effective(codec: Codec, sharing: Sharing) -> Codec:
+def effective(codec: Codec, partition: Partition) -> Codec:
     """Return the codec, or none where the numbers themselves are shorter than their code. A codec that remembers must be asked
     all the same, as what it makes of the numbers may be another thing than the numbers."""
-    longest = sharing.longest
+    longest = partition.longest
     if codec.wire_bytes(longest) < 4 * longest or codec.new_state(1, torch.device("cpu")) is not None:
         return codec
     return Raw()
