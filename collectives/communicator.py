@@ -24,8 +24,9 @@ from collectives.plan.algorithms import PLANNERS
 from collectives.plan.selection import SHARED, Table, default_segment_bytes, default_table, overrides, variables
 from collectives.plan.topology import Topology, host_id
 from collectives.reduction import Op, check_dtype
-from collectives.run.engine import Engine, legal_algorithms
+from collectives.run.engine import Engine
 from collectives.run.operations import DRAIN_S, MEET_S
+from collectives.run.plans import Plans, legal_algorithms
 from collectives.run.work import Work
 
 
@@ -97,15 +98,8 @@ class Communicator:
             raise
         for collective, names in algorithms.items():
             tables.setdefault(collective, default_table(collective, self.topology, shared=SHARED in names))
-        self._engine = Engine(
-            connection.transport,
-            connection.watch,
-            self.topology,
-            algorithms=algorithms,
-            tables=tables,
-            timeout_s=timeout_s,
-            segment_bytes=segment_bytes,
-        )
+        plans = Plans(self.topology, algorithms, tables, segment_bytes)
+        self._engine = Engine(connection.transport, connection.watch, plans, timeout_s)
 
     @property
     def rank(self) -> int:
@@ -119,16 +113,16 @@ class Communicator:
 
     def algorithms(self, collective: str) -> tuple[str, ...]:
         """The names that `algorithm=` takes for a verb, besides 'auto'. Raises ValueError for an unknown verb."""
-        return self._engine.algorithms(collective)
+        return self._engine.plans.algorithms(collective)
 
     @property
     def tables(self) -> dict[str, Table]:
         """What 'auto' runs by message size, for every verb: built in, or from COLLECTIVES_<VERB>."""
-        return dict(self._engine.tables)
+        return dict(self._engine.plans.tables)
 
     def chosen(self, collective: str, nbytes: int) -> str:
         """What 'auto' runs for a message of nbytes (allgather, reduce_scatter: of all ranks together)."""
-        return self._engine.choose(collective, "auto", nbytes)
+        return self._engine.plans.choose(collective, "auto", nbytes)
 
     def wire_bytes(
         self, collective: str, nbytes: int, algorithm: str = "auto", codec: str | Codec | None = None
@@ -140,7 +134,7 @@ class Communicator:
         plan.
         """
         made = make_codec(codec) if codec is not None else None
-        return self._engine.wire_bytes(collective, nbytes, algorithm, made)
+        return self._engine.plans.wire_bytes(collective, nbytes, algorithm, made)
 
     @property
     def shares_memory(self) -> bool:
@@ -268,7 +262,7 @@ class Communicator:
         if not isinstance(numel, int) or numel < 0:
             raise ValueError(f"rank {self.rank}: numel={numel!r}; a whole number from 0 is needed")
         with torch.inference_mode(False):  # it is for calls in any mode
-            return Feedback(made, self._engine.partition(made, numel), torch.device(device), seed)
+            return Feedback(made, self._engine.plans.partition(made, numel), torch.device(device), seed)
 
     @overload
     def grouped_allreduce(

@@ -26,7 +26,7 @@ def allgather(
     arguments.check_tensors(engine, input, *parts)
     arguments.check_written(engine, *parts)
     lengths = arguments.part_lengths(engine, "output", output, input, "input")
-    chosen = engine.choose_for_parts("allgather", algorithm, lengths, input.element_size())
+    chosen = engine.plans.choose_for_parts("allgather", algorithm, lengths, input.element_size())
     whole = engine.whole("allgather", chosen, input, input.numel())
     call = f"allgather({arguments.dtype_name(input)}{lengths}, {chosen})"
 

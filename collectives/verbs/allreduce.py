@@ -38,7 +38,7 @@ def allreduce(
         arguments.check_written(engine, tensor)
         check_arithmetic(engine.rank, tensor.dtype, name, prescale, postscale)
         fused.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    chosen = [engine.choose("allreduce", algorithm, sum(t.nbytes for t in group)) for group in fused.values()]
+    chosen = [engine.plans.choose("allreduce", algorithm, sum(t.nbytes for t in group)) for group in fused.values()]
     described = ", ".join(map(arguments.described, tensors))
     scales = f", prescale={prescale}, postscale={postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
     call = f"allreduce({described}, {name}{scales}, {', '.join(chosen)})"
@@ -95,7 +95,7 @@ def allreduce_compressed(
     present = codec.at(step)
     with_feedback = feedback is not None
     nbytes = present.wire_bytes(tensor.numel())
-    chosen = engine.choose_for_codec(codec, algorithm, nbytes, with_feedback=with_feedback)
+    chosen = engine.plans.choose_for_codec(codec, algorithm, nbytes, with_feedback=with_feedback)
     scales = f", prescale={prescale}, postscale={postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
     corrected = ", error feedback" if with_feedback else ""
     call = f"allreduce({arguments.described(tensor)}, {name}{scales}, {chosen}, {present.identity}{corrected})"
@@ -158,7 +158,9 @@ def _check_feedback(engine: Engine, feedback: Feedback, codec: Codec, tensor: to
     if not isinstance(feedback, Feedback):
         raise ValueError(f"rank {engine.rank}: feedback must be from Communicator.new_feedback, not {feedback!r}")
     given = (feedback.codec, feedback.partition.numel, feedback.device)
-    if given != (codec, tensor.numel(), tensor.device) or feedback.partition != engine.partition(codec, tensor.numel()):
+    if given != (codec, tensor.numel(), tensor.device) or feedback.partition != engine.plans.partition(
+        codec, tensor.numel()
+    ):
         raise ValueError(
             f"rank {engine.rank}: feedback must be from this Communicator's new_feedback for {codec!r} and {tensor.numel()} "
             f"elements on {tensor.device}; it is for {feedback.codec!r} and {feedback.partition.numel} on {feedback.device}, "

@@ -36,7 +36,7 @@ def alltoall(
         )
     incoming = arguments.split_lengths(engine, "output", output, output_splits)
     outgoing = arguments.split_lengths(engine, "input", input, input_splits)
-    chosen = engine.choose("alltoall", algorithm, input.nbytes)
+    chosen = engine.plans.choose("alltoall", algorithm, input.nbytes)
     whole = engine.whole("alltoall", chosen, input, input.numel(), lengths=(outgoing, incoming))
     shape = "splits" if input_splits is not None else arguments.described(input)
     call = f"alltoall({arguments.dtype_name(input)}, {shape}, {chosen})"

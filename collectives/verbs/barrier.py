@@ -10,7 +10,7 @@ from collectives.run.work import Work
 
 
 def barrier(engine: Engine, *, algorithm: str = "auto", async_op: bool = False) -> Work | None:
-    chosen = engine.choose("barrier", algorithm, 1)
+    chosen = engine.plans.choose("barrier", algorithm, 1)
     call = f"barrier({chosen})"
     nothing = torch.empty(0, dtype=torch.uint8, device=engine.control_device)
     whole = engine.whole("barrier", chosen, nothing, 0)

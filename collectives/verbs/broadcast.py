@@ -15,7 +15,7 @@ def broadcast(
 ) -> Work | None:
     arguments.check_written(engine, tensor)
     arguments.check_root(engine, "src", src)
-    chosen = engine.choose("broadcast", algorithm, tensor.nbytes)
+    chosen = engine.plans.choose("broadcast", algorithm, tensor.nbytes)
     whole = engine.whole("broadcast", chosen, tensor, tensor.numel(), root=src)
     call = f"broadcast({arguments.described(tensor)}, src={src}, {chosen})"
 

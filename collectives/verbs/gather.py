@@ -26,7 +26,7 @@ def gather(
     arguments.check_root(engine, "dst", dst)
     parts = arguments.rooted_list(engine, "output", output, input, "dst", dst)
     arguments.check_written(engine, *parts)
-    chosen = engine.choose("gather", algorithm, input.nbytes * engine.size)
+    chosen = engine.plans.choose("gather", algorithm, input.nbytes * engine.size)
     whole = engine.whole("gather", chosen, input, input.numel(), root=dst)
     call = f"gather({arguments.described(input)}, dst={dst}, {chosen})"
 

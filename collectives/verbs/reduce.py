@@ -18,7 +18,7 @@ def reduce(
     arguments.check_written(engine, tensor)
     arguments.check_root(engine, "dst", dst)
     check_arithmetic(engine.rank, tensor.dtype, name)
-    chosen = engine.choose("reduce", algorithm, tensor.nbytes)
+    chosen = engine.plans.choose("reduce", algorithm, tensor.nbytes)
     whole = engine.whole("reduce", chosen, tensor, tensor.numel(), name, dst)
     call = f"reduce({arguments.described(tensor)}, dst={dst}, {name}, {chosen})"
 

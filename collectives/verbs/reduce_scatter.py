@@ -29,7 +29,7 @@ def reduce_scatter(
     arguments.check_written(engine, output)
     check_arithmetic(engine.rank, output.dtype, name)
     lengths = arguments.part_lengths(engine, "input", input, output, "output")
-    chosen = engine.choose_for_parts("reduce_scatter", algorithm, lengths, output.element_size())
+    chosen = engine.plans.choose_for_parts("reduce_scatter", algorithm, lengths, output.element_size())
     whole = engine.whole("reduce_scatter", chosen, output, sum(lengths), name)
     call = f"reduce_scatter({arguments.dtype_name(output)}{lengths}, {name}, {chosen})"
 

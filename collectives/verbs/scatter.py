@@ -26,7 +26,7 @@ def scatter(
     arguments.check_root(engine, "src", src)
     parts = arguments.rooted_list(engine, "input", input, output, "src", src)
     arguments.check_written(engine, output)
-    chosen = engine.choose("scatter", algorithm, output.nbytes * engine.size)
+    chosen = engine.plans.choose("scatter", algorithm, output.nbytes * engine.size)
     whole = engine.whole("scatter", chosen, output, output.numel() * len(parts), root=src)
     call = f"scatter({arguments.described(output)}, src={src}, {chosen})"
 

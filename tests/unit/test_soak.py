@@ -13,7 +13,7 @@ from rich.console import Console
 
 from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
 from collectives.plan.algorithms import PLANNERS
-from collectives.run.engine import legal_algorithms
+from collectives.run.plans import legal_algorithms
 from tests.harness import Outcome
 from tests.ranks.exact import DTYPES, OPS, Checks
 from tests.soak import __main__ as soak

@@ -1,0 +1,205 @@
+"""What one rank plans: which algorithm a call takes, and the programs for it, each made once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from collectives.compression.codec import Codec
+from collectives.compression.pairs import TWO_SHOT, riding, schedule_of_codes
+from collectives.compression.partition import Partition, effective, partition_of
+from collectives.plan.algorithms import PLANNERS, hierarchical
+from collectives.plan.coded import CodedProgram
+from collectives.plan.program import LOOKAHEAD, Program
+from collectives.plan.schedule import Place, Schedule
+from collectives.plan.selection import Table, choose
+from collectives.plan.spans import Layout, segments_of_blocks, segments_of_buffer
+from collectives.plan.topology import Topology
+
+_Planned = TypeVar("_Planned")
+
+#: How many programs and partitions are kept: the ones that were used last.
+_KEPT = 512
+
+
+def legal_algorithms(offered: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """Return the names that `algorithm=` takes for each collective, besides 'auto'. offered: what a transport does by itself.
+
+    Raises ValueError where it offers what no collective is called, or under a name that means something else already.
+    """
+    for collective, names in offered.items():
+        taken = ("auto", *PLANNERS[collective]) if collective in PLANNERS else names
+        if doubled := [name for name in names if name in taken]:
+            raise ValueError(f"a link cannot offer {collective} algorithms called {', '.join(doubled)}")
+    return {collective: (*planners, *offered.get(collective, ())) for collective, planners in PLANNERS.items()}
+
+
+class Plans:
+    """The plans of one Communicator, which knows no tensors.
+
+    topology: of its ranks. algorithms: the names that each collective has. tables: what 'auto' runs. segment_bytes: see
+    Communicator. grouped, in all methods: whether both ends of a message must be posted together.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        algorithms: Mapping[str, tuple[str, ...]],
+        tables: dict[str, Table],
+        segment_bytes: int,
+    ) -> None:
+        self.topology = topology
+        self.tables = tables
+        self._place = Place(topology.rank, topology.size, 0, topology.hosts)
+        self._algorithms = algorithms
+        self._segment_bytes = segment_bytes
+        self._planned: OrderedDict[tuple[object, ...], object] = OrderedDict()
+
+    def algorithms(self, collective: str) -> tuple[str, ...]:
+        """Return the names that a collective has. Raises ValueError for an unknown collective."""
+        if collective not in self._algorithms:
+            raise ValueError(f"no collective is called {collective!r}; known are {', '.join(self._algorithms)}")
+        return self._algorithms[collective]
+
+    def choose(self, collective: str, algorithm: str, nbytes: int) -> str:
+        """Resolve 'auto'. Raises ValueError for an unknown collective or a name that it does not have."""
+        names = self.algorithms(collective)
+        if algorithm == "auto":
+            return choose(self.tables[collective], nbytes)
+        if algorithm not in names:
+            allowed = ", ".join(("auto", *names))
+            raise ValueError(
+                f"rank {self._place.rank}: {collective} has no algorithm {algorithm!r}; allowed are {allowed}"
+            )
+        return algorithm
+
+    def choose_for_codec(self, codec: Codec, algorithm: str, nbytes: int, *, with_feedback: bool) -> str:
+        """Do as choose, for an allreduce of codes of nbytes. Raises ValueError, which lists what the codec may ride."""
+        names = riding(codec, self.algorithms("allreduce"), with_feedback=with_feedback)
+        if algorithm == "auto":
+            return self.choose("allreduce", algorithm, nbytes) if codec.summable else names[0]
+        if algorithm not in names:
+            corrected = " with error feedback" if with_feedback else ""
+            raise ValueError(
+                f"rank {self._place.rank}: codec {codec.name!r}{corrected} cannot ride the algorithm {algorithm!r}; allowed are "
+                f"{', '.join(('auto', *names))}"
+            )
+        return algorithm
+
+    def choose_for_parts(self, collective: str, algorithm: str, lengths: Sequence[int], element_size: int) -> str:
+        """Do as choose, for a message made of a part per rank. What a link does by itself needs equal parts; 'auto' then takes
+        rsag instead."""
+        chosen = self.choose(collective, algorithm, sum(lengths) * element_size)
+        if chosen not in PLANNERS[collective] and len(set(lengths)) > 1:
+            if algorithm != "auto":
+                raise ValueError(
+                    f"rank {self._place.rank}: {collective} of unequal parts {list(lengths)} has no algorithm {chosen!r}"
+                )
+            return "rsag"
+        return chosen
+
+    def wire_bytes(self, collective: str, nbytes: int, algorithm: str, codec: Codec | None) -> int | None:
+        """Do as Communicator.wire_bytes."""
+        if codec is None:
+            name = self.choose(collective, algorithm, nbytes)
+        else:
+            numel, nbytes = nbytes // 4, codec.wire_bytes(nbytes // 4)
+            name = self.choose_for_codec(codec, algorithm, nbytes, with_feedback=False)
+            if name == TWO_SHOT or not codec.summable:
+                partition = self.partition(codec, numel, name)
+                used = effective(codec, partition)
+                if not partition.group:
+                    return 0
+                return self.of_codes(codec, used, partition, name, grouped=False).sent_bytes()
+        if name not in PLANNERS[collective]:
+            return None
+        schedule = self._schedule(collective, name)
+        segments = segments_of_buffer(nbytes, schedule.blocks, self._segment_bytes)
+        return Program(schedule, segments).sent()[1]
+
+    def of_buffer(
+        self, collective: str, algorithm: str, root: int, numel: int, element_size: int, *, grouped: bool
+    ) -> Program:
+        """Return the program for a buffer that the algorithm may cut as it likes."""
+
+        def planned() -> Program:
+            schedule = self._schedule(collective, algorithm, root)
+            return _program(schedule, segments_of_buffer(numel, schedule.blocks, segment), grouped=grouped)
+
+        segment = max(1, self._segment_bytes // element_size)
+        return self._once(("buffer", collective, algorithm, root, numel, segment, grouped), planned)
+
+    def of_blocks(
+        self, collective: str, algorithm: str, layout: Layout, element_size: int, *, grouped: bool
+    ) -> Program:
+        """Return the program for a buffer of which block r, at layout[r], belongs to rank r."""
+
+        def planned() -> Program:
+            return _program(self._schedule(collective, algorithm), segments_of_blocks(layout, segment), grouped=grouped)
+
+        segment = max(1, self._segment_bytes // element_size)
+        return self._once(("blocks", collective, algorithm, layout, segment, grouped), planned)
+
+    def of_move(
+        self, collective: str, algorithm: str, root: int, sources: Layout, layout: Layout, *, grouped: bool
+    ) -> Program:
+        """Return a program that moves blocks from where they lie in one buffer to where they belong in another."""
+        return _program(self._schedule(collective, algorithm, root), [layout], [sources], grouped=grouped)
+
+    def inside_hosts(self, which: int, parts: Layout, element_size: int, *, grouped: bool) -> Program:
+        """Return the program for the first (0) or last (1) round of hierarchical, of blocks that are `parts`."""
+
+        def planned() -> Program:
+            steps = hierarchical.inside(self._place)[which]
+            schedule = Schedule(self._place.rank, self._place.size, len(parts), (steps,))
+            return _program(schedule, segments_of_blocks(parts, segment), grouped=grouped)
+
+        segment = max(1, self._segment_bytes // element_size)
+        return self._once(("inside hosts", which, parts, segment, grouped), planned)
+
+    def partition(self, codec: Codec, numel: int, algorithm: str = TWO_SHOT) -> Partition:
+        """Return who encodes what of a buffer."""
+
+        def planned() -> Partition:
+            planner, by_hosts = schedule_of_codes(algorithm)
+            hosts = self.topology.hosts if by_hosts else (tuple(range(self._place.size)),)
+            return partition_of(codec, numel, self._place.rank, hosts, self._segment_bytes, planner)
+
+        return self._once(("partition", codec, numel, algorithm), planned)
+
+    def of_codes(
+        self, codec: Codec, used: Codec, partition: Partition, algorithm: str, *, grouped: bool
+    ) -> CodedProgram:
+        """Return the program for an allreduce of codes. codec: for which the partition was made. used: in its place, in the
+        step."""
+
+        def planned() -> CodedProgram:
+            group = partition.group
+            planner, _ = schedule_of_codes(algorithm)
+            schedule = planner(Place(group.index(self._place.rank), len(group)))
+            return CodedProgram(schedule, partition.chunks, used.wire_bytes, group, lookahead=0 if grouped else 1)
+
+        return self._once(("codes", codec, used, algorithm, partition.numel, grouped), planned)
+
+    def _schedule(self, collective: str, algorithm: str, root: int = 0) -> Schedule:
+        """Return this rank's schedule."""
+        place = replace(self._place, root=root)
+        return self._once(("schedule", collective, algorithm, root), lambda: PLANNERS[collective][algorithm](place))
+
+    def _once(self, key: tuple[object, ...], plan: Callable[[], _Planned]) -> _Planned:
+        """Return what was planned before under a key, which begins with the kind of plan, or plan it."""
+        if key not in self._planned:
+            self._planned[key] = plan()
+            if len(self._planned) > _KEPT:
+                self._planned.popitem(last=False)
+        self._planned.move_to_end(key)
+        planned: _Planned = self._planned[key]  # type: ignore[assignment]  # as the first part of the key says
+        return planned
+
+
+def _program(
+    schedule: Schedule, segments: Sequence[Layout], sources: Sequence[Layout] | None = None, *, grouped: bool
+) -> Program:
+    return Program(schedule, segments, sources, lookahead=0 if grouped else LOOKAHEAD)
