@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
@@ -13,7 +13,6 @@ from collectives.link.base import Request, Transport, Whole, WholeRun
 from collectives.link.watch import Watch
 from collectives.plan.algorithms import PLANNERS
 from collectives.plan.program import Program
-from collectives.plan.selection import SHARED
 from collectives.plan.spans import Layout, consecutive
 from collectives.reduction import COMBINE, carried
 from collectives.run.executor import execute
@@ -220,13 +219,9 @@ class Engine:
             self.meet(turn)
         whole.run(carried(source, "sum")[0], carried(destination, "sum")[0], turn.tag, turn.deadline)
 
-    def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
-        """See to it that the link can allreduce these dtypes in shared memory, before anyone's clock runs."""
-        for dtype in dtypes:
-            self.whole("allreduce", SHARED, torch.empty(0, dtype=dtype), 0)
-
     def prepare_codec(self, codec: Codec, device: torch.device, *, with_feedback: bool) -> None:
-        """Do the same for a codec's kernels. Raises ValueError for a codec that cannot do without error feedback."""
+        """See to it that a codec's kernels are compiled, before anyone's clock runs. Raises ValueError for one that
+        cannot do without error feedback."""
         key = (codec, device.type, with_feedback)
         if key in self._ready or not self._operations.usable:
             return

@@ -11,7 +11,7 @@ from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.pairs import TWO_SHOT
 from collectives.compression.registry import make_codec
-from collectives.plan.selection import SHARED
+from collectives.link.base import Whole
 from collectives.reduction import Op, check_arithmetic, finish, op_name
 from collectives.run.engine import Engine
 from collectives.run.operations import Turn
@@ -79,7 +79,7 @@ def allreduce_compressed(
     algorithm: str = "auto",
     async_op: bool = False,
 ) -> Work | None:
-    """codec: other than 'none'."""
+    """Allreduce by codes. codec: other than 'none'."""
     rank = engine.rank
     name = op_name(rank, op)
     arguments.check_written(engine, tensor)
@@ -100,8 +100,9 @@ def allreduce_compressed(
     corrected = ", error feedback" if with_feedback else ""
     call = f"allreduce({arguments.described(tensor)}, {name}{scales}, {chosen}, {present.identity}{corrected})"
     engine.prepare_codec(codec, tensor.device, with_feedback=with_feedback)
-    if chosen == SHARED:
-        engine.prepare([codec.wire_dtype])
+    adds_codes = codec.summable and chosen != TWO_SHOT
+    codes = torch.empty(0, dtype=codec.wire_dtype, device=tensor.device)
+    whole = engine.whole("allreduce", chosen, codes, nbytes // codes.element_size()) if adds_codes else None
     if feedback is not None:
         feedback.step = step + 1
 
@@ -110,8 +111,8 @@ def allreduce_compressed(
         flat = buffer.flat.to(torch.float32)
         if prescale != 1.0:
             flat.mul_(prescale)
-        if codec.summable and chosen != TWO_SHOT:
-            _reduce_codes(engine, turn, flat, present, feedback, name, chosen)
+        if adds_codes:
+            _add_codes(engine, turn, flat, present, feedback, name, chosen, whole)
         else:
             average = name == "average"
             engine.over_codes(turn, flat, codec, chosen, feedback=feedback, average=average, step=step, seed=seed)
@@ -126,7 +127,7 @@ def allreduce_compressed(
 def named_codec(
     engine: Engine, codec: str | Codec | None, feedback: Feedback | None, step: int | None, seed: int | None
 ) -> Codec | None:
-    """What a caller calls a codec; None for no compression. Raises ValueError for what is none, or a wrong step or seed."""
+    """Return what a caller calls a codec; None for no compression. Raises ValueError for what is none, a wrong step or seed."""
     if step is not None and (not isinstance(step, int) or step < 0):
         raise ValueError(f"rank {engine.rank}: step={step!r}; a whole number from 0 is needed")
     if seed is not None and not isinstance(seed, int):
@@ -168,19 +169,17 @@ def _check_feedback(engine: Engine, feedback: Feedback, codec: Codec, tensor: to
         )
 
 
-def _reduce(engine: Engine, turn: Turn, flat: torch.Tensor, op: str, choice: str) -> None:
-    """Sum by any algorithm, in place."""
-    whole = engine.whole("allreduce", choice, flat, flat.numel(), op)
-    if whole is not None:
-        engine.run_whole(turn, whole, flat, flat)
-    else:
-        engine.over_buffer(turn, "allreduce", choice, flat, op)
-
-
-def _reduce_codes(
-    engine: Engine, turn: Turn, flat: torch.Tensor, codec: Codec, feedback: Feedback | None, op: str, choice: str
+def _add_codes(
+    engine: Engine,
+    turn: Turn,
+    flat: torch.Tensor,
+    codec: Codec,
+    feedback: Feedback | None,
+    op: str,
+    choice: str,
+    whole: Whole | None,
 ) -> None:
-    """Sum the codes as they are, with the codec's headroom."""
+    """Add the codes of all ranks as they are, with the codec's headroom."""
     shrink = codec.headroom(engine.size)
     residual = feedback.worker if feedback is not None else None
     scaled = [tensor for tensor in (flat, residual) if tensor is not None and shrink != 1.0]
@@ -191,6 +190,9 @@ def _reduce_codes(
     for tensor in scaled[1:]:
         tensor.div_(shrink)
     codes = engine.buffer(wire.view(codec.wire_dtype))
-    _reduce(engine, turn, codes.flat, "sum", choice)
+    if whole is not None:
+        engine.run_whole(turn, whole, codes.flat, codes.flat)
+    else:
+        engine.over_buffer(turn, "allreduce", choice, codes.flat)
     codes.store()
     codec.decode(wire, flat, scale=1 / (shrink * (engine.size if op == "average" else 1)))
