@@ -1,11 +1,15 @@
 """Fixtures that hand out worlds of ranks."""
 
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
 
 from tests.harness import TRANSPORTS, World, Worlds
+
+# A shell lets jobs in the background ignore Ctrl-C, which some tests send; whom these start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("tests", deadline=None)  # no example is wrong for being slow on a busy machine
 settings.load_profile("tests")
