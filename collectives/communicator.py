@@ -245,9 +245,7 @@ class Communicator:
                     algorithm=algorithm,
                     async_op=async_op,
                 )
-        return verbs.allreduce(
-            self._engine, [tensor], op, prescale=prescale, postscale=postscale, algorithm=algorithm, async_op=async_op
-        )
+        return verbs.allreduce(self._engine, tensor, op, prescale, postscale, algorithm, async_op)
 
     def new_feedback(
         self, codec: str | Codec, numel: int, device: str | torch.device = "cpu", *, seed: int = 0
@@ -311,9 +309,7 @@ class Communicator:
         async_op: bool = False,
     ) -> Work | None:
         """allreduce of several tensors as one operation: those of one dtype and device travel as one message."""
-        return verbs.allreduce(
-            self._engine, tensors, op, prescale=prescale, postscale=postscale, algorithm=algorithm, async_op=async_op
-        )
+        return verbs.grouped_allreduce(self._engine, tensors, op, prescale, postscale, algorithm, async_op)
 
     @overload
     def reduce_scatter(

@@ -141,10 +141,15 @@ class Operations:
                 return False
             deadline = time.monotonic() + self._timeout_s
             try:
-                tag = self._begin(call, call_digest, beside_work=False)
+                sequence = self._queue.number  # as _begin() does, without a call: see there
+                if self._beside_work:
+                    self._beside_work = False
+                    self._transport.wait_beside_work(False)
+                self._calls[sequence % _REMEMBERED] = (sequence, call)
+                self._running = self._sequence = sequence
                 if self._watch.has_news:
-                    self._check_news(self._sequence)
-                body(first, second, tag, deadline)
+                    self._check_news(sequence)
+                body(first, second, (call_digest + sequence * _SPREAD) % 2**30, deadline)
                 if self._interrupted:
                     raise LinkError(None, timed_out=False, detail=_ENDED)
             except BaseException as error:

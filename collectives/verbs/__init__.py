@@ -5,7 +5,7 @@ What a verb promises stands at the method of Communicator that has its name.
 """
 
 from collectives.verbs.allgather import allgather
-from collectives.verbs.allreduce import allreduce, allreduce_compressed, named_codec
+from collectives.verbs.allreduce import allreduce, allreduce_compressed, grouped_allreduce, named_codec
 from collectives.verbs.alltoall import alltoall
 from collectives.verbs.barrier import barrier
 from collectives.verbs.broadcast import broadcast
@@ -22,6 +22,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "gather",
+    "grouped_allreduce",
     "named_codec",
     "reduce",
     "reduce_scatter",

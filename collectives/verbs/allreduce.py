@@ -21,17 +21,28 @@ from collectives.run.work import Work
 
 def allreduce(
     engine: Engine,
-    tensors: Sequence[torch.Tensor],
+    tensor: torch.Tensor,
     op: Op,
-    *,
     prescale: float,
     postscale: float,
-    algorithm: str = "auto",
-    async_op: bool = False,
+    algorithm: str,
+    async_op: bool,
 ) -> Work | None:
-    key = (op, algorithm, prescale, postscale)
-    if not async_op and len(tensors) == 1 and engine.repeat(tensors[0], key):
+    """Allreduce one tensor: at once, where an equal call has been made ready before."""
+    if not async_op and engine.repeat(tensor, (op, algorithm, prescale, postscale)):
         return None
+    return grouped_allreduce(engine, [tensor], op, prescale, postscale, algorithm, async_op)
+
+
+def grouped_allreduce(
+    engine: Engine,
+    tensors: Sequence[torch.Tensor],
+    op: Op,
+    prescale: float,
+    postscale: float,
+    algorithm: str,
+    async_op: bool,
+) -> Work | None:
     name = op_name(engine.rank, op)
     fused: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -48,7 +59,7 @@ def allreduce(
         for group, choice in zip(fused.values(), chosen, strict=True)
     ]
     if len(tensors) == 1 and wholes[0] is not None and prescale == postscale == 1.0:
-        engine.remember(tensors[0], key, call, wholes[0])
+        engine.remember(tensors[0], (op, algorithm, prescale, postscale), call, wholes[0])
 
     def body(turn: Turn) -> None:
         for group, choice, whole in zip(fused.values(), chosen, wholes, strict=True):

@@ -216,7 +216,7 @@ _START, _ANNOUNCED, _STAGING_NOW, _REDUCED_NOW = range(4)
 
 
 @compiled(njit, int64(*[int64] * 12), nogil=True)
-def allreduce(context, data, nbytes, itemsize, function, op, divisor, sequence, tag, slot, offset, born):
+def allreduce(context, nbytes, itemsize, function, op, divisor, data, sequence, tag, slot, offset, born):
     """Reduce `nbytes` at `data` over the ranks of a segment, in place. After PENDING, call it again in the same way.
 
     sequence, tag: what all ranks must agree on, the operation's number and what is called. slot, offset, born: where

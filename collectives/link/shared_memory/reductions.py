@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from collectives.kernels import cpu_arithmetic
@@ -36,17 +38,18 @@ class SharedMemory:
     def collective(self, request: Request) -> Whole:
         """See Transport; what the dtype needs is compiled here, or loaded from the disk."""
         group, allocations = self.group, self._allocations
-        run, kernel, context = group.run, group.kernels.allreduce, group.context_address
+        run = group.run
         nbytes = request.numel * request.dtype.itemsize
         divisor = group.size if request.op == "average" else 1
         arithmetic = cpu_arithmetic(request.dtype).address
         kind = (nbytes, request.dtype.itemsize, arithmetic, group.kernels.OPS[request.op], divisor)
+        kernel = partial(group.kernels.allreduce, group.context_address, *kind)
         is_small = nbytes <= group.whole_bytes
 
         def allreduce(flat: torch.Tensor, same: torch.Tensor, tag: int, deadline: float) -> None:
             self._sequence = sequence = self._sequence + 1
             place = ELSEWHERE if is_small else allocations.place(flat)
-            if run(kernel, (context, flat.data_ptr(), *kind, sequence, tag, *place), deadline):
+            if run(kernel, (flat.data_ptr(), sequence, tag, *place), deadline):
                 allocations.follow()
 
         return Whole(allreduce, needs_meeting=False)
