@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from collectives.compression.casts import Float16
+from collectives.compression.casts import BFloat16, Float16
 from collectives.compression.codec import Codec
 from collectives.compression.dgc import DGC
 from collectives.compression.fp8 import Float8
@@ -29,6 +29,10 @@ LEAST_NUMEL = 4096
 """Parameters of fewer elements are not worth a codec: all of them together are few bytes, and every element counts."""
 
 
+CASTS: dict[torch.dtype, Codec] = {codec.wire_dtype: codec for codec in (Float16(), BFloat16())}
+"""The codecs that cast, by what tensors travel as."""
+
+
 @dataclass(frozen=True)
 class Cast:
     """Has floating-point tensors wider than `wire_dtype` travel as that; all others, and with None all, as they are."""
@@ -41,10 +45,9 @@ class Cast:
         return self.wire_dtype if narrows and self.wire_dtype is not None else dtype
 
     def codec(self, dtype: torch.dtype) -> Codec | None:
-        """Return the codec that sums tensors of this dtype: for half precision, which could overflow where no result
-        does; None where they may be cast and summed as they are."""
-        narrows = self.dtype_on_wire(dtype) is not dtype
-        return Float16() if narrows and self.wire_dtype is torch.float16 else None
+        """Return the codec that sums tensors of this dtype; None where they travel as they are."""
+        narrow = self.dtype_on_wire(dtype)
+        return None if narrow is dtype else CASTS[narrow]
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, torch.dtype]:
         """Return the tensor to send, and the dtype that decompress() needs."""

@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.futures import Future
 
 from collectives import Communicator, Work
-from collectives.compression.casts import BFloat16, Float16
 from collectives.compression.codec import Codec
 from collectives.compression.matrices import MatrixCodec
 from collectives.run.work import WorkQueue
-from trainer.compression import Cast, Compressor, Encoding, Policy
+from trainer.compression import CASTS, Cast, Compressor, Encoding, Policy
 from trainer.gradients.coded import CodedBuffer, buffer_for
 from trainer.gradients.combination import Combination
 from trainer.gradients.packing import packed
@@ -29,7 +28,6 @@ from trainer.validation import check_named_parameters
 UNSETTLED_STEPS = 2
 """DDP lays out its buckets anew after the first step, and residuals begin with those that stay."""
 
-_CASTS: dict[torch.dtype, Codec] = {codec.wire_dtype: codec for codec in (Float16(), BFloat16())}
 _CLOSE_S = 5.0
 
 
@@ -105,7 +103,7 @@ class CompressionHook:
         wanted: dict[Encoding | None, list[int]] = {}
         for number in numbers:
             wanted.setdefault(self._encodings[number], []).append(number)
-        cast = next((codec for codec in _CASTS.values() if wanted.keys() == {Encoding(codec)}), None)
+        cast = next((codec for codec in CASTS.values() if wanted.keys() == {Encoding(codec)}), None)
         coded = [tuple(members) for encoding, members in wanted.items() if encoding is not None and cast is None]
         buffers = [buffer for members in coded for buffer in self._buffers_of(members, gradients)]
         exchange = _Exchange(combination, bucket.buffer(), gradients, buffers, cast, self._step)
@@ -197,8 +195,8 @@ class CompressionHook:
         self._check_same(number, self._described[number], (name, shape))
         encoding = self._policy.encoding(name, parameter)
         if isinstance(encoding, Cast):
-            narrow = encoding.dtype_on_wire(parameter.dtype)
-            self._encodings.append(None if narrow == parameter.dtype else Encoding(_CASTS[narrow]))
+            codec = encoding.codec(parameter.dtype)
+            self._encodings.append(None if codec is None else Encoding(codec))
         else:
             self._encodings.append(_settled(encoding))
         self._numbers[parameter] = number

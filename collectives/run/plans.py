@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -56,6 +57,7 @@ class Plans:
         self._algorithms = algorithms
         self._segment_bytes = segment_bytes
         self._planned: OrderedDict[tuple[object, ...], object] = OrderedDict()
+        self._lock = threading.RLock()  # of the threads of callers and the queue's; plans are made of others
 
     def algorithms(self, collective: str) -> tuple[str, ...]:
         """Return the names that a collective has. Raises ValueError for an unknown collective."""
@@ -190,13 +192,14 @@ class Plans:
 
     def _once(self, key: tuple[object, ...], plan: Callable[[], _Planned]) -> _Planned:
         """Return what was planned before under a key, which begins with the kind of plan, or plan it."""
-        if key not in self._planned:
-            self._planned[key] = plan()
-            if len(self._planned) > _KEPT:
-                self._planned.popitem(last=False)
-        self._planned.move_to_end(key)
-        planned: _Planned = self._planned[key]  # type: ignore[assignment]  # as the first part of the key says
-        return planned
+        with self._lock:
+            if key not in self._planned:
+                self._planned[key] = plan()
+                if len(self._planned) > _KEPT:
+                    self._planned.popitem(last=False)
+            self._planned.move_to_end(key)
+            planned: _Planned = self._planned[key]  # type: ignore[assignment]  # as the first part of the key says
+            return planned
 
 
 def _program(

@@ -353,8 +353,8 @@ def test_hook_and_optimizer_exchange_alike(ranks: Worlds, size: int, codec: Any)
     ranks(size).run(same_as_the_optimizer, ErrorFeedback(codec, warmup_steps=UNSETTLED_STEPS))
 
 
-def halves() -> None:
-    """Gradients whose sum half precision cannot hold, by every way that there is to exchange them as fp16."""
+def halves(name: str, tolerance: float) -> None:
+    """Gradients whose sum half precision cannot hold, by every way that there is to exchange them as 16 bits."""
     trainer.init()
     size, rank = dist.get_world_size(), dist.get_rank()
     everyones = [60000 - torch.randint(5000, (80, 64), generator=torch.Generator().manual_seed(r)) for r in range(size)]
@@ -362,29 +362,32 @@ def halves() -> None:
     for op in (trainer.Average, trainer.Sum):
         exact = torch.stack(everyones).double().sum(0) / (size if op == trainer.Average else 1)
         weight = nn.Parameter(torch.zeros(80, 64))
-        optimizer = trainer.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression="fp16", op=op)
+        optimizer = trainer.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=name, op=op)
         (weight * mine).sum().backward()
         assert weight.grad is not None
-        results = [weight.grad, trainer.allreduce(mine, compression=trainer.Compression.fp16, op=op)]
+        results = [weight.grad, trainer.allreduce(mine, compression=getattr(trainer.Compression, name), op=op)]
         with Communicator() as comm:
             results.append(mine.clone())
-            comm.allreduce(results[-1], op, codec="fp16")
+            comm.allreduce(results[-1], op, codec=name)
         if op == trainer.Average:
-            hook = trainer.ddp_comm_hook("fp16")
+            hook = trainer.ddp_comm_hook(name)
             results += exchanged(hook, [[weight]], {weight: mine})
             hook.close()
-        assert (weight.grad / exact - 1).abs().max() < 2**-9
+        assert (weight.grad / exact - 1).abs().max() < tolerance
         assert all(torch.equal(result, weight.grad) for result in results)
-        rows = trainer.reducescatter(mine, compression=trainer.Compression.fp16, op=op)
+        rows = trainer.reducescatter(mine, compression=getattr(trainer.Compression, name), op=op)
         start = sum(80 // size + (r < 80 % size) for r in range(rank))
-        assert (rows / exact[start : start + len(rows)] - 1).abs().max() < 2**-9
+        assert (rows / exact[start : start + len(rows)] - 1).abs().max() < tolerance
         optimizer.close()
     trainer.shutdown()
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_half_precision_is_the_same_everywhere_and_does_not_overflow(ranks: Worlds, size: int) -> None:
-    ranks(size).run(halves)
+@pytest.mark.parametrize(("name", "tolerance"), [("fp16", 2**-9), ("bf16", 2**-6)])
+def test_16_bits_are_the_same_everywhere_and_do_not_overflow(
+    ranks: Worlds, size: int, name: str, tolerance: float
+) -> None:
+    ranks(size).run(halves, name, tolerance)
 
 
 def goes_by_names(policy: dict[str, Any], compressed: set[str]) -> None:

@@ -151,11 +151,18 @@ def test_an_interrupt_on_the_way_into_the_queue_leaves_it_usable(monkeypatch: py
             assert mine.run_now("allreduce", 0, lambda *arguments: None, None, None)
 
 
+class Interrupting(dict[int, object]):
+    """Raises Ctrl-C where something is kept: a turn does so before anything of it has begun."""
+
+    def __setitem__(self, key: int, value: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
 def test_an_interrupt_as_an_operation_begins_does_not_put_the_rank_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     with operations(1) as (mine, _, _):
         taken: list[int] = []
         with monkeypatch.context() as patched:
-            patched.setattr(Operations, "_begin", lambda *arguments, **options: signal.raise_signal(signal.SIGINT))
+            patched.setattr(mine, "_calls", Interrupting())
             for call in (
                 lambda: mine.run_now("allreduce", 0, lambda *arguments: None, None, None),
                 lambda: mine.submit("allreduce", nothing, async_op=False),

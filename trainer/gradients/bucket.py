@@ -44,9 +44,8 @@ class Bucket:
             shapes = list(map(_shape_in_memory, held))
             self.buffer: PlainBuffer = buffer_for(kind)(combination, kind, plan, shapes, device, number)
         else:
-            codec = kind.codec(dtype)
-            values = _zeros(combination, plan.numel, kind.dtype_on_wire(dtype) if codec is None else dtype, device)
-            self.buffer = PlainBuffer(combination, values, codec)
+            values = _zeros(combination, plan.numel, dtype, device)
+            self.buffer = PlainBuffer(combination, values, kind.codec(dtype))
         self._memory = self.buffer.values.to(dtype)
         self._views = [
             self._memory.as_strided(tensor.shape, _dense_strides(tensor), offset)
