@@ -126,6 +126,11 @@ class Encoding:
     feedback: bool = False
     warmup_steps: int = 0
 
+    @property
+    def identity(self) -> str:
+        """Tell what a checkpoint is of."""
+        return f"{self.codec.identity}, feedback={self.feedback}, warmup_steps={self.warmup_steps}"
+
 
 def encoding_of(compression: Compressor) -> Cast | Encoding:
     """Return what is meant by a `compression=`; a name means the cast or the codec of that name.

@@ -143,7 +143,7 @@ class CompressionHook:
                     f"with {key} {value!r}"
                 )
         check_part(state_dict)
-        known = [repr(_settled(encoding)) for encoding in self._policy.encodings]
+        known = [_settled(encoding).identity for encoding in self._policy.encodings]
         for entry in state_dict["buckets"]:
             if entry.get("tensors") and entry["encoding"] not in known:
                 raise ValueError(

@@ -13,6 +13,12 @@ from torch import Tensor
 State: TypeAlias = dict[str, Tensor]
 
 
+def identity_of(name: str, settings: object) -> str:
+    """Return a name with the fields of a dataclass, as text."""
+    listed = ", ".join(f"{each.name}={getattr(settings, each.name)!r}" for each in fields(settings))  # type: ignore[arg-type]
+    return f"{name}({listed})"
+
+
 class Codec(ABC):
     """A way to write n float32 numbers in `wire_bytes(n)` bytes.
 
@@ -35,10 +41,9 @@ class Codec(ABC):
 
     @property
     def identity(self) -> str:
-        """Tell what ranks compare before they exchange codes: the name and all settings. A codec that writes other bytes
-        for the same settings than it did before needs another name."""
-        settings = ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in fields(self))  # type: ignore[arg-type]
-        return f"{self.name}({settings})"
+        """Tell what ranks compare before they exchange codes, and what a checkpoint is of: the name and all settings. A codec
+        that writes other bytes for the same settings than it did before needs another name."""
+        return identity_of(self.name, self)
 
     @property
     def alignment(self) -> int:

@@ -9,6 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from collectives.compression.codec import identity_of
+
 
 class MatrixCodec(ABC):
     """A way to exchange tensors by sums over all ranks, of which each may depend on the one before: so without codes of a buffer.
@@ -17,6 +19,11 @@ class MatrixCodec(ABC):
     """
 
     name: ClassVar[str]
+
+    @property
+    def identity(self) -> str:
+        """Tell what a checkpoint is of: the name and all settings."""
+        return identity_of(self.name, self)
 
     @abstractmethod
     def new_state(self, shapes: Sequence[Sequence[int]], device: torch.device) -> MatrixState:

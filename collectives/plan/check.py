@@ -134,7 +134,7 @@ def _follow(
 ) -> Iterator[int]:
     """Follow one rank's program of codes, yielding while it must wait."""
     blocks = tuple(Span(block, block + 1) for block in range(schedule.blocks))
-    program = CodedProgram(schedule, [blocks], lambda numel: numel, range(schedule.size))
+    program = CodedProgram(schedule, [blocks], 1, range(schedule.size))
     codes: dict[int, int] = {}
     expected: dict[int, tuple[int, int, int]] = {}
     received: dict[int, int] = defaultdict(int)

@@ -34,18 +34,17 @@ class CodedProgram(Program):
         self,
         schedule: Schedule,
         segments: Sequence[Layout],
-        wire_bytes: Callable[[int], int],
+        code_bytes: int,
         group: Sequence[int],
         *,
         lookahead: int = 1,
     ) -> None:
         """Lay out a schedule.
 
-        segments: see Program; their blocks are encoded one by one. wire_bytes: how long the code of so many
-        elements is. group: the ranks that the ranks of the schedule stand for. lookahead: see Program."""
-        longest = max((span.length for layout in segments for span in layout), default=0)
-        self._stride = -(-max(wire_bytes(longest), 1) // _APART) * _APART
-        self._wire_bytes = wire_bytes
+        segments: see Program; their blocks are encoded one by one. code_bytes: the length of the longest code. group: the ranks
+        that the ranks of the schedule stand for. lookahead: see Program.
+        """
+        self._stride = -(-max(code_bytes, 1) // _APART) * _APART
         self._rank = group[schedule.rank]
         self._order = {rank: position for position, rank in enumerate(group)}
         schedule = schedule.embedded(tuple(group), self._rank, len(group), 0, schedule.blocks)
@@ -58,9 +57,9 @@ class CodedProgram(Program):
         self._codes = 0
         super().__init__(replace(schedule, rounds=rounds), segments, lookahead=lookahead)
 
-    def sent_bytes(self) -> int:
-        """Return how many bytes of codes this rank sends."""
-        return sum(self._wire_bytes(instruction.length) for instruction in self if instruction.kind == Kind.SEND)
+    def sent_bytes(self, wire_bytes: Callable[[int], int]) -> int:
+        """Return how many bytes this rank sends, where the code of so many elements is so long."""
+        return sum(wire_bytes(instruction.length) for instruction in self if instruction.kind == Kind.SEND)
 
     def _posting_rounds(self) -> list[int]:
         """Return for every round the one in which its receives are posted: codes arrive in scratch memory, where nothing is in

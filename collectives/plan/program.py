@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from itertools import islice
 from typing import NamedTuple
 
 from collectives.plan.schedule import Action, Round, Schedule
@@ -110,10 +111,8 @@ class Program:
         self._post_at = self._posting_rounds()
         self._flights = min(self._window + 1, len(segments))
         self.scratch = self._flights * self._room()
-        self._kept: tuple[Instruction, ...] | None = None
-        estimate = 6 * len(segments) * sum(map(len, schedule.rounds))
-        if estimate <= _KEPT:
-            self._kept = tuple(self._laid_out())
+        first = tuple(islice(self._laid_out(), _KEPT + 1))
+        self._kept = first if len(first) <= _KEPT else None
 
     def __iter__(self) -> Iterator[Instruction]:
         return iter(self._kept) if self._kept is not None else self._laid_out()

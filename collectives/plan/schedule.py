@@ -45,10 +45,6 @@ class Schedule:
     blocks: int
     rounds: tuple[Round, ...]
 
-    def sent_blocks(self) -> int:
-        """Return how many blocks this rank sends, counted with repetition."""
-        return sum(s.span.length for r in self.rounds for s in r if s.action is Action.SEND)
-
     def then(self, other: Schedule) -> Schedule:
         """Return this schedule followed by another over the same blocks."""
         assert (self.rank, self.size, self.blocks) == (other.rank, other.size, other.blocks)

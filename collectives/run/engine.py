@@ -220,8 +220,7 @@ class Engine:
         whole.run(carried(source, "sum")[0], carried(destination, "sum")[0], turn.tag, turn.deadline)
 
     def prepare_codec(self, codec: Codec, device: torch.device, *, with_feedback: bool) -> None:
-        """See to it that a codec's kernels are compiled, before anyone's clock runs. Raises ValueError for one that
-        cannot do without error feedback."""
+        """See to it that a codec's kernels are compiled, before anyone's clock runs."""
         key = (codec, device.type, with_feedback)
         if key in self._ready or not self._operations.usable:
             return
@@ -232,6 +231,8 @@ class Engine:
         codec.encode(numbers, wire, residual=residual)
         codec.decode(wire, numbers)
         codec.decode(wire, numbers, add=True)
+        if len(self._ready) == _REMEMBERED_CALLS:
+            self._ready.clear()
         self._ready.add(key)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from collectives.compression.codec import Codec
@@ -22,7 +23,7 @@ from collectives.plan.topology import Topology
 _Planned = TypeVar("_Planned")
 
 #: How many programs and partitions are kept: the ones that were used last.
-_KEPT = 512
+_KEPT = 256
 
 
 def legal_algorithms(offered: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
@@ -68,27 +69,28 @@ class Plans:
     def choose(self, collective: str, algorithm: str, nbytes: int) -> str:
         """Resolve 'auto'. Raises ValueError for an unknown collective or a name that it does not have."""
         names = self.algorithms(collective)
-        if algorithm == "auto":
-            return choose(self.tables[collective], nbytes)
-        if algorithm not in names:
+        chosen = choose(self.tables[collective], nbytes) if algorithm == "auto" else algorithm
+        if chosen not in names:
             allowed = ", ".join(("auto", *names))
             raise ValueError(
                 f"rank {self._place.rank}: {collective} has no algorithm {algorithm!r}; allowed are {allowed}"
             )
-        return algorithm
+        if chosen in PLANNERS[collective]:
+            self._schedule(collective, chosen)  # what cannot be planned is found before anything is sent
+        return chosen
 
     def choose_for_codec(self, codec: Codec, algorithm: str, nbytes: int, *, with_feedback: bool) -> str:
         """Do as choose, for an allreduce of codes of nbytes. Raises ValueError, which lists what the codec may ride."""
         names = riding(codec, self.algorithms("allreduce"), with_feedback=with_feedback)
-        if algorithm == "auto":
-            return self.choose("allreduce", algorithm, nbytes) if codec.summable else names[0]
-        if algorithm not in names:
+        if algorithm == "auto" and not codec.summable:
+            return names[0]
+        if algorithm not in ("auto", *names):
             corrected = " with error feedback" if with_feedback else ""
             raise ValueError(
                 f"rank {self._place.rank}: codec {codec.name!r}{corrected} cannot ride the algorithm {algorithm!r}; allowed are "
                 f"{', '.join(('auto', *names))}"
             )
-        return algorithm
+        return algorithm if algorithm == TWO_SHOT else self.choose("allreduce", algorithm, nbytes)
 
     def choose_for_parts(self, collective: str, algorithm: str, lengths: Sequence[int], element_size: int) -> str:
         """Do as choose, for a message made of a part per rank. What a link does by itself needs equal parts; 'auto' then takes
@@ -114,12 +116,12 @@ class Plans:
                 used = effective(codec, partition)
                 if not partition.group:
                     return 0
-                return self.of_codes(codec, used, partition, name, grouped=False).sent_bytes()
+                return self.of_codes(codec, used, partition, name, grouped=False).sent_bytes(used.wire_bytes)
         if name not in PLANNERS[collective]:
             return None
-        schedule = self._schedule(collective, name)
-        segments = segments_of_buffer(nbytes, schedule.blocks, self._segment_bytes)
-        return Program(schedule, segments).sent()[1]
+        element_size = 4 if nbytes % 4 == 0 else 1
+        program = self.of_buffer(collective, name, 0, nbytes // element_size, element_size, grouped=False)
+        return element_size * program.sent()[1]
 
     def of_buffer(
         self, collective: str, algorithm: str, root: int, numel: int, element_size: int, *, grouped: bool
@@ -165,8 +167,9 @@ class Plans:
         """Return who encodes what of a buffer."""
 
         def planned() -> Partition:
-            planner, by_hosts = schedule_of_codes(algorithm)
+            _, by_hosts = schedule_of_codes(algorithm)
             hosts = self.topology.hosts if by_hosts else (tuple(range(self._place.size)),)
+            planner = partial(self._schedule_of_codes, algorithm)
             return partition_of(codec, numel, self._place.rank, hosts, self._segment_bytes, planner)
 
         return self._once(("partition", codec, numel, algorithm), planned)
@@ -179,11 +182,17 @@ class Plans:
 
         def planned() -> CodedProgram:
             group = partition.group
-            planner, _ = schedule_of_codes(algorithm)
-            schedule = planner(Place(group.index(self._place.rank), len(group)))
-            return CodedProgram(schedule, partition.chunks, used.wire_bytes, group, lookahead=0 if grouped else 1)
+            schedule = self._schedule_of_codes(algorithm, Place(group.index(self._place.rank), len(group)))
+            return CodedProgram(schedule, partition.chunks, code_bytes, group, lookahead=0 if grouped else 1)
 
-        return self._once(("codes", codec, used, algorithm, partition.numel, grouped), planned)
+        code_bytes = used.wire_bytes(partition.longest)
+        return self._once(("codes", codec, code_bytes, algorithm, partition.numel, grouped), planned)
+
+    def _schedule_of_codes(self, algorithm: str, place: Place) -> Schedule:
+        """Return what a rank of a group follows: of a rank of each host, or of all ranks."""
+        planner, by_hosts = schedule_of_codes(algorithm)
+        hosts = tuple((rank,) for rank in range(place.size)) if by_hosts else self.topology.hosts
+        return planner(replace(place, hosts=hosts))
 
     def _schedule(self, collective: str, algorithm: str, root: int = 0) -> Schedule:
         """Return this rank's schedule."""

@@ -114,8 +114,8 @@ def allreduce_compressed(
     adds_codes = codec.summable and chosen != TWO_SHOT
     codes = torch.empty(0, dtype=codec.wire_dtype, device=tensor.device)
     whole = engine.whole("allreduce", chosen, codes, nbytes // codes.element_size()) if adds_codes else None
-    if feedback is not None:
-        feedback.step = step + 1
+    if not adds_codes:
+        engine.plans.partition(codec, tensor.numel(), chosen)  # what cannot be planned is found before anything is sent
 
     def body(turn: Turn) -> None:
         buffer = Buffer([tensor], via_host=False)
@@ -132,7 +132,10 @@ def allreduce_compressed(
             buffer.flat.copy_(flat)
         buffer.store()
 
-    return engine.submit(call, body, async_op=async_op)
+    work = engine.submit(call, body, async_op=async_op)
+    if feedback is not None:
+        feedback.step = step + 1
+    return work
 
 
 def named_codec(

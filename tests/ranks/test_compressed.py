@@ -17,7 +17,8 @@ from collectives.compression.onebit import OneBit
 from collectives.compression.randomk import RandomK
 from collectives.compression.registry import CODECS, make_codec
 from collectives.compression.topk import TopK
-from collectives.plan.algorithms import PLANNERS
+from collectives.plan.algorithms import PLANNERS, hierarchical
+from collectives.plan.schedule import Place, Schedule
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds, wide
 from tests.ranks.exact import ALLREDUCES, SEVERAL_SEGMENTS, Checks, contribution, on_host, reduced
 from tests.ranks.test_failures import DEADLINE_S, FAR_S, TIMEOUT_S, Witness, die, witness
@@ -214,6 +215,29 @@ def ride_all_algorithms_on_hosts(host_of: str) -> list[str]:
 @pytest.mark.parametrize("host_of", ["aabb", "abaca"])
 def test_codes_ride_all_algorithms_between_hosts(ranks: Worlds, host_of: str) -> None:
     assert ranks(len(host_of)).run(ride_all_algorithms_on_hosts, host_of) == [[]] * len(host_of)
+
+
+def ride_what_was_registered() -> None:
+    """An algorithm that goes by the hosts, and one that cannot plan, which is found before anything is sent."""
+
+    def broken(place: Place) -> Schedule:
+        raise ZeroDivisionError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PLANNERS["allreduce"], "mine", lambda place: hierarchical.allreduce(place))
+        patch.setitem(PLANNERS["allreduce"], "broken", broken)
+        with communicator() as comm:
+            tensor = torch.ones(999)
+            for options in ({}, {"codec": "int8"}, {"codec": "fp16"}):
+                with pytest.raises(ZeroDivisionError):
+                    comm.allreduce(tensor, algorithm="broken", **options)
+                tensor.fill_(1)
+                comm.allreduce(tensor, algorithm="mine", **options)
+                assert torch.allclose(tensor, torch.full((999,), float(comm.size)), rtol=1e-2)
+
+
+def test_codes_ride_what_was_registered(ranks: Worlds) -> None:
+    ranks(3).run(ride_what_was_registered)
 
 
 def sum_beyond_half_precision() -> list[str]:

@@ -114,7 +114,7 @@ def test_every_order_of_messages_gives_the_result_of_the_model(
             partition = model.partitions[rank]
             used = effective(codec.at(step), partition)
             schedule = direct.allreduce(Place(rank, size))
-            program = CodedProgram(schedule, partition.chunks, used.wire_bytes, range(size))
+            program = CodedProgram(schedule, partition.chunks, used.wire_bytes(partition.longest), range(size))
             codes = Codes(
                 program,
                 outputs[rank],
@@ -144,8 +144,8 @@ def test_bytes_are_read_off_the_plan(algorithm: str, sent: int) -> None:
     """Of four shards; recursive doubling sends all four twice."""
     planner, _ = schedule_of_codes(algorithm)
     partition = partition_of(Int8(), 4096, 1, [[0, 1, 2, 3]], 1 << 20, planner)
-    program = CodedProgram(planner(Place(1, 4)), partition.chunks, Int8().wire_bytes, range(4))
-    assert program.sent_bytes() == sent * Int8().wire_bytes(1024)
+    program = CodedProgram(planner(Place(1, 4)), partition.chunks, Int8().wire_bytes(1024), range(4))
+    assert program.sent_bytes(Int8().wire_bytes) == sent * Int8().wire_bytes(1024)
 
 
 class TestFeedback:

@@ -192,7 +192,9 @@ def test_codes_ride_every_algorithm(
     def body(rank: int) -> None:
         partition = partition_of(codec, numel, rank, [range(size)], segment_bytes, planner)
         schedule, lookahead = planner(Place(rank, size)), 0 if grouped else 1
-        program = CodedProgram(schedule, partition.chunks, codec.wire_bytes, range(size), lookahead=lookahead)
+        program = CodedProgram(
+            schedule, partition.chunks, codec.wire_bytes(partition.longest), range(size), lookahead=lookahead
+        )
         codes = Codes(
             program,
             results[rank],
@@ -231,7 +233,7 @@ def test_without_lookahead_the_two_ends_of_every_message_are_posted_together(
         segments = segments_of_buffer(5000, schedule.blocks, 100)
         program = Program(schedule, segments, lookahead=0)
         if coded:
-            program = CodedProgram(schedule, segments, lambda numel: numel, range(size), lookahead=0)
+            program = CodedProgram(schedule, segments, 1, range(size), lookahead=0)
         posted: list[Counter[tuple[int, int]]] = [Counter()]
         for row in program:
             if row.kind in (Kind.SEND, Kind.RECEIVE):

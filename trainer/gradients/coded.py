@@ -149,7 +149,7 @@ class CodedBuffer(PlainBuffer, ABC):
             "parameters": list(self.items),
             "starts": [span.start for span in self.spans],
             "numel": self.values.numel(),
-            "encoding": repr(self._encoding),
+            "encoding": self._encoding.identity,
             "shard_start": self.shard_start,
             "tensors": self.tensors(),
         }
