@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import stat
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # in Python 3.10 not the built-in one
+from concurrent.futures import wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from collectives.daemon import DaemonThread
 from collectives.errors import CollectiveError
 from trainer.launch import TORCHRUN, Launch, meeting_point
 
@@ -78,26 +78,19 @@ def _bounded(call: Callable[[], _Result], deadline: float, address: str, port: i
     torch's store waits without a deadline for the first answer of whatever has accepted its connection. A thread that
     is left waiting in there would abort the process, were it to wake while the interpreter ends.
     """
-    future: Future[_Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
     before = _connections(address, port)
-    thread = threading.Thread(target=run, name="trainer.init", daemon=True)
-    thread.start()
+    thread = DaemonThread("trainer.init")
+    future = thread.submit(call)
+    thread.close()
     try:
         return future.result(deadline - time.monotonic())
     except BaseException as error:  # an interrupt, too
         end = time.monotonic() + _GRACE_S
-        while thread.is_alive() and time.monotonic() < end:
+        while not future.done() and time.monotonic() < end:
             for descriptor in _connections(address, port) - before:
                 with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
-            thread.join(_KNOCK_AGAIN_S)
+            wait([future], _KNOCK_AGAIN_S)
         if isinstance(error, FutureTimeoutError):
             silent = "what listens there does not answer as rank 0 would; is the port another program's?"
             raise ConnectionError(silent) from error

@@ -5,14 +5,18 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from concurrent.futures import wait
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from collectives.daemon import DaemonThread
 from collectives.errors import CollectiveError, LinkError, ranks_text
 from collectives.plan.topology import Topology
 from collectives.torch_internals import default_store
@@ -20,7 +24,12 @@ from collectives.torch_internals import default_store
 #: How long to wait before looking again whether all have come, at first and at most.
 _LOOK_AGAIN_S, _LONGEST_LOOK_AGAIN_S = 0.0002, 0.03
 
+#: What the store may take for an answer when the deadline has passed, such as to who has not come.
+_LAST_ANSWER_S = 1.0
+
 _NAME_BYTES, _SECRET_BYTES = 16, 32
+
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True)
@@ -50,19 +59,51 @@ class Membership:
         store = self.store
         keys = [f"{name}/{rank}" for rank in range(self.size)]
         complete = f"{name}/complete"
-        store.set(keys[self.rank], mine.hex())
-        if store.add(f"{name}/number", 1) == self.size:
-            store.set(complete, "")
-        look_again_s = _LOOK_AGAIN_S
-        while not store.check([complete]):
-            if lost := list(self.lost()):
-                raise LinkError(min(lost), timed_out=False, detail=f"lost {ranks_text(lost)}")
-            if time.monotonic() >= deadline:
-                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                raise LinkError(None, timed_out=True, detail=f"{ranks_text(missing)} did not come", awaited=missing)
-            time.sleep(look_again_s)
-            look_again_s = min(2 * look_again_s, _LONGEST_LOOK_AGAIN_S)
-        return [bytes.fromhex(record.decode()) for record in store.multi_get(keys)]
+        with closing(Asking(self, deadline)) as asking:
+            ask = asking.ask
+            ask(lambda: store.set(keys[self.rank], mine.hex()))
+            if ask(lambda: store.add(f"{name}/number", 1)) == self.size:
+                ask(lambda: store.set(complete, ""))
+            look_again_s = _LOOK_AGAIN_S
+            while not ask(lambda: store.check([complete])):
+                self.check_lost()
+                if time.monotonic() >= deadline:
+                    missing = [rank for rank, key in enumerate(keys) if not ask(partial(store.check, [key]))]
+                    raise LinkError(None, timed_out=True, detail=f"{ranks_text(missing)} did not come", awaited=missing)
+                time.sleep(look_again_s)
+                look_again_s = min(2 * look_again_s, _LONGEST_LOOK_AGAIN_S)
+            return [bytes.fromhex(record.decode()) for record in ask(lambda: store.multi_get(keys))]
+
+    def check_lost(self) -> None:
+        """Raise LinkError, which names the ranks whose process is known to have ended, if there are any."""
+        if lost := list(self.lost()):
+            raise LinkError(min(lost), timed_out=False, detail=f"lost {ranks_text(lost)}")
+
+
+class Asking:
+    """Asks the store of a Membership, which answers nobody while the process that keeps it is stopped: torch waits without a
+    deadline for that, so the calls are made on a thread that can be left waiting. deadline: time.monotonic() seconds."""
+
+    def __init__(self, membership: Membership, deadline: float) -> None:
+        self._membership = membership
+        self._deadline = deadline
+        self._thread = DaemonThread("gradwire-store")
+
+    def ask(self, call: Callable[[], _Answer]) -> _Answer:
+        """Return what a call of the store returns. Raises LinkError where there is no answer by the deadline, and where a rank
+        is lost meanwhile."""
+        answer = self._thread.submit(call)
+        until = max(self._deadline, time.monotonic() + _LAST_ANSWER_S)
+        while not wait([answer], _LONGEST_LOOK_AGAIN_S).done:
+            self._membership.check_lost()
+            if time.monotonic() >= until:
+                silent = "the store does not answer, which rank 0 or the launcher keeps: is its process stopped?"
+                raise LinkError(None, timed_out=True, detail=silent)
+        return answer.result()
+
+    def close(self) -> None:
+        """Give the thread back, once it has its answer."""
+        self._thread.close()
 
 
 def membership_of(group: dist.ProcessGroup, host: str, timeout_s: float) -> Membership:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import timedelta
 
 import torch
@@ -14,7 +15,7 @@ from collectives import torch_internals
 from collectives.errors import LinkError
 from collectives.link import native
 from collectives.link.base import Message, Pending, Request, Transport, Whole
-from collectives.link.membership import Membership
+from collectives.link.membership import Asking, Membership
 from collectives.torch_internals import Backend
 
 #: A tag that no operation uses, for a receive that nobody answers.
@@ -29,16 +30,17 @@ _ROUNDING_S = 0.005
 def process_group(membership: Membership, timeout_s: float) -> ProcessGroupTransport:
     """Build backends of our own for the members, so that nothing meets the user's traffic.
 
-    Raises RuntimeError when they do not come together within timeout_s seconds.
+    Raises RuntimeError or LinkError when they do not come together within timeout_s seconds.
     """
-    timeout = timedelta(seconds=timeout_s)
+    rank, size, timeout = membership.rank, membership.size, timedelta(seconds=timeout_s)
     backends: dict[str, Backend] = {}
     if "cpu" in membership.device_types:
-        store = PrefixStore("gloo", membership.store)
-        backends["cpu"] = dist.ProcessGroupGloo(store, membership.rank, membership.size, timeout)
+        gloo_store = PrefixStore("gloo", membership.store)
+        with closing(Asking(membership, time.monotonic() + timeout_s)) as asking:
+            backends["cpu"] = asking.ask(lambda: dist.ProcessGroupGloo(gloo_store, rank, size, timeout))
     if "cuda" in membership.device_types:
         store = PrefixStore("nccl", membership.store)
-        backends["cuda"] = torch_internals.nccl_backend(store, membership.rank, membership.size, timeout)
+        backends["cuda"] = torch_internals.nccl_backend(store, rank, size, timeout)
     return ProcessGroupTransport(backends)
 
 

@@ -32,14 +32,15 @@ SCRIPT = """
 """
 
 
-STORE_STOPS = """
+MEETS = """
     import os
     import signal
     import sys
-    from datetime import timedelta
     import torch
     import torch.distributed as dist
     from collectives import Communicator
+    from collectives.link import Membership
+    from collectives.link.registry import LINKS
 
     rank, path = int(sys.argv[1]), sys.argv[2]
     port = dist.FileStore(path, 2)
@@ -49,11 +50,25 @@ STORE_STOPS = """
     else:
         store = dist.TCPStore("127.0.0.1", int(port.get("port")), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+"""
+
+STORE_STOPS = """
     comm = Communicator(timeout_s=1)
     comm.allreduce(torch.ones(1))
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     comm.allreduce(torch.ones(1))
+"""
+
+STORE_STOPS_AT_ONCE = """
+    def stop(*arguments):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if rank == 0 and sys.argv[3] == "everyones":
+        Membership.everyones = stop
+    elif rank == 0:
+        LINKS["process_group"] = stop
+    Communicator(timeout_s=1, link="process_group")
 """
 
 LEAVES = """
@@ -118,10 +133,9 @@ def test_a_script_ends(tmp_path: Path, ending: str, codes: tuple[int, int], text
         assert re.search(text, error) if text else not error, "".join(errors)
 
 
-@pytest.mark.parametrize("repeat", [0, *wide(1, 2)])
-def test_a_survivor_of_the_store_ends_in_order(tmp_path: Path, repeat: int) -> None:
-    """The store that rank 0 keeps answers nobody while that rank is stopped."""
-    stopped, survivor = start(STORE_STOPS, tmp_path)
+def of_the_survivor(script: str, directory: Path, *arguments: str) -> str:
+    """What rank 1 says, whose script ends by an error while rank 0 is stopped."""
+    stopped, survivor = start(script, directory, *arguments)
     try:
         _, error = survivor.communicate(timeout=DEADLINE_S)
     finally:
@@ -129,9 +143,24 @@ def test_a_survivor_of_the_store_ends_in_order(tmp_path: Path, repeat: int) -> N
         survivor.kill()
         stopped.communicate()
     assert survivor.returncode == 1, error
+    assert "terminate" not in error
+    return error
+
+
+@pytest.mark.parametrize("repeat", [0, *wide(1, 2)])
+def test_a_survivor_of_the_store_ends_in_order(tmp_path: Path, repeat: int) -> None:
+    """The store that rank 0 keeps answers nobody while that rank is stopped."""
+    error = of_the_survivor(MEETS + STORE_STOPS, tmp_path)
     assert "CollectiveTimeout: rank 1: " in error
     assert "waiting for rank 0" in error
-    assert "terminate" not in error
+
+
+@pytest.mark.parametrize("where", ["everyones", "link"])
+def test_a_store_that_is_stopped_is_not_waited_for(tmp_path: Path, where: str) -> None:
+    """It stops while a Communicator is made: when the ranks tell each other what they are, or when they connect."""
+    error = of_the_survivor(MEETS + STORE_STOPS_AT_ONCE, tmp_path, where)
+    assert "CollectiveError: rank 1: making a Communicator: " in error
+    assert "the store does not answer" in error
 
 
 @pytest.mark.parametrize(
