@@ -81,7 +81,6 @@ class Operations:
         self._interrupted = False
         self._beside_work = False
         self._failure: CollectiveError | None = None
-        self._closed = False
         self._exiting = False
         self._at_exit = partial(_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -92,7 +91,7 @@ class Operations:
     @property
     def usable(self) -> bool:
         """Whether anything can still be run."""
-        return self._failure is None and not self._closed
+        return self._failure is None and not self._queue.sealed
 
     @property
     def _unfinished(self) -> int:
@@ -108,8 +107,6 @@ class Operations:
                 rank=self._rank,
                 operation=call,
             ) from self._failure
-        if self._closed:
-            raise CollectiveError("the Communicator is closed", rank=self._rank, operation=call)
         if not async_op:
             turn = object()
             try:
@@ -137,7 +134,7 @@ class Operations:
         done, where anything stands in the way. call_digest: digest(call)."""
         turn = object()
         try:
-            if self._failure is not None or self._closed or not self._queue.enter(turn):
+            if self._failure is not None or not self._queue.enter(turn):
                 return False
             deadline = time.monotonic() + self._timeout_s
             try:
@@ -257,11 +254,11 @@ class Operations:
     def announce_close(self) -> bool:
         """Tell the other ranks how many operations this one has issued, and that it issues no more: the first of three steps to
         the end, which take a few seconds at most, whatever happened. False, with nothing done, the second time."""
-        if self._closed:
+        promised = None if self._queue.sealed else self._queue.seal()
+        if promised is None:
             return False
-        self._closed = True
         atexit.unregister(self._at_exit)
-        self._watch.say_leaving(self._queue.promised())
+        self._watch.say_leaving(promised)
         return True
 
     def drain(self, deadline: float) -> None:
@@ -287,7 +284,7 @@ class Operations:
     def disown(self) -> None:
         """This process is a fork of the one that made the Communicator: connections and their threads stayed there."""
         self._failure = CollectiveError("this process is a fork of the rank", rank=self._rank, operation="fork")
-        self._closed = True
+        self._queue.sealed = True  # without its lock, which a thread may hold that stayed there
         atexit.unregister(self._at_exit)
         self._watch.disown()
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch
 
-from collectives.errors import CollectiveTimeout
+from collectives.errors import CollectiveError, CollectiveTimeout
 
 
 class Work:
@@ -71,7 +71,7 @@ def _cuda_event() -> torch.cuda.Event | None:
 class WorkQueue:
     """Runs works one at a time in the order submitted: on its own thread, or in the caller's when nothing is queued.
 
-    Attribute number: of the turn that was given last, counted from 0.
+    Attributes: number, of the turn that was given last, counted from 0; sealed, whether it takes nothing more.
     """
 
     def __init__(self, name: str) -> None:
@@ -82,12 +82,14 @@ class WorkQueue:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._turn: object = None  # what has entered; True while the thread runs a work
-        self._closed = False
+        self.sealed = False
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Work) -> None:
-        """Run `work` on the queue's thread, after everything submitted before it."""
+        """Run `work` on the queue's thread, after everything submitted before it. Raises CollectiveError once it is sealed."""
         with self._changed:
+            if self.sealed:
+                raise CollectiveError("the Communicator is closed", rank=work._rank, operation=work._operation)
             self._queue.append(work)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
@@ -95,13 +97,14 @@ class WorkQueue:
             self._changed.notify_all()
 
     def enter(self, turn: object) -> bool:
-        """Take the queue's turn for the calling thread, which must leave() it; False when anything runs or waits to run.
+        """Take the queue's turn for the calling thread, which must leave() it; False when anything runs or waits to run,
+        and once it is sealed.
 
         An operation run so costs no thread switch, which takes longer than a small message. turn: tells this turn from all
         others, so that leave() is right wherever an interrupt strikes.
         """
         with self._lock:
-            if self._turn is not None or self._queue:
+            if self._turn is not None or self._queue or self.sealed:
                 return False
             self._turn = turn
             self.number += 1
@@ -114,12 +117,15 @@ class WorkQueue:
             if self._turn is turn:
                 self._turn = None
                 self.number = last_begun
-                if self._queue or self._closed:
+                if self._queue or self.sealed:
                     self._changed.notify_all()
 
-    def promised(self) -> int:
-        """Return how many turns have been given or are still to be given."""
+    def seal(self) -> int | None:
+        """Take nothing more; return how many turns have been given or are still to be given, None where it was sealed before."""
         with self._lock:
+            if self.sealed:
+                return None
+            self.sealed = True
             return self.number + 1 + len(self._queue)
 
     def busy(self) -> bool:
@@ -127,12 +133,10 @@ class WorkQueue:
         return self._turn is not None or bool(self._queue)
 
     def close(self, timeout_s: float) -> bool:
-        """Let the thread end once it has run what is queued; False when not all has run after timeout_s.
-
-        The owner submits nothing any more.
-        """
+        """Take nothing more, and let the thread end once it has run what is queued; False when not all has run after
+        timeout_s."""
         with self._changed:
-            self._closed = True
+            self.sealed = True
             self._changed.notify_all()
             return self._changed.wait_for(lambda: not self.busy(), timeout_s)
 
@@ -148,7 +152,7 @@ class WorkQueue:
         """Wait for a work's turn and return it; None once the queue is closed and empty."""
         with self._changed:
             while self._turn is not None or not self._queue:
-                if self._closed and not self._queue and self._turn is None:
+                if self.sealed and not self._queue and self._turn is None:
                     return None
                 self._changed.wait()
             self._turn = True

@@ -16,7 +16,7 @@ from collectives.communicator import close_all
 from collectives.errors import CollectiveError, LinkError, PeerLost
 from collectives.link.watch import Watch
 from collectives.run.operations import Operations, Turn
-from collectives.run.work import WorkQueue
+from collectives.run.work import Work, WorkQueue
 from tests.unit.test_watch import DEADLINE_S, end_abruptly, watches
 
 
@@ -189,6 +189,36 @@ def test_a_collector_that_runs_in_the_queue_does_not_block_it() -> None:
     queue = WorkQueue("test")
     with queue._lock:
         queue.close(0.0)
+
+
+def test_a_queue_that_is_closed_takes_nothing_more() -> None:
+    queue = WorkQueue("test")
+    assert queue.seal() == 0
+    assert queue.seal() is None
+    assert not queue.enter(object())
+    with pytest.raises(CollectiveError, match="rank 3: allreduce: the Communicator is closed"):
+        queue.submit(Work(3, "allreduce", lambda: None))
+    assert queue.close(0.0)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_what_comes_as_another_thread_closes_is_refused(monkeypatch: pytest.MonkeyPatch, async_op: bool) -> None:
+    """The other thread does so right before the call reaches the queue."""
+    with operations(2) as (mine, _, all_watches):
+        name = "submit" if async_op else "enter"
+        reached = getattr(WorkQueue, name)
+
+        def late(queue: WorkQueue, argument: Any) -> Any:
+            monkeypatch.undo()
+            assert mine.announce_close()
+            mine.drain(DEADLINE_S)
+            return reached(queue, argument)
+
+        monkeypatch.setattr(WorkQueue, name, late)
+        with pytest.raises(CollectiveError, match="the Communicator is closed"):
+            mine.submit("allreduce", lambda turn: pytest.fail("it was begun"), async_op=async_op)
+        assert not mine.announce_close()
+        assert all_watches[1].wait_for(lambda: all_watches[1].left == {0: 0}, DEADLINE_S)
 
 
 def test_an_interrupted_operation_is_told_to_the_others() -> None:
