@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 
 import torch
 
+from collectives.daemon import DaemonThread
 from collectives.link.base import Message, Pending, Request, Transport, Whole
 from collectives.link.process_group import ProcessGroupTransport
 from collectives.link.shared_memory.messages import SharedMemoryTransport
@@ -43,7 +44,7 @@ class RoutingTransport(Transport):
         self._local = local
         self._remote = remote
         self._neighbours = frozenset(neighbours)
-        self._waiter: ThreadPoolExecutor | None = None
+        self._waiter: DaemonThread | None = None
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int
@@ -72,8 +73,8 @@ class RoutingTransport(Transport):
             pending.wait(deadline)
             return
         if self._waiter is None:
-            self._waiter = ThreadPoolExecutor(1, thread_name_prefix="gradwire-remote")
-        future = self._waiter.submit(pending.wait, deadline)
+            self._waiter = DaemonThread("gradwire-remote")
+        future = self._waiter.submit(lambda: pending.wait(deadline))
         while not future.done() and self._local.sends():
             self._local.nudge()
             wait([future], _POLL_S)
@@ -99,8 +100,9 @@ class RoutingTransport(Transport):
     def close(self) -> None:
         self._local.close()
         self._remote.close()
-        if self._waiter is not None:
-            self._waiter.shutdown(wait=False)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            waiter.close()
 
     def _divide(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
         """The places of those that stay on the host, and of the others."""

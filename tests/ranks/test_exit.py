@@ -71,6 +71,24 @@ STORE_STOPS_AT_ONCE = """
     Communicator(timeout_s=1, link="process_group")
 """
 
+WAITS_FOR_ANOTHER_HOST = """
+    import threading
+    from types import SimpleNamespace
+    from collectives.link.routing import RoutingTransport
+
+    class Pending:
+        def wait(self, deadline):
+            began.set()
+            threading.Event().wait()
+
+    began = threading.Event()
+    local = SimpleNamespace(algorithms={}, preferred={}, sends=lambda: True, nudge=lambda: None)
+    remote = SimpleNamespace(rank=0, size=2, device_types=("cpu",), posts_together=(), algorithms={})
+    routing = RoutingTransport(local, remote, [])
+    threading.Thread(target=routing.wait_for_remote, args=(Pending(), 300.0), daemon=True).start()
+    began.wait()
+"""
+
 LEAVES = """
     import os
     import signal
@@ -161,6 +179,17 @@ def test_a_store_that_is_stopped_is_not_waited_for(tmp_path: Path, where: str) -
     error = of_the_survivor(MEETS + STORE_STOPS_AT_ONCE, tmp_path, where)
     assert "CollectiveError: rank 1: making a Communicator: " in error
     assert "the store does not answer" in error
+
+
+def test_a_wait_for_another_host_holds_up_nobody(tmp_path: Path) -> None:
+    """It is a queue's, for a message of the process group, while messages in shared memory are still to be moved."""
+    processes = start(WAITS_FOR_ANOTHER_HOST, tmp_path)
+    try:
+        errors = [process.communicate(timeout=DEADLINE_S)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], errors
 
 
 @pytest.mark.parametrize(
