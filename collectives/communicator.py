@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -78,8 +79,10 @@ class Communicator:
             raise ValueError(f"group is {group!r}: a ProcessGroup that this process belongs to is needed")
         if segment_bytes is not None and not isinstance(segment_bytes, int):
             raise TypeError(f"segment_bytes={segment_bytes!r}: a whole number is needed")
-        if not timeout_s > 0 or (segment_bytes is not None and segment_bytes <= 0):
-            raise ValueError(f"timeout_s={timeout_s} and segment_bytes={segment_bytes} must be positive")
+        if not (timeout_s > 0 and math.isfinite(timeout_s)) or (segment_bytes is not None and segment_bytes <= 0):
+            raise ValueError(
+                f"rank {group.rank()}: timeout_s={timeout_s} and segment_bytes={segment_bytes} must be positive and finite"
+            )
         link = link or os.environ.get(LINK) or AUTO
         check_link(link)
         shared_memory_wanted(os.environ)  # a wrong value is found before anyone connects
@@ -88,18 +91,18 @@ class Communicator:
         settings = [f"segment_bytes={segment_bytes}"]
         settings += [f"{name}={os.environ[name]!r}" for name in variables(PLANNERS, os.environ).values()]
         connection = connect(membership, link, ", ".join(settings), timeout_s)
-        if segment_bytes is None:
-            segment_bytes = default_segment_bytes(self.topology)
         try:
+            if segment_bytes is None:
+                segment_bytes = default_segment_bytes(self.topology)
             algorithms = legal_algorithms(connection.transport.algorithms)
-            tables = overrides(algorithms, os.environ)
-        except ValueError:  # on all ranks alike
+            tables = overrides(algorithms, os.environ)  # a wrong one is a ValueError on all ranks alike
+            for collective, names in algorithms.items():
+                tables.setdefault(collective, default_table(collective, self.topology, shared=SHARED in names))
+            plans = Plans(self.topology, algorithms, tables, segment_bytes)
+            self._engine = Engine(connection.transport, connection.watch, plans, timeout_s)
+        except BaseException:  # or the others would believe that this rank takes part
             connection.close()
             raise
-        for collective, names in algorithms.items():
-            tables.setdefault(collective, default_table(collective, self.topology, shared=SHARED in names))
-        plans = Plans(self.topology, algorithms, tables, segment_bytes)
-        self._engine = Engine(connection.transport, connection.watch, plans, timeout_s)
 
     @property
     def rank(self) -> int:

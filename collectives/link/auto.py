@@ -11,7 +11,7 @@ from collectives.errors import ranks_text
 from collectives.kernels import cpu_kernels
 from collectives.link.base import Transport
 from collectives.link.membership import Membership
-from collectives.link.process_group import process_group
+from collectives.link.process_group import ProcessGroupTransport, process_group
 from collectives.link.routing import RoutingTransport
 from collectives.link.shared_memory.messages import SharedMemoryTransport
 from collectives.link.shared_memory.reductions import SharedMemory
@@ -26,6 +26,15 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
     """Connect the members: by the process group, and by shared memory too where there are CPU tensors to carry and ranks that
     share a host, unless one of them refuses. timeout_s: compiling not counted."""
     remote = process_group(membership, timeout_s)
+    try:
+        return _beside_memory(membership, remote, timeout_s)
+    except BaseException:
+        remote.close()
+        raise
+
+
+def _beside_memory(membership: Membership, remote: ProcessGroupTransport, timeout_s: float) -> Transport:
+    """Return `remote` with shared memory beside it, or as it is."""
     if "cpu" not in membership.device_types or all(len(host) == 1 for host in membership.hosts):
         return remote
     wanted = shared_memory_wanted(os.environ)
@@ -40,8 +49,12 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
     group = join_host(membership, kernels, time.monotonic() + timeout_s)
     if group is None:
         return remote
-    everyone = group.size == membership.size and "cuda" not in membership.device_types
-    local = SharedMemoryTransport(
-        group, membership.rank, membership.size, reductions=SharedMemory(group) if everyone else None
-    )
-    return RoutingTransport(local, remote, group.members)
+    try:
+        everyone = group.size == membership.size and "cuda" not in membership.device_types
+        local = SharedMemoryTransport(
+            group, membership.rank, membership.size, reductions=SharedMemory(group) if everyone else None
+        )
+        return RoutingTransport(local, remote, group.members)
+    except BaseException:
+        group.close()
+        raise

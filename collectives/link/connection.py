@@ -26,8 +26,10 @@ class Connection:
 
     def close(self) -> None:
         """Give up what was connected, unused."""
-        self.transport.close()
-        self.watch.close()
+        try:
+            self.transport.close()
+        finally:
+            self.watch.close()
 
 
 def connect(membership: Membership, link: str, settings: str, timeout_s: float) -> Connection:
@@ -35,7 +37,7 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
 
     settings: what else must be the same on all ranks. Raises ValueError on all ranks where any of it differs; CollectiveError
     when the ranks do not come together within timeout_s seconds, or one cannot listen for the others; TypeError for
-    a link that returns no Transport.
+    a link that returns no Transport, ValueError for one that returns another rank's.
     """
     rank = membership.rank
     with coming_together(rank, timeout_s):
@@ -49,7 +51,14 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
         except BaseException:
             watch.close()
             raise
-    return Connection(transport, watch)
+    connection = Connection(transport, watch)
+    if (transport.rank, transport.size) != (rank, membership.size):
+        connection.close()
+        given = f"a Transport of rank {transport.rank} of {transport.size}"
+        raise ValueError(
+            f"rank {rank}: link {link!r} returned {given}; one of rank {rank} of {membership.size} is needed"
+        )
+    return connection
 
 
 def _watch(membership: Membership, settings: str, deadline: float) -> Watch:

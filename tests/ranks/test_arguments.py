@@ -78,7 +78,13 @@ def make(name: str) -> None:
 
 
 def making_one() -> None:
-    for arguments in ({"timeout_s": 0}, {"timeout_s": -1.0}, {"timeout_s": float("nan")}, {"segment_bytes": 0}):
+    for arguments in (
+        {"timeout_s": 0},
+        {"timeout_s": -1.0},
+        {"timeout_s": float("nan")},
+        {"timeout_s": float("inf")},
+        {"segment_bytes": 0},
+    ):
         with pytest.raises(ValueError, match="positive"):
             Communicator(**arguments)
     with pytest.raises(TypeError, match=r"segment_bytes=1\.5.*whole number"):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,8 +19,11 @@ import trainer as hvd
 from collectives import Communicator, check_algorithm, register_algorithm, register_codec, register_link
 from collectives.compression import CODECS, Codec, Int8
 from collectives.environment import LINK
+from collectives.link import Membership, Transport
 from collectives.link.auto import auto
+from collectives.link.process_group import ProcessGroupTransport, process_group
 from collectives.link.registry import LINKS
+from collectives.link.shared_memory.group import LocalGroup
 from collectives.plan.algorithms import PLANNERS, ring
 from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
 from tests.ranks.exact import SEVERAL_SEGMENTS, contribution, reduced
@@ -116,6 +122,68 @@ def return_no_transport() -> None:
             Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="hollow")
 
 
+@contextmanager
+def nothing_stays_connected() -> Iterator[None]:
+    """What is made inside leaves no watch alive, by which the other ranks would believe in this one."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(EXCHANGE_TIMEOUT_S)
+        assert not thread.is_alive(), thread
+
+
+def return_a_transport_of_others(rank: int, size: int) -> None:
+    """Added to this rank and the size."""
+    closed = []
+
+    class Strange(ProcessGroupTransport):
+        def close(self) -> None:
+            super().close()
+            closed.append(self)
+
+    def strange(membership: Membership, timeout_s: float) -> Transport:
+        transport = Strange(process_group(membership, timeout_s)._backends)
+        transport.rank += rank
+        transport.size += size
+        return transport
+
+    here = dist.get_rank()
+    said = rf"rank {here}: link 'strange' .* rank {here + rank} of {2 + size}; .* rank {here} of 2 is needed"
+    with pytest.MonkeyPatch.context() as patch, nothing_stays_connected():
+        patch.setitem(LINKS, "strange", strange)
+        with pytest.raises(ValueError, match=said):
+            Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="strange")
+    assert len(closed) == 1
+
+
+def fail_midway(where: str) -> None:
+    """After the link has connected the ranks; and inside the link `auto`, at each of its steps."""
+    open_ones: list[object] = []
+    with pytest.MonkeyPatch.context() as patch, nothing_stays_connected():
+        for kind in (ProcessGroupTransport, LocalGroup):
+            made, close = kind.__init__, kind.close
+
+            def noted(self: Any, *arguments: Any, made: Any = made, **options: Any) -> None:
+                made(self, *arguments, **options)
+                open_ones.append(self)
+
+            def ended(self: Any, close: Any = close) -> None:
+                close(self)
+                if self in open_ones:
+                    open_ones.remove(self)
+
+            patch.setattr(kind, "__init__", noted)
+            patch.setattr(kind, "close", ended)
+
+        def fail(*arguments: Any, **options: Any) -> None:
+            raise MemoryError("no room")
+
+        patch.setattr(where, fail)
+        with pytest.raises(MemoryError, match="no room"):
+            Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
+        assert not open_ones
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_link_of_the_page(ranks: Worlds, world: int) -> None:
     ranks(world).run(use_the_link)
@@ -127,6 +195,24 @@ def test_ranks_that_name_different_links(ranks: Worlds) -> None:
 
 def test_a_link_that_returns_no_transport(ranks: Worlds) -> None:
     ranks(2).run(return_no_transport)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(1, 0), (0, 1)])
+def test_a_link_that_returns_a_transport_of_others(ranks: Worlds, rank: int, size: int) -> None:
+    ranks(2).run(return_a_transport_of_others, rank, size)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "collectives.communicator.default_segment_bytes",
+        "collectives.communicator.Engine",
+        "collectives.link.auto.join_host",
+        "collectives.link.auto.RoutingTransport",
+    ],
+)
+def test_what_fails_midway_stays_not_connected(ranks: Worlds, where: str) -> None:
+    ranks(2).run(fail_midway, where)
 
 
 @pytest.mark.parametrize(
