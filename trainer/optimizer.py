@@ -104,8 +104,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         self._passes = Passes(backward_passes_per_step)
         combination = Combination(self._communicator, op, gradient_predivide_factor)
-        self._rule = rule(Setup(optimizer, combination, checked, bucket_bytes, self._passes))
+        setup = Setup(optimizer, combination, checked, bucket_bytes, self._passes)
+        self._rule = Rule(setup)  # which does nothing, until there is another
         try:
+            made = rule(setup)
+            if not isinstance(made, Rule):
+                raise TypeError(f"{here()}rule returned {made!r}; a Rule is needed")
+            self._rule = made
             self._take_in(0, parameters)
             self._rule.start()
         except BaseException:
@@ -231,9 +236,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Remove the hooks, and close the Communicator unless it was given. The wrapped optimizer lives on."""
-        self._rule.close()
-        if self._owns_communicator:
-            self._communicator.close()
+        try:
+            self._rule.close()
+        finally:
+            if self._owns_communicator:
+                self._communicator.close()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import trainer as hvd
+from collectives import Communicator
+from collectives.errors import CollectiveError
+from trainer.world import World
 
 
 @pytest.fixture(autouse=True)
@@ -247,3 +250,40 @@ def test_init_comes_first() -> None:
         hvd.DistributedOptimizer(sgd(perceptron()))
     with pytest.raises(RuntimeError, match=r"call trainer\.init\(\) first"):
         hvd.allreduce(torch.zeros(1))
+
+
+def raises(setup: Any) -> hvd.Rule:
+    raise KeyError("its own")
+
+
+class FailsToClose(hvd.Rule):
+    def start(self) -> None:
+        raise KeyError("its own")
+
+    def close(self) -> None:
+        raise RuntimeError("cannot be closed")
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "said"),
+    [
+        (raises, KeyError, "its own"),
+        (lambda setup: None, TypeError, "rank 0: rule returned None; a Rule is needed"),
+        (FailsToClose, RuntimeError, "cannot be closed"),
+    ],
+)
+def test_a_rule_that_fails_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch, rule: Any, error: type[Exception], said: str
+) -> None:
+    opened = []
+    open_communicator = World.open_communicator
+
+    def noted(world: World, group: Any) -> Communicator:
+        opened.append(open_communicator(world, group))
+        return opened[-1]
+
+    monkeypatch.setattr(World, "open_communicator", noted)
+    with pytest.raises(error, match=said):
+        hvd.DistributedOptimizer(sgd(perceptron()), rule=rule)
+    with pytest.raises(CollectiveError, match="the Communicator is closed"):
+        opened[0].barrier()
