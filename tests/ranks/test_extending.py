@@ -33,11 +33,41 @@ PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 @functools.cache
 def examples() -> dict[str, Any]:
-    """Run the page's blocks, once in a process, as a module that a user imports."""
-    names: dict[str, Any] = {"__name__": __name__}  # dataclasses look for their module
+    """Run the page's blocks, once in a process, each as a module of its own, and return all that they define."""
+    defined: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL):
-        exec(block, names)
-    return names
+        names: dict[str, Any] = {"__name__": __name__}  # dataclasses look for their module
+        exec(compile(block, PAGE.name, "exec", dont_inherit=True), names)
+        defined |= names
+    return defined
+
+
+def refuse_settings() -> None:
+    hundredths = examples()["Hundredths"]
+    for levels in (0, 128):
+        with pytest.raises(ValueError, match=f"hundredths: levels must be from 1 to 127, .* not {levels}"):
+            hundredths(levels=levels)
+    wire, loud = torch.zeros(7, dtype=torch.uint8), torch.tensor([1.0, -1.0, 0.5])
+    out = torch.empty_like(loud)
+    most = hundredths(levels=127)
+    most.encode(loud, wire)
+    most.decode(wire, out)
+    assert torch.allclose(out, loud, atol=1 / 127)
+
+
+def ask_for_another_schedule() -> None:
+    """What needs error feedback, or is given it, is bound to two_shot."""
+    examples()
+    tensor = torch.ones(64)
+    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
+        said = "'hundredths' cannot ride the algorithm 'ring'; allowed are auto, two_shot$"
+        with pytest.raises(ValueError, match=said):
+            comm.allreduce(tensor, codec="hundredths", algorithm="ring")
+        feedback = comm.new_feedback("int8", tensor.numel())
+        with pytest.raises(ValueError, match=r"'int8' with error feedback cannot ride .* allowed are auto, two_shot$"):
+            comm.allreduce(tensor, codec="int8", feedback=feedback, algorithm="ring")
+        comm.allreduce(tensor, codec="int8", algorithm="ring")
+        assert torch.equal(tensor, torch.full((64,), float(comm.size)))
 
 
 def use_the_codec() -> torch.Tensor:
@@ -184,6 +214,12 @@ def fail_midway(where: str) -> None:
         assert not open_ones
 
 
+def test_the_codec_of_the_page_is_bound_as_it_says(ranks: Worlds) -> None:
+    world = ranks(2)
+    world.run(refuse_settings)
+    world.run(ask_for_another_schedule)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_link_of_the_page(ranks: Worlds, world: int) -> None:
     ranks(world).run(use_the_link)
@@ -261,6 +297,13 @@ def train_by_the_rule() -> None:
         assert seen == [alone, together, together + alone, 2 * together, 2 * together + alone, 3 * together]
         optimizer.step(lambda: weight.sum() * mine)
         assert optimizer.communication_wait_s == 0.0
+        optimizer.close()
+        without_the_rule = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.25))
+        without_the_rule.close()
+        optimizer = local_sgd([weight], 2)
+        optimizer.load_state_dict(without_the_rule.state_dict())
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        assert optimizer.state_dict()["local_steps"] == 0
         optimizer.close()
     finally:
         hvd.shutdown()
