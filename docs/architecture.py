@@ -23,7 +23,11 @@ ROOT = Path(__file__).parents[1]
 IMAGE = ROOT / "docs" / "images" / "architecture.png"
 LINE = "#94a3b8"
 FILLS = {"bench": "#fef3c7", "trainer": "#dcfce7", "collectives": "#dbeafe"}
-ROW, WIDTH = 1.0, 7.4
+WIDTH = 7.4
+#: Of a box: the height of its name with the margins, and of a line of its sentence; below it comes a gap.
+NAME, SENTENCE, GAP = 0.42, 0.2, 0.26
+#: How many letters of a sentence fit in a unit of width.
+LETTERS = 22
 
 
 def layers() -> Iterator[tuple[str, ...]]:
@@ -97,21 +101,27 @@ def digest() -> str:
 def main() -> None:
     rows = list(layers())
     modules = [module for row in rows for module in row]
-    figure, axes = plt.subplots(figsize=(11, 0.62 * len(rows) + 0.5))
+    wrapped = {
+        module: textwrap.wrap(sentence_of(module), int(LETTERS * WIDTH / len(row))) for row in rows for module in row
+    }
+    heights = [NAME + SENTENCE * max(len(wrapped[module]) for module in row) for row in rows]
+    whole = sum(heights) + GAP * len(rows)
+    figure, axes = plt.subplots(figsize=(11, 0.62 * whole + 0.3))
     places: dict[str, tuple[float, float, float]] = {}
-    for number, row in enumerate(rows):
+    bottom = 0.0
+    for number, (row, height) in enumerate(zip(rows, heights, strict=True)):
         share = WIDTH / len(row)
+        bottom -= height + GAP
         for column, module in enumerate(row):
-            left, bottom = column * share, -number * ROW
+            left, top = column * share, bottom + height
             package = module.partition(".")[0]
             box = Rectangle(
-                (left + 0.03, bottom), share - 0.06, 0.72, facecolor=FILLS[package], edgecolor=LINE, zorder=2
+                (left + 0.03, bottom), share - 0.06, height, facecolor=FILLS[package], edgecolor=LINE, zorder=2
             )
             axes.add_patch(box)
-            axes.text(left + 0.1, bottom + 0.56, module, fontsize=8, weight="bold", va="center", zorder=3)
-            text = textwrap.shorten(sentence_of(module), int(17.5 * share), placeholder=" ...")
-            axes.text(left + 0.1, bottom + 0.24, text, fontsize=6.5, va="center", zorder=3)
-            places[module] = left + share, bottom + 0.36, number
+            axes.text(left + 0.1, top - 0.18, module, fontsize=8, weight="bold", va="center", zorder=3)
+            axes.text(left + 0.1, top - 0.32, "\n".join(wrapped[module]), fontsize=6.5, va="top", zorder=3)
+            places[module] = left + share, bottom + height / 2, number
     for importer, imported in direct(imports(modules)):
         (right, y, here), (other_right, other_y, there) = places[importer], places[imported]
         if here != there:
@@ -120,7 +130,7 @@ def main() -> None:
             style = {"arrowstyle": "-|>", "mutation_scale": 7, "color": LINE, "linewidth": 0.8, "zorder": 1}
             axes.add_patch(FancyArrowPatch(start, end, connectionstyle=f"arc3,rad={bend}", **style))
     axes.set_xlim(-0.05, WIDTH + 1.4)
-    axes.set_ylim(-(len(rows) - 1) * ROW - 0.1, 0.85)
+    axes.set_ylim(-whole - 0.05, 0)
     axes.axis("off")
     figure.tight_layout()
     figure.savefig(IMAGE, dpi=130, metadata={"Description": digest(), "Software": None})
