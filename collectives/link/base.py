@@ -70,13 +70,15 @@ class Transport(ABC):
     taken for one that it does.
 
     Attributes: device_types, the kinds of device whose tensors it moves (CUDA tensors go through pinned memory where it moves
-    none); shares_memory, whether this rank shares memory with others of its host; algorithms, the names under which it does
+    none); posts_together, those of them for which both ends of a message must be posted in the same round, as NCCL wants it;
+    shares_memory, whether this rank shares memory with others of its host; algorithms, the names under which it does
     whole verbs by itself, by verb.
     """
 
     rank: int
     size: int
     device_types: tuple[str, ...] = ("cpu",)
+    posts_together: tuple[str, ...] = ()
     shares_memory: bool = False
     algorithms: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 

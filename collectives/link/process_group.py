@@ -99,6 +99,7 @@ class ProcessGroupTransport(Transport):
         self.rank: int = any_backend.rank()
         self.size: int = any_backend.size()
         self.device_types = tuple(backends)
+        self.posts_together = ("cuda",) if "cuda" in backends else ()
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int

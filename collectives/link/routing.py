@@ -39,6 +39,7 @@ class RoutingTransport(Transport):
         self.rank = remote.rank
         self.size = remote.size
         self.device_types = remote.device_types
+        self.posts_together = remote.posts_together
         self.shares_memory = True
         self.algorithms = {verb: (*local.algorithms.get(verb, ()), *names) for verb, names in remote.algorithms.items()}
         self._local = local

@@ -46,6 +46,7 @@ class Engine:
         self.shares_memory = transport.shares_memory
         self.device_types = ("cpu", "cuda") if "cpu" in transport.device_types else ("cuda",)
         self.control_device = self.device_types[0]
+        self._posts_together = transport.posts_together
         self._via_host = "cuda" not in transport.device_types
         self._operations = Operations(transport, watch, timeout_s)
         self._transport = transport
@@ -240,8 +241,8 @@ class Engine:
         return self._transport.empty(shape, dtype)
 
     def _grouped(self, buffer: torch.Tensor) -> bool:
-        """Return whether both ends of a message must be posted together: NCCL, which carries CUDA's, wants it so."""
-        return buffer.is_cuda and not self._via_host
+        """Return whether both ends of a message must be posted together."""
+        return buffer.device.type in self._posts_together
 
     def _execute(self, turn: Turn, program: Program, source: torch.Tensor, destination: torch.Tensor, op: str) -> None:
         numbers = Numbers(program, source, destination, COMBINE[op], self.rank, self._scratch)

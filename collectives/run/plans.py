@@ -12,7 +12,7 @@ from typing import TypeVar
 from collectives.compression.codec import Codec
 from collectives.compression.pairs import TWO_SHOT, riding, schedule_of_codes
 from collectives.compression.partition import Partition, effective, partition_of
-from collectives.plan.algorithms import PLANNERS, hierarchical
+from collectives.plan.algorithms import PLANNERS, RESERVED, hierarchical
 from collectives.plan.coded import CodedProgram
 from collectives.plan.program import LOOKAHEAD, Program
 from collectives.plan.schedule import Place, Schedule
@@ -32,7 +32,7 @@ def legal_algorithms(offered: Mapping[str, Sequence[str]]) -> dict[str, tuple[st
     Raises ValueError where it offers what no collective is called, or under a name that means something else already.
     """
     for collective, names in offered.items():
-        taken = ("auto", *PLANNERS[collective]) if collective in PLANNERS else names
+        taken = (*RESERVED, *PLANNERS[collective]) if collective in PLANNERS else names
         if doubled := [name for name in names if name in taken]:
             raise ValueError(f"a link cannot offer {collective} algorithms called {', '.join(doubled)}")
     return {collective: (*planners, *offered.get(collective, ())) for collective, planners in PLANNERS.items()}

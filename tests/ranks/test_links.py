@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +14,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from collectives import Communicator
 from collectives.errors import LinkError
 from collectives.kernels import cpu_kernels
 from collectives.link import Membership, Transport
+from collectives.link.base import Message, Pending
 from collectives.link.membership import membership_of
+from collectives.link.process_group import ProcessGroupTransport, process_group
 from collectives.link.registry import LINKS
 from collectives.link.shared_memory.messages import SharedMemoryTransport
 from collectives.link.shared_memory.rendezvous import join_host
 from collectives.plan.topology import host_id
 from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds
+from tests.ranks.exact import SEVERAL_SEGMENTS, contribution, reduced
 from tests.ranks.test_extending import examples
 
 SIZE = 3
@@ -188,6 +192,54 @@ def come_and_go(name: str) -> None:
     after = held()
     assert after[0] <= descriptors + 1
     assert after[1] == segments
+
+
+class Noting(ProcessGroupTransport):
+    """Notes how many sends and receives each call posts."""
+
+    def post(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int
+    ) -> tuple[list[Pending], list[Pending]]:
+        self.posted.add((len(sends), len(receives)))
+        return super().post(sends, receives, tag)
+
+
+def ring(posts_together: tuple[str, ...]) -> set[tuple[int, int]]:
+    """What is posted at once in a ring of several segments, over a link that says so of itself."""
+
+    def noting(membership: Membership, timeout_s: float) -> Transport:
+        transport = Noting(process_group(membership, timeout_s)._backends)
+        transport.posts_together, transport.posted = posts_together, set()
+        made.append(transport)
+        return transport
+
+    made: list[Noting] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LINKS, "noting", noting)
+        with Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="noting", segment_bytes=200) as comm:
+            tensor = contribution(comm.rank, comm.size, SEVERAL_SEGMENTS, torch.float32)
+            comm.allreduce(tensor, algorithm="ring")
+            assert torch.equal(tensor, reduced(comm.size, SEVERAL_SEGMENTS, torch.float32))
+        return made[0].posted
+
+
+def offer(collective: str, name: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessGroupTransport, "algorithms", {collective: (name,)})
+        with pytest.raises(ValueError, match=f"a link cannot offer {collective} algorithms called {name}"):
+            Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="process_group")
+
+
+def test_a_link_says_whether_both_ends_are_posted_together(ranks: Worlds) -> None:
+    assert ranks(SIZE).run(ring, ("cpu",)) == [{(1, 1)}] * SIZE
+    assert ranks(SIZE).run(ring, ("cuda",)) != [{(1, 1)}] * SIZE
+
+
+@pytest.mark.parametrize(
+    ("collective", "name"), [("allreduce", "two_shot"), ("barrier", "auto"), ("reduce", "tree"), ("dance", "star")]
+)
+def test_names_that_a_link_cannot_offer(ranks: Worlds, collective: str, name: str) -> None:
+    ranks(SIZE).run(offer, collective, name)
 
 
 @pytest.mark.parametrize("name", CONNECT)

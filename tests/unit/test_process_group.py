@@ -79,3 +79,8 @@ def test_a_group_of_calls_is_not_left_open_by_an_error(fails: int) -> None:
     with pytest.raises(LinkError, match="refused"):
         ProcessGroupTransport({"cuda": nccl}).post(MESSAGES, MESSAGES, 0)
     assert nccl.calls[-1] == "end"
+
+
+def test_both_ends_of_a_message_are_posted_together_over_nccl_alone() -> None:
+    assert ProcessGroupTransport({"cuda": _Nccl()}).posts_together == ("cuda",)
+    assert ProcessGroupTransport({"cpu": _Nccl()}).posts_together == ()

@@ -43,8 +43,11 @@ PLANNERS: dict[str, dict[str, Planner]] = {
     "barrier": {"recursive_doubling": recursive_doubling.allreduce, "tree": tree.allreduce},
 }
 
-#: Names that mean something else as `algorithm=`.
-_RESERVED = ("auto", "native", "shared", "two_shot")
+#: Names that mean something else as `algorithm=`, whoever offers them.
+RESERVED = ("auto", "two_shot")
+
+#: What the links of this repository do by themselves, so that planners need other names.
+_OF_LINKS = ("native", "shared")
 
 
 def register_algorithm(collective: str, name: str, planner: Planner) -> None:
@@ -56,7 +59,7 @@ def register_algorithm(collective: str, name: str, planner: Planner) -> None:
     """
     if collective not in PLANNERS:
         raise ValueError(f"no collective is called {collective!r}; known are {', '.join(PLANNERS)}")
-    check_name(f"{collective} algorithm", name, (*PLANNERS[collective], *_RESERVED))
+    check_name(f"{collective} algorithm", name, (*PLANNERS[collective], *RESERVED, *_OF_LINKS))
     if not callable(planner):
         raise TypeError(
             f"{collective} algorithm {name!r}: a function from a Place to a Schedule is needed, not {planner!r}"
