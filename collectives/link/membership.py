@@ -27,6 +27,9 @@ _LOOK_AGAIN_S, _LONGEST_LOOK_AGAIN_S = 0.0002, 0.03
 #: What the store may take for an answer when the deadline has passed, such as to who has not come.
 _LAST_ANSWER_S = 1.0
 
+#: What a backend's timeout may end before ours, because it counts whole milliseconds.
+_ROUNDING_S = 0.005
+
 _NAME_BYTES, _SECRET_BYTES = 16, 32
 
 _Answer = TypeVar("_Answer")
@@ -133,10 +136,12 @@ def membership_of(group: dist.ProcessGroup, host: str, timeout_s: float) -> Memb
 @contextmanager
 def coming_together(rank: int, timeout_s: float) -> Iterator[None]:
     """Raise CollectiveError for what goes wrong while ranks connect."""
+    end = time.monotonic() + timeout_s - _ROUNDING_S
     try:
         yield
     except CollectiveError:
         raise
     except (RuntimeError, LinkError, OSError) as error:
-        message = f"the ranks did not come together within {timeout_s:g} s: {error}"
-        raise CollectiveError(message, rank=rank, operation="making a Communicator") from error
+        timed_out = time.monotonic() >= end or isinstance(error, TimeoutError) or getattr(error, "timed_out", False)
+        what = f"the ranks did not come together within {timeout_s:g} s" if timed_out else "could not connect"
+        raise CollectiveError(f"{what}: {error}", rank=rank, operation="making a Communicator") from error

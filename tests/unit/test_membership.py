@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import pytest
 import torch.distributed as dist
 
-from collectives.errors import LinkError
+from collectives.errors import CollectiveError, LinkError
 from collectives.link import Membership
+from collectives.link.membership import coming_together
 from tests.unit.in_process import run_ranks
 
 SIZE = 3
@@ -56,6 +57,21 @@ def test_a_rank_that_is_lost_is_not_waited_for() -> None:
         members(lost=(2,))[0].everyones("name", b"", time.monotonic() + DEADLINE_S)
     assert not caught.value.timed_out
     assert caught.value.peer == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError("refused"), "could not connect: refused"),
+        (RuntimeError("refused"), "could not connect: refused"),
+        (LinkError(1, timed_out=False, detail="lost rank 1"), "could not connect: lost rank 1"),
+        (LinkError(1, timed_out=True, detail="rank 1 did not come"), "did not come together within 5 s: rank 1 did"),
+        (TimeoutError("timed out"), "did not come together within 5 s: timed out"),
+    ],
+)
+def test_what_fails_at_once_is_not_said_to_have_taken_long(error: Exception, said: str) -> None:
+    with pytest.raises(CollectiveError, match=said), coming_together(2, 5.0):
+        raise error
 
 
 def test_the_secret_is_not_printed() -> None:

@@ -41,9 +41,9 @@ from collectives.kernels.cpu.compiling import compiled
     FIELDS,
 ) = range(29)
 
-# A rank's lines in the segment, each apart from the others, so that no two processes write to one cache line.
+# A rank's lines in the segment, each apart from the others, so that no two processes write to one cache line. The
+# first two are headers, for operations of even and odd number.
 LINE = 128
-HEADERS = 0  # two, for operations of even and odd number
 DONE, STAGED, REDUCED, COPIED, STATE, VERSION = (line * LINE for line in range(2, 8))
 RANK_BYTES = 8 * LINE
 
