@@ -17,12 +17,12 @@ from collectives import objects, verbs
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.registry import make_codec
-from collectives.environment import LINK, shared_memory_wanted
+from collectives.environment import LINK
 from collectives.link.connection import connect
 from collectives.link.membership import membership_of
 from collectives.link.registry import AUTO, check_link
 from collectives.plan.algorithms import PLANNERS
-from collectives.plan.selection import SHARED, Table, default_segment_bytes, default_table, overrides, variables
+from collectives.plan.selection import Table, default_segment_bytes, default_table, overrides, variables
 from collectives.plan.topology import Topology, host_id
 from collectives.reduction import Op, check_dtype
 from collectives.run.engine import Engine
@@ -84,8 +84,7 @@ class Communicator:
                 f"rank {group.rank()}: timeout_s={timeout_s} and segment_bytes={segment_bytes} must be positive and finite"
             )
         link = link or os.environ.get(LINK) or AUTO
-        check_link(link)
-        shared_memory_wanted(os.environ)  # a wrong value is found before anyone connects
+        check_link(link, os.environ)  # what is wrong is found before anyone connects
         membership = membership_of(group, host_id(), timeout_s)
         self.topology = Topology(membership.rank, membership.hosts)
         settings = [f"segment_bytes={segment_bytes}"]
@@ -96,8 +95,9 @@ class Communicator:
                 segment_bytes = default_segment_bytes(self.topology)
             algorithms = legal_algorithms(connection.transport.algorithms)
             tables = overrides(algorithms, os.environ)  # a wrong one is a ValueError on all ranks alike
-            for collective, names in algorithms.items():
-                tables.setdefault(collective, default_table(collective, self.topology, shared=SHARED in names))
+            for collective in algorithms:
+                preferred = connection.transport.preferred
+                tables.setdefault(collective, default_table(collective, self.topology, preferred))
             plans = Plans(self.topology, algorithms, tables, segment_bytes)
             self._engine = Engine(connection.transport, connection.watch, plans, timeout_s)
         except BaseException:  # or the others would believe that this rank takes part

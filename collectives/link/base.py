@@ -72,7 +72,7 @@ class Transport(ABC):
     Attributes: device_types, the kinds of device whose tensors it moves (CUDA tensors go through pinned memory where it moves
     none); posts_together, those of them for which both ends of a message must be posted in the same round, as NCCL wants it;
     shares_memory, whether this rank shares memory with others of its host; algorithms, the names under which it does
-    whole verbs by itself, by verb.
+    whole verbs by itself, by verb; preferred, which of these 'auto' is to take whatever the size, by verb.
     """
 
     rank: int
@@ -81,6 +81,7 @@ class Transport(ABC):
     posts_together: tuple[str, ...] = ()
     shares_memory: bool = False
     algorithms: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    preferred: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def post(

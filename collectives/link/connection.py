@@ -37,7 +37,7 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
 
     settings: what else must be the same on all ranks. Raises ValueError on all ranks where any of it differs; CollectiveError
     when the ranks do not come together within timeout_s seconds, or one cannot listen for the others; TypeError for
-    a link that returns no Transport, ValueError for one that returns another rank's.
+    a link that returns no Transport, ValueError for one that returns another rank's, or that prefers what it does not offer.
     """
     rank = membership.rank
     with coming_together(rank, timeout_s):
@@ -58,6 +58,10 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
         raise ValueError(
             f"rank {rank}: link {link!r} returned {given}; one of rank {rank} of {membership.size} is needed"
         )
+    for verb, name in transport.preferred.items():
+        if name not in (offered := transport.algorithms.get(verb, ())):
+            connection.close()
+            raise ValueError(f"rank {rank}: link {link!r} prefers {verb}'s {name!r}; it offers {', '.join(offered)}")
     return connection
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from collectives.environment import shared_memory_wanted
 from collectives.link.auto import auto
 from collectives.link.base import Transport
 from collectives.link.membership import Membership
@@ -35,7 +36,9 @@ def register_link(name: str, link: Link) -> None:
     LINKS[name] = link
 
 
-def check_link(name: object) -> None:
-    """Raise ValueError for a name that no link has."""
+def check_link(name: object, environment: Mapping[str, str]) -> None:
+    """Raise ValueError for a name that no link has, and for what the environment sets wrongly for the link."""
     if not isinstance(name, str) or name not in LINKS:
         raise ValueError(f"no link is called {name!r}; known are {', '.join(LINKS)}")
+    if name == AUTO:
+        shared_memory_wanted(environment)

@@ -42,6 +42,7 @@ class RoutingTransport(Transport):
         self.posts_together = remote.posts_together
         self.shares_memory = True
         self.algorithms = {verb: (*local.algorithms.get(verb, ()), *names) for verb, names in remote.algorithms.items()}
+        self.preferred = local.preferred
         self._local = local
         self._remote = remote
         self._neighbours = frozenset(neighbours)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from collectives.environment import TABLE_PREFIX
 from collectives.plan.topology import Topology
 from collectives.sizes import parse_size
-
-#: The algorithm that needs no messages: see collectives.link.shared_memory.reductions.
-SHARED = "shared"
 
 
 @dataclass(frozen=True)
@@ -50,14 +48,15 @@ def parse_table(text: str, allowed: Sequence[str], variable: str) -> Table:
     return tuple(rules)
 
 
-def default_table(collective: str, topology: Topology, *, shared: bool = False) -> Table:
-    """Return the built-in choice, made by size and topology from the measurements in docs/measurements.md.
+def default_table(collective: str, topology: Topology, preferred: Mapping[str, str] = MappingProxyType({})) -> Table:
+    """Return the built-in choice: what the link prefers, by collective, else one made by size and topology from the measurements
+    in docs/measurements.md.
 
     Small messages want few rounds between hosts, and inside a host, where ranks share cores, few messages; large ones want
     the fewest bytes, and neighbours that stay the same, between hosts that hold several ranks each also a single crossing.
     """
-    if shared:
-        return (Rule(SHARED, 0, None),)
+    if collective in preferred:
+        return (Rule(preferred[collective], 0, None),)
     several_hosts = len(topology.hosts) > 1
     if not several_hosts:
         allreduce = [("recursive_doubling", 0), ("rsag", 2 << 20)]

@@ -95,6 +95,17 @@ def making_one() -> None:
         comm.algorithms("reduse")
 
 
+def with_a_wrong_switch() -> None:
+    """One rank alone has it: nobody has connected when it is found."""
+    if dist.get_rank() == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("COLLECTIVES_SHARED_MEMORY", "no")
+            with pytest.raises(ValueError, match=r"COLLECTIVES_SHARED_MEMORY='no' must be 0 .* or 1"):
+                Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
+    with communicator() as comm:
+        comm.barrier()
+
+
 def names_of_algorithms() -> dict[str, tuple[str, ...]]:
     with communicator() as comm:
         return {verb: comm.algorithms(verb) for verb in PLANNERS}
@@ -157,6 +168,10 @@ def test_mistake(ranks: Worlds, name: str) -> None:
 
 def test_making_one(ranks: Worlds) -> None:
     ranks(2).run(making_one)
+
+
+def test_a_wrong_switch_is_found_before_anyone_connects(ranks: Worlds) -> None:
+    ranks(2).run(with_a_wrong_switch)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -230,6 +230,28 @@ def offer(collective: str, name: str) -> None:
             Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="process_group")
 
 
+def prefer() -> None:
+    """'auto' takes what the link would have it take, where the environment does not say otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessGroupTransport, "preferred", {"allreduce": "native", "barrier": "native"}, raising=False)
+        patch.setenv("COLLECTIVES_BARRIER", "tree")
+        with Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="process_group") as comm:
+            assert {comm.chosen("allreduce", nbytes) for nbytes in (0, 1 << 30)} == {"native"}
+            assert comm.chosen("barrier", 0) == "tree"
+            assert comm.chosen("reduce", 0) == "tree"
+            tensor = contribution(comm.rank, comm.size, SMALL, torch.float32)
+            comm.allreduce(tensor)
+            assert torch.equal(tensor, reduced(comm.size, SMALL, torch.float32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessGroupTransport, "preferred", {"allreduce": "nativ"}, raising=False)
+        with pytest.raises(ValueError, match=r"prefers allreduce's 'nativ'; it offers native"):
+            Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="process_group")
+
+
+def test_a_link_says_what_it_would_have_taken(ranks: Worlds) -> None:
+    ranks(SIZE).run(prefer)
+
+
 def test_a_link_says_whether_both_ends_are_posted_together(ranks: Worlds) -> None:
     assert ranks(SIZE).run(ring, ("cpu",)) == [{(1, 1)}] * SIZE
     assert ranks(SIZE).run(ring, ("cuda",)) != [{(1, 1)}] * SIZE

@@ -9,7 +9,7 @@ import torch
 
 from collectives.link.base import Message, Pending, Request, Transport, Whole
 from collectives.link.shared_memory.group import LocalGroup
-from collectives.link.shared_memory.reductions import ALGORITHMS, SharedMemory
+from collectives.link.shared_memory.reductions import PREFERRED, SharedMemory
 
 _FIRST_ROWS = 64
 
@@ -38,7 +38,8 @@ class SharedMemoryTransport(Transport):
         self.rank = rank
         self.size = size
         self.reductions = reductions
-        self.algorithms = {} if reductions is None else ALGORITHMS
+        self.preferred = {} if reductions is None else PREFERRED
+        self.algorithms = {verb: (name,) for verb, name in self.preferred.items()}
         self._group = group
         self._kernels = group.kernels
         self._index = {member: index for index, member in enumerate(group.members)}

@@ -10,10 +10,9 @@ from collectives.kernels import cpu_arithmetic
 from collectives.link.base import Request, Whole
 from collectives.link.shared_memory.allocation import ELSEWHERE, Allocations
 from collectives.link.shared_memory.group import LocalGroup
-from collectives.plan.selection import SHARED
 
-#: What a transport in shared memory offers: a barrier is the allreduce of nothing.
-ALGORITHMS = {"allreduce": (SHARED,), "barrier": (SHARED,)}
+#: What a transport in shared memory does best by itself, without a message: a barrier is the allreduce of nothing.
+PREFERRED = {"allreduce": "shared", "barrier": "shared"}
 
 
 class SharedMemory:
