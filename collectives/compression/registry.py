@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 
 from collectives.compression.casts import BFloat16, Float16
 from collectives.compression.codec import Codec
@@ -48,22 +48,36 @@ def register_codec(codec: type[Codec]) -> type[Codec]:
     Every rank must register it before it is used. Raises TypeError for anything else, ValueError for a name that is
     malformed or taken.
     """
-    if not _is_codec(codec):
-        raise TypeError(f"a dataclass that derives from Codec is needed, not {codec!r}")
-    name = getattr(codec, "name", None)
+    _check_class(codec)
+    name = codec.name
     check_name("codec", name, (*CODECS, PowerSGD.name))
     try:
         made = codec()
     except TypeError as error:
         raise TypeError(f"codec {name!r}: every setting needs a default ({error})") from error
-    if made != codec() or hash(made) != hash(codec()):
-        raise TypeError(f"codec {name!r} must be a frozen dataclass: equal settings make equal codecs")
-    CODECS[made.name] = codec
+    try:
+        is_value = made == codec() and hash(made) == hash(codec())
+    except TypeError:  # it has no hash
+        is_value = False
+    if not is_value:
+        raise TypeError(
+            f"codec {name!r} is not frozen: decorate it with @dataclass(frozen=True), so that equal settings make equal codecs"
+        )
+    CODECS[name] = codec
     return codec
 
 
-def _is_codec(given: object) -> bool:
-    return isinstance(given, type) and issubclass(given, Codec) and is_dataclass(given)
+def _check_class(given: object) -> None:
+    """Raise TypeError, which says what is missing, for what is no class of codecs."""
+    if not isinstance(given, type) or not issubclass(given, Codec) or given is Codec:
+        raise TypeError(f"a dataclass that derives from Codec is needed, not {given!r}")
+    name = getattr(given, "name", None)
+    if name is not None and not is_dataclass(given):
+        raise TypeError(f"codec {name!r} is not a dataclass yet: put @register_codec above @dataclass(frozen=True)")
+    if name is None or any(field.name == "name" for field in fields(given)):
+        raise TypeError(f"codec {given.__name__} needs `name: ClassVar[str]`")
+    if missing := sorted(given.__abstractmethods__):
+        raise TypeError(f"codec {name!r} lacks {', '.join(missing)}")
 
 
 def find_codec(codec: str | Codec | MatrixCodec) -> Codec | MatrixCodec:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
+from collectives.errors import ranks_text
+from collectives.plan.algorithms import PLANNERS
 from collectives.plan.coded import CodedProgram
 from collectives.plan.program import Kind
-from collectives.plan.schedule import Action, Place, Planner, Schedule
+from collectives.plan.schedule import Action, Place, Planner, Schedule, Step
 from collectives.plan.spans import Span
 
 #: State of a world: masks[rank][block].
@@ -34,6 +37,8 @@ def check_algorithm(collective: str, planner: Planner, sizes: Iterable[int] = ra
     Of allreduce, among up to 16 ranks, it is checked as well that codes, which lose something each time, leave all ranks with
     the same bits. Raises ScheduleError, which says for which world and what is wrong; ValueError for an unknown collective.
     """
+    if collective not in PLANNERS:
+        raise ValueError(f"no collective is called {collective!r}; known are {', '.join(PLANNERS)}")
     for size in sizes:
         for root in sorted({0, size // 2, size - 1}) if collective in ROOTED else [0]:
             checked: list[Schedule] = []
@@ -44,21 +49,63 @@ def check_algorithm(collective: str, planner: Planner, sizes: Iterable[int] = ra
                     continue
                 checked = schedules
                 try:
+                    _check_form(schedules)
                     _check(collective, schedules, root)
                     if collective == "allreduce" and size <= _MOST_CODED:
                         encodings(schedules)
                 except ScheduleError as error:
                     rooted = f", root {root}" if collective in ROOTED else ""
-                    raise ScheduleError(
-                        f"{collective} among {size} ranks on {len(hosts)} hosts{rooted}: {error}"
-                    ) from None
+                    world = f"{_counted(size, 'rank')} on {_counted(len(hosts), 'host')}{rooted}"
+                    raise ScheduleError(f"{collective} among {world}: {error}") from None
+
+
+def _check_form(schedules: Sequence[object]) -> None:
+    """Raise ScheduleError unless this is a Schedule of each rank, whatever they do."""
+    for rank, given in enumerate(schedules):
+        if fault := _fault(given, rank, len(schedules)):
+            raise ScheduleError(f"rank {rank}: {fault}")
+
+
+def _fault(given: object, rank: int, size: int) -> str:
+    """Return what makes this no Schedule of a rank; "" where nothing does."""
+    if not isinstance(given, Schedule):
+        return f"the planner returned {given!r}, not a Schedule"
+    if (given.rank, given.size) != (rank, size):
+        return f"the planner returned the Schedule of rank {given.rank} of {given.size}, not {rank} of {size}"
+    blocks: Any = given.blocks  # of what type, nobody has checked so far
+    rounds: Any = given.rounds
+    if not isinstance(blocks, int) or blocks < 1:
+        return f"the buffer is cut into {blocks!r} blocks, not 1 or more"
+    if not isinstance(rounds, tuple):
+        return f"the rounds are {rounds!r}, not a tuple"
+    for index, steps in enumerate(rounds):
+        if not isinstance(steps, tuple):
+            return f"round {index} is {steps!r}, not a tuple of Steps"
+        for step in steps:
+            if not _is_step(step):
+                return f"round {index} holds {step!r}, not a Step with an Action, a peer and a Span"
+    return ""
+
+
+def _is_step(step: object) -> bool:
+    return (
+        isinstance(step, Step)
+        and isinstance(step.action, Action)
+        and isinstance(step.peer, int)
+        and isinstance(step.span, Span)
+        and all(isinstance(end, int) for end in step.span)
+    )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"
 
 
 def run(schedules: Sequence[Schedule], source: Masks, destination: Masks | None = None) -> Masks:
     """Return the state after the schedules of all ranks. Blocks are received into `destination`: the source, if None.
 
-    Raises ScheduleError when ranks disagree on the number of rounds or blocks, a send has no matching receive, a contribution is
-    added twice, or a receive overwrites what the same round still sends or receives.
+    Raises ScheduleError when ranks disagree on the number of rounds or blocks, a peer is none, a send has no matching receive, a
+    contribution is added twice, or a receive overwrites what the same round still sends or receives.
     """
     _need(len({len(s.rounds) for s in schedules}) == 1, "ranks have different numbers of rounds")
     _need(len({s.blocks for s in schedules}) == 1, "ranks cut the buffer differently")
@@ -71,6 +118,11 @@ def run(schedules: Sequence[Schedule], source: Masks, destination: Masks | None 
             overwritten: list[int] = []
             read: list[int] = []
             for step in schedule.rounds[index]:
+                _need(
+                    0 <= step.peer < len(schedules),
+                    f"in round {index} rank {schedule.rank} names peer {step.peer}, but the world has "
+                    f"{_counted(len(schedules), 'rank')}",
+                )
                 _need(step.peer != schedule.rank, f"rank {schedule.rank} talks to itself in round {index}")
                 _need(
                     0 <= step.span.start < step.span.stop <= schedule.blocks,
@@ -101,14 +153,21 @@ def encodings(schedules: Sequence[Schedule]) -> int:
     """Return how often a number is encoded on its way at most, in an allreduce of codes by the schedules of all ranks.
 
     Follows their CodedPrograms, and takes what is encoded or added for a thing that depends on all that it was made of. Raises
-    ScheduleError where ranks end with different things.
+    ScheduleError where ranks end with different things, or wait for codes that nobody sends.
     """
     things = _Things()
     channels: dict[tuple[int, int], list[int]] = defaultdict(list)
     held = [[things.made("number", s.rank, block) for block in range(s.blocks)] for s in schedules]
     followers = [_follow(schedule, held[schedule.rank], channels, things) for schedule in schedules]
-    while followers:
-        followers = [follower for follower in followers if next(follower, None) is not None]
+    waiting: dict[int, tuple[int, int]] = {}  # by rank, for whom, and for which of its messages
+    while True:
+        before = waiting
+        waits = ((rank, next(follower, None)) for rank, follower in enumerate(followers))
+        waiting = {rank: wait for rank, wait in waits if wait is not None}
+        if not waiting:
+            break
+        rank, (peer, _) = next(iter(waiting.items()))
+        _need(waiting != before, f"were codes exchanged, rank {rank} would wait for rank {peer} for ever")
     different = [rank for rank, blocks in enumerate(held) if blocks != held[0]]
     _need(not different, f"ranks 0 and {different[:1]} would not have the same bits, were codes exchanged")
     return max((things.encodings[thing] for thing in held[0]), default=0)
@@ -131,8 +190,8 @@ class _Things:
 
 def _follow(
     schedule: Schedule, held: list[int], channels: dict[tuple[int, int], list[int]], things: _Things
-) -> Iterator[int]:
-    """Follow one rank's program of codes, yielding while it must wait."""
+) -> Iterator[tuple[int, int]]:
+    """Follow one rank's program of codes; while it must wait, yield for whom, and for which of its own messages."""
     blocks = tuple(Span(block, block + 1) for block in range(schedule.blocks))
     program = CodedProgram(schedule, [blocks], 1, range(schedule.size))
     codes: dict[int, int] = {}
@@ -147,7 +206,7 @@ def _follow(
         elif kind == Kind.WAIT and number in expected:
             sender, place, turn = expected[number]
             while turn >= len(channels[sender, schedule.rank]):
-                yield number
+                yield sender, number
             codes[place] = channels[sender, schedule.rank][turn]
         elif kind == Kind.ENCODE:
             codes[place] = things.made("code", held[block], encodings=things.encodings[held[block]] + 1)
@@ -166,15 +225,21 @@ def contributions(size: int, blocks: int) -> Masks:
 def _match(
     sent: dict[tuple[int, int], list[Span]], received: dict[tuple[int, int], list[Span]], index: int, *, in_place: bool
 ) -> None:
-    """Check that what each rank sends another is what that expects: the same blocks where there is one buffer."""
+    """Check that what each rank sends another is what that expects: the same blocks where there is one buffer, else as
+    many."""
     for sender, receiver in sent.keys() | received.keys():
         given, taken = sent[sender, receiver], received[sender, receiver]
-        matches = given == taken if in_place else len(given) == len(taken)
+        matches = given == taken if in_place else [s.length for s in given] == [s.length for s in taken]
         _need(
             matches,
-            f"sends and receives do not match: in round {index} rank {sender} sends rank {receiver} blocks {given}, "
-            f"which expects {taken}",
+            f"sends and receives do not match: in round {index} rank {sender} sends rank {receiver} {_listed(given)}; "
+            f"rank {receiver} expects {_listed(taken)}",
         )
+
+
+def _listed(spans: Sequence[Span]) -> str:
+    texts = [f"block {span.start}" if span.length == 1 else f"blocks {span.start} to {span.stop - 1}" for span in spans]
+    return ", ".join(texts) or "nothing"
 
 
 def _take(held: list[int], span: Span, arrived: tuple[int, ...], *, reduces: bool) -> None:
@@ -185,34 +250,39 @@ def _take(held: list[int], span: Span, arrived: tuple[int, ...], *, reduces: boo
 
 
 def _check(collective: str, schedules: Sequence[Schedule], root: int) -> None:
+    """Raise ScheduleError unless schedules do what their collective says."""
     size, blocks = len(schedules), schedules[0].blocks
-    everyone = (1 << size) - 1
-    owned = [[1 << rank if block == rank else 0 for block in range(size)] for rank in range(size)]
-    every_block = [1 << block for block in range(size)]
     if collective in ("reduce_scatter", "allgather", "gather", "scatter", "alltoall"):
         _need(blocks == size, f"{collective} has one block per rank, not {blocks}")
-    if collective in ("allreduce", "barrier"):
-        found, wanted = run(schedules, contributions(size, blocks)), [[everyone] * blocks] * size
-    elif collective == "reduce_scatter":
-        state = run(schedules, contributions(size, size))
-        found, wanted = [[state[rank][rank]] for rank in range(size)], [[everyone]] * size
-    elif collective == "allgather":
-        found, wanted = run(schedules, owned), [every_block] * size
-    elif collective == "broadcast":
-        found, wanted = run(schedules, contributions(size, blocks)), [[1 << root] * blocks] * size
-    elif collective == "reduce":
-        found, wanted = [run(schedules, contributions(size, blocks))[root]], [[everyone] * blocks]
-    elif collective == "gather":
-        found, wanted = [run(schedules, owned)[root]], [every_block]
-    elif collective == "scatter":
-        state = run(schedules, contributions(size, size))
-        found, wanted = [[state[rank][rank]] for rank in range(size)], [[1 << root]] * size
-    elif collective == "alltoall":
-        landed = [list(masks) for masks in owned]
-        found, wanted = run(schedules, contributions(size, size), landed), [every_block] * size
-    else:
-        raise ValueError(f"no collective is called {collective!r}")
-    _need(found == wanted, "not every contribution arrives where it belongs")
+    owned = [[1 << rank if block == rank else 0 for block in range(size)] for rank in range(size)]
+    source = owned if collective in ("allgather", "gather") else contributions(size, blocks)
+    state = run(schedules, source, owned if collective == "alltoall" else None)
+    for rank, masks in enumerate(state):
+        for block, found in enumerate(masks):
+            wanted = _wanted(collective, rank, block, size, root)
+            if wanted is not None and wanted != found:
+                lacking, foreign = _ranks(wanted & ~found), _ranks(found & ~wanted)
+                faults = [f"lacks that of {ranks_text(lacking)}"] if lacking else []
+                faults += [f"holds that of {ranks_text(foreign)}"] if foreign else []
+                raise ScheduleError(
+                    f"not every contribution arrives where it belongs: block {block} on rank {rank} {' and '.join(faults)}"
+                )
+
+
+def _wanted(collective: str, rank: int, block: int, size: int, root: int) -> int | None:
+    """Return whose contributions a block is to hold in the end; None where nobody looks at it."""
+    if collective == "broadcast" or (collective == "scatter" and block == rank):
+        return 1 << root
+    if collective in ("allgather", "alltoall") or (collective == "gather" and rank == root):
+        return 1 << block
+    everywhere = collective in ("allreduce", "barrier")
+    if everywhere or (collective == "reduce" and rank == root) or (collective == "reduce_scatter" and block == rank):
+        return (1 << size) - 1
+    return None
+
+
+def _ranks(mask: int) -> list[int]:
+    return [rank for rank in range(mask.bit_length()) if mask >> rank & 1]
 
 
 def _need(condition: bool, otherwise: str) -> None:

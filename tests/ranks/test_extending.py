@@ -338,12 +338,58 @@ class Needy(Int8):
         object.__setattr__(self, "depth", depth)
 
 
+class TooEarly(Codec):
+    """Has been given to register_codec by the inner of two decorators."""
+
+    name: ClassVar[str] = "too_early"
+
+
+class WritesOnly(Codec):
+    def wire_bytes(self, numel: int) -> int:
+        return numel
+
+    def _encode(self, *args: Any) -> None:
+        """Write nothing."""
+
+
+@dataclass(frozen=True)
+class Half(WritesOnly):
+    name: ClassVar[str] = "half"
+
+
+@dataclass
+class Thawed(WritesOnly):
+    name: ClassVar[str] = "thawed"
+
+    def _decode(self, *args: Any) -> None:
+        """Read nothing."""
+
+
+@dataclass(frozen=True)
+class Anonymous(Codec):
+    levels: int = 1
+
+
+@dataclass(frozen=True)
+class NamedByASetting(Codec):
+    name: str = "a_setting"  # type: ignore[misc]
+
+
 @pytest.mark.parametrize(
     ("codec", "error", "said"),
     [
         (Int8, ValueError, "a codec called 'int8' exists already"),
         (Nameless, ValueError, "must be lower-case letters, digits and underscores, not 'No Name'"),
         (Needy, TypeError, "'needy': every setting needs a default"),
+        (
+            TooEarly,
+            TypeError,
+            r"'too_early' is not a dataclass yet: put @register_codec above @dataclass\(frozen=True\)",
+        ),
+        (Thawed, TypeError, r"'thawed' is not frozen: decorate it with @dataclass\(frozen=True\), so that equal"),
+        (Half, TypeError, "codec 'half' lacks _decode$"),
+        (Anonymous, TypeError, r"codec Anonymous needs `name: ClassVar\[str\]`"),
+        (NamedByASetting, TypeError, r"codec NamedByASetting needs `name: ClassVar\[str\]`"),
         (Codec, TypeError, "a dataclass that derives from Codec is needed"),
         ("int8", TypeError, "a dataclass that derives from Codec is needed, not 'int8'"),
     ],
@@ -359,7 +405,7 @@ def test_codecs_that_cannot_be_registered(codec: Any, error: type[Exception], sa
     ("collective", "name", "planner", "error", "said"),
     [
         ("dance", "star", ring.allreduce, ValueError, "no collective is called 'dance'; known are allreduce"),
-        ("allreduce", "ring", ring.allreduce, ValueError, "a allreduce algorithm called 'ring' exists already"),
+        ("allreduce", "ring", ring.allreduce, ValueError, "an allreduce algorithm called 'ring' exists already"),
         ("allreduce", "auto", ring.allreduce, ValueError, "'auto' exists already"),
         ("allreduce", "my ring", ring.allreduce, ValueError, "not 'my ring'"),
         ("allreduce", "star", "ring", TypeError, "a function from a Place to a Schedule is needed, not 'ring'"),

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil, log2
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -52,7 +53,10 @@ def changed(planner: Planner, change: Callable[[Schedule], Schedule], rank: int 
     [
         (lambda s: replace(s, rounds=s.rounds[:-1]), "different numbers of rounds"),
         (lambda s: replace(s, blocks=s.blocks + 1), "cut the buffer differently"),
-        (lambda s: replace(s, rounds=(s.rounds[0][:1], *s.rounds[1:])), "sends rank 1 blocks .* which expects"),
+        (
+            lambda s: replace(s, rounds=(s.rounds[0][:1], *s.rounds[1:])),
+            r"in round 0 rank 0 sends rank 1 block 2; rank 1 expects nothing$",
+        ),
         (lambda s: replace(s, rounds=(s.rounds[0] * 2, *s.rounds[1:])), "in round 0 rank"),
         (
             lambda s: replace(s, rounds=(tuple(replace(step, peer=1) for step in s.rounds[0]), *s.rounds[1:])),
@@ -79,8 +83,73 @@ def test_a_planner_that_is_alike_on_all_ranks_and_wrong_is_told() -> None:
             check_algorithm(collective, planner)
     with pytest.raises(ScheduleError, match="added twice"):
         check_algorithm("allreduce", lambda place: twice(PLANNERS["allreduce"]["direct"](place)))
-    with pytest.raises(ValueError, match="no collective is called 'dance'"):
+    with pytest.raises(ValueError, match="no collective is called 'dance'; known are allreduce, reduce_scatter, "):
         check_algorithm("dance", PLANNERS["allreduce"]["ring"])
+
+
+BLOCK = (Span(0, 1),)
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (None, "the planner returned None, not a Schedule"),
+        ([()], r"the planner returned \[\(\)\], not a Schedule"),
+        (Schedule(1, 3, 1, ()), "the planner returned the Schedule of rank 1 of 3, not 0 of 1"),
+        (Schedule(0, 1, 0, ()), "the buffer is cut into 0 blocks, not 1 or more"),
+        (Schedule(0, 1, 1, [()]), r"the rounds are \[\(\)\], not a tuple"),  # type: ignore[arg-type]
+        (Schedule(0, 1, 1, send(1, BLOCK)), r"round 0 is Step\(.*\), not a tuple of Steps"),  # type: ignore[arg-type]
+        (Schedule(0, 1, 1, ((BLOCK[0],),)), r"round 0 holds Span\(.*\), not a Step"),  # type: ignore[arg-type]
+        (Schedule(0, 1, 1, (send(1, [(0, 1)]),)), r"round 0 holds Step\(.*, not a Step with"),  # type: ignore[list-item]
+        (Schedule(0, 1, 1, (send("1", BLOCK),)), r"round 0 holds Step\(.*peer='1'"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_schedule_is_told_as_such(returned: Any, said: str) -> None:
+    with pytest.raises(ScheduleError, match=f"allreduce among 1 rank on 1 host: rank 0: {said}"):
+        check_algorithm("allreduce", lambda place: returned)
+
+
+def test_a_peer_outside_of_the_world_is_told() -> None:
+    def fixed(place: Place) -> Schedule:
+        return Schedule(place.rank, place.size, 1, (send(1 - place.rank, BLOCK) + reduce(1 - place.rank, BLOCK),))
+
+    check_algorithm("allreduce", fixed, [2])
+    with pytest.raises(ScheduleError, match=r"rank 0 names peer 1, but the world has 1 rank$"):
+        check_algorithm("allreduce", fixed)
+    with pytest.raises(ScheduleError, match=r"rank 2 names peer -1, but the world has 3 ranks$"):
+        check_algorithm("allreduce", fixed, [3])
+
+
+def test_what_is_missing_is_told_of_the_first_block_that_is_wrong() -> None:
+    def idle(place: Place) -> Schedule:
+        return Schedule(place.rank, place.size, place.size, ())
+
+    belongs = "not every contribution arrives where it belongs: block"
+    for collective, said in (
+        ("allreduce", "0 on rank 0 lacks that of ranks 1, 2"),
+        ("reduce_scatter", "0 on rank 0 lacks that of ranks 1, 2"),
+        ("allgather", "1 on rank 0 lacks that of rank 1"),
+        ("broadcast", "0 on rank 1 lacks that of rank 0 and holds that of rank 1"),
+        ("reduce", "0 on rank 0 lacks that of ranks 1, 2"),
+        ("gather", "1 on rank 0 lacks that of rank 1"),
+        ("scatter", "1 on rank 1 lacks that of rank 0 and holds that of rank 1"),
+        ("alltoall", "1 on rank 0 lacks that of rank 1"),
+    ):
+        with pytest.raises(ScheduleError, match=f"{collective} among 3 ranks on 3 hosts.*: {belongs} {said}$"):
+            check_algorithm(collective, idle, [3])
+
+
+def test_parts_of_unequal_length_do_not_match() -> None:
+    """Between two buffers the blocks need not be the same, but must be as many."""
+
+    def more(place: Place) -> Schedule:
+        steps = send(1, [Span(0, 2)]) + receive(1, [Span(1, 2)])
+        if place.rank == 1:
+            steps = send(0, [Span(0, 1)]) + receive(0, [Span(0, 1)])
+        return Schedule(place.rank, 2, 2, (steps,))
+
+    with pytest.raises(ScheduleError, match=r"rank 0 sends rank 1 blocks 0 to 1; rank 1 expects block 0$"):
+        check_algorithm("alltoall", more, [2])
 
 
 def twice(schedule: Schedule) -> Schedule:
@@ -197,6 +266,12 @@ def test_a_broken_schedule_is_caught() -> None:
 def test_how_often_codes_are_encoded(algorithm: str, count: Callable[[int], int]) -> None:
     for size in (1, 2, 3, 4, 5, 8, 16):
         assert encodings(plan("allreduce", algorithm, size)) == count(size)
+
+
+def test_codes_that_nobody_sends_are_not_waited_for() -> None:
+    schedules = [Schedule(rank, 2, 1, (reduce(1 - rank, BLOCK), send(1 - rank, BLOCK))) for rank in range(2)]
+    with pytest.raises(ScheduleError, match="were codes exchanged, rank 0 would wait for rank 1 for ever"):
+        encodings(schedules)
 
 
 def test_replicas_that_would_differ_are_found() -> None:
