@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from collectives import Communicator
 from collectives.errors import LinkError
 from collectives.kernels import cpu_kernels
 from collectives.link import Membership, Transport
-from collectives.link.base import Message, Pending
+from collectives.link.base import Message, Pending, Request
 from collectives.link.membership import membership_of
 from collectives.link.process_group import ProcessGroupTransport, process_group
 from collectives.link.registry import LINKS
@@ -26,7 +27,7 @@ from collectives.link.shared_memory.messages import SharedMemoryTransport
 from collectives.link.shared_memory.rendezvous import join_host
 from collectives.plan.topology import host_id
 from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds
-from tests.ranks.exact import SEVERAL_SEGMENTS, contribution, reduced
+from tests.ranks.exact import DTYPES, OPS, SEVERAL_SEGMENTS, contribution, reduced
 from tests.ranks.test_extending import examples
 
 SIZE = 3
@@ -264,8 +265,127 @@ def test_names_that_a_link_cannot_offer(ranks: Worlds, collective: str, name: st
     ranks(SIZE).run(offer, collective, name)
 
 
+def example(
+    verb: str, rank: int, root: int, op: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What a link is given for a verb, source and destination, and what is then in the destination; None: anything."""
+    mine = contribution(rank, SIZE, SMALL, dtype, op)
+    everyones = [contribution(giver, SIZE, SMALL, dtype, op) for giver in range(SIZE)]
+    parts = [contribution(giver, SIZE, SIZE * SMALL, dtype, op) for giver in range(SIZE)]
+    one, all_parts, none = torch.empty_like(mine), torch.empty_like(parts[0]), torch.empty(0, dtype=dtype)
+    at_root = rank == root
+    match verb:
+        case "allreduce":
+            return mine, mine, reduced(SIZE, SMALL, dtype, op)
+        case "reduce":
+            return mine, mine, reduced(SIZE, SMALL, dtype, op) if at_root else None
+        case "broadcast":
+            return mine, mine, everyones[root]
+        case "reduce_scatter":
+            return parts[rank], one, reduced(SIZE, SIZE * SMALL, dtype, op).view(SIZE, -1)[rank]
+        case "allgather":
+            return mine, all_parts, torch.cat(everyones)
+        case "gather":
+            return mine, all_parts if at_root else none, torch.cat(everyones) if at_root else None
+        case "scatter":
+            return parts[root] if at_root else none, one, parts[root].view(SIZE, -1)[rank]
+        case "alltoall":
+            return parts[rank], all_parts, torch.cat([part.view(SIZE, -1)[rank] for part in parts])
+        case _:
+            return none, none, None
+
+
+def do_whole_verbs(name: str) -> None:
+    """Every verb that a link does by itself, with every op and root: exact, and in tensors of its own making too."""
+    transport, tag = connected(name), 0
+    for verb, algorithms in transport.algorithms.items():
+        all_ops = OPS if verb in ("allreduce", "reduce", "reduce_scatter") else ("sum",)
+        roots = range(SIZE) if verb in ("reduce", "broadcast", "gather", "scatter") else (0,)
+        lengths = (SMALL,) * SIZE if verb == "alltoall" else ()
+        for algorithm, op, root, dtype in product(algorithms, all_ops, roots, (torch.float32, torch.int64)):
+            source, destination, expected = example(verb, transport.rank, root, op, dtype)
+            request = Request(verb, algorithm, dtype, "cpu", source.numel(), op, root, lengths, lengths)
+            whole = transport.collective(request)
+            for make in (torch.empty, transport.empty):
+                given, got = (make(tuple(each.shape), dtype=each.dtype) for each in (source, destination))
+                got = given if source is destination else got
+                given.copy_(source)
+                tag += 1
+                if whole.needs_meeting:
+                    dist.barrier()
+                whole.run(given, got, tag, in_time())
+                assert expected is None or torch.equal(got, expected), request
+    dist.barrier()
+    transport.close()
+
+
+def make_tensors(name: str) -> None:
+    transport = connected(name)
+    for shape in ((), (0,), (3, 0), (7,), (2, 3, 5)):
+        for dtype in DTYPES:
+            made = transport.empty(shape, dtype)
+            assert (tuple(made.shape), made.dtype, made.device.type) == (shape, dtype, "cpu")
+            assert made.is_contiguous()
+            assert torch.equal(made.fill_(1), torch.ones(shape, dtype=dtype))
+    dist.barrier()
+    transport.close()
+
+
+def post_after_abort(name: str) -> None:
+    """By the one that aborted: the post says so, or the wait."""
+    transport = connected(name)
+    dist.barrier()
+    transport.abort()
+    for peer in {0, 1, 2} - {transport.rank}:
+        with pytest.raises(LinkError) as caught:
+            ended_at_once(transport, peer)
+        assert not caught.value.timed_out
+    dist.barrier()
+    transport.close()
+
+
+def ended_at_once(transport: Transport, peer: int) -> None:
+    _, [pending] = transport.post([], [(peer, torch.empty(SMALL))], 7)
+    pending.wait(in_time())
+
+
+def close_in_a_wait(name: str) -> None:
+    """A wait in another thread ends then, or by its own deadline; nothing is torn from under it."""
+    transport = connected(name)
+    errors: list[LinkError] = []
+    posted = threading.Event()
+
+    def wait() -> None:
+        _, [pending] = transport.post([], [((transport.rank + 1) % SIZE, torch.empty(SMALL))], 7)
+        posted.set()
+        with pytest.raises(LinkError) as caught:
+            pending.wait(time.monotonic() + SOON_S)
+        errors.append(caught.value)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert posted.wait(EXCHANGE_TIMEOUT_S)
+    transport.close()
+    waiting.join(EXCHANGE_TIMEOUT_S)
+    assert len(errors) == 1
+    dist.barrier()
+
+
+CHECKS = [
+    exchange_all_kinds,
+    take_in_another_order,
+    miss_a_deadline,
+    abort_one,
+    come_and_go,
+    do_whole_verbs,
+    make_tensors,
+    post_after_abort,
+    close_in_a_wait,
+]
+
+
 @pytest.mark.parametrize("name", CONNECT)
-@pytest.mark.parametrize("check", [exchange_all_kinds, take_in_another_order, miss_a_deadline, abort_one, come_and_go])
+@pytest.mark.parametrize("check", CHECKS)
 def test_every_link(ranks: Worlds, name: str, check: Callable[[str], None]) -> None:
     ranks(SIZE).run(check, name)
 
