@@ -71,13 +71,16 @@ def _check_class(given: object) -> None:
     """Raise TypeError, which says what is missing, for what is no class of codecs."""
     if not isinstance(given, type) or not issubclass(given, Codec) or given is Codec:
         raise TypeError(f"a dataclass that derives from Codec is needed, not {given!r}")
-    name = getattr(given, "name", None)
-    if name is not None and not is_dataclass(given):
-        raise TypeError(f"codec {name!r} is not a dataclass yet: put @register_codec above @dataclass(frozen=True)")
-    if name is None or any(field.name == "name" for field in fields(given)):
-        raise TypeError(f"codec {given.__name__} needs `name: ClassVar[str]`")
-    if missing := sorted(given.__abstractmethods__):
-        raise TypeError(f"codec {name!r} lacks {', '.join(missing)}")
+    codec: Any = given  # what mypy knows of Codec, a class need not have yet
+    is_named = hasattr(codec, "name")
+    if is_named and not is_dataclass(codec):
+        raise TypeError(
+            f"codec {codec.name!r} is not a dataclass yet: put @register_codec above @dataclass(frozen=True)"
+        )
+    if not is_named or any(field.name == "name" for field in fields(codec)):
+        raise TypeError(f"codec {codec.__name__} needs `name: ClassVar[str]`")
+    if missing := sorted(codec.__abstractmethods__):
+        raise TypeError(f"codec {codec.name!r} lacks {', '.join(missing)}")
 
 
 def find_codec(codec: str | Codec | MatrixCodec) -> Codec | MatrixCodec:
