@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
+from typing import Any
 
 from collectives.compression.casts import BFloat16, Float16
 from collectives.compression.codec import Codec
