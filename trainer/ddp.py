@@ -17,10 +17,10 @@ from collectives.compression.codec import Codec
 from collectives.compression.matrices import MatrixCodec
 from collectives.run.work import WorkQueue
 from trainer.compression import CASTS, Cast, Compressor, Encoding, Policy
-from trainer.gradients.coded import CodedBuffer, buffer_for
+from trainer.gradients.bucket_plan import packed
+from trainer.gradients.buffers import CodedBuffer, buffer_for
 from trainer.gradients.combination import Combination
-from trainer.gradients.packing import packed
-from trainer.gradients.parts import VERSION, check_part
+from trainer.gradients.saved import VERSION, check_part
 from trainer.ops import Average
 from trainer.torch_internals import OUTSIDE_BACKWARD, graph_task, when_backward_ends
 from trainer.validation import check_named_parameters

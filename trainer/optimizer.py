@@ -12,9 +12,9 @@ from torch import Tensor
 
 from collectives import Communicator
 from trainer.compression import Compression, Compressor, Policy
+from trainer.gradients.bucket_plan import DEFAULT_BUCKET_BYTES
 from trainer.gradients.combination import Combination
 from trainer.gradients.exchange import Passes
-from trainer.gradients.packing import DEFAULT_BUCKET_BYTES
 from trainer.ops import Average
 from trainer.rules.rule import Rule, Setup
 from trainer.rules.synchronous import Synchronous

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from collectives.errors import CollectiveError, ranks_text
 from collectives.link.base import Transport
 from collectives.link.handshake import Listener
-from collectives.link.interface import own_address
 from collectives.link.membership import Membership, coming_together
+from collectives.link.own_address import own_address
 from collectives.link.registry import AUTO, LINKS
 from collectives.link.watch import Watch
 

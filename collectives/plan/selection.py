@@ -12,7 +12,7 @@ from collectives.sizes import parse_size
 
 
 @dataclass(frozen=True)
-class Rule:
+class Range:
     """Use `algorithm` for messages of `start` bytes up to, not including, `stop`; stop None has no limit."""
 
     algorithm: str
@@ -20,7 +20,7 @@ class Rule:
     stop: int | None
 
 
-Table = tuple[Rule, ...]
+Table = tuple[Range, ...]
 
 
 def parse_table(text: str, allowed: Sequence[str], variable: str) -> Table:
@@ -38,7 +38,7 @@ def parse_table(text: str, allowed: Sequence[str], variable: str) -> Table:
         if not dash:
             raise ValueError(f"{variable}={text!r}: {entry!r} needs a range such as {name}:0-16K or {name}:16K-max")
         try:
-            rules.append(Rule(name, parse_size(low), None if high.strip() == "max" else parse_size(high)))
+            rules.append(Range(name, parse_size(low), None if high.strip() == "max" else parse_size(high)))
         except ValueError as error:
             raise ValueError(f"{variable}={text!r}: in {entry!r}, {error}") from None
     rules.sort(key=lambda rule: rule.start)
@@ -56,7 +56,7 @@ def default_table(collective: str, topology: Topology, preferred: Mapping[str, s
     the fewest bytes, and neighbours that stay the same, between hosts that hold several ranks each also a single crossing.
     """
     if collective in preferred:
-        return (Rule(preferred[collective], 0, None),)
+        return (Range(preferred[collective], 0, None),)
     several_hosts = len(topology.hosts) > 1
     if not several_hosts:
         allreduce = [("recursive_doubling", 0), ("rsag", 2 << 20)]
@@ -79,7 +79,7 @@ def default_table(collective: str, topology: Topology, preferred: Mapping[str, s
     }
     entries = tables[collective]
     stops = [start for _, start in entries[1:]] + [None]
-    return tuple(Rule(name, start, stop) for (name, start), stop in zip(entries, stops, strict=True))
+    return tuple(Range(name, start, stop) for (name, start), stop in zip(entries, stops, strict=True))
 
 
 def default_segment_bytes(topology: Topology) -> int:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from collectives.compression.algorithms_for import TWO_SHOT, algorithms_for, planner_for_codes
 from collectives.compression.codec import Codec
-from collectives.compression.pairs import TWO_SHOT, riding, schedule_of_codes
 from collectives.compression.partition import Partition, effective, partition_of
 from collectives.plan.algorithms import PLANNERS, RESERVED, hierarchical
 from collectives.plan.coded import CodedProgram
@@ -81,7 +81,7 @@ class Plans:
 
     def choose_for_codec(self, codec: Codec, algorithm: str, nbytes: int, *, with_feedback: bool) -> str:
         """Do as choose, for an allreduce of codes of nbytes. Raises ValueError, which lists what the codec may ride."""
-        names = riding(codec, self.algorithms("allreduce"), with_feedback=with_feedback)
+        names = algorithms_for(codec, self.algorithms("allreduce"), with_feedback=with_feedback)
         if algorithm == "auto" and not codec.summable:
             return names[0]
         if algorithm not in ("auto", *names):
@@ -167,7 +167,7 @@ class Plans:
         """Return who encodes what of a buffer."""
 
         def planned() -> Partition:
-            _, by_hosts = schedule_of_codes(algorithm)
+            _, by_hosts = planner_for_codes(algorithm)
             hosts = self.topology.hosts if by_hosts else (tuple(range(self._place.size)),)
             planner = partial(self._schedule_of_codes, algorithm)
             return partition_of(codec, numel, self._place.rank, hosts, self._segment_bytes, planner)
@@ -190,7 +190,7 @@ class Plans:
 
     def _schedule_of_codes(self, algorithm: str, place: Place) -> Schedule:
         """Return what a rank of a group follows: of a rank of each host, or of all ranks."""
-        planner, by_hosts = schedule_of_codes(algorithm)
+        planner, by_hosts = planner_for_codes(algorithm)
         hosts = tuple((rank,) for rank in range(place.size)) if by_hosts else self.topology.hosts
         return planner(replace(place, hosts=hosts))
 

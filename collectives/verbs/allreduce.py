@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from collectives import arguments
+from collectives.compression.algorithms_for import TWO_SHOT
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
-from collectives.compression.pairs import TWO_SHOT
 from collectives.compression.registry import make_codec
 from collectives.link.base import Whole
 from collectives.reduction import Op, check_arithmetic, finish, op_name

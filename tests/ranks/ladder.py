@@ -12,7 +12,7 @@ from collectives.compression.powersgd import PowerSGD
 from collectives.compression.threshold import Threshold
 from collectives.compression.topk import TopK
 from trainer.compression import Compressor, ErrorFeedback
-from trainer.gradients.coded import CodedBuffer
+from trainer.gradients.buffers import CodedBuffer
 
 #: With memory: residuals, and what these codecs keep beside them.
 REMEMBERING: dict[str, Compressor] = {

@@ -15,7 +15,7 @@ from tests.harness import Worlds
 from tests.ranks.ladder import HEIGHT, REMEMBERING, Ladder, optimizer_of, owed, train
 from tests.ranks.training import assert_same_on_all_ranks, copies, in_world
 from trainer.compression import Compressor
-from trainer.gradients.parts import KEY
+from trainer.gradients.saved import KEY
 
 
 @in_world

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from collectives.compression.algorithms_for import algorithms_for, planner_for_codes
 from collectives.compression.dgc import DGC
 from collectives.compression.feedback import Feedback
 from collectives.compression.integers import Int4, Int8
-from collectives.compression.pairs import riding, schedule_of_codes
 from collectives.compression.partition import effective, partition_of
 from collectives.compression.randomk import RandomK
 from collectives.compression.registry import CODECS, make_codec
@@ -46,11 +46,11 @@ class TestRegistry:
 
     def test_which_codec_rides_which_algorithm(self) -> None:
         algorithms = ("ring", "native", "shared")
-        ridden = {name: riding(codec(), algorithms, with_feedback=False) for name, codec in CODECS.items()}
+        ridden = {name: algorithms_for(codec(), algorithms, with_feedback=False) for name, codec in CODECS.items()}
         assert all("native" in ridden[name] for name in ("none", "fp16", "bf16", "randomk"))
         assert all(ridden[name] == ("two_shot",) for name in ("onebit", "topk", "threshold", "dgc"))
         assert ridden["int8"] == ("two_shot", "ring")
-        assert riding(Int8(), algorithms, with_feedback=True) == ("two_shot",)
+        assert algorithms_for(Int8(), algorithms, with_feedback=True) == ("two_shot",)
 
 
 @given(
@@ -142,7 +142,7 @@ def test_every_order_of_messages_gives_the_result_of_the_model(
 @pytest.mark.parametrize(("algorithm", "sent"), [("two_shot", 6), ("ring", 6), ("rsag", 6), ("recursive_doubling", 8)])
 def test_bytes_are_read_off_the_plan(algorithm: str, sent: int) -> None:
     """Of four shards; recursive doubling sends all four twice."""
-    planner, _ = schedule_of_codes(algorithm)
+    planner, _ = planner_for_codes(algorithm)
     partition = partition_of(Int8(), 4096, 1, [[0, 1, 2, 3]], 1 << 20, planner)
     program = CodedProgram(planner(Place(1, 4)), partition.chunks, Int8().wire_bytes(1024), range(4))
     assert program.sent_bytes(Int8().wire_bytes) == sent * Int8().wire_bytes(1024)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from collectives.plan.algorithms import PLANNERS
-from collectives.plan.selection import Rule, choose, default_table, overrides, parse_table
+from collectives.plan.selection import Range, choose, default_table, overrides, parse_table
 from collectives.plan.topology import Topology
 
 NAMES = ("ring", "rsag", "native")
@@ -18,7 +18,7 @@ def test_a_table_chooses_by_size_and_a_bound_belongs_to_the_upper_range() -> Non
     table = parse_table("ring:0-16K; rsag:16K-1M;native:1M-max", NAMES, "X")
     sizes = [0, 1, (16 << 10) - 1, 16 << 10, (1 << 20) - 1, 1 << 20, 1 << 40]
     assert [choose(table, size) for size in sizes] == ["ring", "ring", "ring", "rsag", "rsag", "native", "native"]
-    assert parse_table("ring", NAMES, "X") == (Rule("ring", 0, None),)
+    assert parse_table("ring", NAMES, "X") == (Range("ring", 0, None),)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,6 @@ def test_default_tables_name_what_exists_and_cover_every_size(collective: str, t
 def test_the_environment_overrides_only_what_it_names() -> None:
     allowed = {"allreduce": ("ring", "rsag"), "broadcast": ("tree", "rsag")}
     tables = overrides(allowed, {"COLLECTIVES_ALLREDUCE": "ring:0-1K;rsag:1K-max", "COLLECTIVES_BROADCAST": ""})
-    assert tables == {"allreduce": (Rule("ring", 0, 1024), Rule("rsag", 1024, None))}
+    assert tables == {"allreduce": (Range("ring", 0, 1024), Range("rsag", 1024, None))}
     with pytest.raises(ValueError, match=r"COLLECTIVES_BROADCAST='ring'.*known are tree, rsag"):
         overrides(allowed, {"COLLECTIVES_BROADCAST": "ring"})

@@ -17,7 +17,7 @@ from collectives.compression.registry import CODECS, make_codec
 from collectives.compression.stochastic import QSGD
 from collectives.compression.topk import TopK
 from trainer.compression import LEAST_NUMEL, NAMES, Cast, Encoding, ErrorFeedback, Policy, encoding_of, verb_codec
-from trainer.gradients.parts import KEY
+from trainer.gradients.saved import KEY
 
 NEED_FEEDBACK = {"onebit", "topk", "threshold", "randomk", "dgc"}
 

@@ -29,7 +29,7 @@ import trainer as hvd
 from trainer.examples.checkpoint import Checkpoint
 from trainer.examples.config import LoopConfig
 from trainer.examples.report import BASELINE, OURS, Record, Report, count, progress
-from trainer.gradients.parts import KEY
+from trainer.gradients.saved import KEY
 
 BLOCK_S = 0.5
 """Models take turns, and ranks agree on losses, time and interruption, about this often."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from trainer.compression import Cast, Encoding
-from trainer.gradients.coded import CodedBuffer, PlainBuffer, buffer_for
+from trainer.gradients.bucket_plan import BucketPlan
+from trainer.gradients.buffers import CodedBuffer, PlainBuffer, buffer_for
 from trainer.gradients.combination import Combination
-from trainer.gradients.packing import BucketPlan
-from trainer.gradients.shards import as_gradient_of, held_here, placed_like
+from trainer.gradients.dtensors import as_gradient_of, held_here, placed_like
 from trainer.ops import Sum
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from trainer.compression import Cast, Encoding, Policy
 from trainer.gradients.bucket import Bucket, presence_of
-from trainer.gradients.coded import CodedBuffer, Owed, PlainBuffer
+from trainer.gradients.bucket_plan import BucketPlan, Item, lay_out, plan_buckets
+from trainer.gradients.buffers import CodedBuffer, Owed, PlainBuffer
 from trainer.gradients.combination import Combination
-from trainer.gradients.packing import BucketPlan, Item, lay_out, plan_buckets
-from trainer.gradients.shards import held_here, shard_of
+from trainer.gradients.dtensors import held_here, shard_of
 from trainer.world import here
 
 EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

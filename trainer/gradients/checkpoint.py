@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from trainer.gradients.bucketing import Bucketing
-from trainer.gradients.coded import Owed
+from trainer.gradients.buffers import Owed
 from trainer.gradients.combination import Combination
+from trainer.gradients.dtensors import held_here
 from trainer.gradients.exchange import GradientExchange
-from trainer.gradients.parts import KEY, VERSION, check_part, is_owing, label_of
-from trainer.gradients.shards import held_here
+from trainer.gradients.saved import KEY, VERSION, check_part, is_owing, label_of
 from trainer.ops import Average, Sum
 from trainer.world import here
 

@@ -20,7 +20,7 @@ from collectives.plan.schedule import Planner
 TWO_SHOT = "two_shot"
 
 
-def riding(codec: Codec, algorithms: Sequence[str], *, with_feedback: bool) -> tuple[str, ...]:
+def algorithms_for(codec: Codec, algorithms: Sequence[str], *, with_feedback: bool) -> tuple[str, ...]:
     """Return those that a codec may ride: two_shot, the best of those that encode, and of the algorithms of allreduce."""
     if codec.summable:
         return (TWO_SHOT, *algorithms)
@@ -29,7 +29,7 @@ def riding(codec: Codec, algorithms: Sequence[str], *, with_feedback: bool) -> t
     return (TWO_SHOT, *(name for name in algorithms if name in PLANNERS["allreduce"]))
 
 
-def schedule_of_codes(algorithm: str) -> tuple[Planner, bool]:
+def planner_for_codes(algorithm: str) -> tuple[Planner, bool]:
     """Return what ranks follow that exchange codes, and whether those of a host sum their numbers first, as they are."""
     if algorithm == TWO_SHOT:
         return direct.allreduce, True

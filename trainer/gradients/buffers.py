@@ -15,8 +15,8 @@ from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.matrices import MatrixCodec
 from trainer.compression import Encoding
+from trainer.gradients.bucket_plan import BucketPlan
 from trainer.gradients.combination import Combination
-from trainer.gradients.packing import BucketPlan
 from trainer.ops import Sum
 
 Owed: TypeAlias = dict[str, Tensor]
