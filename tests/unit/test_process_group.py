@@ -67,7 +67,7 @@ def test_a_round_is_one_group_of_calls_with_a_handle_for_every_message() -> None
     for sends, receives in ((MESSAGES, MESSAGES[:1]), (MESSAGES, []), ([], MESSAGES)):
         nccl = _Nccl()
         sent, received = ProcessGroupTransport({"cuda": nccl}).post(sends, receives, 0)
-        assert nccl.calls[0], nccl.calls[-1] == ("start", "end")
+        assert (nccl.calls[0], nccl.calls[-1]) == ("start", "end")
         assert (len(sent), len(received)) == (len(sends), len(receives))
         for pending in (*sent, *received):
             pending.wait(0.0)
