@@ -56,7 +56,7 @@ class Plans:
         self.tables = tables
         self._place = Place(topology.rank, topology.size, 0, topology.hosts)
         self._algorithms = algorithms
-        self._segment_bytes = segment_bytes
+        self.segment_bytes = segment_bytes
         self._planned: OrderedDict[tuple[object, ...], object] = OrderedDict()
         self._lock = threading.RLock()  # of the threads of callers and the queue's; plans are made of others
 
@@ -132,7 +132,7 @@ class Plans:
             schedule = self._schedule(collective, algorithm, root)
             return _program(schedule, segments_of_buffer(numel, schedule.blocks, segment), grouped=grouped)
 
-        segment = max(1, self._segment_bytes // element_size)
+        segment = max(1, self.segment_bytes // element_size)
         return self._once(("buffer", collective, algorithm, root, numel, segment, grouped), planned)
 
     def of_blocks(
@@ -143,7 +143,7 @@ class Plans:
         def planned() -> Program:
             return _program(self._schedule(collective, algorithm), segments_of_blocks(layout, segment), grouped=grouped)
 
-        segment = max(1, self._segment_bytes // element_size)
+        segment = max(1, self.segment_bytes // element_size)
         return self._once(("blocks", collective, algorithm, layout, segment, grouped), planned)
 
     def of_move(
@@ -160,7 +160,7 @@ class Plans:
             schedule = Schedule(self._place.rank, self._place.size, len(parts), (steps,))
             return _program(schedule, segments_of_blocks(parts, segment), grouped=grouped)
 
-        segment = max(1, self._segment_bytes // element_size)
+        segment = max(1, self.segment_bytes // element_size)
         return self._once(("inside hosts", which, parts, segment, grouped), planned)
 
     def partition(self, codec: Codec, numel: int, algorithm: str = TWO_SHOT) -> Partition:
@@ -170,7 +170,7 @@ class Plans:
             _, by_hosts = planner_for_codes(algorithm)
             hosts = self.topology.hosts if by_hosts else (tuple(range(self._place.size)),)
             planner = partial(self._schedule_of_codes, algorithm)
-            return partition_of(codec, numel, self._place.rank, hosts, self._segment_bytes, planner)
+            return partition_of(codec, numel, self._place.rank, hosts, self.segment_bytes, planner)
 
         return self._once(("partition", codec, numel, algorithm), planned)
 

@@ -76,7 +76,7 @@ def same_as_model() -> None:
             for buffer, gradients in zip(inputs, everyones, strict=True):
                 for index, span in zip(bucket.items, spans, strict=True):
                     buffer[span] = gradients[index].flatten()
-            segment_bytes = optimizer._communicator._engine._segment_bytes
+            segment_bytes = optimizer._communicator._engine.plans.segment_bytes
             two_shot = TwoShotModel(Int8(), inputs[0].numel(), hosts, segment_bytes, with_feedback=False)
             expected = two_shot.step(inputs, "average", step)
             for index, span in zip(bucket.items, spans, strict=True):
@@ -209,7 +209,7 @@ def with_gaps() -> None:
     weights = [nn.Parameter(torch.zeros(65, 65)) for _ in range(2)]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), compression=codec)
     hosts = [list(host) for host in optimizer._communicator.topology.hosts]
-    segment_bytes = optimizer._communicator._engine._segment_bytes
+    segment_bytes = optimizer._communicator._engine.plans.segment_bytes
     two_shot = TwoShotModel(codec, 2 * start, hosts, segment_bytes, with_feedback=True)
     for step in range(4):
         inputs = [torch.zeros(2 * start) for _ in range(hvd.size())]
