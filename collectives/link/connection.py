@@ -44,14 +44,20 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
         watch = _watch(
             membership, settings if link == AUTO else f"link={link!r}, {settings}", time.monotonic() + timeout_s
         )
+        watched = replace(membership, lost=lambda: watch.lost)
         try:
-            transport = LINKS[link](replace(membership, lost=lambda: watch.lost), timeout_s)
+            transport = LINKS[link](watched, timeout_s)
             if not isinstance(transport, Transport):
                 raise TypeError(f"rank {rank}: link {link!r} returned {transport!r}; a Transport is needed")
         except BaseException:
             watch.close()
             raise
-    connection = Connection(transport, watch)
+        connection = Connection(transport, watch)
+        try:  # nobody leaves again, as where names are refused, while others still connect
+            watched.everyones("connected", b"", time.monotonic() + timeout_s)
+        except BaseException:
+            connection.close()
+            raise
     if (transport.rank, transport.size) != (rank, membership.size):
         connection.close()
         given = f"a Transport of rank {transport.rank} of {transport.size}"
