@@ -125,19 +125,20 @@ class CodedProgram(Program):
         for block in _blocks(flight, steps, Action.REDUCE):
             own = self._decode(flight, block)
             codes = sorted((*(a for a in arrivals if a.block == block), own), key=lambda code: self._order[code.peer])
+            completes = index == self._last_reduced[block] and self._last_received.get(block, -1) < index
             for position, code in enumerate(codes):
                 if code is not own:
                     yield Instruction(Kind.WAIT, number=code.number)
-                yield code._replace(kind=Kind.ADD if position else Kind.DECODE)
+                yield code._replace(kind=Kind.ADD if position else Kind.DECODE, number=int(completes))
             del flight.codes[block]
             flight.versions[block] = 1 + index - self._lead
-            if index == self._last_reduced[block] and self._last_received.get(block, -1) < index:
+            if completes:
                 yield from self._complete(flight, block)
         received = set(_blocks(flight, steps, Action.RECEIVE))
         for arrival in arrivals:
             if arrival.block in received:
                 yield Instruction(Kind.WAIT, number=arrival.number)
-                yield arrival._replace(kind=Kind.DECODE)
+                yield arrival._replace(kind=Kind.DECODE, number=0)
                 flight.codes[arrival.block] = arrival.scratch
 
     def _land(self, flight: Flight) -> Iterator[Instruction]:
@@ -149,7 +150,7 @@ class CodedProgram(Program):
         for block, span in enumerate(flight.layout):
             if span.length:
                 yield self._encode(flight, block)
-                yield self._decode(flight, block)
+                yield self._decode(flight, block)._replace(number=1)
                 flight.versions[block] = 1
                 yield from self._complete(flight, block)
         yield from self._settle(flight)

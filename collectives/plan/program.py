@@ -29,7 +29,7 @@ _KEPT = 1 << 14
 
 
 class Kind(IntEnum):
-    """What an instruction asks for."""
+    """What an instruction asks for. "The sum" is memory of its own for one block, in which sums over all ranks are made."""
 
     SEND = (
         0  # to `peer`, what lies in the source at `offset`, or where `scratch` is not negative, in scratch memory there
@@ -39,9 +39,9 @@ class Kind(IntEnum):
     WAIT = 3  # for the message that is number `number` of all sends and receives
     REDUCE = 4  # what came from `peer` into scratch memory at `scratch`, into the destination at `offset`
     ENCODE = 5  # what lies at `offset`, to scratch memory at `scratch`: version `number` of block `block`
-    DECODE = 6  # the code of `peer` in scratch memory at `scratch`, to `offset`
-    ADD = 7  # the code of `peer` in scratch memory at `scratch`, to what lies at `offset`
-    COMPLETE = 8  # what lies at `offset` has become the sum over all ranks
+    DECODE = 6  # the code of `peer` in scratch memory at `scratch`, to `offset`; where `number` is 1, to the sum
+    ADD = 7  # the code of `peer` in scratch memory at `scratch`, to what lies at `offset`; where `number` is 1, to the sum
+    COMPLETE = 8  # the sum is that over all ranks, of what belongs at `offset`; it is encoded next
 
 
 class Instruction(NamedTuple):

@@ -88,6 +88,7 @@ class Codes:
         codec: Codec,
         partition: Partition,
         scratch: Scratch,
+        sums: Scratch,
         *,
         feedback: Feedback | None,
         divisor: int,
@@ -101,6 +102,9 @@ class Codes:
         if via_host and flat.is_cuda:
             self._messages = scratch.take(program.scratch, flat.device, pinned=True)
         self._nbytes: dict[int, int] = {}
+        # Where sums over all ranks are made, one after the other, so that it stays in the caches.
+        self._sum = sums.take(4 * partition.longest, flat.device).view(torch.float32)
+        self._has_sum = False
 
     def outgoing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
         message = self._at(self._messages, length, scratch)
@@ -113,8 +117,10 @@ class Codes:
 
     def work(self, instruction: Instruction) -> None:
         """Encode, decode, or divide."""
-        kind, peer, offset, length, scratch, version, segment, block = instruction
-        numbers = self._flat[offset : offset + length]
+        kind, peer, offset, length, scratch, number, segment, block = instruction
+        in_sum = self._has_sum if kind == Kind.ENCODE else kind == Kind.COMPLETE or number == 1
+        numbers = self._sum[:length] if in_sum else self._flat[offset : offset + length]
+        self._has_sum = kind == Kind.COMPLETE
         if kind == Kind.COMPLETE:
             if self._divisor != 1:
                 numbers.div_(self._divisor)
@@ -126,15 +132,15 @@ class Codes:
             self._codec.decode(code, numbers, add=kind == Kind.ADD)
             return
         residual = state = None
-        if self._feedback is not None and version == 0:
+        if self._feedback is not None and number == 0:
             residual = self._feedback.worker[offset : offset + length]
             state = self._feedback.state[segment][block]
         elif self._feedback is not None:
             start = offset - self._partition.shard.start
             residual = self._feedback.owner[start : start + length]
         # Ranks that have the same sum must make the same code of it; it is drawn for the block's owner.
-        rank = self._partition.rank if version == 0 else self._partition.group[block % len(self._partition.group)]
-        seed = rounding_seed(self._step, rank, segment, block, version, self._seed)
+        rank = self._partition.rank if number == 0 else self._partition.group[block % len(self._partition.group)]
+        seed = rounding_seed(self._step, rank, segment, block, number, self._seed)
         self._codec.encode(numbers, code, residual=residual, seed=seed, state=state)
 
     def _at(self, memory: torch.Tensor, length: int, scratch: int) -> torch.Tensor:

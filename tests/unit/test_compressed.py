@@ -121,6 +121,7 @@ def test_every_order_of_messages_gives_the_result_of_the_model(
                 used,
                 partition,
                 scratches[rank],
+                Scratch(),
                 feedback=feedbacks[rank],
                 divisor=size,
                 step=step,

@@ -201,6 +201,7 @@ def test_codes_ride_every_algorithm(
             codec,
             partition,
             Scratch(),
+            Scratch(),
             feedback=None,
             divisor=size,
             step=0,
