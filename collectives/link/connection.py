@@ -53,22 +53,27 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
             watch.close()
             raise
         connection = Connection(transport, watch)
-        try:  # nobody leaves again, as where names are refused, while others still connect
+        try:
+            # Nobody leaves again, as where something is refused, while others still connect.
             watched.everyones("connected", b"", time.monotonic() + timeout_s)
+            _check(transport, membership, link)
         except BaseException:
             connection.close()
             raise
+    return connection
+
+
+def _check(transport: Transport, membership: Membership, link: str) -> None:
+    """Raise ValueError for a transport of another rank, or one that prefers what it does not offer."""
+    rank = membership.rank
     if (transport.rank, transport.size) != (rank, membership.size):
-        connection.close()
         given = f"a Transport of rank {transport.rank} of {transport.size}"
         raise ValueError(
             f"rank {rank}: link {link!r} returned {given}; one of rank {rank} of {membership.size} is needed"
         )
     for verb, name in transport.preferred.items():
         if name not in (offered := transport.algorithms.get(verb, ())):
-            connection.close()
             raise ValueError(f"rank {rank}: link {link!r} prefers {verb}'s {name!r}; it offers {', '.join(offered)}")
-    return connection
 
 
 def _watch(membership: Membership, settings: str, deadline: float) -> Watch:

@@ -51,8 +51,7 @@ class Engine:
         self._operations = Operations(transport, watch, timeout_s)
         self._transport = transport
         self._scratch = Scratch()
-        self._sums = Scratch()
-        self._summed = Scratch()
+        self._summed = Scratch()  # what is needed beside it: codes that are added as they are, or sums of codes
         self._ready: set[tuple[Codec, str, bool]] = set()
         self._calls: dict[tuple[torch.dtype, torch.Size, Hashable], tuple[str, int, WholeRun]] = {}
 
@@ -179,7 +178,7 @@ class Engine:
                 used,
                 partition,
                 self._scratch,
-                self._sums,
+                self._summed,
                 feedback=feedback,
                 divisor=self.size if average else 1,
                 step=step,
