@@ -20,7 +20,16 @@ from bench.cases import CASES, Buffers, Job
 from bench.codec_checks import relative_error
 from bench.compare import format_comparison
 from bench.table import Row, format_heading, format_row, format_trailer
-from bench.timing import Protocol, Times, distributed_machine, median_and_p99, over_ranks, slowest_rank, take_turns
+from bench.timing import (
+    Protocol,
+    Times,
+    distributed_machine,
+    median_and_p99,
+    most_bytes,
+    over_ranks,
+    slowest_rank,
+    take_turns,
+)
 from collectives import Communicator
 from collectives.compression.codec import Codec, State
 
@@ -177,7 +186,7 @@ def _measure(job: Job, comm: Communicator, codecs: Codecs, protocol: Protocol, d
         codec, with_feedback = codecs.get(label, (None, False))
         parts = _parts(comm, job, buffers, codec, with_feedback, protocol, device) if codec is not None else None
         sent = comm.wire_bytes("allreduce", 4 * job.count, codec=codec) if algorithm != TORCH else None
-        most = int(slowest_rank(np.array([-1.0 if sent is None else sent]), device)[0])
+        most = most_bytes(sent, device)
         nbytes = 4 * job.count
         uncompressed = ALLREDUCE.busbw_factor(job.size) * nbytes
         row = Row(
@@ -192,9 +201,9 @@ def _measure(job: Job, comm: Communicator, codecs: Codecs, protocol: Protocol, d
             p99_us=p99_s * 1e6,
             algbw_GBps=nbytes / median_s / 1e9,
             busbw_GBps=uncompressed / median_s / 1e9,
-            wire_bytes=most if most >= 0 else None,
+            wire_bytes=most,
             wrong=int(wrong_anywhere[index]) if protocol.check_iters > 0 else None,
-            ratio=uncompressed / most if most > 0 else None,
+            ratio=uncompressed / most if most else None,
             relative_error=errors[index],
             encode_us=parts[0] if parts else None,
             wire_us=parts[1] if parts else None,

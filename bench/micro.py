@@ -22,7 +22,16 @@ from bench.compare import format_comparison
 from bench.meta import device_name, software_and_machine
 from bench.options import DTYPES, parse_arguments
 from bench.table import Row, format_heading, format_row, format_trailer
-from bench.timing import Protocol, Times, distributed_machine, median_and_p99, over_ranks, slowest_rank, take_turns
+from bench.timing import (
+    Protocol,
+    Times,
+    distributed_machine,
+    median_and_p99,
+    most_bytes,
+    over_ranks,
+    slowest_rank,
+    take_turns,
+)
 from bench.verification import count_wrong
 from collectives import Communicator
 from trainer.launch import read_launch
@@ -125,8 +134,7 @@ def measure(
         nbytes = case.nbytes(job)
         median_s, p99_s = median_and_p99(times)
         algbw = nbytes / median_s / 1e9
-        mine = None if algorithm in (TORCH, mpi.MPI) else comm.wire_bytes(case.name, nbytes, algorithm)
-        sent = int(slowest_rank(np.array([-1.0 if mine is None else mine]), device)[0])
+        sent = None if algorithm in (TORCH, mpi.MPI) else comm.wire_bytes(case.name, nbytes, algorithm)
         row = Row(
             collective=case.name,
             algorithm=algorithm,
@@ -139,7 +147,7 @@ def measure(
             p99_us=p99_s * 1e6,
             algbw_GBps=algbw,
             busbw_GBps=algbw * case.busbw_factor(job.size),
-            wire_bytes=None if sent < 0 else sent,
+            wire_bytes=most_bytes(sent, device),
             wrong=int(wrong_elements) if protocol.check_iters > 0 else None,
         )
         measured.append((job, row, times))

@@ -101,6 +101,12 @@ def slowest_rank(seconds: Times, device: torch.device) -> Times:
     return slowest
 
 
+def most_bytes(sent: int | None, device: torch.device) -> int | None:
+    """Return the most that any rank sends, on every rank; None where no rank can tell."""
+    most = int(slowest_rank(np.array([-1.0 if sent is None else sent]), device)[0])
+    return most if most >= 0 else None
+
+
 def over_ranks(counts: npt.NDArray[np.int64], device: torch.device) -> npt.NDArray[np.int64]:
     """The sum over the ranks, on every rank."""
     tensor = torch.from_numpy(counts).to(device)
