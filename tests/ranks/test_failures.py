@@ -287,7 +287,7 @@ def witnesses(failing_world: Callable[[int], World], function: Callable[..., Any
     found = []
     for world in worlds:
         for outcome in world.collect(DEADLINE_S, ranks=range(1, world.size)):
-            assert outcome.status == "returned", outcome
+            assert outcome.status == "returned", str(outcome)
             assert outcome.value.complaints() == []
             found.append(outcome.value)
     return found
@@ -299,7 +299,7 @@ def test_a_rank_is_killed_while_it_sends(failing_world: Callable[[int], World]) 
         world.start(die_in_the_middle_of_a_large_one)
     for world in worlds:
         for outcome in world.collect(DEADLINE_S, ranks=(0, 2)):
-            assert outcome.status == "returned", outcome
+            assert outcome.status == "returned", str(outcome)
             assert (outcome.value.kind, outcome.value.attributes.get("ranks")) == (PeerLost, (1,)), outcome.value.text
 
 
@@ -310,7 +310,7 @@ def test_a_rank_comes_late(failing_world: Callable[[int], World]) -> None:
     for world in worlds:
         late, *punctual = world.collect(DEADLINE_S)
         for outcome in (late, *punctual):
-            assert outcome.status == "returned", outcome
+            assert outcome.status == "returned", str(outcome)
             assert outcome.value.kind is CollectiveTimeout, outcome.value.text
         assert "gave up waiting for this rank, which came later" in late.value.text
         assert late.value.attributes["waiting_for"] == ()
@@ -328,7 +328,7 @@ def test_the_rank_with_the_store_dies(failing_world: Callable[[int], World], siz
     world = failing_world(size)
     world.start(lose_the_host_of_the_store, tmp_path / "port")
     for outcome in world.collect(DEADLINE_S, ranks=range(1, size)):
-        assert outcome.status == "returned", outcome
+        assert outcome.status == "returned", str(outcome)
         assert outcome.value.kind is PeerLost
         assert 0 in outcome.value.attributes["ranks"]
         assert outcome.value.complaints() == []

@@ -395,4 +395,4 @@ def test_a_rank_is_lost(failing_world: Callable[[int], World], name: str) -> Non
     world = failing_world(SIZE)
     world.start(lose_one, name)
     for outcome in world.collect(2 * EXCHANGE_TIMEOUT_S, ranks=(0, 1)):
-        assert outcome.status == "returned", outcome
+        assert outcome.status == "returned", str(outcome)

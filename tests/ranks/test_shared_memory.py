@@ -362,6 +362,6 @@ def test_a_rank_is_hit_at_random(failing_world: Callable[[int], World], number: 
     kinds = {signal.SIGKILL: "PeerLost", signal.SIGSTOP: "CollectiveTimeout"}
     for world, victim in zip(worlds, victims, strict=True):
         for outcome in world.collect(30.0, ranks=[rank for rank in range(world.size) if rank != victim]):
-            assert (outcome.status, outcome.value) == ("returned", kinds[number]), outcome
+            assert (outcome.status, outcome.value) == ("returned", kinds[number]), str(outcome)
         world.kill()
     assert set(os.listdir("/dev/shm")) == before

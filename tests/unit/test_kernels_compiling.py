@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import collectives
+from collectives.kernels.cpu import compiling
 
 SCRIPT = """
     import resource, sys
@@ -112,3 +114,12 @@ def test_what_calls_into_an_edited_file_is_compiled_anew(tmp_path: Path) -> None
     assert ask(41) == ("41 0", 1)  # compiled
     assert ask(41) == ("41 1", 1)  # loaded
     assert ask(42) == ("42 0", 1)
+
+
+def test_what_is_kept_is_loaded_though_another_process_holds_the_lock() -> None:
+    """A process can be stopped while it holds it, and everyone else would wait for as long as compiling may take."""
+    load = "import torch; from collectives.kernels import cpu_arithmetic; cpu_arithmetic(torch.float32)"
+    subprocess.run([sys.executable, "-c", load], check=True, timeout=110)
+    with Path(compiling.__file__).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run([sys.executable, "-c", load], check=True, timeout=compiling.COMPILE_S - 10)

@@ -1,8 +1,8 @@
 """Compiling with Numba for the CPU: once a machine, and kept on the disk; where that cannot be, once a process.
 
 Numba takes what it kept for fresh as long as the file of the compiled function itself is unchanged, whatever that calls
-in other files. Its files are named after the function's qualified name, so that is where a digest of all sources of the
-kernels is put.
+in other files. Its files are named after the function's qualified name, so that is where digests of all sources of the kernels
+and of the signature are put.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,26 +22,35 @@ from numba import njit
 _log = logging.getLogger("gradwire")
 
 #: What one process may take to compile; one that holds the lock for longer has been stopped.
-_COMPILE_S = 60.0
+COMPILE_S = 60.0
 _POLL_S = 0.01
 
 #: Which version of the kernels a kept file is of. Kernels call nothing outside of this package.
 _SOURCES = sorted(Path(__file__).parents[1].rglob("*.py"))
-_DIGEST = hashlib.sha256(b"".join(source.read_bytes() for source in _SOURCES)).hexdigest()[:16]
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+_DIGEST = _digest(b"".join(source.read_bytes() for source in _SOURCES))
 
 
 def compiled(decorate: Callable[..., Any], *signature: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return what decorates a function with numba.njit or numba.cfunc, for a signature and with options, now.
 
     The result is loaded from the disk where it is there already, and put there where Numba finds a folder that it may
-    write.
+    write. Processes wait for each other only where there is something to compile: one that is stopped while it loads
+    a kernel keeps nobody waiting.
     """
 
     def finish(function: Callable[..., Any]) -> Any:
-        function.__qualname__ = f"{function.__name__}.{_DIGEST}"
-        if _keeps():
+        function.__qualname__ = f"{function.__name__}.{_DIGEST}.{_digest(repr(signature).encode())}"
+        folder = _folder()
+        if folder is not None:
+            kept = any(folder.glob(f"*{function.__qualname__}*.nbc"))
             try:
-                with _one_at_a_time():
+                with nullcontext() if kept else _one_at_a_time():
                     return decorate(*signature, cache=True, **options)(function)
             except OSError as error:  # a full disk
                 _say(str(error.strerror))
@@ -51,18 +60,19 @@ def compiled(decorate: Callable[..., Any], *signature: Any, **options: Any) -> C
 
 
 @cache
-def _keeps() -> bool:
-    """Return whether Numba finds a folder for kernels that it may write, and delete what other sources left there."""
+def _folder() -> Path | None:
+    """Return the folder for kernels that Numba may write, None where there is none, and delete what other sources left
+    there."""
     try:
-        folder = str(njit(cache=True)(_nothing).stats.cache_path)  # compiles nothing yet
+        folder = Path(str(njit(cache=True)(_nothing).stats.cache_path))  # compiles nothing yet
     except RuntimeError:
         _say("no folder for it can be written")
-        return False
-    for kept in Path(folder).glob("*.nb[ci]"):
+        return None
+    for kept in folder.glob("*.nb[ci]"):
         if _DIGEST not in kept.name:
             with suppress(OSError):
                 kept.unlink()
-    return True
+    return folder
 
 
 def _nothing() -> None:
@@ -86,7 +96,7 @@ def _one_at_a_time() -> Iterator[None]:
     Where there are no locks, or the first one takes too long, they compile at the same time, which costs nothing but
     time.
     """
-    deadline = time.monotonic() + _COMPILE_S
+    deadline = time.monotonic() + COMPILE_S
     with Path(__file__).open() as source:
         while time.monotonic() < deadline:
             try:
