@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from collectives.errors import CollectiveError, ranks_text
 from collectives.link.base import Transport
-from collectives.link.handshake import Listener
+from collectives.link.handshake import Listener, neighbours
 from collectives.link.membership import Membership, coming_together
 from collectives.link.own_address import own_address
 from collectives.link.registry import AUTO, LINKS
@@ -90,7 +90,8 @@ def _watch(membership: Membership, settings: str, deadline: float) -> Watch:
             message = f"cannot listen for the other ranks: {'; '.join(refusals)}"
             raise CollectiveError(message, rank=rank, operation="making a Communicator")
         assert listener is not None
-        news = listener.join(rank, [each["address"] for each in cards], membership.secret, deadline)
+        addresses = [each["address"] for each in cards]
+        news = listener.join(rank, neighbours(rank, membership.size), addresses, membership.secret, deadline)
     finally:
         if listener is not None:
             listener.close()

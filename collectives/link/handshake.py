@@ -1,30 +1,48 @@
-"""How the ranks of a job connect to each other, and to nobody else."""
+"""How the ranks of a job connect to each other, and to nobody else.
+
+Who listens sends a challenge to whoever connects, and reads nothing but the answer: the rank that connects, and a code of both
+ranks and of the challenge that only those can make who know the job's secret (HMAC-SHA256, RFC 2104). Any other connection
+is dropped.
+"""
 
 from __future__ import annotations
 
 import hmac
+import secrets
 import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 from collectives.errors import LinkError, ranks_text
 
 _HELLO = struct.Struct("!i32s")
+CHALLENGE_BYTES = 32
 
 #: A host that answers nothing for so long is gone: seconds of silence, seconds between questions, and how many of those.
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 15_000))
 
 
 def neighbours(rank: int, size: int) -> list[int]:
-    """Return the ranks that a rank is connected to."""
+    """Return the ranks 1, 2, 4, ... places before and after one: any two ranks are at most log2(size) connections apart."""
     steps = [sign << k for k in range((size - 1).bit_length()) for sign in (1, -1)]
     return sorted({(rank + step) % size for step in steps} - {rank})
 
 
+@dataclass
+class _Stranger:
+    """A connection that has not proved yet whose it is."""
+
+    connection: socket.socket
+    challenge: bytes
+    said: bytes = b""
+
+
 class Listener:
-    """A socket that waits for those neighbours that have a lower rank. `card` tells the others where."""
+    """A socket that waits for those ranks that have a lower number. `card` tells the others where."""
 
     def __init__(self, address: str) -> None:
         """Raises OSError where the address cannot be listened on."""
@@ -32,20 +50,19 @@ class Listener:
         self._socket = socket.create_server((address, 0), family=family, backlog=128)
         self.card = f"{address} {self._socket.getsockname()[1]}"
 
-    def join(self, rank: int, cards: Sequence[str], secret: bytes, deadline: float) -> dict[int, socket.socket]:
-        """Connect to the neighbours and stop listening. cards: of all ranks.
+    def join(
+        self, rank: int, peers: Collection[int], cards: Sequence[str], secret: bytes, deadline: float
+    ) -> dict[int, socket.socket]:
+        """Connect to the given ranks, which connect to this one, and stop listening. cards: of all ranks.
 
-        A connection is taken for a rank's when it begins with a code that only those can make who know the secret
-        (HMAC-SHA256 of both ranks); any other is dropped. Raises LinkError with the neighbours that did not come.
+        Raises LinkError with those that did not come.
         """
-        size = len(cards)
-        everyone = neighbours(rank, size)
         made: dict[int, socket.socket] = {}
         try:
-            for peer in everyone:
+            for peer in peers:
                 if peer > rank:
                     made[peer] = _connect(rank, peer, cards[peer], secret, deadline)
-            expected = {peer for peer in everyone if peer < rank}
+            expected = {peer for peer in peers if peer < rank}
             made |= self._accept(rank, expected, secret, deadline)
             for connection in made.values():
                 _set_up(connection)
@@ -63,7 +80,7 @@ class Listener:
 
     def _accept(self, rank: int, expected: set[int], secret: bytes, deadline: float) -> dict[int, socket.socket]:
         accepted: dict[int, socket.socket] = {}
-        strangers: dict[int, tuple[socket.socket, bytes]] = {}
+        strangers: dict[int, _Stranger] = {}
         self._socket.setblocking(False)
         try:
             while missing := expected - accepted.keys():
@@ -78,23 +95,26 @@ class Listener:
                     if descriptor == self._socket.fileno():
                         connection, _ = self._socket.accept()
                         connection.setblocking(False)
-                        strangers[connection.fileno()] = connection, b""
+                        challenge = secrets.token_bytes(CHALLENGE_BYTES)
+                        with suppress(OSError):  # one that has ended is seen below
+                            connection.send(challenge)
+                        strangers[connection.fileno()] = _Stranger(connection, challenge)
                         continue
-                    connection, hello = strangers.pop(descriptor)
-                    hello += _received(connection, _HELLO.size - len(hello))
-                    if len(hello) == _HELLO.size and (peer := _introduced(hello, rank, missing, secret)) is not None:
-                        accepted[peer] = connection
-                    elif hello and len(hello) < _HELLO.size and not _has_ended(connection):
-                        strangers[descriptor] = connection, hello
+                    stranger = strangers.pop(descriptor)
+                    stranger.said += _received(stranger.connection, _HELLO.size - len(stranger.said))
+                    if (peer := _introduced(stranger, rank, missing, secret)) is not None:
+                        accepted[peer] = stranger.connection
+                    elif stranger.said and len(stranger.said) < _HELLO.size and not _has_ended(stranger.connection):
+                        strangers[descriptor] = stranger
                     else:
-                        connection.close()
+                        stranger.connection.close()
         except BaseException:
             for connection in accepted.values():
                 connection.close()
             raise
         finally:
-            for connection, _ in strangers.values():
-                connection.close()
+            for stranger in strangers.values():
+                stranger.connection.close()
         return accepted
 
 
@@ -103,7 +123,13 @@ def _connect(rank: int, peer: int, card: str, secret: bytes, deadline: float) ->
     connection: socket.socket | None = None
     try:
         connection = socket.create_connection((address, int(port)), max(0.001, deadline - time.monotonic()))
-        connection.sendall(_HELLO.pack(rank, _code(rank, peer, secret)))
+        challenge = b""
+        while len(challenge) < CHALLENGE_BYTES:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            if not (piece := connection.recv(CHALLENGE_BYTES - len(challenge))):
+                raise ConnectionResetError("it closed the connection")
+            challenge += piece
+        connection.sendall(_HELLO.pack(rank, _code(rank, peer, challenge, secret)))
         connection.setblocking(False)
     except OSError as error:
         if connection is not None:
@@ -113,14 +139,18 @@ def _connect(rank: int, peer: int, card: str, secret: bytes, deadline: float) ->
     return connection
 
 
-def _code(rank: int, peer: int, secret: bytes) -> bytes:
-    return hmac.digest(secret, struct.pack("!ii", rank, peer), "sha256")
+def _code(rank: int, peer: int, challenge: bytes, secret: bytes) -> bytes:
+    return hmac.digest(secret, struct.pack("!ii", rank, peer) + challenge, "sha256")
 
 
-def _introduced(hello: bytes, rank: int, missing: set[int], secret: bytes) -> int | None:
-    """Return the missing rank that said hello, if it is one."""
-    peer, code = _HELLO.unpack(hello)
-    return peer if hmac.compare_digest(code, _code(peer, rank, secret)) and peer in missing else None
+def _introduced(stranger: _Stranger, rank: int, missing: set[int], secret: bytes) -> int | None:
+    """Return the missing rank that a connection is from, if it has said so and knows the secret."""
+    if len(stranger.said) < _HELLO.size:
+        return None
+    peer, code = _HELLO.unpack(stranger.said)
+    return (
+        peer if hmac.compare_digest(code, _code(peer, rank, stranger.challenge, secret)) and peer in missing else None
+    )
 
 
 def _received(connection: socket.socket, at_most: int) -> bytes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hmac
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +14,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from collectives.errors import LinkError
-from collectives.link.handshake import Listener, neighbours
+from collectives.link.handshake import CHALLENGE_BYTES, Listener, neighbours
 from collectives.link.watch import Watch
 
 DEADLINE_S = 20.0
@@ -27,7 +29,7 @@ def joined(size: int, before: Callable[[list[str]], object] = lambda cards: None
     made: list[dict[int, socket.socket]] = [{} for _ in range(size)]
 
     def join(rank: int) -> None:
-        made[rank] = listeners[rank].join(rank, cards, SECRET, time.monotonic() + DEADLINE_S)
+        made[rank] = listeners[rank].join(rank, neighbours(rank, size), cards, SECRET, time.monotonic() + DEADLINE_S)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -139,11 +141,14 @@ def test_a_listener_is_told_of_news_and_called_again_when_it_asks() -> None:
 
 
 def test_strangers_are_dropped() -> None:
-    """Some say nothing, some too little, some the wrong thing, and one knows a secret, but of another job."""
+    """Some say nothing, some too little, some the wrong thing, one knows a secret, but of another job, and one has overheard what
+    rank 0 answered to an earlier challenge."""
     strangers: list[socket.socket] = []
 
     def knock(cards: list[str]) -> None:
-        for said in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(36), b"\0\0\0\0" + secrets.token_bytes(32), bytes(5000)):
+        overheard = hmac.digest(SECRET, struct.pack("!ii", 0, 2) + bytes(CHALLENGE_BYTES), "sha256")
+        answers = (bytes(32), secrets.token_bytes(32), overheard)
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(5000), *(bytes(4) + answer for answer in answers)):
             address, port = cards[2].split()
             strangers.append(socket.create_connection((address, int(port)), DEADLINE_S))
             strangers[-1].sendall(said)
@@ -155,6 +160,7 @@ def test_strangers_are_dropped() -> None:
     for stranger in strangers:
         stranger.settimeout(DEADLINE_S)
         with suppress(ConnectionResetError):
+            assert len(stranger.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)) == CHALLENGE_BYTES
             assert stranger.recv(1) == b""
         stranger.close()
 
@@ -162,9 +168,9 @@ def test_strangers_are_dropped() -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     mine, theirs = Listener("127.0.0.1"), Listener("127.0.0.1")
     with pytest.raises(LinkError, match="rank 0 did not connect") as caught:
-        mine.join(1, [theirs.card, mine.card], SECRET, time.monotonic() + 0.1)
+        mine.join(1, [0], [theirs.card, mine.card], SECRET, time.monotonic() + 0.1)
     assert caught.value.timed_out
     theirs.close()
     with pytest.raises(LinkError, match=r"rank 1 at 127\.0\.0\.1") as caught:
-        mine.join(0, ["", theirs.card], SECRET, time.monotonic() + DEADLINE_S)
+        mine.join(0, [1], ["", theirs.card], SECRET, time.monotonic() + DEADLINE_S)
     assert caught.value.peer == 1
