@@ -15,8 +15,8 @@ train: .venv/.train  ## train a small GPT on 2 processes (PROCESSES=N) for a min
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(PROCESSES) \
 		-m trainer.examples.bytes_gpt --seconds 60 --out runs/quickstart $(ARGS)
 
-# Two workers, each with files of its own: while one waits for a deadline, the other computes. Small files come last.
-PYTEST := $(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
+# More workers than cores: while one waits for a deadline, another computes.
+PYTEST := $(BIN)/python -m pytest tests -n 4 --dist worksteal
 
 test: .venv/.test  ## run the tests but the widest sweeps, in less than 8 minutes; options pass through: ARGS="-k NAME"
 	$(PYTEST) -m "not wide" $(ARGS)
