@@ -33,12 +33,6 @@ def _range(table: Table) -> str:
     )
 
 
-def _memory(communicator: Communicator) -> str:
-    if communicator.size == 1:
-        return "nothing to share: there is one rank"
-    return f"{'shared' if communicator.shares_memory else 'not shared'} by ranks of one host"
-
-
 def _report(communicator: Communicator) -> str:
     gpus = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
@@ -52,7 +46,7 @@ def _report(communicator: Communicator) -> str:
         f"GPUs       {', '.join(gpus) or 'none'}",
         f"ranks      {communicator.size}",
         *(f"host {i}     ranks {', '.join(map(str, host))}" for i, host in enumerate(communicator.topology.hosts)),
-        f"memory     {_memory(communicator)}",
+        *(f"link       rank {communicator.rank} to {route}" for route in communicator.routes),
         "",
         f"algorithm by message size in bytes ('auto'), for {communicator.size} ranks; start this under torchrun for more:",
     ]

@@ -91,14 +91,15 @@ class Communicator:
         settings += [f"{name}={os.environ[name]!r}" for name in variables(PLANNERS, os.environ).values()]
         connection = connect(membership, link, ", ".join(settings), timeout_s)
         try:
+            quick = connection.transport.quick
             if segment_bytes is None:
-                segment_bytes = default_segment_bytes(self.topology)
+                segment_bytes = default_segment_bytes(self.topology, quick=quick)
             algorithms = legal_algorithms(connection.transport.algorithms)
             tables = overrides(algorithms, os.environ)  # a wrong one is a ValueError on all ranks alike
             for collective in algorithms:
                 preferred = connection.transport.preferred
-                tables.setdefault(collective, default_table(collective, self.topology, preferred))
-            plans = Plans(self.topology, algorithms, tables, segment_bytes)
+                tables.setdefault(collective, default_table(collective, self.topology, preferred, quick=quick))
+            plans = Plans(self.topology, algorithms, tables, segment_bytes, eager=connection.transport.eager)
             self._engine = Engine(connection.transport, connection.watch, plans, timeout_s)
         except BaseException:  # or the others would believe that this rank takes part
             connection.close()
@@ -113,6 +114,16 @@ class Communicator:
     def size(self) -> int:
         """The number of ranks in the group."""
         return self._engine.size
+
+    @property
+    def routes(self) -> tuple[str, ...]:
+        """What joins this rank with which others, in lines for people."""
+        return self._engine.routes
+
+    @property
+    def segment_bytes(self) -> int:
+        """How large a piece of one rank's share is sent at once when a buffer is long."""
+        return self._engine.plans.segment_bytes
 
     def algorithms(self, collective: str) -> tuple[str, ...]:
         """The names that `algorithm=` takes for a verb, besides 'auto'. Raises ValueError for an unknown verb."""

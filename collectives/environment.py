@@ -10,8 +10,8 @@ TABLE_PREFIX = "COLLECTIVES_"
 #: Overrides what `topology.host_id` finds out.
 HOST_ID = "COLLECTIVES_HOST_ID"
 
-#: Name the network interface through which this rank is reached, the first that is set; gloo's own.
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME",)
+#: Name the network interface through which this rank is reached, the first that is set: ours, and gloo's own.
+INTERFACE_VARIABLES = ("COLLECTIVES_INTERFACE", "GLOO_SOCKET_IFNAME")
 
 #: The name of the link where a Communicator is not given one.
 LINK = "COLLECTIVES_LINK"

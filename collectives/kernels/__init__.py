@@ -23,6 +23,18 @@ def cpu_kernels() -> ModuleType | str:
 
 
 @cache
+def cpu_sockets() -> ModuleType | str:
+    """Return cpu.tcp, its kernels compiled or loaded from the disk; or why there is none."""
+    if sys.platform != "linux":
+        return "it needs Linux"
+    try:
+        from collectives.kernels.cpu import tcp
+    except ImportError as error:
+        return f"{error}: pip install numba"
+    return tcp
+
+
+@cache
 def cpu_arithmetic(dtype: torch.dtype) -> Any:
     """Return the C function that reduces a dtype, compiled or loaded from the disk."""
     kernels = cpu_kernels()

@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from collectives.plan.program import Program
+
 #: One message: the other rank, and the contiguous 1-D tensor that is sent or filled.
 Message = tuple[int, torch.Tensor]
 
@@ -71,8 +73,11 @@ class Transport(ABC):
 
     Attributes: device_types, the kinds of device whose tensors it moves (CUDA tensors go through pinned memory where it moves
     none); posts_together, those of them for which both ends of a message must be posted in the same round, as NCCL wants it;
-    shares_memory, whether this rank shares memory with others of its host; algorithms, the names under which it does
-    whole verbs by itself, by verb; preferred, which of these 'auto' is to take whatever the size, by verb.
+    quick, whether a message costs microseconds, and not the wake-ups of a backend's threads; eager, whether a send may be over
+    before its receiver has asked for the message, so that programs are to end with an answer; shares_memory, whether this rank
+    shares memory with others of its host; algorithms, the names under which it does whole verbs by itself, by verb; preferred,
+    which of these 'auto' is to take whatever the size, by verb; routes, lines for people: what joins this rank with which others,
+    and why.
     """
 
     rank: int
@@ -80,8 +85,11 @@ class Transport(ABC):
     device_types: tuple[str, ...] = ("cpu",)
     posts_together: tuple[str, ...] = ()
     shares_memory: bool = False
+    quick: bool = False
+    eager: bool = False
     algorithms: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     preferred: Mapping[str, str] = MappingProxyType({})
+    routes: tuple[str, ...] = ()
 
     @abstractmethod
     def post(
@@ -103,6 +111,14 @@ class Transport(ABC):
     def collective(self, request: Request) -> Whole:
         """Make a verb ready that `algorithms` offers. Not a collective call; no deadline runs yet."""
         raise NotImplementedError(f"{type(self).__name__} offers nothing but messages")
+
+    def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun | None:
+        """Make ready to run a program of CPU tensors in one call, without Python between messages; None where this transport
+        cannot. op: 'sum', 'min', 'max' or 'product', by which it reduces. Not a collective call; no deadline runs yet."""
+        return None
+
+    def disown(self) -> None:  # noqa: B027
+        """Give up the copies that a forked child has of what must end with the rank itself."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised CPU tensor where this transport handles it best."""

@@ -23,8 +23,9 @@ _NOWHERE = ("192.0.2.1", "2001:db8::1")
 def own_address(environment: Mapping[str, str]) -> str:
     """Return the numeric address, IPv4 or IPv6, at which the other ranks reach this process.
 
-    It is that of the interface that GLOO_SOCKET_IFNAME names, else of the one that reaches MASTER_ADDR, else of the
-    one that has the default route, else the loopback's. Raises ValueError for an interface that has no address.
+    It is that of the interface that COLLECTIVES_INTERFACE names, else GLOO_SOCKET_IFNAME, else of the one that reaches
+    MASTER_ADDR, else of the one that has the default route, else the loopback's. Raises ValueError for an interface
+    that has no address.
     """
     for variable in INTERFACE_VARIABLES:
         if name := environment.get(variable):

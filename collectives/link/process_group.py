@@ -100,6 +100,8 @@ class ProcessGroupTransport(Transport):
         self.size: int = any_backend.size()
         self.device_types = tuple(backends)
         self.posts_together = ("cuda",) if "cuda" in backends else ()
+        names = {"cpu": "gloo", "cuda": "NCCL"}
+        self.routes = tuple(f"{'CPU' if device == 'cpu' else 'CUDA'} tensors: {names[device]}" for device in backends)
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int

@@ -9,6 +9,7 @@ from collectives.link.auto import auto
 from collectives.link.base import Transport
 from collectives.link.membership import Membership
 from collectives.link.process_group import process_group
+from collectives.link.tcp import tcp
 from collectives.naming import check_name
 
 #: Connects the members within so many seconds. A collective call. What it raises when they do not come together is a LinkError,
@@ -18,7 +19,7 @@ Link = Callable[[Membership, float], Transport]
 #: The name of the one that is used unless told otherwise.
 AUTO = "auto"
 
-LINKS: dict[str, Link] = {AUTO: auto, "process_group": process_group}
+LINKS: dict[str, Link] = {AUTO: auto, "process_group": process_group, "tcp": tcp}
 
 
 def register_link(name: str, link: Link) -> None:

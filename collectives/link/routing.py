@@ -1,4 +1,5 @@
-"""Two transports as one: shared memory for CPU tensors between ranks of a host, the process group for everything else."""
+"""Several transports as one: shared memory for CPU tensors inside a host, TCP or the process group for those between hosts,
+the process group for everything else."""
 
 from __future__ import annotations
 
@@ -8,18 +9,19 @@ from concurrent.futures import wait
 import torch
 
 from collectives.daemon import DaemonThread
-from collectives.link.base import Message, Pending, Request, Transport, Whole
+from collectives.errors import ranks_text
+from collectives.link.base import Message, Pending, Request, Transport, Whole, WholeRun
 from collectives.link.process_group import ProcessGroupTransport
 from collectives.link.shared_memory.messages import SharedMemoryTransport
+from collectives.plan.program import Program
 
 _POLL_S = 0.0005
 
 
 class _RemotePending:
-    """A message of the process group, during whose wait the messages in shared memory move on.
+    """A message to or from another host, during whose wait the messages in shared memory move on.
 
-    The backend moves its messages by threads of its own; nobody but this rank moves those that it sends through shared
-    memory, and the peer may depend on them before it answers.
+    Nobody but this rank moves those that it sends through shared memory, and the peer may depend on them before it answers.
     """
 
     __slots__ = ("_pending", "_routing")
@@ -33,20 +35,39 @@ class _RemotePending:
 
 
 class RoutingTransport(Transport):
-    """A Transport made of two. neighbours: the ranks that `local` reaches."""
+    """A Transport made of others. group: for CUDA tensors where it carries them, and for whole verbs. near: for CPU tensors to
+    `neighbours`, the ranks that it reaches, this one among them. far: for all other messages; it may be `group`."""
 
-    def __init__(self, local: SharedMemoryTransport, remote: ProcessGroupTransport, neighbours: Sequence[int]) -> None:
-        self.rank = remote.rank
-        self.size = remote.size
-        self.device_types = remote.device_types
-        self.posts_together = remote.posts_together
-        self.shares_memory = True
-        self.algorithms = {verb: (*local.algorithms.get(verb, ()), *names) for verb, names in remote.algorithms.items()}
-        self.preferred = local.preferred
-        self._local = local
-        self._remote = remote
+    def __init__(
+        self,
+        group: ProcessGroupTransport,
+        far: Transport,
+        near: SharedMemoryTransport | None,
+        neighbours: Sequence[int],
+    ) -> None:
+        self.rank = group.rank
+        self.size = group.size
+        self.device_types = group.device_types
+        self.posts_together = group.posts_together
+        self.quick = far.quick
+        self.eager = far.eager
+        self.algorithms = group.algorithms
+        if near is not None:
+            self.shares_memory = True
+            self.preferred = near.preferred
+            self.algorithms = {
+                verb: (*near.algorithms.get(verb, ()), *names) for verb, names in group.algorithms.items()
+            }
+        self.routes = _routes(group, far, set(neighbours) - {group.rank})
+        self._group = group
+        self._far = far
+        self._near = near
         self._neighbours = frozenset(neighbours)
         self._waiter: DaemonThread | None = None
+
+    @property
+    def _parts(self) -> list[Transport]:
+        return [part for part in (self._near, self._far, self._group) if part is not None]
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int
@@ -55,13 +76,13 @@ class RoutingTransport(Transport):
         if not sends and not receives:
             return [], []
         if (receives or sends)[0][1].is_cuda:
-            return self._remote.post(sends, receives, tag)
+            return self._group.post(sends, receives, tag)
+        if self._near is None:
+            return self._far.post(sends, receives, tag)
         near_sends, far_sends = self._divide(sends)
         near_receives, far_receives = self._divide(receives)
-        far_sent, far_received = self._remote.post(
-            [sends[i] for i in far_sends], [receives[i] for i in far_receives], tag
-        )
-        near_sent, near_received = self._local.post(
+        far_sent, far_received = self._far.post([sends[i] for i in far_sends], [receives[i] for i in far_receives], tag)
+        near_sent, near_received = self._near.post(
             [sends[i] for i in near_sends], [receives[i] for i in near_receives], tag
         )
         return (
@@ -70,41 +91,53 @@ class RoutingTransport(Transport):
         )
 
     def wait_for_remote(self, pending: Pending, deadline: float) -> None:
-        """Wait for a message of the process group, in another thread while this rank has messages to send in memory."""
-        if not self._local.sends():
+        """Wait for a message to or from another host, in another thread while this rank has messages to send in memory."""
+        near = self._near
+        if near is None or not near.sends():
             pending.wait(deadline)
             return
         if self._waiter is None:
             self._waiter = DaemonThread("gradwire-remote")
         future = self._waiter.submit(lambda: pending.wait(deadline))
-        while not future.done() and self._local.sends():
-            self._local.nudge()
+        while not future.done() and near.sends():
+            near.nudge()
             wait([future], _POLL_S)
         future.result()
 
     def collective(self, request: Request) -> Whole:
         """See Transport."""
-        is_local = request.algorithm in self._local.algorithms.get(request.verb, ())
-        return (self._local if is_local else self._remote).collective(request)
+        near = self._near
+        if near is not None and request.algorithm in near.algorithms.get(request.verb, ()):
+            return near.collective(request)
+        return self._group.collective(request)
+
+    def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun | None:
+        """See Transport. Where messages go both ways, each must be seen to."""
+        return self._far.follow(program, dtype, op) if not self._neighbours & program.peers else None
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """See Transport."""
-        return self._local.empty(shape, dtype)
+        return (self._near or self._far).empty(shape, dtype)
 
     def wait_beside_work(self, beside_work: bool) -> None:
         """See Transport."""
-        self._local.wait_beside_work(beside_work)
+        for part in self._parts:
+            part.wait_beside_work(beside_work)
 
     def abort(self) -> None:
-        self._local.abort()
-        self._remote.abort()
+        for part in self._parts:
+            part.abort()
 
     def close(self) -> None:
-        self._local.close()
-        self._remote.close()
+        for part in self._parts:
+            part.close()
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
             waiter.close()
+
+    def disown(self) -> None:
+        for part in self._parts:
+            part.disown()
 
     def _divide(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
         """The places of those that stay on the host, and of the others."""
@@ -117,3 +150,13 @@ class RoutingTransport(Transport):
         merged = dict(zip(near_places, near, strict=True))
         merged |= zip(far_places, (_RemotePending(self, pending) for pending in far), strict=True)
         return [merged[place] for place in sorted(merged)]
+
+
+def _routes(group: ProcessGroupTransport, far: Transport, neighbours: set[int]) -> tuple[str, ...]:
+    """Return the lines for people."""
+    others = set(range(group.size)) - neighbours - {group.rank}
+    lines = [f"{ranks_text(neighbours)}: shared memory, on the same host"] if neighbours else []
+    if others:
+        (how,) = {line.partition(": ")[2] for line in far.routes if "CUDA" not in line}
+        lines.append(f"{ranks_text(others)}: {how}")
+    return (*lines, *(line for line in group.routes if "CUDA" in line))

@@ -8,10 +8,11 @@ are; collectives.plan.coded has the one that moves codes.
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 from collectives.plan.schedule import Action, Round, Schedule
@@ -98,24 +99,47 @@ class Program:
         segments: Sequence[Layout],
         sources: Sequence[Layout] | None = None,
         lookahead: int = LOOKAHEAD,
+        *,
+        answered: bool = False,
     ) -> None:
         """Lay out a schedule.
 
         segments: where the blocks of each segment lie, in elements; empty messages are left out, at both ends alike. sources:
         where they lie in the buffer that is sent from, when that is another one than they arrive in. lookahead: 0 where the
-        messages of a round must be posted together on both sides, as by NCCL."""
+        messages of a round must be posted together on both sides, as by NCCL. answered: whether ranks that only receive from
+        another one tell it in the end that they did, with an empty message, so that it does not get away with a call that nobody
+        else has made."""
         self._schedule = schedule
         self._segments = segments
         self._sources = sources or segments
         self._lookahead = lookahead
+        self._answered = answered
         self._post_at = self._posting_rounds()
         self._flights = min(self._window + 1, len(segments))
         self.scratch = self._flights * self._room()
         first = tuple(islice(self._laid_out(), _KEPT + 1))
         self._kept = first if len(first) <= _KEPT else None
+        self._table: array[int] | None = None
 
     def __iter__(self) -> Iterator[Instruction]:
         return iter(self._kept) if self._kept is not None else self._laid_out()
+
+    @property
+    def peers(self) -> set[int]:
+        """The ranks with which messages are exchanged."""
+        return {step.peer for steps in self._schedule.rounds for step in steps}
+
+    def tables(self) -> Iterator[array[int]]:
+        """Yield the instructions as 64-bit integers, one after the other, for a compiled loop; in several pieces where there are
+        many."""
+        if self._kept is not None:
+            if self._table is None:
+                self._table = array("q", chain.from_iterable(self._kept))
+            yield self._table
+            return
+        instructions = iter(self)
+        while piece := array("q", chain.from_iterable(islice(instructions, _KEPT))):
+            yield piece
 
     def sent(self) -> tuple[int, int]:
         """Return how many messages this rank sends, and how many elements in all."""
@@ -148,6 +172,21 @@ class Program:
                     yield from self._post(flights[segment], index)
                 else:
                     yield from self._land(flights.pop(segment))
+        if self._answered:
+            yield from self._answer(numbers)
+
+    def _answer(self, numbers: Iterator[int]) -> Iterator[Instruction]:
+        """Tell ranks of which this one has only received that it has, and hear it from those to which it has only sent."""
+        steps = [step for steps in self._schedule.rounds for step in steps]
+        sent_to = {step.peer for step in steps if step.action is Action.SEND}
+        heard_of = {step.peer for step in steps if step.action is not Action.SEND}
+        answers = [Instruction(Kind.SEND, peer, number=next(numbers)) for peer in sorted(heard_of - sent_to)]
+        answers += [Instruction(Kind.RECEIVE, peer, number=next(numbers)) for peer in sorted(sent_to - heard_of)]
+        if answers:
+            yield from answers
+            yield Instruction(Kind.POST)
+        for answer in answers:
+            yield Instruction(Kind.WAIT, number=answer.number)
 
     def _flight(self, segment: int, numbers: Iterator[int]) -> Flight:
         return Flight(segment, self._segments[segment], self._sources[segment], numbers)

@@ -48,9 +48,11 @@ def parse_table(text: str, allowed: Sequence[str], variable: str) -> Table:
     return tuple(rules)
 
 
-def default_table(collective: str, topology: Topology, preferred: Mapping[str, str] = MappingProxyType({})) -> Table:
+def default_table(
+    collective: str, topology: Topology, preferred: Mapping[str, str] = MappingProxyType({}), *, quick: bool = False
+) -> Table:
     """Return the built-in choice: what the link prefers, by collective, else one made by size and topology from the measurements
-    in docs/measurements.md.
+    in docs/measurements.md. quick: as of a Transport.
 
     Small messages want few rounds between hosts, and inside a host, where ranks share cores, few messages; large ones want
     the fewest bytes, and neighbours that stay the same, between hosts that hold several ranks each also a single crossing.
@@ -58,18 +60,25 @@ def default_table(collective: str, topology: Topology, preferred: Mapping[str, s
     if collective in preferred:
         return (Range(preferred[collective], 0, None),)
     several_hosts = len(topology.hosts) > 1
-    if not several_hosts:
-        allreduce = [("recursive_doubling", 0), ("rsag", 2 << 20)]
-        if topology.size > 2:
-            allreduce = [("tree", 0), ("rsag", 2 << 20)]
-    elif topology.size == len(topology.hosts):
+    one_rank_each = topology.size == len(topology.hosts)
+    gather = [("rsag", 0)]
+    if several_hosts and not one_rank_each:
+        allreduce = [("recursive_doubling", 0), ("hierarchical", 128 << 10)]
+    elif quick and topology.size == 2:
+        allreduce = [("recursive_doubling", 0), ("ring", 256 << 10)]
+    elif quick and several_hosts:
+        gather = [("rsag", 0), ("ring", topology.size * (32 << 10))]
+        allreduce = [("recursive_doubling", 0), ("rsag", topology.size * (4 << 10)), *gather[1:]]
+    elif quick:
+        allreduce = [("recursive_doubling", 0), ("rsag", 512 << 10)]
+    elif several_hosts:
         allreduce = [("recursive_doubling", 0), ("rsag", 128 << 10), ("ring", topology.size * (256 << 10))]
     else:
-        allreduce = [("recursive_doubling", 0), ("hierarchical", 128 << 10)]
+        allreduce = [("recursive_doubling" if topology.size == 2 else "tree", 0), ("rsag", 2 << 20)]
     tables: dict[str, list[tuple[str, int]]] = {
         "allreduce": allreduce,
-        "reduce_scatter": [("rsag", 0)],
-        "allgather": [("rsag", 0)],
+        "reduce_scatter": gather,
+        "allgather": gather,
         "broadcast": [("tree", 0), ("rsag", 256 << 10)] if several_hosts and topology.size > 2 else [("tree", 0)],
         "reduce": [("tree", 0)],
         "gather": [("direct", 0)],
@@ -82,9 +91,12 @@ def default_table(collective: str, topology: Topology, preferred: Mapping[str, s
     return tuple(Range(name, start, stop) for (name, start), stop in zip(entries, stops, strict=True))
 
 
-def default_segment_bytes(topology: Topology) -> int:
-    """Return few bytes between hosts, where the wire waits, and many inside one, where each message costs wake-ups."""
-    return (4 << 20) if len(topology.hosts) == 1 else (256 << 10)
+def default_segment_bytes(topology: Topology, *, quick: bool) -> int:
+    """Return few bytes where messages are quick, more between hosts, where the wire waits, and many inside one, where each
+    message costs wake-ups. quick: as of a Transport."""
+    if quick:
+        return 128 << 10
+    return (256 << 10) if len(topology.hosts) > 1 else (4 << 20)
 
 
 def variables(collectives: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from collectives.link.watch import Watch
 from collectives.plan.algorithms import PLANNERS
 from collectives.plan.program import Program
 from collectives.plan.spans import Layout, consecutive
-from collectives.reduction import COMBINE, carried
+from collectives.reduction import COMBINE, carried, finish
 from collectives.run.executor import execute
 from collectives.run.operations import Operations, Turn, digest
 from collectives.run.payload import Codes, Numbers, Scratch
@@ -28,9 +28,9 @@ _REMEMBERED_CALLS = 256
 class Engine:
     """Runs the operations of one Communicator. timeout_s as there.
 
-    Attributes: rank, size; plans, what it runs; shares_memory, with the other ranks of the host; device_types, the kinds of
-    device whose tensors the group carries; control_device, the one where what the framework itself sends (tokens, tables,
-    pickled objects) lies.
+    Attributes: rank, size; plans, what it runs; shares_memory, with the other ranks of the host; routes, as of its Transport;
+    device_types, the kinds of device whose tensors the group carries; control_device, the one where what the framework itself
+    sends (tokens, tables, pickled objects) lies.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Engine:
         self.size = transport.size
         self.plans = plans
         self.shares_memory = transport.shares_memory
+        self.routes = transport.routes
         self.device_types = ("cpu", "cuda") if "cpu" in transport.device_types else ("cuda",)
         self.control_device = self.device_types[0]
         self._posts_together = transport.posts_together
@@ -73,18 +74,30 @@ class Engine:
         *,
         lengths: tuple[Sequence[int], Sequence[int]] = ((), ()),
     ) -> Whole | None:
-        """Let the link make ready what it does by itself, before anyone's clock runs; None for what follows a schedule.
+        """Let the link make ready what it does by itself, or in one call, before anyone's clock runs; None for what the executor
+        does.
 
         like: of the dtype and device of the call. numel: of the source. lengths: of a Request, to and from each rank.
         """
-        if algorithm in PLANNERS[verb]:
-            return None
         like, op = carried(like, op)
         device_type = "cpu" if self._via_host else like.device.type
-        outgoing, incoming = map(tuple, lengths)
-        return self._transport.collective(
-            Request(verb, algorithm, like.dtype, device_type, numel, op, root, outgoing, incoming)
-        )
+        if algorithm not in PLANNERS[verb]:
+            outgoing, incoming = map(tuple, lengths)
+            return self._transport.collective(
+                Request(verb, algorithm, like.dtype, device_type, numel, op, root, outgoing, incoming)
+            )
+        if verb != "allreduce" or device_type != "cpu":
+            return None
+        program = self.plans.of_buffer(verb, algorithm, root, numel, like.element_size(), grouped=False)
+        follow = self._transport.follow(program, like.dtype, op)
+        if follow is None:
+            return None
+
+        def run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
+            follow(source, destination, tag, deadline)
+            finish(destination, op, self.size)
+
+        return Whole(run, needs_meeting=False)
 
     def remember(self, tensor: torch.Tensor, key: Hashable, call: str, whole: Whole) -> None:
         """Let repeat() take the next calls with a tensor of this dtype and shape. key: all else that a caller gives."""
@@ -246,6 +259,9 @@ class Engine:
         return buffer.device.type in self._posts_together
 
     def _execute(self, turn: Turn, program: Program, source: torch.Tensor, destination: torch.Tensor, op: str) -> None:
+        if destination.is_cpu and (run := self._transport.follow(program, destination.dtype, op)) is not None:
+            run(source, destination, turn.tag, turn.deadline)
+            return
         numbers = Numbers(program, source, destination, COMBINE[op], self.rank, self._scratch)
         execute(program, numbers, self._transport, tag=turn.tag, deadline=turn.deadline)
 

@@ -287,6 +287,7 @@ class Operations:
         self._queue.sealed = True  # without its lock, which a thread may hold that stayed there
         atexit.unregister(self._at_exit)
         self._watch.disown()
+        self._transport.disown()
 
     def exit(self) -> None:
         """Let go of what runs, without a report, as a dead process would: the interpreter exits with the Communicator open.

@@ -42,7 +42,7 @@ class Plans:
     """The plans of one Communicator, which knows no tensors.
 
     topology: of its ranks. algorithms: the names that each collective has. tables: what 'auto' runs. segment_bytes: see
-    Communicator. grouped, in all methods: whether both ends of a message must be posted together.
+    Communicator. eager: as of a Transport. grouped, in all methods: whether both ends of a message must be posted together.
     """
 
     def __init__(
@@ -51,7 +51,10 @@ class Plans:
         algorithms: Mapping[str, tuple[str, ...]],
         tables: dict[str, Table],
         segment_bytes: int,
+        *,
+        eager: bool = False,
     ) -> None:
+        self._eager = eager
         self.topology = topology
         self.tables = tables
         self._place = Place(topology.rank, topology.size, 0, topology.hosts)
@@ -130,7 +133,7 @@ class Plans:
 
         def planned() -> Program:
             schedule = self._schedule(collective, algorithm, root)
-            return _program(schedule, segments_of_buffer(numel, schedule.blocks, segment), grouped=grouped)
+            return self._program(schedule, segments_of_buffer(numel, schedule.blocks, segment), grouped=grouped)
 
         segment = max(1, self.segment_bytes // element_size)
         return self._once(("buffer", collective, algorithm, root, numel, segment, grouped), planned)
@@ -141,7 +144,9 @@ class Plans:
         """Return the program for a buffer of which block r, at layout[r], belongs to rank r."""
 
         def planned() -> Program:
-            return _program(self._schedule(collective, algorithm), segments_of_blocks(layout, segment), grouped=grouped)
+            return self._program(
+                self._schedule(collective, algorithm), segments_of_blocks(layout, segment), grouped=grouped
+            )
 
         segment = max(1, self.segment_bytes // element_size)
         return self._once(("blocks", collective, algorithm, layout, segment, grouped), planned)
@@ -150,7 +155,7 @@ class Plans:
         self, collective: str, algorithm: str, root: int, sources: Layout, layout: Layout, *, grouped: bool
     ) -> Program:
         """Return a program that moves blocks from where they lie in one buffer to where they belong in another."""
-        return _program(self._schedule(collective, algorithm, root), [layout], [sources], grouped=grouped)
+        return self._program(self._schedule(collective, algorithm, root), [layout], [sources], grouped=grouped)
 
     def inside_hosts(self, which: int, parts: Layout, element_size: int, *, grouped: bool) -> Program:
         """Return the program for the first (0) or last (1) round of hierarchical, of blocks that are `parts`."""
@@ -158,7 +163,7 @@ class Plans:
         def planned() -> Program:
             steps = hierarchical.inside(self._place)[which]
             schedule = Schedule(self._place.rank, self._place.size, len(parts), (steps,))
-            return _program(schedule, segments_of_blocks(parts, segment), grouped=grouped)
+            return self._program(schedule, segments_of_blocks(parts, segment), grouped=grouped)
 
         segment = max(1, self.segment_bytes // element_size)
         return self._once(("inside hosts", which, parts, segment, grouped), planned)
@@ -194,6 +199,12 @@ class Plans:
         hosts = tuple((rank,) for rank in range(place.size)) if by_hosts else self.topology.hosts
         return planner(replace(place, hosts=hosts))
 
+    def _program(
+        self, schedule: Schedule, segments: Sequence[Layout], sources: Sequence[Layout] | None = None, *, grouped: bool
+    ) -> Program:
+        lookahead = 0 if grouped else LOOKAHEAD
+        return Program(schedule, segments, sources, lookahead, answered=self._eager and not grouped)
+
     def _schedule(self, collective: str, algorithm: str, root: int = 0) -> Schedule:
         """Return this rank's schedule."""
         place = replace(self._place, root=root)
@@ -209,9 +220,3 @@ class Plans:
             self._planned.move_to_end(key)
             planned: _Planned = self._planned[key]  # type: ignore[assignment]  # as the first part of the key says
             return planned
-
-
-def _program(
-    schedule: Schedule, segments: Sequence[Layout], sources: Sequence[Layout] | None = None, *, grouped: bool
-) -> Program:
-    return Program(schedule, segments, sources, lookahead=0 if grouped else LOOKAHEAD)

@@ -24,7 +24,7 @@ from tests.ranks.exact import (
 
 pytestmark = ON_EVERY_TRANSPORT
 
-SIZES_OF_AUTO = (40_000, 300_000, 2_200_000)
+SIZES_OF_AUTO = (4_000, 40_000, 300_000, 2_200_000)
 
 
 def exact(algorithm: str) -> list[str]:

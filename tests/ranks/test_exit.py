@@ -83,8 +83,10 @@ WAITS_FOR_ANOTHER_HOST = """
 
     began = threading.Event()
     local = SimpleNamespace(algorithms={}, preferred={}, sends=lambda: True, nudge=lambda: None)
-    remote = SimpleNamespace(rank=0, size=2, device_types=("cpu",), posts_together=(), algorithms={})
-    routing = RoutingTransport(local, remote, [])
+    remote = SimpleNamespace(
+        rank=0, size=2, device_types=("cpu",), posts_together=(), routes=("x: y",), quick=False, eager=False, algorithms={}
+    )
+    routing = RoutingTransport(remote, remote, local, [])
     threading.Thread(target=routing.wait_for_remote, args=(Pending(), 300.0), daemon=True).start()
     began.wait()
 """

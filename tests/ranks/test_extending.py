@@ -139,7 +139,7 @@ def disagree_about_the_link() -> None:
     said = f"rank {rank}: .*link='files', segment_bytes=None on rank 0; link='process_group', .* on ranks 1, 2"
     with pytest.raises(ValueError, match=said):
         Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="files" if rank == 0 else "process_group")
-    with pytest.raises(ValueError, match="no link is called 'fils'; known are auto, process_group, files"):
+    with pytest.raises(ValueError, match="no link is called 'fils'; known are auto, process_group, tcp, files"):
         Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="fils")
     with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
         comm.barrier()
@@ -254,7 +254,7 @@ def test_what_fails_midway_stays_not_connected(ranks: Worlds, where: str) -> Non
 @pytest.mark.parametrize(
     ("name", "link", "error", "said"),
     [
-        ("auto", auto, ValueError, "a link called 'auto' exists already; taken are auto, process_group"),
+        ("auto", auto, ValueError, "a link called 'auto' exists already; taken are auto, process_group, tcp"),
         ("My Link", auto, ValueError, "must be lower-case letters, digits and underscores, not 'My Link'"),
         ("mine", "auto", TypeError, "a function from a Membership and timeout_s to a Transport is needed, not 'auto'"),
     ],

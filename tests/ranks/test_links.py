@@ -53,6 +53,7 @@ def of_the_page(membership: Membership, timeout_s: float) -> Transport:
 
 CONNECT: dict[str, Callable[[Membership, float], Transport]] = {
     "process_group": LINKS["process_group"],
+    "tcp": LINKS["tcp"],
     "shared_memory": shared_memory,
     "auto": LINKS["auto"],
     "routed": routed,

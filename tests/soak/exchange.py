@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from collectives import Communicator
-from collectives.plan.selection import default_segment_bytes
 from collectives.run.work import Work
 from tests.ranks.exact import Checks, contribution, reduced
 from tests.ranks.test_compressed import codec_named
@@ -169,7 +168,7 @@ class Exchange:
 
         def check(checks: Checks) -> None:
             if modelled:
-                segment_bytes = self._session.segment_bytes or default_segment_bytes(comm.topology)
+                segment_bytes = comm.segment_bytes
                 with_feedback = feedback is not None
                 model = TwoShotModel(codec, o.numel, comm.topology.hosts, segment_bytes, with_feedback=with_feedback)
                 for step in steps:

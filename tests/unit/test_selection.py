@@ -10,6 +10,7 @@ from collectives.plan.topology import Topology
 
 NAMES = ("ring", "rsag", "native")
 ONE_HOST = Topology(0, ((0, 1, 2, 3),))
+TWO_RANKS = Topology(0, ((0,), (1,)))
 ONE_RANK_A_HOST = Topology(0, ((0,), (1,), (2,)))
 SHARED_HOSTS = Topology(0, ((0, 1), (2,)))
 
@@ -41,10 +42,11 @@ def test_a_table_that_makes_no_sense_is_refused(text: str, said: str) -> None:
         parse_table(text, NAMES, "COLLECTIVES_ALLREDUCE")
 
 
-@pytest.mark.parametrize("topology", [ONE_HOST, ONE_RANK_A_HOST, SHARED_HOSTS])
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("topology", [ONE_HOST, TWO_RANKS, ONE_RANK_A_HOST, SHARED_HOSTS])
 @pytest.mark.parametrize("collective", list(PLANNERS))
-def test_default_tables_name_what_exists_and_cover_every_size(collective: str, topology: Topology) -> None:
-    table = default_table(collective, topology)
+def test_default_tables_name_what_exists_and_cover_every_size(collective: str, topology: Topology, quick: bool) -> None:
+    table = default_table(collective, topology, quick=quick)
     assert {rule.algorithm for rule in table} <= PLANNERS[collective].keys()
     assert table[0].start == 0
     assert table[-1].stop is None

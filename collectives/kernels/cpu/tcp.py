@@ -1,0 +1,430 @@
+"""Messages over TCP, and whole programs of them, in one call without Python between messages.
+
+A connection carries one message after the other: a header of 16 bytes, which are its tag and its length, then its bytes. What a
+process has posted is a table of rows, in the order posted; a message is for the first row of its sender that has its tag. Where
+there is none yet, it waits in the connection, and so does what comes after it.
+"""
+
+from __future__ import annotations
+
+from numba import int64, njit
+
+from collectives.kernels.cpu.arithmetic import MAX, MIN, OPS, combine
+from collectives.kernels.cpu.atomics import load, monotonic_ns, store
+from collectives.kernels.cpu.compiling import compiled
+from collectives.kernels.cpu.intrinsics import copy
+from collectives.kernels.cpu.sockets import (
+    EAGAIN,
+    EINTR,
+    EPIPE,
+    POLL_BYTES,
+    POLLIN,
+    POLLOUT,
+    poll,
+    receive,
+    send_two,
+    watch_for,
+)
+
+# Fields of 64 bits that a kernel shares with the process that calls it, the *context*.
+(
+    RANK,
+    SIZE,
+    MOST_TRIES,  # how often a wait may look again before it sleeps
+    TRIES,  # how often it does, as far as that has been worth it of late
+    SLEPT,  # how many waits have been in vain since all tries were made
+    ABORTED,  # 1 when this process is to wait no more
+    ROWS,  # address of the table, ROW_BYTES a message
+    CAPACITY,  # of the table, a power of two: message n stands in row n % CAPACITY
+    FIRST,  # number of the first message that may not be done
+    COUNT,  # number of the next message that is posted
+    CONNECTIONS,  # address of SIZE connections
+    WANTED,  # address of SIZE words: what is under way with each rank, SENDS and RECEIVES
+    POLLS,  # address of SIZE struct pollfd
+    NEXT,  # the instruction at which a program goes on
+    PEER,  # whom the last wait was for, or who is to blame for a failure
+    ERROR,  # errno of a failure; 0 for a connection that ended
+    FIELDS,
+) = range(17)
+
+(
+    ROW_SENDS,  # 1 where the message is sent, 0 where it is received
+    ROW_PEER,
+    ROW_TAG,  # with the length that follows, this is the header of what is sent
+    ROW_NBYTES,
+    ROW_ADDRESS,
+    ROW_MOVED,  # bytes sent, from -HEADER_BYTES on, or received
+    ROW_DONE,
+    ROW_FIELDS,
+) = range(8)
+ROW_BYTES = 8 * ROW_FIELDS
+HEADER_BYTES = 16
+
+(
+    DESCRIPTOR,  # of the socket
+    STAGE,  # address of STAGE_BYTES, in which headers and short messages arrive
+    BEGIN,  # where in it begins what has not been taken out yet
+    END,
+    CURRENT,  # number of the message that is arriving, -1 for none
+    CONNECTION_FIELDS,
+) = range(6)
+CONNECTION_BYTES = 8 * CONNECTION_FIELDS
+STAGE_BYTES = 16 << 10
+
+#: What is moved with one call, so that sending and receiving take turns.
+_PIECE_BYTES = 256 << 10
+
+#: How long a wait sleeps before it returns to its caller.
+_SLICE_MS, _SLICE_NS = 50, 40_000_000
+
+#: After how many waits in vain all tries are made again.
+_PROBE_AFTER = 32
+
+SENDS, RECEIVES, _STUCK = 1, 2, 4
+
+# What a kernel returns.
+FINISHED, PENDING, STOPPED, LOST, DISAGREED, FULL = range(6)
+
+# The instructions that it follows, as collectives.plan.program has them.
+_SEND, _RECEIVE, _POST, _WAIT, _REDUCE = range(5)
+INSTRUCTION_FIELDS = 8
+
+
+@njit
+def _get(context, field):
+    return load(context + 8 * field)
+
+
+@njit
+def _set(context, field, value):
+    store(context + 8 * field, value)
+
+
+@njit
+def _row(context, number):
+    return _get(context, ROWS) + ROW_BYTES * (number & (_get(context, CAPACITY) - 1))
+
+
+@njit
+def _connection(context, peer):
+    return _get(context, CONNECTIONS) + CONNECTION_BYTES * peer
+
+
+@njit
+def _send_some(connection, row):
+    """Write what there is room for of a message. Return how many bytes that were, or -errno."""
+    moved, nbytes = _get(row, ROW_MOVED), _get(row, ROW_NBYTES)
+    header = max(-moved, 0)
+    begun = max(moved, 0)
+    written = send_two(
+        _get(connection, DESCRIPTOR),
+        row + 8 * ROW_TAG + HEADER_BYTES - header,
+        header,
+        _get(row, ROW_ADDRESS) + begun,
+        min(nbytes - begun, _PIECE_BYTES),
+    )
+    if written > 0:
+        _set(row, ROW_MOVED, moved + written)
+        if moved + written == nbytes:
+            _set(row, ROW_DONE, 1)
+    return written
+
+
+@njit
+def _fill(connection):
+    """Read into the stage of a connection. Return as receive()."""
+    stage, begin, end = _get(connection, STAGE), _get(connection, BEGIN), _get(connection, END)
+    if begin == end:
+        begin = end = 0
+    elif begin > 0:  # the beginning of a header
+        for byte in range(end - begin):
+            copy(stage + byte, stage + begin + byte, 1)
+        begin, end = 0, end - begin
+    got = receive(_get(connection, DESCRIPTOR), stage + end, STAGE_BYTES - end)
+    _set(connection, BEGIN, begin)
+    _set(connection, END, end + max(got, 0))
+    return got
+
+
+@njit
+def _begin_message(context, connection, peer):
+    """Find the row that the header at hand is for. Return whether there is one, or -1 where it expects another length."""
+    header = _get(connection, STAGE) + _get(connection, BEGIN)
+    for number in range(_get(context, FIRST), _get(context, COUNT)):
+        row = _row(context, number)
+        if (
+            _get(row, ROW_SENDS) == 0
+            and _get(row, ROW_DONE) == 0
+            and _get(row, ROW_PEER) == peer
+            and _get(row, ROW_TAG) == load(header)
+        ):
+            if _get(row, ROW_NBYTES) != load(header + 8):
+                return -1
+            _set(connection, CURRENT, number)
+            _set(connection, BEGIN, _get(connection, BEGIN) + HEADER_BYTES)
+            return 1
+    return 0
+
+
+@njit
+def _receive_some(context, connection, peer):
+    """Read from a connection until it has nothing more that is wanted, or a good piece has been read. Return FINISHED, DISAGREED,
+    LOST, or PENDING where nothing was there."""
+    pieces = 0
+    while pieces < _PIECE_BYTES:
+        if _get(connection, CURRENT) < 0:
+            if _get(connection, END) - _get(connection, BEGIN) < HEADER_BYTES:
+                got = _fill(connection)
+                if got <= 0:
+                    return _nothing(context, peer, got, pieces)
+                pieces += 1
+                continue
+            found = _begin_message(context, connection, peer)
+            if found < 0:
+                _set(context, PEER, peer)
+                return DISAGREED
+            if found == 0:
+                wanted = _get(context, WANTED) + 8 * peer
+                store(wanted, load(wanted) | _STUCK)
+                return FINISHED if pieces > 0 else PENDING
+        row = _row(context, _get(connection, CURRENT))
+        moved, nbytes = _get(row, ROW_MOVED), _get(row, ROW_NBYTES)
+        begin, end = _get(connection, BEGIN), _get(connection, END)
+        if moved < nbytes and begin < end:
+            got = min(end - begin, nbytes - moved)
+            copy(_get(row, ROW_ADDRESS) + moved, _get(connection, STAGE) + begin, got)
+            _set(connection, BEGIN, begin + got)
+        elif moved == nbytes:
+            got = int64(0)
+        elif nbytes - moved < STAGE_BYTES // 2:
+            got = _fill(connection)
+            if got <= 0:
+                return _nothing(context, peer, got, pieces)
+            pieces += 1
+            continue
+        else:
+            got = receive(
+                _get(connection, DESCRIPTOR), _get(row, ROW_ADDRESS) + moved, min(nbytes - moved, _PIECE_BYTES)
+            )
+            if got <= 0:
+                return _nothing(context, peer, got, pieces)
+        pieces += got + 1
+        _set(row, ROW_MOVED, moved + got)
+        if moved + got == nbytes:
+            _set(row, ROW_DONE, 1)
+            _set(connection, CURRENT, -1)
+            if not _awaits(context, peer):
+                break
+    return FINISHED
+
+
+@njit
+def _awaits(context, peer):
+    """Return whether any message of a rank is still to be received."""
+    for number in range(_get(context, FIRST), _get(context, COUNT)):
+        row = _row(context, number)
+        if _get(row, ROW_SENDS) == 0 and _get(row, ROW_DONE) == 0 and _get(row, ROW_PEER) == peer:
+            return True
+    return False
+
+
+@njit
+def _nothing(context, peer, got, pieces):
+    """Return what it means that a call moved nothing: 0 is the end of the connection, else -errno."""
+    if got == -EAGAIN or got == -EINTR:
+        return FINISHED if pieces > 0 else PENDING
+    _set(context, PEER, peer)
+    _set(context, ERROR, -got)
+    return LOST
+
+
+@njit
+def _move_some(context):
+    """Move every message that can be. Return FINISHED, DISAGREED, LOST, or PENDING where none could."""
+    wanted = _get(context, WANTED)
+    size = _get(context, SIZE)
+    for peer in range(size):
+        store(wanted + 8 * peer, 0)
+    result = PENDING
+    first = _get(context, FIRST)
+    for number in range(first, _get(context, COUNT)):
+        row = _row(context, number)
+        if _get(row, ROW_DONE) != 0:
+            if number == first:
+                first += 1
+            continue
+        peer = _get(row, ROW_PEER)
+        state = load(wanted + 8 * peer)
+        if _get(row, ROW_SENDS) == 0:
+            store(wanted + 8 * peer, state | RECEIVES)
+        elif state & SENDS == 0:
+            written = _send_some(_connection(context, peer), row)
+            if written > 0:
+                result = FINISHED
+            elif _nothing(context, peer, written if written != 0 else -EPIPE, 0) == LOST:
+                return LOST
+            if _get(row, ROW_DONE) == 0:
+                store(wanted + 8 * peer, state | SENDS)
+    _set(context, FIRST, first)
+    for peer in range(size):
+        if load(wanted + 8 * peer) & RECEIVES != 0:
+            status = _receive_some(context, _connection(context, peer), peer)
+            if status in (LOST, DISAGREED):
+                return status
+            if status == FINISHED:
+                result = FINISHED
+    return result
+
+
+@njit
+def _sleep(context):
+    """Sleep until a message can be moved, for _SLICE_MS at most."""
+    polls, wanted = _get(context, POLLS), _get(context, WANTED)
+    count = 0
+    for peer in range(_get(context, SIZE)):
+        state = load(wanted + 8 * peer)
+        if state == 0:
+            continue
+        events = POLLOUT if state & SENDS != 0 else 0
+        if state & RECEIVES != 0:
+            events |= POLLIN if state & _STUCK == 0 else 0
+        watch_for(polls, count, _get(_connection(context, peer), DESCRIPTOR), events)
+        count += 1
+    poll(polls, count, _SLICE_MS)
+
+
+@njit
+def _spin_less(context):
+    """Note that a wait has looked again in vain: what is awaited takes its time, or other processes want the core. Now and then
+    all tries are made, to see whether that has changed."""
+    slept = _get(context, SLEPT) + 1
+    if slept < _PROBE_AFTER:
+        _set(context, TRIES, min(_get(context, TRIES) // 2, _get(context, MOST_TRIES)))
+        _set(context, SLEPT, slept)
+    else:
+        _set(context, TRIES, _get(context, MOST_TRIES))
+        _set(context, SLEPT, 0)
+
+
+@njit
+def _wait_for(context, number):
+    """Wait until a message is done; all others move along."""
+    tries = 0
+    since = int64(0)
+    while True:
+        if _get(context, ABORTED) != 0:
+            return STOPPED
+        if number < _get(context, FIRST) or _get(_row(context, number), ROW_DONE) != 0:
+            return FINISHED
+        status = _move_some(context)
+        if status in (LOST, DISAGREED):
+            return status
+        if status == FINISHED:
+            if 0 < tries <= _get(context, TRIES):
+                _set(context, TRIES, min(_get(context, MOST_TRIES), max(_get(context, TRIES), 4 * tries)))
+            tries = 0
+            since = 0
+            continue
+        tries += 1
+        if tries <= _get(context, TRIES):
+            continue
+        if since == 0:
+            since = monotonic_ns()
+            _spin_less(context)
+        elif monotonic_ns() - since > _SLICE_NS:
+            _set(context, PEER, _get(_row(context, number), ROW_PEER))
+            return PENDING
+        _sleep(context)
+
+
+@njit
+def _add(context, sends, peer, tag, address, nbytes):
+    """Post a message. Return whether there was room."""
+    number = _get(context, COUNT)
+    first = _get(context, FIRST)
+    while first < number and _get(_row(context, first), ROW_DONE) != 0:
+        first += 1
+    _set(context, FIRST, first)
+    if number - first == _get(context, CAPACITY):
+        return False
+    row = _row(context, number)
+    _set(row, ROW_SENDS, sends)
+    _set(row, ROW_PEER, peer)
+    _set(row, ROW_TAG, tag)
+    _set(row, ROW_NBYTES, nbytes)
+    _set(row, ROW_ADDRESS, address)
+    _set(row, ROW_MOVED, -HEADER_BYTES if sends != 0 else 0)
+    _set(row, ROW_DONE, 0)
+    _set(context, COUNT, number + 1)
+    return True
+
+
+@compiled(njit, int64(*[int64] * 6), nogil=True)
+def add(context, sends, peer, tag, address, nbytes):
+    """Post a message. Return FINISHED, or FULL where the table has no room for it."""
+    return FINISHED if _add(context, sends, peer, tag, address, nbytes) else FULL
+
+
+@compiled(njit, int64(int64, int64), nogil=True)
+def wait_for(context, number):
+    """Wait until the message of that number is done; with -1, only move what can be moved at once."""
+    if _get(context, ABORTED) != 0:
+        return STOPPED
+    if number >= 0:
+        return _wait_for(context, number)
+    status = _move_some(context)
+    return FINISHED if status == PENDING else status
+
+
+@njit
+def _reduce(mine, theirs, length, itemsize, arithmetic, op, mine_first):
+    """Reduce what came into what there is. Which of two zeros min and max take depends on the order, which must be that of the
+    ranks."""
+    if mine_first or (op != MIN and op != MAX):
+        combine(arithmetic, mine, theirs, length, op, 1)
+    else:
+        combine(arithmetic, theirs, mine, length, op, 1)
+        copy(mine, theirs, length * itemsize)
+
+
+@compiled(njit, int64(*[int64] * 11), nogil=True)
+def follow(context, instructions, count, base, tag, source, destination, scratch, itemsize, arithmetic, op):
+    """Follow a program's instructions, of which there are so many. After PENDING and FULL, call it again in the same way.
+
+    base: the number that the program's first message has here. source, destination, scratch: where its numbers lie.
+    arithmetic: the address of the C function that reduces them.
+    """
+    rank = _get(context, RANK)
+    for index in range(_get(context, NEXT), count):
+        at = instructions + 8 * INSTRUCTION_FIELDS * index
+        kind, peer, offset, length = load(at), load(at + 8), load(at + 16), load(at + 24)
+        place, number, segment = load(at + 32), load(at + 40), load(at + 48)
+        status = FINISHED
+        if kind == _SEND:
+            if not _add(context, 1, peer, tag + segment, source + offset * itemsize, length * itemsize):
+                status = FULL
+        elif kind == _RECEIVE:
+            landing = destination + offset * itemsize if place < 0 else scratch + place * itemsize
+            if not _add(context, 0, peer, tag + segment, landing, length * itemsize):
+                status = FULL
+        elif kind == _POST:
+            status = _move_some(context)
+            if status == PENDING:
+                status = FINISHED
+        elif kind == _WAIT:
+            status = _wait_for(context, base + number)
+        else:
+            _reduce(
+                destination + offset * itemsize,
+                scratch + place * itemsize,
+                length,
+                itemsize,
+                arithmetic,
+                op,
+                rank < peer,
+            )
+        if status != FINISHED:
+            _set(context, NEXT, index)
+            return status
+    _set(context, NEXT, 0)
+    return FINISHED

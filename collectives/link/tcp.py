@@ -1,0 +1,202 @@
+"""Messages between hosts over connections of our own, which compiled kernels drive without Python and without threads."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+from collectives.errors import LinkError, ranks_text
+from collectives.kernels import cpu_arithmetic, cpu_sockets
+from collectives.link.base import Message, Pending, Transport, WholeRun
+from collectives.link.handshake import Listener
+from collectives.link.membership import Membership
+from collectives.link.own_address import own_address
+from collectives.plan.program import Program
+
+_FIRST_ROWS = 256
+
+#: How often a wait may look again before it sleeps: some 70 us, but not beside work that wants the core.
+_TRIES, _TRIES_BESIDE_WORK = 200, 0
+
+#: How long close() waits for a kernel to return, which takes it 50 ms after an abort.
+_LEAVE_S = 1.0
+
+
+def tcp(membership: Membership, timeout_s: float) -> Transport:
+    """Connect every member to every other one.
+
+    Raises RuntimeError where there are no kernels, LinkError where the members do not connect within timeout_s seconds.
+    """
+    kernels = cpu_sockets()
+    if isinstance(kernels, str):
+        raise RuntimeError(f"link 'tcp': {kernels}")
+    deadline = time.monotonic() + timeout_s
+    listener = Listener(own_address(os.environ))
+    try:
+        cards = [card.decode() for card in membership.everyones("tcp", listener.card.encode(), deadline)]
+        peers = [peer for peer in range(membership.size) if peer != membership.rank]
+        connections = listener.join(membership.rank, peers, cards, membership.secret, deadline)
+    finally:
+        listener.close()
+    transport = TcpTransport(membership.rank, membership.size, connections)
+    transport.routes = (f"{ranks_text(peers)}: TCP, from {listener.card.split()[0]}",)
+    return transport
+
+
+class _RowPending:
+    """A row of the transport's table."""
+
+    __slots__ = ("_number", "_tensor", "_transport")
+
+    def __init__(self, transport: TcpTransport, number: int, tensor: torch.Tensor) -> None:
+        self._transport = transport
+        self._number = number
+        self._tensor = tensor  # read or written until the wait is over
+
+    def wait(self, deadline: float) -> None:
+        self._transport.finish(self._number, deadline)
+
+
+class TcpTransport(Transport):
+    """A Transport over TCP. connections: nonblocking sockets, by rank, which belong to it from now on.
+
+    A wait for any message moves all that this rank has posted.
+    """
+
+    quick = True
+    eager = True
+
+    def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
+        kernels = cpu_sockets()
+        assert not isinstance(kernels, str)
+        self.rank = rank
+        self.size = size
+        self._kernels = kernels
+        self._sockets = dict(connections)
+        self._running = threading.Lock()
+        self._closed = False
+        self._context = np.zeros(kernels.FIELDS, dtype=np.int64)
+        self._address: int = self._context.ctypes.data
+        self._rows = np.zeros((_FIRST_ROWS, kernels.ROW_FIELDS), dtype=np.int64)
+        self._connections = np.zeros((size, kernels.CONNECTION_FIELDS), dtype=np.int64)
+        self._stages = np.empty((size, kernels.STAGE_BYTES), dtype=np.uint8)
+        self._wanted = np.zeros(size, dtype=np.int64)
+        self._polls = np.zeros((size, kernels.POLL_BYTES), dtype=np.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        for peer, connection in self._sockets.items():
+            self._connections[peer, kernels.DESCRIPTOR] = connection.fileno()
+        self._connections[:, kernels.STAGE] = self._stages.ctypes.data + np.arange(size) * kernels.STAGE_BYTES
+        self._connections[:, kernels.CURRENT] = -1
+        for field, value in (
+            (kernels.RANK, rank),
+            (kernels.SIZE, size),
+            (kernels.MOST_TRIES, _TRIES),
+            (kernels.ROWS, self._rows.ctypes.data),
+            (kernels.CAPACITY, _FIRST_ROWS),
+            (kernels.CONNECTIONS, self._connections.ctypes.data),
+            (kernels.WANTED, self._wanted.ctypes.data),
+            (kernels.POLLS, self._polls.ctypes.data),
+        ):
+            self._context[field] = value
+
+    def post(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int
+    ) -> tuple[list[Pending], list[Pending]]:
+        """See Transport."""
+        received: list[Pending] = [self._add(0, peer, tensor, tag) for peer, tensor in receives]
+        sent: list[Pending] = [self._add(1, peer, tensor, tag) for peer, tensor in sends]
+        if sent:
+            self._run(self._kernels.wait_for, (self._address, -1), time.monotonic())
+        return sent, received
+
+    def finish(self, number: int, deadline: float) -> None:
+        """Return when message `number` of those posted is done; the others move along."""
+        self._run(self._kernels.wait_for, (self._address, number), deadline)
+
+    def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun:
+        """See Transport."""
+        kernels, address = self._kernels, self._address
+        arithmetic = cpu_arithmetic(dtype).address if program.scratch else 0
+        itemsize, operation = dtype.itemsize, kernels.OPS[op]
+        scratch_bytes = program.scratch * itemsize
+
+        def run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
+            if self._scratch.numel() < scratch_bytes:
+                self._scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
+            base = int(self._context[kernels.COUNT])
+            buffers = (source.data_ptr(), destination.data_ptr(), self._scratch.data_ptr())
+            for table in program.tables():
+                instructions, words = table.buffer_info()
+                count = words // kernels.INSTRUCTION_FIELDS
+                arguments = (address, instructions, count, base, tag, *buffers, itemsize, arithmetic, operation)
+                self._run(kernels.follow, arguments, deadline)
+
+        return run
+
+    def wait_beside_work(self, beside_work: bool) -> None:
+        """See Transport."""
+        self._context[self._kernels.MOST_TRIES] = _TRIES_BESIDE_WORK if beside_work else _TRIES
+
+    def abort(self) -> None:
+        """See Transport."""
+        self._context[self._kernels.ABORTED] = 1
+        for connection in self._sockets.values():
+            with suppress(OSError):  # it has ended already
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """See Transport. Connections stay as long as the process where a kernel still uses them."""
+        if self._running.acquire(timeout=_LEAVE_S):
+            self._closed = True
+            for connection in self._sockets.values():
+                connection.close()
+            self._running.release()
+
+    def disown(self) -> None:
+        """See Transport."""
+        for connection in self._sockets.values():
+            connection.close()
+
+    def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> _RowPending:
+        number = int(self._context[self._kernels.COUNT])
+        nbytes = tensor.numel() * tensor.element_size()
+        arguments = (self._address, sends, peer, tag, tensor.data_ptr(), nbytes)
+        self._run(self._kernels.add, arguments, time.monotonic())
+        return _RowPending(self, number, tensor)
+
+    def _run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> None:
+        """Call a kernel until it is through. Raises LinkError where it cannot be, or the deadline passes."""
+        kernels = self._kernels
+        with self._running:
+            if self._closed:
+                raise LinkError(None, timed_out=False, detail="this rank has closed its Communicator")
+            while (status := kernel(*arguments)) != kernels.FINISHED:
+                peer = int(self._context[kernels.PEER])
+                if status == kernels.FULL:
+                    self._grow()
+                elif status == kernels.STOPPED:
+                    raise LinkError(None, timed_out=False, detail="its wait was ended")
+                elif status == kernels.DISAGREED:
+                    raise LinkError(peer, timed_out=False, detail=f"rank {peer} called something else")
+                elif status == kernels.LOST:
+                    error = int(self._context[kernels.ERROR])
+                    detail = os.strerror(error) if error else "the connection has ended"
+                    raise LinkError(peer, timed_out=False, detail=f"rank {peer}: {detail}")
+                elif time.monotonic() >= deadline:
+                    raise LinkError(peer, timed_out=True, detail=f"nothing came from rank {peer}", awaited={peer})
+
+    def _grow(self) -> None:
+        """Make room for more messages under way."""
+        kernels = self._kernels
+        old, numbers = self._rows, np.arange(self._context[kernels.FIRST], self._context[kernels.COUNT])
+        self._rows = np.zeros((2 * len(old), kernels.ROW_FIELDS), dtype=np.int64)
+        self._rows[numbers % len(self._rows)] = old[numbers % len(old)]
+        self._context[kernels.ROWS] = self._rows.ctypes.data
+        self._context[kernels.CAPACITY] = len(self._rows)
