@@ -16,7 +16,7 @@ train: .venv/.train  ## train a small GPT on 2 processes (PROCESSES=N) for a min
 		-m trainer.examples.bytes_gpt --seconds 60 --out runs/quickstart $(ARGS)
 
 # More workers than cores: while one waits for a deadline, another computes.
-PYTEST := $(BIN)/python -m pytest tests -n 4 --dist worksteal
+PYTEST := $(BIN)/python -m pytest tests -n 3 --dist worksteal
 
 test: .venv/.test  ## run the tests but the widest sweeps, in less than 8 minutes; options pass through: ARGS="-k NAME"
 	$(PYTEST) -m "not wide" $(ARGS)

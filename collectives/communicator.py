@@ -28,6 +28,7 @@ from collectives.reduction import Op, check_dtype
 from collectives.run.engine import Engine
 from collectives.run.operations import DRAIN_S, MEET_S
 from collectives.run.plans import Plans, legal_algorithms
+from collectives.run.prepared import PreparedOperation
 from collectives.run.work import Work
 
 
@@ -276,6 +277,21 @@ class Communicator:
             raise ValueError(f"rank {self.rank}: numel={numel!r}; a whole number from 0 is needed")
         with torch.inference_mode(False):  # it is for calls in any mode
             return Feedback(made, self._engine.plans.partition(made, numel), torch.device(device), seed)
+
+    def prepare_allreduce(
+        self,
+        tensor: Tensor,
+        op: Op = "sum",
+        *,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        algorithm: str = "auto",
+    ) -> PreparedOperation:
+        """Return an allreduce of `tensor` that is checked and planned now, to be run as often as wanted.
+
+        Not a collective call. The tensor must stay where it is. Arguments are those of allreduce; codecs have no prepared form.
+        """
+        return verbs.prepare_allreduce(self._engine, tensor, op, prescale, postscale, algorithm)
 
     @overload
     def grouped_allreduce(

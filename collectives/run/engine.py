@@ -50,6 +50,7 @@ class Engine:
         self._posts_together = transport.posts_together
         self._via_host = "cuda" not in transport.device_types
         self._operations = Operations(transport, watch, timeout_s)
+        self.run_now = self._operations.run_now
         self._transport = transport
         self._scratch = Scratch()
         self._summed = Scratch()  # what is needed beside it: codes that are added as they are, or sums of codes
@@ -99,6 +100,10 @@ class Engine:
 
         return Whole(run, needs_meeting=False)
 
+    def takes_as_is(self, tensor: torch.Tensor, whole: Whole) -> bool:
+        """Return whether what the link has made ready may run on the memory of a tensor as it is, with nothing around it."""
+        return tensor.is_cpu and not whole.needs_meeting and tensor.dtype is not torch.bool and _is_plain(tensor)
+
     def remember(self, tensor: torch.Tensor, key: Hashable, call: str, whole: Whole) -> None:
         """Let repeat() take the next calls with a tensor of this dtype and shape. key: all else that a caller gives."""
         if tensor.is_cpu and not whole.needs_meeting and self._operations.usable and tensor.dtype is not torch.bool:
@@ -113,18 +118,12 @@ class Engine:
             return False
         try:
             known = self._calls.get((tensor.dtype, tensor.shape, key))
-            if (
-                known is None
-                or not tensor.is_cpu
-                or not tensor.is_contiguous()
-                or tensor.is_neg()
-                or not tensor.data_ptr()
-            ):
+            if known is None or not tensor.is_cpu or not _is_plain(tensor):
                 return False
         except RuntimeError:  # nested or sparse: no shape or address; see staging.refusal
             return False
         call, call_digest, run = known
-        return self._operations.run_now(call, call_digest, run, tensor, tensor)
+        return self.run_now(call, call_digest, run, tensor, tensor)
 
     # What bodies are made of
 
@@ -277,3 +276,8 @@ class Engine:
         """Wait for the other ranks, but not beyond the deadline (time.monotonic()), and give everything back."""
         self._operations.part(deadline)
         self._transport.close()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the numbers of a tensor lie in its memory one after the other, as they are."""
+    return tensor.is_contiguous() and not tensor.is_neg() and bool(tensor.data_ptr())

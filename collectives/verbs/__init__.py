@@ -5,7 +5,13 @@ What a verb promises stands at the method of Communicator that has its name.
 """
 
 from collectives.verbs.allgather import allgather
-from collectives.verbs.allreduce import allreduce, allreduce_compressed, grouped_allreduce, named_codec
+from collectives.verbs.allreduce import (
+    allreduce,
+    allreduce_compressed,
+    grouped_allreduce,
+    named_codec,
+    prepare_allreduce,
+)
 from collectives.verbs.alltoall import alltoall
 from collectives.verbs.barrier import barrier
 from collectives.verbs.broadcast import broadcast
@@ -24,6 +30,7 @@ __all__ = [
     "gather",
     "grouped_allreduce",
     "named_codec",
+    "prepare_allreduce",
     "reduce",
     "reduce_scatter",
     "scatter",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,6 +15,7 @@ from collectives.link.base import Whole
 from collectives.reduction import Op, check_arithmetic, finish, op_name
 from collectives.run.engine import Engine
 from collectives.run.operations import Turn
+from collectives.run.prepared import PreparedOperation
 from collectives.run.staging import Buffer
 from collectives.run.work import Work
 
@@ -43,6 +44,26 @@ def grouped_allreduce(
     algorithm: str,
     async_op: bool,
 ) -> Work | None:
+    """Allreduce several tensors as one operation."""
+    call, body, wholes = _planned(engine, tensors, op, prescale, postscale, algorithm)
+    if len(tensors) == 1 and wholes[0] is not None and prescale == postscale == 1.0:
+        engine.remember(tensors[0], (op, algorithm, prescale, postscale), call, wholes[0])
+    return engine.submit(call, body, async_op=async_op)
+
+
+def prepare_allreduce(
+    engine: Engine, tensor: torch.Tensor, op: Op, prescale: float, postscale: float, algorithm: str
+) -> PreparedOperation:
+    """Do all of an allreduce that can be done once for many runs."""
+    call, body, (whole,) = _planned(engine, [tensor], op, prescale, postscale, algorithm)
+    alone = whole if whole is not None and prescale == postscale == 1.0 and engine.takes_as_is(tensor, whole) else None
+    return PreparedOperation(engine, tensor, call, body, alone.run if alone is not None else None)
+
+
+def _planned(
+    engine: Engine, tensors: Sequence[torch.Tensor], op: Op, prescale: float, postscale: float, algorithm: str
+) -> tuple[str, Callable[[Turn], None], list[Whole | None]]:
+    """Check the arguments, and return what is called, the body, and what the link has made ready, by dtype and device."""
     name = op_name(engine.rank, op)
     fused: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -58,8 +79,6 @@ def grouped_allreduce(
         engine.whole("allreduce", choice, group[0], sum(t.numel() for t in group), name)
         for group, choice in zip(fused.values(), chosen, strict=True)
     ]
-    if len(tensors) == 1 and wholes[0] is not None and prescale == postscale == 1.0:
-        engine.remember(tensors[0], (op, algorithm, prescale, postscale), call, wholes[0])
 
     def body(turn: Turn) -> None:
         for group, choice, whole in zip(fused.values(), chosen, wholes, strict=True):
@@ -73,7 +92,7 @@ def grouped_allreduce(
             finish(buffer.flat, name if whole is None else "sum", engine.size, postscale)
             buffer.store()
 
-    return engine.submit(call, body, async_op=async_op)
+    return call, body, wholes
 
 
 def allreduce_compressed(

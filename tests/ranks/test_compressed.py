@@ -470,6 +470,7 @@ def lose_a_rank(name: str) -> Witness:
         for step in range(6)
     ]
     assert all(works)
+    dist.barrier()  # nobody is still issuing
     works[0].wait()  # type: ignore[union-attr]
     if comm.rank == 1:
         die()

@@ -52,7 +52,7 @@ def in_rank_order(size: int, numel: int, dtype: torch.dtype, op: str) -> torch.T
 
 def without_a_copy(comm: Communicator) -> bool:
     """Whether the last operation went so."""
-    shared: Any = comm._engine._transport._local.reductions
+    shared: Any = comm._engine._transport._near.reductions
     return bool(shared.group.context[shared.group.kernels.DIRECT])
 
 

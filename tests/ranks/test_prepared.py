@@ -1,0 +1,89 @@
+"""Operations that are prepared once and run often: what they return, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from collectives import Communicator, Mismatch
+from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds
+from tests.ranks.exact import contribution, reduced
+
+CASES = [
+    (5, torch.float32, "sum"),
+    (0, torch.float32, "sum"),
+    (300_000, torch.float32, "average"),
+    (1000, torch.float16, "max"),
+    (1000, torch.int64, "average"),
+    (1000, torch.bool, "sum"),
+]
+
+
+def prepare_and_run(algorithm: str) -> None:
+    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
+        for numel, dtype, op in CASES:
+            tensor = torch.empty(numel, dtype=dtype)
+            operation = comm.prepare_allreduce(tensor, op, algorithm=algorithm)
+            mine = contribution(comm.rank, comm.size, numel, dtype)
+            expected = mine.clone()
+            comm.allreduce(expected, op, algorithm=algorithm)
+            assert torch.equal(expected, reduced(comm.size, numel, dtype, op))
+            for how in ("call", "start", "call"):
+                tensor.copy_(mine)
+                if how == "call":
+                    operation()
+                else:
+                    operation.start()
+                    operation.wait()
+                assert torch.equal(tensor, expected), (numel, dtype, op, how)
+        strided = torch.ones(6, 2)[:, 0]
+        comm.prepare_allreduce(strided, prescale=2.0, postscale=3.0, algorithm=algorithm)()
+        assert strided.tolist() == [6.0 * comm.size] * 6
+
+
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("algorithm", ["auto", "ring", "native"])
+def test_a_prepared_operation_is_the_verb(ranks: Worlds, algorithm: str, size: int) -> None:
+    ranks(size).run(prepare_and_run, algorithm)
+
+
+def misuse() -> None:
+    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
+        tensor = torch.ones(5)
+        with pytest.raises(ValueError, match="op is 'mean'"):
+            comm.prepare_allreduce(tensor, "mean")
+        operation = comm.prepare_allreduce(tensor)
+        with pytest.raises(RuntimeError, match=r"allreduce\(float32\[5\].*wait\(\) before start\(\)"):
+            operation.wait()
+        operation.start()
+        for again in (operation.start, operation):
+            with pytest.raises(RuntimeError, match="started before, and wait"):
+                again()
+        operation.wait()
+        operation()
+        assert tensor.tolist() == [comm.size**2] * 5
+        tensor.resize_(5000)
+        for moved in (operation.start, operation):
+            with pytest.raises(RuntimeError, match="not that for which it was prepared"):
+                moved()
+
+
+def test_what_a_prepared_operation_refuses(ranks: Worlds) -> None:
+    ranks(2).run(misuse)
+
+
+def call_other_things() -> str:
+    comm = Communicator(timeout_s=1.0)
+    operation = comm.prepare_allreduce(torch.ones(5 if comm.rank == 0 else 6))
+    with pytest.raises(Mismatch) as caught:
+        operation()
+    comm.close()
+    return str(caught.value)
+
+
+@ON_EVERY_TRANSPORT
+def test_ranks_that_prepared_other_things_are_told_so(ranks: Worlds) -> None:
+    for said in ranks(2).run(call_other_things):
+        assert "float32[5]" in said
+        assert "float32[6]" in said
