@@ -13,6 +13,7 @@ from collectives.link.registry import register_link
 from collectives.plan.algorithms import register_algorithm
 from collectives.plan.check import ScheduleError, check_algorithm
 from collectives.plan.topology import Topology
+from collectives.run.prepared import PreparedOperation
 from collectives.run.work import Work
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Communicator",
     "Mismatch",
     "PeerLost",
+    "PreparedOperation",
     "ScheduleError",
     "Topology",
     "Work",

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 class PreparedOperation:
     """An operation on a tensor that stays where it is, as Communicator.prepare_allreduce returns it.
 
-    Calling it runs it, in place. start() begins it in the background, and wait() waits for what start() began; in between the
-    tensor belongs to the operation. Every run counts as a call of the verb: all ranks run the same operations in the same order,
-    prepared or not, and errors are those of the verb. (MPI 4.0, 2021, section 6.12: persistent collectives.)
+    Calling it runs it, in place. start() begins it in the background, and wait() waits for what start() began, as the Work that
+    it returns does; in between the tensor belongs to the operation. Every run counts as a call of the verb: all ranks run the
+    same operations in the same order, prepared or not, and errors are those of the verb. (MPI 4.0, 2021, section 6.12:
+    persistent collectives.)
     """
 
     def __init__(
@@ -38,17 +39,19 @@ class PreparedOperation:
         self._work: Work | None = None
 
     def __call__(self) -> None:
-        """Run it, and return when it is done. Raises RuntimeError between start() and wait(), and what the verb raises."""
+        """Run it, and return when it is done. Raises RuntimeError while it runs already, and what the verb raises."""
         tensor = self._tensor
         self._check()
         if self._whole is not None and self._engine.run_now(self._call, self._digest, self._whole, tensor, tensor):
             return
         self._engine.submit(self._call, self._body, async_op=False)
 
-    def start(self) -> None:
-        """Begin it in the background. Raises RuntimeError between start() and wait()."""
+    def start(self) -> Work:
+        """Begin it in the background. Raises RuntimeError while it runs."""
         self._check()
         self._work = self._engine.submit(self._call, self._body, async_op=True)
+        assert self._work is not None
+        return self._work
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
         """Return when what start() began is done. timeout: as of Work.wait, and raises the same; RuntimeError before start()."""
@@ -58,10 +61,8 @@ class PreparedOperation:
         self._work = None
 
     def _check(self) -> None:
-        if self._work is not None:
-            raise RuntimeError(
-                f"rank {self._engine.rank}: {self._call}: started before, and wait() has not returned since"
-            )
+        if self._work is not None and not self._work.is_completed():
+            raise RuntimeError(f"rank {self._engine.rank}: {self._call}: it still runs: wait() first")
         if self._tensor.data_ptr() != self._address or self._tensor.numel() != self._numel:
             raise RuntimeError(
                 f"rank {self._engine.rank}: {self._call}: the tensor's memory is not that for which it was prepared"

@@ -1,6 +1,5 @@
 """Gradients that travel as codes: equal replicas, nothing lost, all that optimizers can."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from collectives.compression.topk import TopK
 from tests.harness import Worlds
 from tests.ranks.exact import on_host
 from tests.ranks.ladder import HEIGHT, REMEMBERING, Ladder, encoded, loss_at, optimizer_of, owed, train
-from tests.ranks.training import assert_same_on_all_ranks, copies, in_world
+from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, spy
 from tests.two_shot_model import TwoShotModel
 from trainer.compression import NAMES, Compressor, ErrorFeedback
 
@@ -339,17 +338,6 @@ def warm_up(compression: Compressor) -> None:
 @pytest.mark.parametrize("name", ["topk", "powersgd"])
 def test_the_warm_up_is_uncompressed(ranks: Worlds, name: str) -> None:
     ranks(2).run(warm_up, ErrorFeedback(name, warmup_steps=2))
-
-
-def spy(optimizer: hvd.DistributedOptimizer, look: Callable[[Tensor, dict[str, Any]], None]) -> None:
-    """Have `look` called before every allreduce of the optimizer, with its tensor and options."""
-    allreduce = optimizer._communicator.allreduce
-
-    def looked_at(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        look(tensor, options)
-        return allreduce(tensor, *args, **options)
-
-    optimizer._communicator.allreduce = looked_at  # type: ignore[method-assign]  # of this one communicator alone
 
 
 @in_world

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import trainer as hvd
 from collectives import CollectiveError, Communicator
 from tests.harness import Worlds
-from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, loss_of, perceptron, share
+from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, loss_of, perceptron, share, spy
 
 
 class Parallel(nn.Module):
@@ -86,11 +86,7 @@ def storages() -> tuple[int, int, int]:
     model = perceptron()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     sent: list[int] = []
-    allreduce = optimizer._communicator.allreduce
-    optimizer._communicator.allreduce = lambda tensor, *a, **k: (
-        sent.append(tensor.numel()),
-        allreduce(tensor, *a, **k),
-    )[1]  # type: ignore[method-assign]
+    spy(optimizer, lambda tensor, options: sent.append(tensor.numel()))
     loss_of(model, share(0)).backward()
     buffers = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
     optimizer.close()

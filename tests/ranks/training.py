@@ -74,3 +74,27 @@ def assert_same_on_all_ranks(tensors: Iterable[Tensor]) -> None:
 def assert_close(actual: Iterable[Tensor], expected: Iterable[Tensor], **tolerance: Any) -> None:
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one.detach(), other.detach(), **tolerance)
+
+
+def spy(optimizer: hvd.DistributedOptimizer, look: Callable[[Tensor, dict[str, Any]], None]) -> None:
+    """Have `look` called before every allreduce of the optimizer, with its tensor and options."""
+    communicator = optimizer._communicator  # this one alone
+    allreduce, prepare_allreduce = communicator.allreduce, communicator.prepare_allreduce
+
+    def looked_at(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        look(tensor, options)
+        return allreduce(tensor, *args, **options)
+
+    def prepared(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        operation = prepare_allreduce(tensor, *args, **options)
+        start = operation.start
+
+        def looked_at_start() -> Any:
+            look(tensor, options)
+            return start()
+
+        operation.start = looked_at_start  # type: ignore[method-assign]
+        return operation
+
+    communicator.allreduce = looked_at  # type: ignore[method-assign]
+    communicator.prepare_allreduce = prepared  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from collectives import Work
+from collectives import PreparedOperation, Work
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.matrices import MatrixCodec
@@ -32,6 +32,7 @@ class PlainBuffer:
         self.values = values
         self._combination = combination
         self._cast = codec
+        self._prepared: PreparedOperation | None = None
         self._work: Work | None = None
         self._following: Iterator[Work] = iter(())
 
@@ -53,7 +54,12 @@ class PlainBuffer:
 
     def _operations(self, step: int) -> Iterator[Work]:
         """Begin one operation after the other: the next is asked for when the last is done."""
-        yield self._combination.start(self.values, self._cast)
+        if self._cast is not None:
+            yield self._combination.start(self.values, self._cast)
+            return
+        if self._prepared is None:
+            self._prepared = self._combination.prepare(self.values)
+        yield self._prepared.start()
 
 
 class CodedBuffer(PlainBuffer, ABC):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from collectives import Communicator, Work
+from collectives import Communicator, PreparedOperation, Work
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from trainer.ops import Average
@@ -48,3 +48,8 @@ class Combination:
             seed=seed,
             async_op=True,
         )
+
+    def prepare(self, values: Tensor) -> PreparedOperation:
+        """Prepare to combine values as they are, in place, as often as wanted."""
+        prescale, postscale = 1 / self.predivide, self.predivide
+        return self.communicator.prepare_allreduce(values, self.op, prescale=prescale, postscale=postscale)
