@@ -370,9 +370,10 @@ def order_of_sums() -> list[str]:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1.0), compression=PowerSGD(rank=2), bucket_bytes=1
     )
-    model(torch.ones(2, 64)).sum().backward()  # buckets are in the order of gradients from now on
     seen: list[str] = []
     spy(optimizer, lambda tensor, options: seen.append("counts" if tensor.numel() == 2 else "sum"))
+    model(torch.ones(2, 64)).sum().backward()  # buckets are in the order of gradients from now on
+    seen.clear()
     layers[0].weight.register_hook(lambda gradient: seen.append("first layer"))
     optimizer.zero_grad()
     model(torch.ones(2, 64)).sum().backward()
