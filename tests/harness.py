@@ -26,22 +26,29 @@ import pytest
 import torch
 import torch.distributed
 
-from collectives.environment import SHARED_MEMORY
+from collectives.environment import LINK, SHARED_MEMORY
 
 EXCHANGE_TIMEOUT_S = 20.0
 RUN_TIMEOUT_S = 60.0
 GRACE_S = 5.0  # what a rank has for reporting or leaving, once another has failed or all is over
 
 #: What the ranks of a host talk through, and what is set in their environment for it.
-TRANSPORTS: dict[str, dict[str, str]] = {"shared_memory": {}, "sockets": {SHARED_MEMORY: "0"}}
-
-#: `pytestmark` of tests that are to hold for each of them.
-ON_EVERY_TRANSPORT = pytest.mark.parametrize("ranks", TRANSPORTS, indirect=True)
+TRANSPORTS: dict[str, dict[str, str]] = {
+    "shared_memory": {},
+    "sockets": {SHARED_MEMORY: "0"},
+    "process_group": {LINK: "process_group"},
+}
 
 
 def wide(*values: Any) -> list[Any]:
     """Return values of a parameter that widen a sweep without a new idea in it: only `make test-all` runs them."""
     return [pytest.param(value, marks=pytest.mark.wide) for value in values]
+
+
+#: `pytestmark` of tests that are to hold for each of them. Gloo's messages are what hosts without compiled kernels have.
+ON_EVERY_TRANSPORT = pytest.mark.parametrize(
+    "ranks", ["shared_memory", "sockets", *wide("process_group")], indirect=True
+)
 
 
 _context = multiprocessing.get_context("forkserver")
