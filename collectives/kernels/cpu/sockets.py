@@ -13,7 +13,7 @@ _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 
 #: Linux's, on every processor: errno.h, poll.h.
 EAGAIN, EINTR, EPIPE = 11, 4, 32
-POLLIN, POLLOUT = 1, 4
+POLLIN, POLLOUT, _POLLERR, _POLLHUP, POLLRDHUP = 0x1, 0x4, 0x8, 0x10, 0x2000
 
 #: sys/socket.h: return at once, and raise no SIGPIPE.
 _FLAGS = ir.Constant(_I32, 0x40 | 0x4000)
@@ -83,6 +83,20 @@ def watch_for(context: Any, polls: Any, index: Any, descriptor: Any, events: Any
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), generate
+
+
+@intrinsic
+def has_ended(context: Any, polls: Any, index: Any) -> Any:
+    """Return whether poll() has found that the other end of a connection, for which POLLRDHUP was watched for, is gone."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        polls, index = arguments
+        place = builder.add(polls, builder.mul(index, ir.Constant(_I64, POLL_BYTES)))
+        found = builder.load(_pointer(builder, builder.add(place, ir.Constant(_I64, 6)), _I16))
+        ended = builder.and_(found, ir.Constant(_I16, _POLLERR | _POLLHUP | POLLRDHUP))
+        return builder.icmp_unsigned("!=", ended, ir.Constant(_I16, 0))
+
+    return types.boolean(types.int64, types.int64), generate
 
 
 @intrinsic

@@ -20,6 +20,8 @@ from collectives.kernels.cpu.sockets import (
     POLL_BYTES,
     POLLIN,
     POLLOUT,
+    POLLRDHUP,
+    has_ended,
     poll,
     receive,
     send_two,
@@ -278,7 +280,8 @@ def _move_some(context):
 
 @njit
 def _sleep(context):
-    """Sleep until a message can be moved, for _SLICE_MS at most."""
+    """Sleep until a message can be moved, for _SLICE_MS at most. Return FINISHED, or LOST where a connection has ended behind a
+    message that nobody awaits: it is not read from, so that nothing else would tell."""
     polls, wanted = _get(context, POLLS), _get(context, WANTED)
     count = 0
     for peer in range(_get(context, SIZE)):
@@ -287,10 +290,20 @@ def _sleep(context):
             continue
         events = POLLOUT if state & SENDS != 0 else 0
         if state & RECEIVES != 0:
-            events |= POLLIN if state & _STUCK == 0 else 0
+            events |= POLLIN if state & _STUCK == 0 else POLLRDHUP
         watch_for(polls, count, _get(_connection(context, peer), DESCRIPTOR), events)
         count += 1
-    poll(polls, count, _SLICE_MS)
+    if poll(polls, count, _SLICE_MS) <= 0:
+        return FINISHED
+    count = 0
+    for peer in range(_get(context, SIZE)):
+        state = load(wanted + 8 * peer)
+        if state & _STUCK != 0 and has_ended(polls, count):
+            _set(context, PEER, peer)
+            _set(context, ERROR, 0)
+            return LOST
+        count += state != 0
+    return FINISHED
 
 
 @njit
@@ -334,7 +347,8 @@ def _wait_for(context, number):
         elif monotonic_ns() - since > _SLICE_NS:
             _set(context, PEER, _get(_row(context, number), ROW_PEER))
             return PENDING
-        _sleep(context)
+        if _sleep(context) == LOST:
+            return LOST
 
 
 @njit
