@@ -1,0 +1,505 @@
+"""Messages over connections of our own, all ranks in this process: the bytes that travel, and what a rank hears when they do not."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+
+import pytest
+import torch
+
+from collectives.errors import LinkError
+from collectives.kernels import cpu_sockets
+from collectives.link.base import Pending
+from collectives.link.tcp import TcpTransport
+from collectives.plan.algorithms import PLANNERS
+from collectives.plan.program import Program
+from collectives.plan.schedule import Place
+from collectives.plan.spans import segments_of_buffer
+from collectives.reduction import COMBINE, DTYPES
+from collectives.run.executor import execute
+from collectives.run.payload import Numbers, Scratch
+from tests.harness import wide
+from tests.unit.in_process import run_ranks
+
+DEADLINE_S = 20.0
+SOON_S = 0.05
+ALGORITHMS = [name for name in PLANNERS["allreduce"] if "hierarchical" not in name]
+CARRIED = [dtype for dtype in DTYPES if dtype is not torch.bool]  # which travels as uint8
+OPS = ("sum", "min", "max", "product")
+NUMELS = (0, 1, 37, 999)
+SEGMENT = 50  # elements, so that the last of NUMELS makes several
+STAGE_BYTES = cpu_sockets().STAGE_BYTES
+
+Connect = Callable[[int], list[TcpTransport]]
+
+
+def in_time() -> float:
+    return time.monotonic() + DEADLINE_S
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """connect(size): the transports of so many ranks, each connected to every other one."""
+    made: list[TcpTransport] = []
+
+    def connect(size: int) -> list[TcpTransport]:
+        ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
+        for one, other in combinations(range(size), 2):
+            ends[one][other], ends[other][one] = socket.socketpair()
+        for connections in ends:
+            for connection in connections.values():
+                connection.setblocking(False)
+        made.extend(TcpTransport(rank, size, connections) for rank, connections in enumerate(ends))
+        return made[-size:]
+
+    yield connect
+    for transport in made:
+        transport.abort()
+        transport.close()
+
+
+@pytest.fixture
+def over_loopback() -> Iterator[tuple[TcpTransport, socket.socket]]:
+    """Rank 0 of two, and the other end of its connection, which is one of TCP."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = socket.create_connection(server.getsockname(), DEADLINE_S)
+        peer, _ = server.accept()
+    connection.setblocking(False)
+    peer.settimeout(DEADLINE_S)
+    transport = TcpTransport(0, 2, {1: connection})
+    yield transport, peer
+    peer.close()
+    transport.close()
+
+
+def receive(transport: TcpTransport, peer: int, tensor: torch.Tensor, tag: int) -> Pending:
+    return transport.post([], [(peer, tensor)], tag)[1][0]
+
+
+def send(transport: TcpTransport, peer: int, tensor: torch.Tensor, tag: int) -> Pending:
+    return transport.post([(peer, tensor)], [], tag)[0][0]
+
+
+def failure(wait: Callable[[], object]) -> LinkError:
+    with pytest.raises(LinkError) as caught:
+        wait()
+    return caught.value
+
+
+def contribution(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    numbers = torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * 4
+    return numbers.to(dtype) if dtype.is_floating_point else numbers.abs().to(dtype)
+
+
+def peculiar(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros of both signs, no numbers and infinite ones, met in every order."""
+    values = torch.tensor([0.0, -0.0, torch.nan, -0.0, 0.0, 1.0, -torch.inf, torch.inf])
+    return values.repeat(20).roll(rank * 3).to(dtype)
+
+
+def program(algorithm: str, rank: int, size: int, numel: int) -> Program:
+    schedule = PLANNERS["allreduce"][algorithm](Place(rank, size))
+    return Program(schedule, segments_of_buffer(numel, schedule.blocks, SEGMENT), answered=True)
+
+
+def allreduced(
+    transports: Sequence[TcpTransport],
+    algorithm: str,
+    op: str,
+    contributions: Sequence[torch.Tensor],
+    *,
+    compiled: bool,
+    tag: int = 7,
+) -> list[bytes]:
+    """The bits that every rank has in the end, by the compiled loop or by the one in Python."""
+    size, results = len(transports), [tensor.clone() for tensor in contributions]
+
+    def body(rank: int) -> None:
+        transport, buffer = transports[rank], results[rank]
+        followed = program(algorithm, rank, size, buffer.numel())
+        if compiled:
+            run = transport.follow(followed, buffer.dtype, op)
+            assert run is not None
+            run(buffer, buffer, tag, in_time())
+        else:
+            numbers = Numbers(followed, buffer, buffer, COMBINE[op], rank, Scratch())
+            execute(followed, numbers, transport, tag=tag, deadline=in_time())
+
+    run_ranks(size, body)
+    return [result.view(torch.uint8).numpy().tobytes() for result in results]
+
+
+def assert_same_bits(
+    transports: Sequence[TcpTransport], algorithm: str, op: str, contributions: Sequence[torch.Tensor]
+) -> None:
+    in_python = allreduced(transports, algorithm, op, contributions, compiled=False)
+    in_one_call = allreduced(transports, algorithm, op, contributions, compiled=True)
+    assert in_one_call == in_python, (op, contributions[0].numel())
+    assert len(set(in_one_call)) == 1, "the ranks' bits differ"
+
+
+@pytest.mark.parametrize("size", [2, 3, *wide(4, 5)])
+@pytest.mark.parametrize("dtype", CARRIED, ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_compiled_program_gives_the_bits_that_python_gives(
+    connect: Connect, algorithm: str, dtype: torch.dtype, size: int
+) -> None:
+    transports = connect(size)
+    for op in OPS:
+        for numel in NUMELS:
+            assert_same_bits(transports, algorithm, op, [contribution(rank, numel, dtype) for rank in range(size)])
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in CARRIED if dtype.is_floating_point], ids=str)
+@pytest.mark.parametrize("op", ["min", "max"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_zeros_of_both_signs_and_no_numbers_come_out_alike_everywhere(
+    connect: Connect, algorithm: str, op: str, dtype: torch.dtype
+) -> None:
+    """Which zero it is, and which of the bits that are no number, torch leaves open itself."""
+    transports, given = connect(4), [peculiar(rank, dtype) for rank in range(4)]
+    bits = allreduced(transports, algorithm, op, given, compiled=True)
+    assert len(set(bits)) == 1
+    expected = torch.stack(given).amin(0) if op == "min" else torch.stack(given).amax(0)
+    found = torch.frombuffer(bytearray(bits[0]), dtype=dtype)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_more_messages_than_the_table_had_rows(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("collectives.link.tcp._FIRST_ROWS", 2)
+    one, other = connect(2)
+    numbers = [torch.full((3,), float(which)) for which in range(50)]
+    landed = [torch.empty(3) for _ in numbers]
+    sent = [send(one, 1, tensor, 7) for tensor in numbers]
+    received = [receive(other, 0, tensor, 7) for tensor in landed]
+    assert len(other._rows) >= 50
+    for pending in (*reversed(received), *sent):
+        pending.wait(in_time())
+    assert all(torch.equal(*pair) for pair in zip(landed, numbers, strict=True))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_compiled_program_outgrows_the_table(
+    connect: Connect, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("collectives.link.tcp._FIRST_ROWS", 1)
+    transports = connect(3)
+    assert_same_bits(transports, algorithm, "sum", [contribution(rank, 999, torch.float32) for rank in range(3)])
+    assert all(len(transport._rows) > 1 for transport in transports)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("kept", [1, 7, 16])
+def test_a_long_program_goes_in_several_tables(
+    connect: Connect, algorithm: str, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("collectives.plan.program._KEPT", kept)
+    assert len(list(program(algorithm, 0, 3, 999).tables())) > 1
+    assert_same_bits(connect(3), algorithm, "sum", [contribution(rank, 999, torch.float32) for rank in range(3)])
+
+
+def test_a_message_that_nobody_awaits_yet_waits_in_its_connection(connect: Connect) -> None:
+    """What comes after it waits too; what others send passes."""
+    first, middle, last = connect(3)
+    early, late, passing = (torch.full((3,), float(which)) for which in range(3))
+    landed = {tag: torch.empty(3) for tag in (5, 6, 7)}
+    send(first, 1, early, 5)
+    send(first, 1, late, 6)
+    behind = receive(middle, 0, landed[6], 6)
+    beside = receive(middle, 2, landed[7], 7)
+    send(last, 1, passing, 7)
+    beside.wait(in_time())
+    assert torch.equal(landed[7], passing)
+    assert failure(lambda: behind.wait(time.monotonic() + SOON_S)).timed_out
+    receive(middle, 0, landed[5], 5).wait(in_time())
+    behind.wait(in_time())
+    assert torch.equal(landed[5], early)
+    assert torch.equal(landed[6], late)
+
+
+def test_messages_go_both_ways_while_one_of_them_is_awaited(connect: Connect) -> None:
+    """Both are longer than what a connection holds, and each is sent while its sender waits for the other."""
+    one, other = connect(2)
+    numbers = [torch.arange(1_000_000) + rank for rank in range(2)]
+    landed = [torch.empty_like(tensor) for tensor in numbers]
+
+    def body(rank: int) -> None:
+        transport = (one, other)[rank]
+        [sent], [received] = transport.post([(1 - rank, numbers[rank])], [(1 - rank, landed[rank])], 7)
+        received.wait(in_time())
+        sent.wait(in_time())
+
+    run_ranks(2, body)
+    assert torch.equal(landed[0], numbers[1])
+    assert torch.equal(landed[1], numbers[0])
+
+
+def framed(tag: int, content: bytes) -> bytes:
+    return struct.pack("<qq", tag, len(content)) + content
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()
+
+
+def move(transport: TcpTransport, peer: int, connection: socket.socket) -> None:
+    """Let a transport take what has come by now: sending is one of the occasions."""
+    send(transport, peer, torch.empty(0), 1).wait(in_time())
+    assert connection.recv(1 << 16) == framed(1, b"")
+
+
+@pytest.mark.parametrize("piece", [1, 3, 15, 16, 17, 100])
+@pytest.mark.parametrize(
+    "lengths", [(0, 0, 5, 0), (1, 15, 16, 17, 31, 0), (300, 1, 300)], ids=lambda lengths: "-".join(map(str, lengths))
+)
+def test_messages_that_come_in_pieces_are_put_together(
+    over_loopback: tuple[TcpTransport, socket.socket], piece: int, lengths: tuple[int, ...]
+) -> None:
+    transport, peer = over_loopback
+    contents = [bytes((which + place) % 256 for place in range(length)) for which, length in enumerate(lengths)]
+    landed = [torch.zeros(length, dtype=torch.uint8) for length in lengths]
+    received = [receive(transport, 1, tensor, 7) for tensor in landed]
+    stream = b"".join(framed(7, content) for content in contents)
+    for begin in range(0, len(stream), piece):
+        peer.sendall(stream[begin : begin + piece])
+        move(transport, 1, peer)
+    for pending in received:
+        pending.wait(in_time())
+    assert [bytes_of(tensor) for tensor in landed] == contents
+
+
+@pytest.mark.parametrize("around", [STAGE_BYTES // 2, STAGE_BYTES, 256 << 10])
+def test_messages_about_as_long_as_what_is_read_at_once(connect: Connect, around: int) -> None:
+    one, other = connect(2)
+    numbers = [torch.arange(around + more).to(torch.uint8) for more in (-17, -16, -1, 0, 1, 16, 17)]
+    landed = [torch.zeros_like(tensor) for tensor in numbers]
+
+    def body(rank: int) -> None:
+        for tensor in (numbers, landed)[rank]:
+            (send(one, 1, tensor, 7) if rank == 0 else receive(other, 0, tensor, 7)).wait(in_time())
+
+    run_ranks(2, body)
+    assert all(torch.equal(*pair) for pair in zip(landed, numbers, strict=True))
+
+
+@pytest.mark.parametrize("numel", [0, 5, 1_000_000])
+def test_what_travels_is_a_tag_a_length_and_the_bytes(
+    over_loopback: tuple[TcpTransport, socket.socket], numel: int
+) -> None:
+    transport, peer = over_loopback
+    tensor = torch.arange(numel)
+    expected = framed(7, bytes_of(tensor))
+    sent = send(transport, 1, tensor, 7)
+    waiting = threading.Thread(target=lambda: sent.wait(in_time()))
+    waiting.start()
+    found = bytearray()
+    while len(found) < len(expected):
+        found += peer.recv(len(expected) - len(found))
+    assert found == expected
+    waiting.join(DEADLINE_S)
+    assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize(("sent", "expected"), [(3, 4), (4, 3), (0, 4), (4, 0)])
+def test_a_message_of_another_length_than_expected(connect: Connect, sent: int, expected: int) -> None:
+    one, other = connect(2)
+    send(one, 1, torch.ones(sent), 7)
+    error = failure(lambda: receive(other, 0, torch.ones(expected), 7).wait(in_time()))
+    assert "rank 0 called something else" in str(error)
+    assert (error.peer, error.timed_out) == (0, False)
+
+
+BROKEN_OFF = {
+    "nothing": b"",
+    "half a header": framed(7, bytes(400))[:8],
+    "a header": framed(7, bytes(400))[:16],
+    "half a message": framed(7, bytes(400))[:200],
+}
+
+
+@pytest.mark.parametrize("said", BROKEN_OFF)
+def test_a_connection_ends_in_the_middle(over_loopback: tuple[TcpTransport, socket.socket], said: str) -> None:
+    transport, peer = over_loopback
+    pending = receive(transport, 1, torch.empty(100), 7)
+    peer.sendall(BROKEN_OFF[said])
+    peer.close()
+    error = failure(lambda: pending.wait(in_time()))
+    assert (error.peer, error.timed_out, str(error)) == (1, False, "rank 1: the connection has ended")
+
+
+def reset(connection: socket.socket) -> None:
+    """End a connection as a host does that knows nothing of it any more."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@pytest.mark.parametrize("said", BROKEN_OFF)
+def test_a_connection_is_reset(over_loopback: tuple[TcpTransport, socket.socket], said: str) -> None:
+    transport, peer = over_loopback
+    pending = receive(transport, 1, torch.empty(100), 7)
+    peer.sendall(BROKEN_OFF[said])
+    reset(peer)
+    error = failure(lambda: pending.wait(in_time()))
+    assert (error.peer, error.timed_out) == (1, False)
+    assert "rank 1: Connection reset by peer" in str(error)
+
+
+@pytest.mark.parametrize("end", [socket.socket.close, reset])
+def test_a_connection_ends_while_a_message_is_sent(
+    over_loopback: tuple[TcpTransport, socket.socket], end: Callable[[socket.socket], None]
+) -> None:
+    transport, peer = over_loopback
+    pending = send(transport, 1, torch.empty(10_000_000), 7)
+    peer.recv(1000, socket.MSG_WAITALL)
+    end(peer)
+    error = failure(lambda: pending.wait(in_time()))
+    assert (error.peer, error.timed_out) == (1, False)
+
+
+def test_a_rank_that_talks_to_others_is_told_who_is_gone(connect: Connect) -> None:
+    """Of two messages it waits for that of rank 1, but the connection to rank 2 is the one that ends."""
+    first, _, last = connect(3)
+    pending = receive(first, 1, torch.empty(3), 7)
+    receive(first, 2, torch.empty(3), 7)
+    last.close()
+    error = failure(lambda: pending.wait(in_time()))
+    assert (error.peer, error.timed_out) == (2, False)
+
+
+def test_a_connection_ends_behind_a_message_that_nobody_awaits(
+    over_loopback: tuple[TcpTransport, socket.socket],
+) -> None:
+    """So long that all of it does not fit where headers arrive."""
+    transport, peer = over_loopback
+    pending = receive(transport, 1, torch.empty(100), 7)
+    peer.sendall(framed(8, bytes(4 * STAGE_BYTES)))
+    peer.close()
+    error = failure(lambda: pending.wait(in_time()))
+    assert (error.peer, error.timed_out) == (1, False)
+
+
+def test_what_came_before_the_end_of_a_connection_is_received(connect: Connect) -> None:
+    one, other = connect(2)
+    numbers, landed = torch.arange(1000), torch.empty(1000, dtype=torch.int64)
+    send(one, 1, numbers, 7).wait(in_time())
+    one.close()
+    receive(other, 0, landed, 7).wait(in_time())
+    assert torch.equal(landed, numbers)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_message_that_never_comes_ends_at_the_deadline(connect: Connect, compiled: bool) -> None:
+    transport = connect(3)[0]
+    buffer = torch.ones(3)
+    run = transport.follow(program("ring", 0, 3, 3), buffer.dtype, "sum")
+    assert run is not None
+    began = time.monotonic()
+    if compiled:
+        error = failure(lambda: run(buffer, buffer, 7, began + SOON_S))
+    else:
+        error = failure(lambda: receive(transport, 2, buffer, 7).wait(began + SOON_S))
+    assert SOON_S <= time.monotonic() - began < DEADLINE_S
+    assert (error.peer, error.awaited, error.timed_out) == (2, {2}, True)
+    assert "nothing came from rank 2" in str(error)
+
+
+def test_a_message_comes_after_a_wait_for_it_has_been_given_up(connect: Connect) -> None:
+    one, other = connect(2)
+    landed = torch.empty(3)
+    pending = receive(other, 0, landed, 7)
+    assert failure(lambda: pending.wait(time.monotonic() + SOON_S)).timed_out
+    send(one, 1, torch.ones(3), 7)
+    pending.wait(in_time())
+    assert torch.equal(landed, torch.ones(3))
+
+
+class Waiting:
+    """A wait of another thread, which has begun."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self.errors: list[LinkError] = []
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(wait,), daemon=True)
+        self._thread.start()
+        assert self._begun.wait(DEADLINE_S)
+
+    def _run(self, wait: Callable[[], object]) -> None:
+        self._begun.set()
+        try:
+            wait()
+        except LinkError as error:
+            self.errors.append(error)
+
+    def join(self) -> list[LinkError]:
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive(), "a wait hangs"
+        return self.errors
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_wait_ends_when_another_thread_aborts(connect: Connect, compiled: bool) -> None:
+    """And so does that of the peer."""
+    one, other = connect(2)
+    buffer = torch.ones(1000)
+    run = one.follow(program("ring", 0, 2, 1000), buffer.dtype, "sum")
+    assert run is not None
+    mine = receive(one, 1, torch.empty(3), 8)
+    theirs = receive(other, 0, torch.empty(3), 8)
+    waits = [
+        Waiting(lambda: run(buffer, buffer, 7, in_time()) if compiled else mine.wait(in_time())),
+        Waiting(lambda: theirs.wait(in_time())),
+    ]
+    one.abort()
+    [[ended], [lost]] = [waiting.join() for waiting in waits]
+    assert (ended.timed_out, lost.timed_out, lost.peer) == (False, False, 0)
+    assert "ended" in str(ended)
+
+
+def test_nothing_goes_on_after_an_abort(connect: Connect) -> None:
+    one, _ = connect(2)
+    one.abort()
+    assert not failure(lambda: send(one, 1, torch.empty(3), 7)).timed_out
+    assert not failure(lambda: receive(one, 1, torch.empty(3), 7).wait(in_time())).timed_out
+
+
+def test_close_takes_nothing_from_a_wait_that_lasts(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("collectives.link.tcp._LEAVE_S", SOON_S)
+    one, other = connect(2)
+    landed = torch.empty(3)
+    pending = receive(other, 0, landed, 7)
+    waiting = Waiting(lambda: pending.wait(in_time()))
+    while not other._running.locked():
+        time.sleep(0.001)
+    other.close()
+    send(one, 1, torch.ones(3), 7)
+    assert waiting.join() == []
+    assert torch.equal(landed, torch.ones(3))
+
+
+def test_close_ends_the_connections_once_nobody_waits(connect: Connect) -> None:
+    one, other = connect(2)
+    connections = list(one._sockets.values())
+    one.close()
+    one.close()
+    assert [connection.fileno() for connection in connections] == [-1]
+    assert "closed" in str(failure(lambda: send(one, 1, torch.empty(3), 7)))
+    assert failure(lambda: receive(other, 0, torch.empty(3), 7).wait(in_time())).peer == 0
+
+
+def test_the_copies_of_a_forked_child_can_be_given_up(connect: Connect) -> None:
+    """They are closed, and nothing else: the connections last while the rank itself has them."""
+    one, other = connect(2)
+    copies = TcpTransport(0, 2, {peer: connection.dup() for peer, connection in one._sockets.items()})
+    copies.disown()
+    assert [connection.fileno() for connection in copies._sockets.values()] == [-1]
+    landed = torch.empty(3)
+    send(one, 1, torch.ones(3), 7)
+    receive(other, 0, landed, 7).wait(in_time())
+    assert torch.equal(landed, torch.ones(3))
+    one.close()
+    assert not failure(lambda: receive(other, 0, landed, 7).wait(in_time())).timed_out
