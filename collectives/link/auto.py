@@ -44,7 +44,8 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
             if len(neighbours) < membership.size and _connects(membership, offers):
                 far = made.enter_context(closing(tcp(membership, timeout_s)))
             if near is not None or far is not group:
-                transport = RoutingTransport(group, far, near, neighbours)
+                shared = _shares(membership, offers)
+                transport = RoutingTransport(group, far, near, neighbours, some_share=shared)
         made.pop_all()
     return transport
 
@@ -61,6 +62,11 @@ def _offers(membership: Membership, timeout_s: float) -> list[dict[str, Any]]:
     offer = {"memory": memory, "sockets": sockets if isinstance(sockets, str) else None}
     answers = membership.everyones("offers", json.dumps(offer).encode(), time.monotonic() + timeout_s + _ALL_COMPILE_S)
     return [json.loads(answer) for answer in answers]
+
+
+def _shares(membership: Membership, offers: Sequence[dict[str, Any]]) -> bool:
+    """Return whether any ranks may share memory, which all ranks know alike."""
+    return any(len(host) > 1 for host in membership.hosts) and all(offer["memory"] for offer in offers)
 
 
 def _memory(membership: Membership, offers: Sequence[dict[str, Any]], timeout_s: float) -> LocalGroup | None:

@@ -36,7 +36,8 @@ class _RemotePending:
 
 class RoutingTransport(Transport):
     """A Transport made of others. group: for CUDA tensors where it carries them, and for whole verbs. near: for CPU tensors to
-    `neighbours`, the ranks that it reaches, this one among them. far: for all other messages; it may be `group`."""
+    `neighbours`, the ranks that it reaches, this one among them. far: for all other messages; it may be `group`. some_share:
+    whether any ranks, perhaps others, share memory."""
 
     def __init__(
         self,
@@ -44,6 +45,8 @@ class RoutingTransport(Transport):
         far: Transport,
         near: SharedMemoryTransport | None,
         neighbours: Sequence[int],
+        *,
+        some_share: bool = False,
     ) -> None:
         self.rank = group.rank
         self.size = group.size
@@ -63,6 +66,7 @@ class RoutingTransport(Transport):
         self._far = far
         self._near = near
         self._neighbours = frozenset(neighbours)
+        self._some_share = some_share
         self._waiter: DaemonThread | None = None
 
     @property
@@ -112,8 +116,11 @@ class RoutingTransport(Transport):
         return self._group.collective(request)
 
     def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun | None:
-        """See Transport. Where messages go both ways, each must be seen to."""
-        return self._far.follow(program, dtype, op) if not self._neighbours & program.peers else None
+        """See Transport. Where messages go both ways, each must be seen to. Which of two zeros is the least depends on the loop:
+        ranks that reduce the same numbers must all use the same one."""
+        if self._neighbours & program.peers or (self._some_share and op in ("min", "max")):
+            return None
+        return self._far.follow(program, dtype, op)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """See Transport."""
