@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -163,6 +164,74 @@ def test_a_program_is_the_same_whether_it_is_kept_or_laid_out_while_it_runs(
         numbers = [row.number for row in instructions if row.kind in (Kind.SEND, Kind.RECEIVE)]
         assert numbers == list(range(len(numbers)))
         assert sorted(row.number for row in instructions if row.kind == Kind.WAIT) == numbers
+
+
+def directed(programs: Sequence[Program], kind: Kind) -> Counter[tuple[int, int, int, int]]:
+    """How many messages of a segment and a length go from one rank to another, by what one of the two ends does."""
+    return Counter(
+        (rank, row.peer, row.segment, row.length) if kind == Kind.SEND else (row.peer, rank, row.segment, row.length)
+        for rank, program in enumerate(programs)
+        for row in program
+        if row.kind == kind
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(("collective", "algorithm"), [(verb, name) for verb in PLANNERS for name in PLANNERS[verb]])
+def test_whoever_only_receives_answers_and_nobody_else(collective: str, algorithm: str, size: int) -> None:
+    """An answer is an empty message, the only one there is, and each has its receiver."""
+
+    def programs(root: int, *, answered: bool) -> list[Program]:
+        places = [Place(rank, size, root, hosts_of(size)) for rank in range(size)]
+        schedules = [PLANNERS[collective][algorithm](place) for place in places]
+        segment = 360 if collective == "alltoall" else 30  # what two ranks give each other there is of one length
+        segments = segments_of_buffer(360, schedules[0].blocks, segment)
+        return [Program(schedule, segments, answered=answered) for schedule in schedules]
+
+    for root in range(size) if collective in ("broadcast", "reduce", "gather", "scatter") else (0,):
+        plain, answering = (programs(root, answered=answered) for answered in (False, True))
+        sent = directed(plain, Kind.SEND)
+        talks = {(sender, receiver) for sender, receiver, _, _ in sent}
+        answers = Counter((receiver, sender, 0, 0) for sender, receiver in talks if (receiver, sender) not in talks)
+        assert directed(plain, Kind.RECEIVE) == sent
+        assert directed(answering, Kind.SEND) == directed(answering, Kind.RECEIVE) == sent + answers
+        for rows in map(list, answering):
+            numbers = [row.number for row in rows if row.kind in (Kind.SEND, Kind.RECEIVE)]
+            assert sorted(row.number for row in rows if row.kind == Kind.WAIT) == sorted(numbers)
+            assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("numel", [0, 2])
+@pytest.mark.parametrize("collective", sorted(PLANNERS.keys() - {"alltoall"}))
+def test_both_ends_know_of_an_answer_where_messages_are_left_out(collective: str, numel: int) -> None:
+    for planner in PLANNERS[collective].values():
+        schedules = [planner(Place(rank, 5, 1, hosts_of(5))) for rank in range(5)]
+        segments = segments_of_buffer(numel, schedules[0].blocks, 30)
+        programs = [Program(schedule, segments, answered=True) for schedule in schedules]
+        assert directed(programs, Kind.SEND) == directed(programs, Kind.RECEIVE)
+
+
+@pytest.mark.parametrize("algorithm", ["recursive_doubling", "direct"])
+def test_nobody_answers_where_all_who_talk_talk_both_ways(algorithm: str) -> None:
+    for rank in range(4):
+        schedule = PLANNERS["allreduce"][algorithm](Place(rank, 4))
+        rows = list(Program(schedule, segments_of_buffer(500, schedule.blocks, 20), answered=True))
+        assert rows == list(Program(schedule, segments_of_buffer(500, schedule.blocks, 20)))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("algorithm", list(PLANNERS["broadcast"]))
+def test_a_program_with_answers_comes_to_its_end(algorithm: str, eager: bool) -> None:
+    size, hub = 5, Hub(5, eager=eager)
+    results = [contribution(rank, 500) for rank in range(size)]
+
+    def body(rank: int) -> None:
+        schedule = PLANNERS["broadcast"][algorithm](Place(rank, size, 2))
+        program = Program(schedule, segments_of_buffer(500, schedule.blocks, 20), answered=True)
+        follow(program, results[rank], "sum", InProcessTransport(hub, rank), tag=5)
+
+    run_ranks(size, body)
+    assert all(torch.equal(result, contribution(2, 500)) for result in results)
 
 
 def test_a_ring_among_very_many_ranks_is_planned_for_one_of_them() -> None:
