@@ -170,6 +170,18 @@ def test_zeros_of_both_signs_and_no_numbers_come_out_alike_everywhere(
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_bits_that_are_no_number_are_the_same_everywhere(
+    connect: Connect, algorithm: str, op: str, dtype: torch.dtype
+) -> None:
+    """The processor has one kind of them of its own, torch another, and of two it keeps one."""
+    numbers = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 1.0]).repeat(20)
+    given = [numbers.roll(rank).to(dtype) for rank in range(4)]
+    assert len(set(allreduced(connect(4), algorithm, op, given, compiled=True))) == 1
+
+
 def test_more_messages_than_the_table_had_rows(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("collectives.link.tcp._FIRST_ROWS", 2)
     one, other = connect(2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from numba import int64, njit
 
-from collectives.kernels.cpu.arithmetic import MAX, MIN, OPS, combine
+from collectives.kernels.cpu.arithmetic import OPS, combine
 from collectives.kernels.cpu.atomics import load, monotonic_ns, store
 from collectives.kernels.cpu.compiling import compiled
 from collectives.kernels.cpu.intrinsics import copy
@@ -392,9 +392,9 @@ def wait_for(context, number):
 
 @njit
 def _reduce(mine, theirs, length, itemsize, arithmetic, op, mine_first):
-    """Reduce what came into what there is. Which of two zeros min and max take depends on the order, which must be that of the
-    ranks."""
-    if mine_first or (op != MIN and op != MAX):
+    """Reduce what came into what there is. Which of two zeros min and max take depends on the order, and so does what comes of
+    two that are no numbers: it must be that of the ranks."""
+    if mine_first:
         combine(arithmetic, mine, theirs, length, op, 1)
     else:
         combine(arithmetic, theirs, mine, length, op, 1)
