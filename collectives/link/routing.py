@@ -116,9 +116,9 @@ class RoutingTransport(Transport):
         return self._group.collective(request)
 
     def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun | None:
-        """See Transport. Where messages go both ways, each must be seen to. Which of two zeros is the least depends on the loop:
-        ranks that reduce the same numbers must all use the same one."""
-        if self._neighbours & program.peers or (self._some_share and op in ("min", "max")):
+        """See Transport. Where messages go both ways, each must be seen to. Ranks that reduce the same numbers must all use the
+        same loop: which of two zeros is the least depends on it, and which bits stand for no number."""
+        if self._neighbours & program.peers or (self._some_share and program.scratch):
             return None
         return self._far.follow(program, dtype, op)
 
