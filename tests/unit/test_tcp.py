@@ -420,6 +420,41 @@ def test_a_message_that_never_comes_ends_at_the_deadline(connect: Connect, compi
     assert "nothing came from rank 2" in str(error)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_deadline_holds_while_messages_trickle_in(
+    over_loopback: tuple[TcpTransport, socket.socket], compiled: bool
+) -> None:
+    transport, peer = over_loopback
+    buffer = torch.zeros(100_000)
+    run = transport.follow(program("ring", 0, 2, buffer.numel()), buffer.dtype, "sum")
+    assert run is not None
+    over = threading.Event()
+
+    def trickle() -> None:
+        """All that a ring would send, in each segment first what is reduced, then what is copied."""
+        segments = [len(layout) for layout in segments_of_buffer(buffer.numel(), 2, SEGMENT)]
+        content = bytes(4 * SEGMENT) if compiled else bytes(400_000)
+        stream = b"".join(framed(7 + segment, content) * 2 for segment in range(len(segments)))
+        for begin in range(0, len(stream), 40):
+            if over.wait(0.001):
+                break
+            peer.send(stream[begin : begin + 40])
+
+    sender = threading.Thread(target=trickle)
+    sender.start()
+    try:
+        deadline = time.monotonic() + SOON_S
+        if compiled:
+            error = failure(lambda: run(buffer, buffer, 7, deadline))
+        else:
+            error = failure(lambda: receive(transport, 1, buffer, 7).wait(deadline))
+    finally:
+        over.set()
+        sender.join()
+    assert time.monotonic() - deadline < DEADLINE_S / 4
+    assert (error.peer, error.timed_out) == (1, True)
+
+
 def test_a_message_comes_after_a_wait_for_it_has_been_given_up(connect: Connect) -> None:
     one, other = connect(2)
     landed = torch.empty(3)

@@ -320,15 +320,20 @@ def _spin_less(context):
 
 
 @njit
-def _wait_for(context, number):
-    """Wait until a message is done; all others move along."""
+def _wait_for(context, number, began):
+    """Wait until a message is done; all others move along. PENDING some time after `began`, so that the caller can see to its
+    deadline however much is moving."""
     tries = 0
-    since = int64(0)
+    slept = False
+    is_late = False
     while True:
         if _get(context, ABORTED) != 0:
             return STOPPED
         if number < _get(context, FIRST) or _get(_row(context, number), ROW_DONE) != 0:
             return FINISHED
+        if is_late:
+            _set(context, PEER, _get(_row(context, number), ROW_PEER))
+            return PENDING
         status = _move_some(context)
         if status in (LOST, DISAGREED):
             return status
@@ -336,18 +341,17 @@ def _wait_for(context, number):
             if 0 < tries <= _get(context, TRIES):
                 _set(context, TRIES, min(_get(context, MOST_TRIES), max(_get(context, TRIES), 4 * tries)))
             tries = 0
-            since = 0
+            slept = False
+            is_late = monotonic_ns() - began > _SLICE_NS
             continue
         tries += 1
         if tries <= _get(context, TRIES):
             continue
-        if since == 0:
-            since = monotonic_ns()
+        if not slept:
+            slept = True
             _spin_less(context)
-        elif monotonic_ns() - since > _SLICE_NS:
-            _set(context, PEER, _get(_row(context, number), ROW_PEER))
-            return PENDING
-        if _sleep(context) == LOST:
+        is_late = monotonic_ns() - began > _SLICE_NS
+        if not is_late and _sleep(context) == LOST:
             return LOST
 
 
@@ -385,7 +389,7 @@ def wait_for(context, number):
     if _get(context, ABORTED) != 0:
         return STOPPED
     if number >= 0:
-        return _wait_for(context, number)
+        return _wait_for(context, number, monotonic_ns())
     status = _move_some(context)
     return FINISHED if status == PENDING else status
 
@@ -409,6 +413,7 @@ def follow(context, instructions, count, base, tag, source, destination, scratch
     arithmetic: the address of the C function that reduces them.
     """
     rank = _get(context, RANK)
+    began = monotonic_ns()
     for index in range(_get(context, NEXT), count):
         at = instructions + 8 * INSTRUCTION_FIELDS * index
         kind, peer, offset, length = load(at), load(at + 8), load(at + 16), load(at + 24)
@@ -426,7 +431,7 @@ def follow(context, instructions, count, base, tag, source, destination, scratch
             if status == PENDING:
                 status = FINISHED
         elif kind == _WAIT:
-            status = _wait_for(context, base + number)
+            status = _wait_for(context, base + number, began)
         else:
             _reduce(
                 destination + offset * itemsize,
