@@ -1,4 +1,4 @@
-"""Messages over connections of our own, all ranks in this process: the bytes, and what a rank hears when they do not come."""
+"""Messages over connections of our own, all ranks in this process: the bytes, and what a rank hears if they do not come."""
 
 from __future__ import annotations
 
