@@ -29,9 +29,10 @@ def _checked(answer: tuple[Any, ...]) -> Any:
 
 
 def _text(size: tuple[Any, ...], read: Any, program: Any) -> bytes:
-    buffer = b" " * _checked(size)
+    nbytes = _checked(size)
+    buffer = bytes(nbytes + 1)  # written to; of one byte, it could be an object that all of Python shares
     _checked(read(program, buffer))
-    return buffer
+    return buffer[:nbytes]
 
 
 @cache
