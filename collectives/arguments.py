@@ -12,6 +12,7 @@ import torch
 
 from collectives.reduction import check_dtype
 from collectives.run.engine import Engine
+from collectives.run.messages import MOST_TAG
 from collectives.run.staging import refusal
 
 
@@ -67,6 +68,16 @@ def check_root(engine: Engine, name: str, root: int) -> None:
         raise TypeError(f"rank {engine.rank}: {name}={root!r}; a whole number is needed")
     if not 0 <= root < engine.size:
         raise ValueError(f"rank {engine.rank}: {name}={root}; allowed are 0 to {engine.size - 1}")
+
+
+def check_message(engine: Engine, name: str, peer: int | None, tag: int) -> None:
+    """peer: the other rank, None for any."""
+    if peer is not None:
+        check_root(engine, name, peer)
+        if peer == engine.rank:
+            raise ValueError(f"rank {engine.rank}: {name}={peer} is this rank; a message needs another one")
+    if not isinstance(tag, int) or not 0 <= tag <= MOST_TAG:
+        raise ValueError(f"rank {engine.rank}: tag={tag!r}; a whole number from 0 to {MOST_TAG} is needed")
 
 
 def part_lengths(

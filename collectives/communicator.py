@@ -26,6 +26,7 @@ from collectives.plan.selection import Table, default_segment_bytes, default_tab
 from collectives.plan.topology import Topology, host_id
 from collectives.reduction import Op, check_dtype
 from collectives.run.engine import Engine
+from collectives.run.messages import MessageWork
 from collectives.run.operations import DRAIN_S, MEET_S
 from collectives.run.plans import Plans, legal_algorithms
 from collectives.run.prepared import PreparedOperation
@@ -610,6 +611,43 @@ class Communicator:
     def barrier(self, *, algorithm: str = "auto", async_op: bool = False) -> Work | None:
         """Return when every rank has called it."""
         return verbs.barrier(self._engine, algorithm=algorithm, async_op=async_op)
+
+    # Messages between two ranks
+
+    @overload
+    def send(self, tensor: Tensor, dst: int, *, tag: int = ..., async_op: Literal[False] = ...) -> None: ...
+
+    @overload
+    def send(self, tensor: Tensor, dst: int, *, tag: int = ..., async_op: Literal[True]) -> MessageWork: ...
+
+    def send(self, tensor: Tensor, dst: int, *, tag: int = 0, async_op: bool = False) -> MessageWork | None:
+        """Send `tensor` to rank dst, which calls recv with a tensor of as many bytes and the same tag (0 to 65535).
+
+        Only the two ranks call anything; messages do not count among the operations that all ranks call in the same order. But
+        what goes from one rank to another, in messages and in operations, is received in the order in which it is sent: a rank
+        that enters an operation, or asks for a later message, before the message that was sent first is asked for, waits until
+        its deadline passes. When send returns, the tensor is free; the message may still be on its way.
+        """
+        return verbs.send(self._engine, tensor, dst, tag, async_op)
+
+    @overload
+    def recv(self, tensor: Tensor, src: int | None = ..., *, tag: int = ..., async_op: Literal[False] = ...) -> int: ...
+
+    @overload
+    def recv(
+        self, tensor: Tensor, src: int | None = ..., *, tag: int = ..., async_op: Literal[True]
+    ) -> MessageWork: ...
+
+    def recv(
+        self, tensor: Tensor, src: int | None = None, *, tag: int = 0, async_op: bool = False
+    ) -> MessageWork | int | None:
+        """Fill `tensor` with a message that rank src sends with this tag; return src. See send for the order.
+
+        src=None takes the next message with the tag from whichever rank sends one, ranks taking turns, and returns that rank
+        (or tells it as .sender of the handle); over gloo's and NCCL's messages that is a ValueError. A thread that waits for
+        messages while others call operations needs a Communicator of its own: there is one turn at a time.
+        """
+        return verbs.recv(self._engine, tensor, src, tag, async_op)
 
     # Objects
 

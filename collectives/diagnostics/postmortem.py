@@ -27,13 +27,15 @@ _TOGETHER_S = 0.2
 class Report:
     """Tells what one rank saw.
 
-    sequence, call: its operation. waiting_for: the ranks that it was waiting for. gave_up: whether it stopped because its own
-    deadline had passed. waited_s: how long it had been in the operation, of the timeout_s that it had. before: number and
-    call of the last operations that it finished.
+    sequence, call: its operation. is_message: whether that is a message, of which other ranks know nothing; sequence is then that
+    of the first operation in which this rank takes no part. waiting_for: the ranks that it was waiting for. gave_up: whether it
+    stopped because its own deadline had passed. waited_s: how long it had been in the operation, of the timeout_s that it had.
+    before: number and call of the last operations that it finished.
     """
 
     sequence: int
     call: str
+    is_message: bool = False
     waiting_for: tuple[int, ...] = ()
     gave_up: bool = False
     waited_s: float = 0.0
@@ -52,7 +54,7 @@ class Report:
 
     def calls(self) -> dict[int, str]:
         """Return the calls that are known of this rank, by their number."""
-        return {**dict(self.before), self.sequence: self.call}
+        return {**dict(self.before), **({} if self.is_message else {self.sequence: self.call})}
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ def inquire(watch: Watch, report: Report) -> Findings:
 def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
     """Return the error that this rank raises. detail: of the link's own error."""
     mine = findings.reports[rank]
+    if mine.is_message:
+        return _of_message(findings, rank, detail)
     if calls := _disagreement(findings.reports):
         return Mismatch(calls, rank=rank, operation=mine.call)
     if gone := findings.gone(mine.sequence):
@@ -108,6 +112,21 @@ def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
         return CollectiveError(f"a connection {pairs} broke: {detail}", rank=rank, operation=mine.call)
     waiting_for, why = _unanswered(findings.reports, rank)
     return CollectiveTimeout(mine.timeout_s, waiting_for, rank=rank, operation=mine.call, detail=why)
+
+
+def _of_message(findings: Findings, rank: int, detail: str) -> CollectiveError:
+    """Return the error of a message, which is a matter of the ranks that it was awaited from or sent to."""
+    mine = findings.reports[rank]
+    peers = set(mine.waiting_for)
+    ended = findings.lost - findings.reports.keys()
+    if gone := (peers & ended) or (ended if not mine.gave_up else set()):
+        return PeerLost(gone, rank=rank, operation=mine.call, has_left=False)
+    if gone := (peers & findings.left.keys()) - findings.reports.keys():
+        return PeerLost(gone, rank=rank, operation=mine.call, has_left=True)
+    said = [f"{ranks_text([peer])} failed in {findings.reports[peer].call}" for peer in peers & findings.reports.keys()]
+    if not mine.gave_up:
+        return CollectiveError("; ".join([*sorted(said), detail]), rank=rank, operation=mine.call)
+    return CollectiveTimeout(mine.timeout_s, peers, rank=rank, operation=mine.call, detail="; ".join(sorted(said)))
 
 
 def _disagreement(reports: Mapping[int, Report]) -> dict[int, str]:

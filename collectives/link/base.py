@@ -25,6 +25,9 @@ class Pending(Protocol):
         Raises LinkError when the connection breaks or the deadline passes.
         """
 
+    def is_done(self) -> bool:
+        """Move what can be moved at once; return whether wait() would return, or raise, at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -74,10 +77,10 @@ class Transport(ABC):
     Attributes: device_types, the kinds of device whose tensors it moves (CUDA tensors go through pinned memory where it moves
     none); posts_together, those of them for which both ends of a message must be posted in the same round, as NCCL wants it;
     quick, whether a message costs microseconds, and not the wake-ups of a backend's threads; eager, whether a send may be over
-    before its receiver has asked for the message, so that programs are to end with an answer; shares_memory, whether this rank
-    shares memory with others of its host; algorithms, the names under which it does whole verbs by itself, by verb; preferred,
-    which of these 'auto' is to take whatever the size, by verb; routes, lines for people: what joins this rank with which others,
-    and why.
+    before its receiver has asked for the message, so that programs are to end with an answer; hears_anyone, whether
+    next_sender() is offered; shares_memory, whether this rank shares memory with others of its host; algorithms, the names under
+    which it does whole verbs by itself, by verb; preferred, which of these 'auto' is to take whatever the size, by verb; routes,
+    lines for people: what joins this rank with which others, and why.
     """
 
     rank: int
@@ -87,6 +90,7 @@ class Transport(ABC):
     shares_memory: bool = False
     quick: bool = False
     eager: bool = False
+    hears_anyone: bool = False
     algorithms: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     preferred: Mapping[str, str] = MappingProxyType({})
     routes: tuple[str, ...] = ()
@@ -107,6 +111,11 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give the resources back. Never blocks."""
+
+    def next_sender(self, tag: int, deadline: float) -> int | None:
+        """Wait until the next message of some rank has a tag, and return that rank; None when the deadline passes. The message
+        stays where it is. Ranks take turns: who was found last is looked at last. Raises LinkError."""
+        raise NotImplementedError(f"{type(self).__name__} must be told whose message is awaited")
 
     def collective(self, request: Request) -> Whole:
         """Make a verb ready that `algorithms` offers. Not a collective call; no deadline runs yet."""

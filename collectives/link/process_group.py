@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import closing
 from datetime import timedelta
 
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from collectives import torch_internals
+from collectives.daemon import DaemonThread
 from collectives.errors import LinkError
 from collectives.link import native
 from collectives.link.base import Message, Pending, Request, Transport, Whole
@@ -52,20 +55,33 @@ def _reason(error: RuntimeError) -> str:
 class _GlooPending:
     """gloo's wait takes a timeout of its own; when it passes, gloo breaks all connections of the group."""
 
-    __slots__ = ("_peer", "_tensor", "_work")
+    __slots__ = ("_peer", "_tensor", "_waiting", "_work")
 
     def __init__(self, work: dist.Work, peer: int | None, tensor: torch.Tensor | None) -> None:
         self._work = work
         self._peer = peer
         self._tensor = tensor  # the backend reads or writes it until the wait is over
+        self._waiting: Future[bool] | None = None
 
     def wait(self, deadline: float) -> None:
         left = max(0.001, deadline - time.monotonic())
         try:
-            self._work.wait(timedelta(seconds=left))
+            if self._waiting is not None:
+                self._waiting.result(left)
+            else:
+                self._work.wait(timedelta(seconds=left))
+        except FutureTimeout:
+            raise LinkError(self._peer, timed_out=True, detail=f"nothing came from rank {self._peer}") from None
         except RuntimeError as error:
             timed_out = time.monotonic() >= deadline - _ROUNDING_S
             raise LinkError(self._peer, timed_out=timed_out, detail=_reason(error)) from None
+
+    def is_done(self) -> bool:
+        if self._waiting is None:  # only who waits is told by gloo
+            thread = DaemonThread("gradwire-gloo")
+            self._waiting = thread.submit(self._work.wait)
+            thread.close()
+        return self._waiting.done()
 
 
 class _StreamPending:
@@ -86,6 +102,9 @@ class _StreamPending:
             self._work.wait()
         except RuntimeError as error:
             raise LinkError(self._peer, timed_out=False, detail=_reason(error)) from None
+
+    def is_done(self) -> bool:
+        return self._work.is_completed()
 
 
 class ProcessGroupTransport(Transport):

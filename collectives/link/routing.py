@@ -3,6 +3,7 @@ the process group for everything else."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import wait
 
@@ -16,6 +17,9 @@ from collectives.link.shared_memory.messages import SharedMemoryTransport
 from collectives.plan.program import Program
 
 _POLL_S = 0.0005
+
+#: How long a look for a message from any other host takes, before it is looked for in memory again.
+_LOOK_S = 0.001
 
 
 class _RemotePending:
@@ -32,6 +36,10 @@ class _RemotePending:
 
     def wait(self, deadline: float) -> None:
         self._routing.wait_for_remote(self._pending, deadline)
+
+    def is_done(self) -> bool:
+        self._routing.nudge()
+        return self._pending.is_done()
 
 
 class RoutingTransport(Transport):
@@ -54,6 +62,7 @@ class RoutingTransport(Transport):
         self.posts_together = group.posts_together
         self.quick = far.quick
         self.eager = far.eager
+        self.hears_anyone = far.hears_anyone or len(neighbours) == group.size
         self.algorithms = group.algorithms
         if near is not None:
             self.shares_memory = True
@@ -67,6 +76,7 @@ class RoutingTransport(Transport):
         self._near = near
         self._neighbours = frozenset(neighbours)
         self._some_share = some_share
+        self._near_was_heard = False
         self._waiter: DaemonThread | None = None
 
     @property
@@ -107,6 +117,27 @@ class RoutingTransport(Transport):
             near.nudge()
             wait([future], _POLL_S)
         future.result()
+
+    def nudge(self) -> None:
+        """Move what is sent through memory, as far as can be at once."""
+        if self._near is not None:
+            self._near.nudge()
+
+    def next_sender(self, tag: int, deadline: float) -> int | None:
+        """See Transport."""
+        if self._near is None:
+            return self._far.next_sender(tag, deadline)
+        if len(self._neighbours) == self.size:
+            return self._near.next_sender(tag, deadline)
+        while True:
+            now = time.monotonic()
+            looks = [(self._near, now), (self._far, min(deadline, now + _LOOK_S))]
+            for part, until in reversed(looks) if self._near_was_heard else looks:
+                if (sender := part.next_sender(tag, until)) is not None:
+                    self._near_was_heard = part is self._near
+                    return sender
+            if now >= deadline:
+                return None
 
     def collective(self, request: Request) -> Whole:
         """See Transport."""

@@ -22,6 +22,9 @@ from collectives.plan.program import Program
 
 _FIRST_ROWS = 256
 
+#: How long one look for a message from any rank takes at most, so that Ctrl-C is heard.
+_LOOK_S = 0.05
+
 #: How often a wait may look again before it sleeps: some 70 us, but not beside work that wants the core.
 _TRIES, _TRIES_BESIDE_WORK = 200, 0
 
@@ -63,6 +66,9 @@ class _RowPending:
     def wait(self, deadline: float) -> None:
         self._transport.finish(self._number, deadline)
 
+    def is_done(self) -> bool:
+        return self._transport.is_done(self._number)
+
 
 class TcpTransport(Transport):
     """A Transport over TCP. connections: nonblocking sockets, by rank, which belong to it from now on.
@@ -72,6 +78,7 @@ class TcpTransport(Transport):
 
     quick = True
     eager = True
+    hears_anyone = True
 
     def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
         kernels = cpu_sockets()
@@ -90,6 +97,8 @@ class TcpTransport(Transport):
         self._wanted = np.zeros(size, dtype=np.int64)
         self._polls = np.zeros((size, kernels.POLL_BYTES), dtype=np.uint8)
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._heard_last = rank
+        self._connections[:, kernels.DESCRIPTOR] = -1
         for peer, connection in self._sockets.items():
             self._connections[peer, kernels.DESCRIPTOR] = connection.fileno()
         self._connections[:, kernels.STAGE] = self._stages.ctypes.data + np.arange(size) * kernels.STAGE_BYTES
@@ -119,6 +128,28 @@ class TcpTransport(Transport):
     def finish(self, number: int, deadline: float) -> None:
         """Return when message `number` of those posted is done; the others move along."""
         self._run(self._kernels.wait_for, (self._address, number), deadline)
+
+    def is_done(self, number: int) -> bool:
+        """Return whether message `number` of those posted is done, after all have been moved as far as can be at once."""
+        kernels = self._kernels
+        self._run(kernels.wait_for, (self._address, -1), time.monotonic())
+        first, row = self._context[kernels.FIRST], self._rows[number % len(self._rows)]
+        return number < int(first) or bool(row[kernels.ROW_DONE])
+
+    def next_sender(self, tag: int, deadline: float) -> int | None:
+        """See Transport."""
+        kernels = self._kernels
+        while True:
+            left_s = deadline - time.monotonic()
+            milliseconds = int(1000 * min(max(left_s, 0.0), _LOOK_S))
+            first = (self._heard_last + 1) % self.size
+            self._run(kernels.next_sender, (self._address, tag, first, milliseconds), deadline)
+            peer = int(self._context[kernels.PEER])
+            if peer >= 0:
+                self._heard_last = peer
+                return peer
+            if left_s <= 0:
+                return None
 
     def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun:
         """See Transport."""

@@ -16,6 +16,7 @@ from collectives.plan.program import Program
 from collectives.plan.spans import Layout, consecutive
 from collectives.reduction import COMBINE, carried, finish
 from collectives.run.executor import execute
+from collectives.run.messages import Messages
 from collectives.run.operations import Operations, Turn, digest
 from collectives.run.payload import Codes, Numbers, Scratch
 from collectives.run.plans import Plans
@@ -28,9 +29,9 @@ _REMEMBERED_CALLS = 256
 class Engine:
     """Runs the operations of one Communicator. timeout_s as there.
 
-    Attributes: rank, size; plans, what it runs; shares_memory, with the other ranks of the host; routes, as of its Transport;
-    device_types, the kinds of device whose tensors the group carries; control_device, the one where what the framework itself
-    sends (tokens, tables, pickled objects) lies.
+    Attributes: rank, size; plans, what it runs; messages, between two ranks; shares_memory, with the other ranks of the host;
+    routes, as of its Transport; device_types, the kinds of device whose tensors the group carries; control_device, the one where
+    what the framework itself sends (tokens, tables, pickled objects) lies.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Engine:
         self._posts_together = transport.posts_together
         self._via_host = "cuda" not in transport.device_types
         self._operations = Operations(transport, watch, timeout_s)
+        self.messages = Messages(transport, self._operations)
         self.run_now = self._operations.run_now
         self._transport = transport
         self._scratch = Scratch()
@@ -99,6 +101,10 @@ class Engine:
             finish(destination, op, self.size)
 
         return Whole(run, needs_meeting=False)
+
+    def hears_anyone(self, tensor: torch.Tensor) -> bool:
+        """Return whether such a tensor can be received without saying from whom."""
+        return self._transport.hears_anyone and (tensor.is_cpu or self._via_host)
 
     def takes_as_is(self, tensor: torch.Tensor, whole: Whole) -> bool:
         """Return whether what the link has made ready may run on the memory of a tensor as it is, with nothing around it."""
@@ -270,7 +276,7 @@ class Engine:
 
     def drain(self, deadline: float) -> None:
         """Finish what is queued, but not beyond the deadline (time.monotonic())."""
-        self._operations.drain(deadline)
+        self._operations.drain(deadline, self.messages.drain)
 
     def part(self, deadline: float) -> None:
         """Wait for the other ranks, but not beyond the deadline (time.monotonic()), and give everything back."""

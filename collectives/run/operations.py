@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import time
 import weakref
@@ -78,6 +79,8 @@ class Operations:
         self._sequence = -1  # of the last turn that began
         self._calls: list[tuple[int, str]] = [(-1, "")] * _REMEMBERED
         self._running = -1
+        self._peers: frozenset[int] = frozenset()  # whose messages are awaited
+        self._vain_since = math.inf
         self._interrupted = False
         self._beside_work = False
         self._failure: CollectiveError | None = None
@@ -101,12 +104,7 @@ class Operations:
     def submit(self, call: str, body: Callable[[Turn], None], *, async_op: bool) -> Work | None:
         """Run `body` when its turn comes; with async_op return its handle at once. Turns are numbered as they come, which is in
         the order of issue; calls from several threads take turns too, in whatever order."""
-        if self._failure is not None:
-            raise CollectiveError(
-                f"the Communicator is broken since an earlier failure ({self._failure}); make a new one",
-                rank=self._rank,
-                operation=call,
-            ) from self._failure
+        self._check_unbroken(call)
         if not async_op:
             turn = object()
             try:
@@ -121,6 +119,35 @@ class Operations:
             return work
         work.wait()
         return None
+
+    def submit_message(
+        self, call: str, peers: frozenset[int], body: Callable[[float], None], *, async_op: bool
+    ) -> Work | None:
+        """Run a part of a message's way, body(deadline), when its turn comes. With async_op return a handle where that is not at
+        once. The turn has no number: of all other ranks, only `peers` may have anything to do with it, and only they can make
+        it fail."""
+        self._check_unbroken(call)
+        turn = object()
+        try:
+            if self._queue.enter(turn, counted=False):
+                self._take_message_turn(call, peers, body, beside_work=False)
+                return None
+        finally:
+            self._queue.leave(turn, self._sequence)
+        work = Work(
+            self._rank, call, lambda: self._take_message_turn(call, peers, body, beside_work=True), counted=False
+        )
+        self._queue.submit(work)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def try_message(self, call: str, peers: frozenset[int], body: Callable[[float], None]) -> bool:
+        """submit_message(), if the turn comes at once; False, with nothing done, where not."""
+        if self._failure is not None or self._queue.busy():
+            return False
+        return self.submit_message(call, peers, body, async_op=True) is None
 
     def run_now(
         self,
@@ -157,11 +184,23 @@ class Operations:
             self._queue.leave(turn, self._sequence)
         return True
 
-    def _take_turn(self, call: str, body: Callable[[Turn], None], *, beside_work: bool) -> None:
+    def _check_unbroken(self, call: str) -> None:
+        if self._failure is not None:
+            raise CollectiveError(
+                f"the Communicator is broken since an earlier failure ({self._failure}); make a new one",
+                rank=self._rank,
+                operation=call,
+            ) from self._failure
+
+    def _check_runs(self, call: str) -> None:
+        """Raise CollectiveError for what was queued before the Communicator broke."""
         if self._failure is not None:
             raise CollectiveError(
                 f"not run, the Communicator broke before ({self._failure})", rank=self._rank, operation=call
             ) from self._failure
+
+    def _take_turn(self, call: str, body: Callable[[Turn], None], *, beside_work: bool) -> None:
+        self._check_runs(call)
         deadline = time.monotonic() + self._timeout_s
         try:
             tag = self._begin(call, digest(call), beside_work=beside_work)
@@ -175,13 +214,37 @@ class Operations:
         finally:
             self._running = -1
 
+    def _take_message_turn(
+        self, call: str, peers: frozenset[int], body: Callable[[float], None], *, beside_work: bool
+    ) -> None:
+        self._check_runs(call)
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            self._wait_beside_work(beside_work)
+            self._peers, self._vain_since = peers, math.inf
+            if self._watch.has_news:
+                if self._watch.failure:
+                    self._check_news(self._sequence)
+                if self._all_gone(peers):  # but they may have left something behind
+                    deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
+            body(deadline)
+            if self._interrupted:
+                raise LinkError(None, timed_out=False, detail=_ENDED, awaited=peers)
+        except BaseException as error:
+            raise self._failed(error, call, deadline, peers) from None
+        finally:
+            self._peers = frozenset()
+
+    def _wait_beside_work(self, beside_work: bool) -> None:
+        if beside_work is not self._beside_work:
+            self._beside_work = beside_work
+            self._transport.wait_beside_work(beside_work)
+
     def _begin(self, call: str, call_digest: int, *, beside_work: bool) -> int:
         """Begin the turn that has come; return its tag. beside_work: whether the caller computes meanwhile, so
         that waits leave the cores to others; in the caller's own thread nothing else has anything to do."""
         sequence = self._queue.number
-        if beside_work is not self._beside_work:
-            self._beside_work = beside_work
-            self._transport.wait_beside_work(beside_work)
+        self._wait_beside_work(beside_work)
         self._calls[sequence % _REMEMBERED] = (sequence, call)
         self._running = self._sequence = sequence
         return (call_digest + sequence * _SPREAD) % 2**30
@@ -193,6 +256,10 @@ class Operations:
             report["sequence"] <= sequence for rank, report in list(watch.reports.items()) if rank != self._rank
         )
 
+    def _all_gone(self, peers: frozenset[int]) -> bool:
+        watch = self._watch
+        return peers <= {*list(watch.lost), *list(watch.left), *list(watch.reports)}
+
     def _check_news(self, sequence: int) -> None:
         """Raise LinkError where it is known before an operation that it cannot be done."""
         watch = self._watch
@@ -203,8 +270,17 @@ class Operations:
 
     def on_news(self) -> float | None:
         """End the wait of the running operation if it waits in vain. Returns as Watch.on_news says."""
-        running = self._running
-        if running < 0 or self._interrupted:
+        running, peers = self._running, self._peers
+        if self._interrupted:
+            return None
+        if peers and self._all_gone(peers):
+            now = time.monotonic()
+            self._vain_since = min(self._vain_since, now)
+            if (left_s := self._vain_since + _LAST_WORDS_S - now) > 0:
+                return left_s
+            self._interrupt()
+            return None
+        if running < 0:
             return None
         if not self._absent(running):
             if not self._watch.lost:
@@ -212,20 +288,25 @@ class Operations:
             left_s = min(list(self._watch.lost.values())) + _LAST_WORDS_S - time.monotonic()
             if left_s > 0:
                 return left_s
-        self._interrupted = True
-        self._transport.abort()
+        self._interrupt()
         return None
 
-    def _failed(self, error: BaseException, call: str, deadline: float) -> BaseException:
+    def _interrupt(self) -> None:
+        self._interrupted = True
+        self._transport.abort()
+
+    def _failed(
+        self, error: BaseException, call: str, deadline: float, peers: frozenset[int] = frozenset()
+    ) -> BaseException:
         """Return what to raise for what went wrong in a turn. All but a Mismatch breaks the Communicator: that one was found
-        before any of the data was sent, by all ranks alike."""
+        before any of the data was sent, by all ranks alike. peers: of a message."""
         if self._sequence < self._queue.number:
             return error  # an interrupt before it began
         if isinstance(error, LinkError):
-            self._failure = self._explain(error, call, deadline)
+            self._failure = self._explain(error, call, deadline, peers)
             return self._failure
         if not isinstance(error, Mismatch):
-            self._break(call, repr(error), self._sequence)
+            self._break(call, repr(error), self._sequence + bool(peers))
         return error
 
     def _break(self, call: str, why: str, sequence: int) -> None:
@@ -234,18 +315,20 @@ class Operations:
         self._watch.say_leaving(sequence)
         self._transport.abort()
 
-    def _explain(self, error: LinkError, call: str, deadline: float) -> CollectiveError:
+    def _explain(self, error: LinkError, call: str, deadline: float, peers: frozenset[int]) -> CollectiveError:
         if self._exiting:
             return CollectiveError("this process is exiting", rank=self._rank, operation=call)
         awaited = error.awaited or (self._watch.others if not isinstance(error, _InVainError) else frozenset())
+        sequence = self._sequence + bool(peers)  # after a message this rank takes no part in the next operation
         report = Report(
-            self._sequence,
+            sequence,
             call,
+            is_message=bool(peers),
             waiting_for=tuple(sorted(awaited - {self._rank})),
             gave_up=error.timed_out,
             waited_s=self._timeout_s - (deadline - time.monotonic()),
             timeout_s=self._timeout_s,
-            before=tuple(sorted(done for done in self._calls if 0 <= done[0] < self._sequence)),
+            before=tuple(sorted(done for done in self._calls if 0 <= done[0] < sequence)),
         )
         self._watch.say_report(report.to_news())
         self._transport.abort()
@@ -261,13 +344,16 @@ class Operations:
         self._watch.say_leaving(promised)
         return True
 
-    def drain(self, deadline: float) -> None:
-        """Finish what is queued, but not beyond the deadline (time.monotonic()), and tell the other ranks."""
+    def drain(self, deadline: float, finish: Callable[[float], None]) -> None:
+        """Finish what is queued, then call finish(deadline), but not beyond the deadline (time.monotonic()), and tell the other
+        ranks."""
         if self._failure is not None or not self._queue.close(max(0.0, deadline - time.monotonic())):
             if self._failure is None:
                 self._break("close", "the end of the time for what was queued", self._unfinished)
             self._transport.abort()
             self._queue.close(_LET_GO_S)
+        else:
+            finish(deadline)
         self._watch.say_done()
 
     def part(self, deadline: float) -> None:

@@ -13,9 +13,10 @@ from collectives.errors import CollectiveError, CollectiveTimeout
 
 
 class Work:
-    """Handle of one asynchronous operation, as `async_op=True` returns it."""
+    """Handle of one asynchronous operation, as `async_op=True` returns it. counted: whether its turn has a number."""
 
-    def __init__(self, rank: int, operation: str, run: Callable[[], None]) -> None:
+    def __init__(self, rank: int, operation: str, run: Callable[[], None], *, counted: bool = True) -> None:
+        self.counted = counted
         self._rank = rank
         self._operation = operation
         self._run = run
@@ -71,7 +72,8 @@ def _cuda_event() -> torch.cuda.Event | None:
 class WorkQueue:
     """Runs works one at a time in the order submitted: on its own thread, or in the caller's when nothing is queued.
 
-    Attributes: number, of the turn that was given last, counted from 0; sealed, whether it takes nothing more.
+    Attributes: number, of the turn that was given last, counted from 0, but for those that are not counted; sealed, whether it
+    takes nothing more.
     """
 
     def __init__(self, name: str) -> None:
@@ -96,7 +98,7 @@ class WorkQueue:
                 self._thread.start()
             self._changed.notify_all()
 
-    def enter(self, turn: object) -> bool:
+    def enter(self, turn: object, *, counted: bool = True) -> bool:
         """Take the queue's turn for the calling thread, which must leave() it; False when anything runs or waits to run,
         and once it is sealed.
 
@@ -107,7 +109,7 @@ class WorkQueue:
             if self._turn is not None or self._queue or self.sealed:
                 return False
             self._turn = turn
-            self.number += 1
+            self.number += counted
             return True
 
     def leave(self, turn: object, last_begun: int) -> None:
@@ -126,7 +128,7 @@ class WorkQueue:
             if self.sealed:
                 return None
             self.sealed = True
-            return self.number + 1 + len(self._queue)
+            return self.number + 1 + sum(work.counted for work in self._queue)
 
     def busy(self) -> bool:
         """Return True while anything runs or waits to run."""
@@ -156,5 +158,6 @@ class WorkQueue:
                     return None
                 self._changed.wait()
             self._turn = True
-            self.number += 1
-            return self._queue.popleft()
+            work = self._queue.popleft()
+            self.number += work.counted
+            return work

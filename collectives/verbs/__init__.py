@@ -16,9 +16,11 @@ from collectives.verbs.alltoall import alltoall
 from collectives.verbs.barrier import barrier
 from collectives.verbs.broadcast import broadcast
 from collectives.verbs.gather import gather
+from collectives.verbs.recv import recv
 from collectives.verbs.reduce import reduce
 from collectives.verbs.reduce_scatter import reduce_scatter
 from collectives.verbs.scatter import scatter
+from collectives.verbs.send import send
 
 __all__ = [
     "allgather",
@@ -31,7 +33,9 @@ __all__ = [
     "grouped_allreduce",
     "named_codec",
     "prepare_allreduce",
+    "recv",
     "reduce",
     "reduce_scatter",
     "scatter",
+    "send",
 ]

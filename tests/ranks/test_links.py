@@ -372,6 +372,58 @@ def close_in_a_wait(name: str) -> None:
     dist.barrier()
 
 
+def look_without_waiting(name: str) -> None:
+    """What has been posted moves on while it is only looked after."""
+    transport = connected(name)
+    after, before = (transport.rank + 1) % SIZE, (transport.rank - 1) % SIZE
+    landed = torch.empty(LARGE)
+    _, [received] = transport.post([], [(before, landed)], 7)
+    assert not received.is_done()
+    dist.barrier()
+    [sent], _ = transport.post([(after, numbers(transport.rank, after, 0, LARGE))], [], 7)
+    until = in_time()
+    while not (received.is_done() and sent.is_done()):
+        assert time.monotonic() < until
+    for pending in (received, sent):
+        pending.wait(in_time())
+    assert torch.equal(landed, numbers(before, transport.rank, 0, LARGE))
+    dist.barrier()
+    transport.close()
+
+
+def hear_anyone(name: str) -> None:
+    """Rank 0 takes messages as they come, by their tag, and long ones in between."""
+    transport = connected(name)
+    if not transport.hears_anyone:
+        with pytest.raises(NotImplementedError):
+            transport.next_sender(7, in_time())
+    elif transport.rank == 0:
+        assert transport.next_sender(7, time.monotonic()) is None
+        dist.barrier()
+        counts = [0] * SIZE
+        for which in range(2 * MANY):
+            sender = transport.next_sender(7, in_time())
+            assert sender is not None
+            landed = torch.empty(LARGE if counts[sender] == SMALL else SMALL)
+            transport.post([], [(sender, landed)], 7)[1][0].wait(in_time())
+            assert torch.equal(landed, numbers(sender, 0, counts[sender], landed.numel())), which
+            counts[sender] += 1
+        assert counts == [0, MANY, MANY]
+        assert transport.next_sender(7, time.monotonic() + SOON_S) is None
+        assert {transport.next_sender(8, in_time()) for _ in range(2)} == {1, 2}
+    else:
+        dist.barrier()
+        sent = []
+        for which in range(MANY):
+            message = numbers(transport.rank, 0, which, LARGE if which == SMALL else SMALL)
+            sent += transport.post([(0, message)], [], 7)[0]
+        for pending in sent:
+            pending.wait(in_time())
+        transport.post([(0, torch.empty(SMALL))], [], 8)
+    dist.barrier()
+    transport.close()
+
+
 CHECKS = [
     exchange_all_kinds,
     take_in_another_order,
@@ -382,6 +434,8 @@ CHECKS = [
     make_tensors,
     post_after_abort,
     close_in_a_wait,
+    look_without_waiting,
+    hear_anyone,
 ]
 
 

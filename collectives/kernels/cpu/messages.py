@@ -17,6 +17,7 @@ from collectives.kernels.cpu.context import (
     LINE,
     PATIENT,
     PEER,
+    PENDING,
     RANK,
     SIZE,
     STOPPED,
@@ -146,6 +147,45 @@ def _move_some(context, rings, capacity, table, first, count, blocked):
         moves += _receive_some(ring, capacity, row)
         store(turn, 1)  # one message a pass: the next one may be for a row that was passed over
     return moves
+
+
+@njit
+def _is_receiving(table, first, count, peer):
+    """Return whether a message of a rank has begun to arrive and is not all there."""
+    for index in range(first, count):
+        row = table + 8 * ROW_FIELDS * index
+        is_from = load(row + 8 * ROW_SENDS) == 0 and load(row + 8 * ROW_PEER) == peer
+        if is_from and load(row + 8 * ROW_MOVED) >= 0 and load(row + 8 * ROW_DONE) == 0:
+            return True
+    return False
+
+
+@compiled(njit, int64(*[int64] * 10), nogil=True)
+def next_sender(context, rings, capacity, table, first, count, blocked, tag, start, patient):
+    """Look for a message with a tag, from any rank, those from `start` on first; with `patient` wait for it a while. PEER is then
+    the rank's place, or -1. The message stays in its ring."""
+    rank, size = field(context, RANK), field(context, SIZE)
+    beats = 0
+    since = monotonic_ns()
+    while True:
+        moves = _move_some(context, rings, capacity, table, first, count, blocked)
+        if moves < 0:
+            set_field(context, PEER, -1 - moves)
+            return DISAGREED
+        for step in range(size):
+            peer = (start + step) % size
+            ring = rings + (peer * size + rank) * (RING_BYTES + capacity)
+            tail = load(ring + TAIL)
+            if peer == rank or load(ring + HEAD) == tail or _is_receiving(table, first, count, peer):
+                continue
+            if load(ring + RING_BYTES + tail % capacity) == tag:
+                set_field(context, PEER, peer)
+                return FINISHED
+        set_field(context, PEER, -1)
+        status = rest(context, beats, since) if patient != 0 else PENDING
+        if status != FINISHED:
+            return FINISHED if status == PENDING else status
+        beats = 0 if moves > 0 else beats + 1
 
 
 @compiled(njit, int64(*[int64] * 8), nogil=True)

@@ -40,4 +40,13 @@ from collectives.kernels.cpu.context import (
     YIELD_NS,
     publish,
 )
-from collectives.kernels.cpu.messages import RING_BYTES, ROW_DONE, ROW_FIELDS, ROW_MOVED, ROW_NBYTES, ROW_SENDS, move
+from collectives.kernels.cpu.messages import (
+    RING_BYTES,
+    ROW_DONE,
+    ROW_FIELDS,
+    ROW_MOVED,
+    ROW_NBYTES,
+    ROW_SENDS,
+    move,
+    next_sender,
+)

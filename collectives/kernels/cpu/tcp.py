@@ -44,7 +44,7 @@ from collectives.kernels.cpu.sockets import (
     WANTED,  # address of SIZE words: what is under way with each rank, SENDS and RECEIVES
     POLLS,  # address of SIZE struct pollfd
     NEXT,  # the instruction at which a program goes on
-    PEER,  # whom the last wait was for, or who is to blame for a failure
+    PEER,  # whom the last wait was for, who is to blame for a failure, or who has sent what was looked for
     ERROR,  # errno of a failure; 0 for a connection that ended
     FIELDS,
 ) = range(17)
@@ -63,13 +63,14 @@ ROW_BYTES = 8 * ROW_FIELDS
 HEADER_BYTES = 16
 
 (
-    DESCRIPTOR,  # of the socket
+    DESCRIPTOR,  # of the socket, -1 where there is none
     STAGE,  # address of STAGE_BYTES, in which headers and short messages arrive
     BEGIN,  # where in it begins what has not been taken out yet
     END,
     CURRENT,  # number of the message that is arriving, -1 for none
+    ENDED,  # 1 once the other end is known to send no more
     CONNECTION_FIELDS,
-) = range(6)
+) = range(7)
 CONNECTION_BYTES = 8 * CONNECTION_FIELDS
 STAGE_BYTES = 16 << 10
 
@@ -279,8 +280,8 @@ def _move_some(context):
 
 
 @njit
-def _sleep(context):
-    """Sleep until a message can be moved, for _SLICE_MS at most. Return FINISHED, or LOST where a connection has ended behind a
+def _sleep(context, milliseconds):
+    """Sleep until a message can be moved, for so long at most. Return FINISHED, or LOST where a connection has ended behind a
     message that nobody awaits: it is not read from, so that nothing else would tell."""
     polls, wanted = _get(context, POLLS), _get(context, WANTED)
     count = 0
@@ -293,7 +294,7 @@ def _sleep(context):
             events |= POLLIN if state & _STUCK == 0 else POLLRDHUP
         watch_for(polls, count, _get(_connection(context, peer), DESCRIPTOR), events)
         count += 1
-    if poll(polls, count, _SLICE_MS) <= 0:
+    if poll(polls, count, milliseconds) <= 0:
         return FINISHED
     count = 0
     for peer in range(_get(context, SIZE)):
@@ -351,7 +352,7 @@ def _wait_for(context, number, began):
             slept = True
             _spin_less(context)
         is_late = monotonic_ns() - began > _SLICE_NS
-        if not is_late and _sleep(context) == LOST:
+        if not is_late and _sleep(context, _SLICE_MS) == LOST:
             return LOST
 
 
@@ -392,6 +393,60 @@ def wait_for(context, number):
         return _wait_for(context, number, monotonic_ns())
     status = _move_some(context)
     return FINISHED if status == PENDING else status
+
+
+@njit
+def _begins(connection, tag):
+    """Return whether the next message of a connection has a tag. Reads what there is of its header."""
+    if _get(connection, CURRENT) >= 0:
+        return False
+    if _get(connection, END) - _get(connection, BEGIN) < HEADER_BYTES:
+        got = _fill(connection)
+        if got == 0 or (got < 0 and got != -EAGAIN and got != -EINTR):
+            _set(connection, ENDED, 1)
+    waiting = _get(connection, END) - _get(connection, BEGIN)
+    return waiting >= HEADER_BYTES and load(_get(connection, STAGE) + _get(connection, BEGIN)) == tag
+
+
+@njit
+def _find_sender(context, tag, first):
+    """Return the first rank, from `first` on, whose next message has a tag; -1 for none. Ranks from which something is to be read
+    before that can be told count as wanted."""
+    size = _get(context, SIZE)
+    wanted = _get(context, WANTED)
+    for step in range(size):
+        peer = (first + step) % size
+        connection = _connection(context, peer)
+        if _get(connection, DESCRIPTOR) < 0 or _get(connection, ENDED) != 0:
+            continue
+        if _begins(connection, tag):
+            return peer
+        is_known = _get(connection, END) - _get(connection, BEGIN) >= HEADER_BYTES
+        if _get(connection, ENDED) == 0 and not is_known:
+            store(wanted + 8 * peer, load(wanted + 8 * peer) | RECEIVES)
+    return -1
+
+
+@compiled(njit, int64(*[int64] * 4), nogil=True)
+def next_sender(context, tag, first, milliseconds):
+    """Wait so long at most for a message with a tag, from any rank; those from `first` on are looked at first. PEER is then the
+    rank, or -1. The message stays where it is."""
+    began = monotonic_ns()
+    tries = 0
+    while True:
+        if _get(context, ABORTED) != 0:
+            return STOPPED
+        status = _move_some(context)
+        if status in (LOST, DISAGREED):
+            return status
+        peer = _find_sender(context, tag, first)
+        _set(context, PEER, peer)
+        left_ms = milliseconds - (monotonic_ns() - began) // 1_000_000
+        if peer >= 0 or left_ms <= 0:
+            return FINISHED
+        tries += 1
+        if tries > _get(context, TRIES) and status == PENDING and _sleep(context, min(left_ms, _SLICE_MS)) == LOST:
+            return LOST
 
 
 @njit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,12 +28,16 @@ class _RingPending:
     def wait(self, deadline: float) -> None:
         self._transport.finish(self._number, deadline)
 
+    def is_done(self) -> bool:
+        return self._transport.is_done(self._number)
+
 
 class SharedMemoryTransport(Transport):
     """A Transport among the members of a LocalGroup. A wait for any message moves all that this rank has posted, so that full
     rings hold up nobody for good. reductions: where all ranks are members, what reduces directly in the memory."""
 
     shares_memory = True
+    hears_anyone = True
 
     def __init__(self, group: LocalGroup, rank: int, size: int, reductions: SharedMemory | None = None) -> None:
         self.rank = rank
@@ -48,6 +53,7 @@ class SharedMemoryTransport(Transport):
         self._first = 0  # all before are done
         self._count = 0
         self._blocked = np.zeros(2 * group.size, dtype=np.int64)
+        self._heard_last = group.index
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int
@@ -61,11 +67,32 @@ class SharedMemoryTransport(Transport):
 
     def finish(self, number: int, deadline: float) -> None:
         """Until message `number` of those posted is done; the others move along."""
+        if not self._has_moved(number):
+            self._move(number - self._dropped, deadline)
+            self._pass_over_done()
+
+    def is_done(self, number: int) -> bool:
+        """Return whether message `number` of those posted is done, after all have been moved as far as can be at once."""
+        self._move(-1, 0.0)
+        return self._has_moved(number)
+
+    def _has_moved(self, number: int) -> bool:
         row = number - self._dropped
-        if row < self._first or self._rows[row, self._kernels.ROW_DONE]:
-            return
-        self._move(row, deadline)
-        self._pass_over_done()
+        return row < self._first or bool(self._rows[row, self._kernels.ROW_DONE])
+
+    def next_sender(self, tag: int, deadline: float) -> int | None:
+        """See Transport."""
+        group = self._group
+        while True:
+            is_late = time.monotonic() >= deadline
+            first = (self._heard_last + 1) % group.size
+            group.run(self._kernels.next_sender, (*self._table(), tag, first, not is_late), deadline)
+            place = int(group.context[self._kernels.PEER])
+            if place >= 0:
+                self._heard_last = place
+                return group.members[place]
+            if is_late:
+                return None
 
     def sends(self) -> bool:
         """Whether any message that was posted is not all in its ring yet."""
@@ -99,19 +126,14 @@ class SharedMemoryTransport(Transport):
         self._group.wait_beside_work(beside_work)
 
     def _move(self, wanted: int, deadline: float) -> None:
+        self._group.run(self._kernels.move, (*self._table(), wanted), deadline)
+
+    def _table(self) -> tuple[int, ...]:
+        """Return what each kernel is told of the rings, and of what has been posted."""
         group = self._group
         table, blocked = self._rows.ctypes.data, self._blocked.ctypes.data
-        arguments = (
-            group.context_address,
-            group.rings,
-            group.plan.ring_bytes,
-            table,
-            self._first,
-            self._count,
-            blocked,
-            wanted,
-        )
-        group.run(self._kernels.move, arguments, deadline)
+        rings = (group.context_address, group.rings, group.plan.ring_bytes)
+        return (*rings, table, self._first, self._count, blocked)
 
     def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> _RingPending:
         if self._count == len(self._rows):

@@ -1,0 +1,268 @@
+"""Messages between two ranks, beside the operations of all: on every link, in order, from one rank or from any."""
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
+from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds
+
+pytestmark = ON_EVERY_TRANSPORT
+
+SIZE = 3
+LARGE = 3_000_000  # elements: more than any ring or socket holds
+SHORT_S = 1.0
+
+
+def communicator(timeout_s: float = EXCHANGE_TIMEOUT_S) -> Communicator:
+    return Communicator(timeout_s=timeout_s)
+
+
+def numbers(sender: int, numel: int) -> torch.Tensor:
+    return torch.arange(numel, dtype=torch.float32) % 1000 + 10_000 * sender
+
+
+def pass_round(numel: int) -> None:
+    """Everyone sends to the next rank, whose tensor may be longer than what lies between them."""
+    with communicator() as comm:
+        after, before = (comm.rank + 1) % SIZE, (comm.rank - 1) % SIZE
+        landed = torch.empty(numel)
+        received = comm.recv(landed, before, async_op=True)
+        sent = comm.send(numbers(comm.rank, numel), after, async_op=True)
+        sent.wait()
+        received.wait(EXCHANGE_TIMEOUT_S)
+        assert received.is_completed()
+        assert (received.sender, sent.sender) == (before, None)
+        assert torch.equal(landed, numbers(before, numel))
+
+
+@pytest.mark.parametrize("numel", [0, 5, LARGE])
+def test_messages_of_any_length_go_round(ranks: Worlds, numel: int) -> None:
+    ranks(SIZE).run(pass_round, numel)
+
+
+def send_among_operations() -> None:
+    with communicator() as comm:
+        for turn in range(5):
+            summed = torch.ones(4)
+            work = comm.allreduce(summed, async_op=True)
+            if comm.rank == 0:
+                comm.send(torch.full((3,), float(turn)), 1, tag=turn)
+            elif comm.rank == 1:
+                landed = torch.empty(3)
+                assert comm.recv(landed, 0, tag=turn) == 0
+                assert torch.equal(landed, torch.full((3,), float(turn)))
+            work.wait()
+            comm.allreduce(summed)
+            assert torch.equal(summed, torch.full((4,), float(SIZE * SIZE)))
+
+
+def test_operations_of_all_ranks_go_on_around_a_message_of_two(ranks: Worlds) -> None:
+    ranks(SIZE).run(send_among_operations)
+
+
+def send_odd_tensors() -> None:
+    values = torch.arange(12).view(3, 4)
+    with communicator() as comm:
+        for dtype in (torch.bool, torch.bfloat16, torch.int16, torch.float64):
+            expected = values.to(dtype)
+            if comm.rank == 0:
+                comm.send(expected.t().contiguous().t(), 1)
+            elif comm.rank == 1:
+                landed = torch.zeros(3, 8, dtype=dtype)
+                comm.recv(landed[:, ::2], 0)
+                assert torch.equal(landed[:, ::2], expected)
+                assert not landed[:, 1::2].any()
+
+
+def test_strided_tensors_of_any_dtype(ranks: Worlds) -> None:
+    ranks(SIZE).run(send_odd_tensors)
+
+
+def serve() -> None:
+    """Rank 0 answers whoever asks, as often as each asks."""
+    with communicator() as comm:
+        if comm.routes and any("gloo" in route for route in comm.routes):
+            with pytest.raises(ValueError, match="needs src="):
+                comm.recv(torch.empty(1))
+            return
+        asked = 20
+        if comm.rank == 0:
+            counts = dict.fromkeys(range(1, SIZE), 0)
+            for turn in range(asked * (SIZE - 1)):
+                question = torch.empty(2)
+                if turn % 2:
+                    sender = comm.recv(question)
+                else:
+                    received = comm.recv(question, async_op=True)
+                    received.wait()
+                    assert received.sender is not None
+                    sender = received.sender
+                assert question[0] == sender
+                comm.send(question * 2, sender, async_op=True)
+                counts[sender] += 1
+            assert counts == dict.fromkeys(range(1, SIZE), asked)
+        else:
+            for turn in range(asked):
+                answer = torch.empty(2)
+                comm.send(torch.tensor([float(comm.rank), float(turn)]), 0)
+                comm.recv(answer, 0)
+                assert answer.tolist() == [2.0 * comm.rank, 2.0 * turn]
+        comm.barrier()
+
+
+def test_a_server_hears_anyone(ranks: Worlds) -> None:
+    ranks(SIZE).run(serve)
+
+
+def take_turns() -> None:
+    """Ranks whose messages lie there are heard one after the other, however many messages each has sent."""
+    with communicator() as comm:
+        if any("gloo" in route for route in comm.routes):
+            return
+        if comm.rank == 0:
+            time.sleep(SHORT_S)
+            senders = [comm.recv(torch.empty(1)) for _ in range(4)]
+            assert senders[0] != senders[1]
+            assert sorted(senders) == [1, 1, 2, 2]
+        else:
+            works = [comm.send(torch.zeros(1), 0, async_op=True) for _ in range(2)]
+            for work in works:
+                work.wait()
+        comm.barrier()
+
+
+def test_nobody_is_heard_before_others_because_he_talks_more(ranks: Worlds) -> None:
+    ranks(SIZE).run(take_turns)
+
+
+def poll() -> None:
+    with communicator() as comm:
+        landed = torch.empty(2)
+        if comm.rank == 0:
+            received = comm.recv(landed, 1, async_op=True)
+            assert not received.is_completed()
+            with pytest.raises(CollectiveTimeout):
+                received.wait(0.05)
+        dist.barrier()
+        if comm.rank == 0:
+            until = time.monotonic() + EXCHANGE_TIMEOUT_S
+            while not received.is_completed():
+                assert time.monotonic() < until
+            received.wait()
+            assert landed.tolist() == [1.0, 2.0]
+        elif comm.rank == 1:
+            comm.send(torch.tensor([1.0, 2.0]), 0)
+        comm.barrier()
+
+
+def test_a_message_under_way_can_be_looked_after_without_waiting(ranks: Worlds) -> None:
+    ranks(SIZE).run(poll)
+
+
+def refuse() -> None:
+    with communicator() as comm:
+        other = (comm.rank + 1) % SIZE
+        for wrong, error in (
+            (lambda: comm.send(torch.ones(1), comm.rank), "is this rank"),
+            (lambda: comm.send(torch.ones(1), SIZE), "allowed are 0 to 2"),
+            (lambda: comm.recv(torch.ones(1), -1), "allowed are 0 to 2"),
+            (lambda: comm.send(torch.ones(1), other, tag=1 << 16), "from 0 to 65535"),
+            (lambda: comm.recv(torch.ones(1).expand(4), other), "clone"),
+        ):
+            with pytest.raises(ValueError, match=error):
+                wrong()
+        with pytest.raises(TypeError):
+            comm.send([1.0], other)  # type: ignore[call-overload]
+        comm.barrier()
+
+
+def test_wrong_arguments_are_found_before_anything_is_sent(ranks: Worlds) -> None:
+    ranks(SIZE).run(refuse)
+
+
+def wait_in_vain() -> None:
+    comm = communicator(SHORT_S if dist.get_rank() == 0 else EXCHANGE_TIMEOUT_S)
+    if comm.rank == 0:
+        with pytest.raises(CollectiveTimeout, match="waiting for rank 1") as caught:
+            comm.recv(torch.empty(1), 1)
+        assert caught.value.waiting_for == (1,)
+        with pytest.raises(CollectiveError, match="broken since"):
+            comm.send(torch.empty(1), 1)
+    dist.barrier()
+    comm.close()
+
+
+def test_a_message_that_does_not_come_has_a_deadline(ranks: Worlds) -> None:
+    ranks(SIZE).run(wait_in_vain)
+
+
+def wait_for_one_that_leaves() -> None:
+    """Rank 2 is not concerned, so that it can go on with rank 0 after rank 1 has left."""
+    comm = communicator()
+    if comm.rank == 0:
+        landed = torch.empty(1)
+        time.sleep(SHORT_S)  # for rank 1 to leave
+        comm.recv(landed, 2)
+        with pytest.raises(PeerLost, match="left") as caught:
+            comm.recv(landed, 1)
+        assert caught.value.ranks == (1,)
+    elif comm.rank == 2:
+        comm.send(torch.ones(1), 0)
+    comm.close()
+
+
+def test_who_leaves_is_missed_only_by_whoever_awaits_a_message_of_his(ranks: Worlds) -> None:
+    ranks(SIZE).run(wait_for_one_that_leaves)
+
+
+def leave_after_sending() -> None:
+    with communicator() as comm:
+        if comm.rank == 1:
+            comm.send(torch.ones(LARGE), 0, async_op=True)
+        elif comm.rank == 0:
+            time.sleep(SHORT_S / 2)
+            landed = torch.empty(LARGE)
+            comm.recv(landed, 1)
+            assert torch.equal(landed, torch.ones(LARGE))
+
+
+def test_what_was_sent_comes_although_its_sender_leaves(ranks: Worlds) -> None:
+    ranks(SIZE).run(leave_after_sending)
+
+
+def lose_one() -> None:
+    """Rank 1 ends without a word while rank 0 awaits a message of its."""
+    comm = communicator()
+    if comm.rank == 1:
+        time.sleep(SHORT_S / 2)
+        os._exit(0)
+    if comm.rank == 0:
+        with pytest.raises(PeerLost) as caught:
+            comm.recv(torch.empty(1), 1)
+        assert caught.value.ranks == (1,)
+    comm.close()
+
+
+def test_a_sender_that_dies_is_named(failing_world: Callable[[int], World]) -> None:
+    world = failing_world(SIZE)
+    world.start(lose_one)
+    for outcome in world.collect(2 * EXCHANGE_TIMEOUT_S, ranks=(0, 2)):
+        assert outcome.status == "returned", str(outcome)
+
+
+def hear_of_another_length() -> None:
+    with communicator() as comm:
+        if comm.rank == 1:
+            comm.send(torch.ones(4), 0, async_op=True)
+        elif comm.rank == 0 and not any("gloo" in route for route in comm.routes):
+            with pytest.raises(CollectiveError, match=r"recv\(float32\[3\], src=1, tag=0\)"):
+                comm.recv(torch.empty(3), 1)
+
+
+def test_a_message_of_another_length_is_refused(ranks: Worlds) -> None:
+    ranks(SIZE).run(hear_of_another_length)
