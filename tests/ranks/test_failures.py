@@ -119,8 +119,11 @@ def suffer(algorithm: str, phase: str, fault: str, victim: int) -> Witness:
         exchange()
     if phase == "while idle in async":
         wait(exchange(async_op=True))
-    works = [exchange(LARGE, async_op=True) for _ in range(8)] if phase == "in the middle" else []
-    wait(*works[:1])
+    works = []
+    if phase == "in the middle":
+        works += [exchange(LARGE, async_op=True) for _ in range(8)]
+        dist.barrier()  # nobody is still issuing
+        works[0].wait()
     if is_victim:
         FAULTS[fault]()
     if phase == "in the middle":

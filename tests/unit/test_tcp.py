@@ -448,10 +448,10 @@ def test_a_deadline_holds_while_messages_trickle_in(
             error = failure(lambda: run(buffer, buffer, 7, deadline))
         else:
             error = failure(lambda: receive(transport, 1, buffer, 7).wait(deadline))
+        assert sender.is_alive()
     finally:
         over.set()
         sender.join()
-    assert time.monotonic() - deadline < DEADLINE_S / 4
     assert (error.peer, error.timed_out) == (1, True)
 
 
