@@ -39,12 +39,13 @@ class Communicator:
     group: a ProcessGroup over gloo (CPU tensors; CUDA tensors travel through pinned memory) or NCCL (CUDA tensors); None is
     the world. timeout_s: seconds that each operation may take from its start. segment_bytes: how large a piece of one rank's
     share is sent at once when a buffer is long; larger pieces cost less overhead, smaller ones overlap better; None chooses
-    by topology. link: the name of what moves the bytes: 'auto', 'process_group' or one that register_link was given; None is
-    what COLLECTIVES_LINK says, else 'auto'. segment_bytes, link and the tables of COLLECTIVES_<VERB> must be the same on all
-    ranks, or all get a ValueError that says what differs; timeout_s need not be.
+    by topology. link: the name of what moves the bytes: 'auto', 'tcp', 'process_group' or one that register_link was given;
+    None is what COLLECTIVES_LINK says, else 'auto'. segment_bytes, link and the tables of COLLECTIVES_<VERB> must be the same on
+    all ranks, or all get a ValueError that says what differs; timeout_s need not be.
 
-    By the link 'auto', CPU tensors between ranks of one host go through memory that these share, all else through the group's
-    backend. Where memory cannot be shared (the log says why), or with COLLECTIVES_SHARED_MEMORY=0 on any rank, everything does.
+    By the link 'auto', CPU tensors between ranks of one host go through memory that these share, and between all others over TCP;
+    all else goes through the group's backend. Where memory cannot be shared (the log says why), or with
+    COLLECTIVES_SHARED_MEMORY=0 on any rank, TCP is used inside hosts too, and gloo where a rank has no compiled kernels.
 
     Making one is a collective call, and so is every verb: all ranks of the group call the same verbs in the same order. Threads
     of a rank may share one where it does not matter whose call comes first, because their calls are equal: otherwise ranks could
@@ -184,22 +185,6 @@ class Communicator:
         step: int | None = ...,
         seed: int | None = ...,
         algorithm: str = ...,
-        async_op: Literal[False] = ...,
-    ) -> None: ...
-
-    @overload
-    def allreduce(
-        self,
-        tensor: Tensor,
-        op: Op = ...,
-        *,
-        prescale: float = ...,
-        postscale: float = ...,
-        codec: str | Codec | None = ...,
-        feedback: Feedback | None = ...,
-        step: int | None = ...,
-        seed: int | None = ...,
-        algorithm: str = ...,
         async_op: Literal[True],
     ) -> Work: ...
 
@@ -216,7 +201,7 @@ class Communicator:
         step: int | None = ...,
         seed: int | None = ...,
         algorithm: str = ...,
-        async_op: bool,
+        async_op: bool = ...,
     ) -> Work | None: ...
 
     def allreduce(
@@ -303,18 +288,6 @@ class Communicator:
         prescale: float = ...,
         postscale: float = ...,
         algorithm: str = ...,
-        async_op: Literal[False] = ...,
-    ) -> None: ...
-
-    @overload
-    def grouped_allreduce(
-        self,
-        tensors: Sequence[Tensor],
-        op: Op = ...,
-        *,
-        prescale: float = ...,
-        postscale: float = ...,
-        algorithm: str = ...,
         async_op: Literal[True],
     ) -> Work: ...
 
@@ -327,7 +300,7 @@ class Communicator:
         prescale: float = ...,
         postscale: float = ...,
         algorithm: str = ...,
-        async_op: bool,
+        async_op: bool = ...,
     ) -> Work | None: ...
 
     def grouped_allreduce(
@@ -351,8 +324,8 @@ class Communicator:
         op: Op = ...,
         *,
         algorithm: str = ...,
-        async_op: Literal[False] = ...,
-    ) -> None: ...
+        async_op: Literal[True],
+    ) -> Work: ...
 
     @overload
     def reduce_scatter(
@@ -362,12 +335,7 @@ class Communicator:
         op: Op = ...,
         *,
         algorithm: str = ...,
-        async_op: Literal[True],
-    ) -> Work: ...
-
-    @overload
-    def reduce_scatter(
-        self, output: Tensor, input: Tensor | Sequence[Tensor], op: Op = ..., *, algorithm: str = ..., async_op: bool
+        async_op: bool = ...,
     ) -> Work | None: ...
 
     def reduce_scatter(
@@ -387,17 +355,12 @@ class Communicator:
 
     @overload
     def reduce(
-        self, tensor: Tensor, dst: int = ..., op: Op = ..., *, algorithm: str = ..., async_op: Literal[False] = ...
-    ) -> None: ...
-
-    @overload
-    def reduce(
         self, tensor: Tensor, dst: int = ..., op: Op = ..., *, algorithm: str = ..., async_op: Literal[True]
     ) -> Work: ...
 
     @overload
     def reduce(
-        self, tensor: Tensor, dst: int = ..., op: Op = ..., *, algorithm: str = ..., async_op: bool
+        self, tensor: Tensor, dst: int = ..., op: Op = ..., *, algorithm: str = ..., async_op: bool = ...
     ) -> Work | None: ...
 
     def reduce(
@@ -410,17 +373,12 @@ class Communicator:
 
     @overload
     def allgather(
-        self, output: Tensor | Sequence[Tensor], input: Tensor, *, algorithm: str = ..., async_op: Literal[False] = ...
-    ) -> None: ...
-
-    @overload
-    def allgather(
         self, output: Tensor | Sequence[Tensor], input: Tensor, *, algorithm: str = ..., async_op: Literal[True]
     ) -> Work: ...
 
     @overload
     def allgather(
-        self, output: Tensor | Sequence[Tensor], input: Tensor, *, algorithm: str = ..., async_op: bool
+        self, output: Tensor | Sequence[Tensor], input: Tensor, *, algorithm: str = ..., async_op: bool = ...
     ) -> Work | None: ...
 
     def allgather(
@@ -438,32 +396,18 @@ class Communicator:
         return verbs.allgather(self._engine, output, input, algorithm=algorithm, async_op=async_op)
 
     @overload
-    def broadcast(
-        self, tensor: Tensor, src: int = ..., *, algorithm: str = ..., async_op: Literal[False] = ...
-    ) -> None: ...
-
-    @overload
     def broadcast(self, tensor: Tensor, src: int = ..., *, algorithm: str = ..., async_op: Literal[True]) -> Work: ...
 
     @overload
-    def broadcast(self, tensor: Tensor, src: int = ..., *, algorithm: str = ..., async_op: bool) -> Work | None: ...
+    def broadcast(
+        self, tensor: Tensor, src: int = ..., *, algorithm: str = ..., async_op: bool = ...
+    ) -> Work | None: ...
 
     def broadcast(
         self, tensor: Tensor, src: int = 0, *, algorithm: str = "auto", async_op: bool = False
     ) -> Work | None:
         """Copy rank src's `tensor` into that of every other rank, in place."""
         return verbs.broadcast(self._engine, tensor, src, algorithm=algorithm, async_op=async_op)
-
-    @overload
-    def gather(
-        self,
-        input: Tensor,
-        output: Sequence[Tensor] | None = ...,
-        dst: int = ...,
-        *,
-        algorithm: str = ...,
-        async_op: Literal[False] = ...,
-    ) -> None: ...
 
     @overload
     def gather(
@@ -484,7 +428,7 @@ class Communicator:
         dst: int = ...,
         *,
         algorithm: str = ...,
-        async_op: bool,
+        async_op: bool = ...,
     ) -> Work | None: ...
 
     def gather(
@@ -507,17 +451,6 @@ class Communicator:
         src: int = ...,
         *,
         algorithm: str = ...,
-        async_op: Literal[False] = ...,
-    ) -> None: ...
-
-    @overload
-    def scatter(
-        self,
-        output: Tensor,
-        input: Sequence[Tensor] | None = ...,
-        src: int = ...,
-        *,
-        algorithm: str = ...,
         async_op: Literal[True],
     ) -> Work: ...
 
@@ -529,7 +462,7 @@ class Communicator:
         src: int = ...,
         *,
         algorithm: str = ...,
-        async_op: bool,
+        async_op: bool = ...,
     ) -> Work | None: ...
 
     def scatter(
@@ -553,18 +486,6 @@ class Communicator:
         input_splits: Sequence[int] | None = ...,
         *,
         algorithm: str = ...,
-        async_op: Literal[False] = ...,
-    ) -> None: ...
-
-    @overload
-    def alltoall(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_splits: Sequence[int] | None = ...,
-        input_splits: Sequence[int] | None = ...,
-        *,
-        algorithm: str = ...,
         async_op: Literal[True],
     ) -> Work: ...
 
@@ -577,7 +498,7 @@ class Communicator:
         input_splits: Sequence[int] | None = ...,
         *,
         algorithm: str = ...,
-        async_op: bool,
+        async_op: bool = ...,
     ) -> Work | None: ...
 
     def alltoall(
@@ -600,13 +521,10 @@ class Communicator:
         )
 
     @overload
-    def barrier(self, *, algorithm: str = ..., async_op: Literal[False] = ...) -> None: ...
-
-    @overload
     def barrier(self, *, algorithm: str = ..., async_op: Literal[True]) -> Work: ...
 
     @overload
-    def barrier(self, *, algorithm: str = ..., async_op: bool) -> Work | None: ...
+    def barrier(self, *, algorithm: str = ..., async_op: bool = ...) -> Work | None: ...
 
     def barrier(self, *, algorithm: str = "auto", async_op: bool = False) -> Work | None:
         """Return when every rank has called it."""
