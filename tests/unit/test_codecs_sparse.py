@@ -317,7 +317,7 @@ def test_a_wire_of_another_length_is_refused(codec: Sparse) -> None:
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_large_results_of_indices_that_cannot_be(offset: int) -> None:
-    """Those at addresses that vectors have are written past the caches, in the order of the indices."""
+    """Those at addresses that vectors have are cleared past the caches. The order of the indices does not matter."""
     codec, out = TopK(), torch.full((LARGE + offset,), math.nan)[offset:]
     wire = encoded(codec, numbers(LARGE, "gaussian"))
     indices = wire[: 4 * codec.count(LARGE)].view(torch.int32)
@@ -327,12 +327,8 @@ def test_large_results_of_indices_that_cannot_be(offset: int) -> None:
             codec.decode(wire, out)
         indices[place] = before
     indices[[0, -1]] = indices[[-1, 0]]
-    if offset == 0:
-        with pytest.raises(ValueError, match="out of order"):
-            codec.decode(wire, out)
-    else:
-        codec.decode(wire, out)
-        assert int((out != 0).sum()) == codec.count(LARGE)
+    codec.decode(wire, out)
+    assert int((out != 0).sum()) == codec.count(LARGE)
 
 
 @pytest.mark.parametrize("ratio", [0.0, -0.1, 1.5, math.nan])

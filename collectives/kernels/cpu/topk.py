@@ -14,30 +14,26 @@ from collectives.kernels.wire import pad16
 
 
 @njit
-def _scatter_past_the_caches(wire_indices, wire_values, count, out, n, scale):
-    places, numbers, piece = int32_at(wire_indices), float32_at(wire_values), room()
-    to, e = float32_at(piece), 0
-    for begin in range(0, n, PIECE):
-        length = min(PIECE, n - begin)
-        for i in range(length):
+def _clear(out, n):
+    """Set numbers to zero, many of them past the caches."""
+    zeros, to = room(), float32_at(out)
+    if not streams(out, n):
+        for i in range(n):
             to[i] = 0
-        while e < count and begin <= places[e] < begin + length:
-            to[places[e] - begin] += numbers[e] * scale
-            e += 1
-        stream(piece, out + 4 * begin, length)
+        return
+    for i in range(PIECE):
+        float32_at(zeros)[i] = 0
+    for begin in range(0, n, PIECE):
+        stream(zeros, out + 4 * begin, min(PIECE, n - begin))
     settle()
-    return count - e
 
 
 def _scatter(wire_indices, wire_values, count, out, n, add, scale):
-    """Put numbers where their indices say. Return how many lie outside or, where that is seen, do not ascend."""
-    if add == 0 and streams(out, n):
-        return _scatter_past_the_caches(wire_indices, wire_values, count, out, n, scale)
+    """Put numbers where their indices say. Return how many lie outside."""
     places, numbers, to = int32_at(wire_indices), float32_at(wire_values), float32_at(out)
     outside = 0
     if add == 0:
-        for i in range(n):
-            to[i] = 0
+        _clear(out, n)
     for e in range(count):
         i = int64(places[e])
         if i < 0 or i >= n:
@@ -72,9 +68,7 @@ def _scattered(places: int, entries: int, count: int, out: torch.Tensor, add: bo
     """Scatter from the part of a wire at an address that has room for so many entries, `count` of them used."""
     n = out.numel()
     if kernel_of(_scatter)(places, places + pad16(4 * entries), count, out.data_ptr(), n, add, scale):
-        raise ValueError(
-            f"the wire holds indices outside of [0, {n}) or out of order: it was not encoded from as many numbers"
-        )
+        raise ValueError(f"the wire holds indices outside of [0, {n}): it was not encoded from as many numbers")
 
 
 def topk_encode(values: torch.Tensor, residual: torch.Tensor | None, wire: torch.Tensor, k: int) -> None:
