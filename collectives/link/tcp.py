@@ -18,6 +18,7 @@ from collectives.link.base import Message, Pending, Transport, WholeRun
 from collectives.link.handshake import Listener
 from collectives.link.membership import Membership
 from collectives.link.own_address import own_address
+from collectives.link.rows import RowPending
 from collectives.plan.program import Program
 
 _FIRST_ROWS = 256
@@ -51,23 +52,6 @@ def tcp(membership: Membership, timeout_s: float) -> Transport:
     transport = TcpTransport(membership.rank, membership.size, connections)
     transport.routes = (f"{ranks_text(peers)}: TCP, from {listener.card.split()[0]}",)
     return transport
-
-
-class _RowPending:
-    """A row of the transport's table."""
-
-    __slots__ = ("_number", "_tensor", "_transport")
-
-    def __init__(self, transport: TcpTransport, number: int, tensor: torch.Tensor) -> None:
-        self._transport = transport
-        self._number = number
-        self._tensor = tensor  # read or written until the wait is over
-
-    def wait(self, deadline: float) -> None:
-        self._transport.finish(self._number, deadline)
-
-    def is_done(self) -> bool:
-        return self._transport.is_done(self._number)
 
 
 class TcpTransport(Transport):
@@ -126,11 +110,11 @@ class TcpTransport(Transport):
         return sent, received
 
     def finish(self, number: int, deadline: float) -> None:
-        """Return when message `number` of those posted is done; the others move along."""
+        """See Table."""
         self._run(self._kernels.wait_for, (self._address, number), deadline)
 
     def is_done(self, number: int) -> bool:
-        """Return whether message `number` of those posted is done, after all have been moved as far as can be at once."""
+        """See Table."""
         kernels = self._kernels
         self._run(kernels.wait_for, (self._address, -1), time.monotonic())
         first, row = self._context[kernels.FIRST], self._rows[number % len(self._rows)]
@@ -195,12 +179,12 @@ class TcpTransport(Transport):
         for connection in self._sockets.values():
             connection.close()
 
-    def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> _RowPending:
+    def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> RowPending:
         number = int(self._context[self._kernels.COUNT])
         nbytes = tensor.numel() * tensor.element_size()
         arguments = (self._address, sends, peer, tag, tensor.data_ptr(), nbytes)
         self._run(self._kernels.add, arguments, time.monotonic())
-        return _RowPending(self, number, tensor)
+        return RowPending(self, number, tensor)
 
     def _run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> None:
         """Call a kernel until it is through. Raises LinkError where it cannot be, or the deadline passes."""

@@ -9,27 +9,11 @@ import numpy as np
 import torch
 
 from collectives.link.base import Message, Pending, Request, Transport, Whole
+from collectives.link.rows import RowPending
 from collectives.link.shared_memory.group import LocalGroup
 from collectives.link.shared_memory.reductions import PREFERRED, SharedMemory
 
 _FIRST_ROWS = 64
-
-
-class _RingPending:
-    """A row of the transport's table."""
-
-    __slots__ = ("_number", "_tensor", "_transport")
-
-    def __init__(self, transport: SharedMemoryTransport, number: int, tensor: torch.Tensor) -> None:
-        self._transport = transport
-        self._number = number
-        self._tensor = tensor  # read or written until the wait is over
-
-    def wait(self, deadline: float) -> None:
-        self._transport.finish(self._number, deadline)
-
-    def is_done(self) -> bool:
-        return self._transport.is_done(self._number)
 
 
 class SharedMemoryTransport(Transport):
@@ -66,13 +50,13 @@ class SharedMemoryTransport(Transport):
         return sent, received
 
     def finish(self, number: int, deadline: float) -> None:
-        """Until message `number` of those posted is done; the others move along."""
+        """See Table."""
         if not self._has_moved(number):
             self._move(number - self._dropped, deadline)
             self._pass_over_done()
 
     def is_done(self, number: int) -> bool:
-        """Return whether message `number` of those posted is done, after all have been moved as far as can be at once."""
+        """See Table."""
         self._move(-1, 0.0)
         return self._has_moved(number)
 
@@ -135,13 +119,13 @@ class SharedMemoryTransport(Transport):
         rings = (group.context_address, group.rings, group.plan.ring_bytes)
         return (*rings, table, self._first, self._count, blocked)
 
-    def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> _RingPending:
+    def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> RowPending:
         if self._count == len(self._rows):
             self._make_room()
         nbytes = tensor.numel() * tensor.element_size()
         self._rows[self._count] = (sends, self._index[peer], tag, tensor.data_ptr(), nbytes, -1, 0, 0)
         self._count += 1
-        return _RingPending(self, self._dropped + self._count - 1, tensor)
+        return RowPending(self, self._dropped + self._count - 1, tensor)
 
     def _pass_over_done(self) -> None:
         done = self._rows[: self._count, self._kernels.ROW_DONE]
