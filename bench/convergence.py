@@ -116,7 +116,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=partial(count_from, 0), default=0, help="of weights and data (default 0)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (default auto)")
     add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
-    add("--plot", type=picture, metavar="FILE.png", help="draw loss over steps and over wire bytes")
+    add("--plot", type=picture, metavar="FILE.png", help="draw the loss over steps")
     return parser.parse_args(arguments)
 
 

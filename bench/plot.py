@@ -14,7 +14,8 @@ from bench.table import Row
 from collectives.sizes import format_size
 
 STYLES: dict[str, dict[str, Any]] = {
-    "auto": {"color": "#d1495b", "linewidth": 2.6, "marker": "o", "markersize": 5, "zorder": 5},
+    # Broad and pale, for it lies over the line of the algorithm that it has chosen.
+    "auto": {"color": "#d1495b", "linewidth": 7, "alpha": 0.35, "solid_capstyle": "round", "zorder": 3},
     "native": {
         "color": "#222222",
         "linewidth": 1.8,

@@ -11,7 +11,7 @@ from torch import nn
 pytest.importorskip("matplotlib")
 
 from bench.convergence import MODELS, ConvergenceRow, format_row, parse_arguments, wire_bytes
-from bench.convergence_plot import draw, smoothed, spread
+from bench.convergence_plot import draw, kinds_of, smoothed
 from trainer.compression import NAMES
 
 
@@ -46,14 +46,6 @@ def test_bytes_of_a_step() -> None:
     assert wire_bytes(module, "powersgd", 4) == 1.5 * 4 * (4 * (128 + 64) + small)
 
 
-def test_names_keep_their_distance_and_their_order() -> None:
-    assert spread([0.5, 0.1, 0.9], 0.1) == [0.5, 0.1, 0.9]
-    assert spread([0.5, 0.5, 0.52], 0.1) == pytest.approx([0.5, 0.6, 0.7])
-    assert spread([1.0, 1.0, 0.95], 0.1) == pytest.approx([0.9, 1.0, 0.8])
-    assert spread([0.0] * 3, 0.8) == pytest.approx([0.0, 0.5, 1.0])
-    assert spread([0.3], 0.1) == [0.3]
-
-
 def row(codec: str, losses: list[float]) -> ConvergenceRow:
     return ConvergenceRow(
         "m", codec, codec, 4, 1000, len(losses), 0, losses[-1], losses[-1], 1.25, 0.5, 6000.0, 1.0, True, losses
@@ -65,6 +57,14 @@ def test_smoothing_keeps_to_whole_windows() -> None:
     assert (steps[0], steps[-1]) == (3, 78)
     assert losses == pytest.approx(steps)
     assert smoothed(row("none", [3.0, 2.0])) == ([1, 2], [3.0, 2.0])
+
+
+def test_every_codec_has_a_panel_and_only_none_has_none() -> None:
+    rows = [row(name, [1.0]) for name in (*NAMES, "new")]
+    kinds = kinds_of(rows)
+    assert kinds[-1] == ("others", [rows[-1]])
+    assert sorted(each.codec for _, of_kind in kinds for each in of_kind) == sorted({*NAMES, "new"} - {"none"})
+    assert kinds_of(rows[:1]) == []
 
 
 def test_a_picture_even_of_a_run_that_diverged(tmp_path: Path) -> None:
