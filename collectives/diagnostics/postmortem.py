@@ -27,20 +27,20 @@ _TOGETHER_S = 0.2
 class Report:
     """Tells what one rank saw.
 
-    sequence, call: its operation. is_message: whether that is a message, of which other ranks know nothing; sequence is then that
-    of the first operation in which this rank takes no part. waiting_for: the ranks that it was waiting for. gave_up: whether it
-    stopped because its own deadline had passed. waited_s: how long it had been in the operation, of the timeout_s that it had.
-    before: number and call of the last operations that it finished.
+    sequence, call: its operation. waiting_for: the ranks that it was waiting for. gave_up: whether it stopped because its own
+    deadline had passed. waited_s: how long it had been in the operation, of the timeout_s that it had. before: number and
+    call of the last operations that it finished. is_message: whether the call is a message, of which other ranks know nothing;
+    sequence is then that of the first operation in which this rank takes no part.
     """
 
     sequence: int
     call: str
-    is_message: bool = False
     waiting_for: tuple[int, ...] = ()
     gave_up: bool = False
     waited_s: float = 0.0
     timeout_s: float = 0.0
     before: tuple[tuple[int, str], ...] = ()
+    is_message: bool = False
 
     def to_news(self) -> dict[str, Any]:
         """Return it as numbers, strings and lists; from_news() is the way back."""

@@ -66,6 +66,66 @@ def leaves(watch: Watch) -> None:
     watch.say_leaving(0)
 
 
+def test_messages_are_not_counted_and_wait_for_their_turn() -> None:
+    """The number of an operation is what ranks agree on, whoever of them exchanges messages in between."""
+    with operations(2) as (mine, _, _):
+        numbers: list[int] = []
+        go_on = threading.Event()
+
+        def operation(turn: Turn) -> None:
+            numbers.append(turn.sequence)
+
+        def slow(turn: Turn) -> None:
+            assert go_on.wait(DEADLINE_S)
+
+        def message(deadline: float) -> None:
+            numbers.append(-1)
+
+        mine.submit("allreduce", operation, async_op=False)
+        assert mine.submit_message("send", frozenset({1}), message, async_op=True) is None
+        mine.submit("allreduce", slow, async_op=True)
+        assert not mine.try_message("send", frozenset({1}), message)
+        queued = mine.submit_message("send", frozenset({1}), message, async_op=True)
+        assert queued is not None
+        last = mine.submit("allreduce", operation, async_op=True)
+        assert last is not None
+        go_on.set()
+        last.wait()
+        assert queued.is_completed()
+        assert numbers == [0, -1, -1, 2]
+        mine.submit("allreduce", operation, async_op=False)
+        assert numbers[-1] == 3
+
+
+@pytest.mark.parametrize("leaver", [1, 2])
+def test_a_message_is_given_up_when_its_own_rank_has_left(leaver: int) -> None:
+    with operations(3) as (mine, transport, all_watches):
+        ended = threading.Event()
+        began = threading.Event()
+        errors: list[BaseException] = []
+
+        def message(deadline: float) -> None:
+            began.set()
+            transport.wait()
+
+        def call() -> None:
+            try:
+                mine.submit_message("recv", frozenset({1}), message, async_op=False)
+            except CollectiveError as error:
+                errors.append(error)
+            ended.set()
+
+        threading.Thread(target=call).start()
+        assert began.wait(DEADLINE_S)
+        all_watches[leaver].say_leaving(0)
+        assert ended.wait(DEADLINE_S if leaver == 1 else 1.0) == (leaver == 1)
+        transport.abort()
+        assert ended.wait(DEADLINE_S)
+        if leaver == 1:
+            assert isinstance(errors[0], PeerLost)
+            assert errors[0].ranks == (1,)
+
+
 @pytest.mark.parametrize("goes", [ends, leaves])
 @pytest.mark.parametrize("async_op", [False, True])
 def test_a_wait_that_the_link_does_not_end_is_ended(goes: Callable[[Watch], None], async_op: bool) -> None:
@@ -211,7 +271,7 @@ def test_what_comes_as_another_thread_closes_is_refused(monkeypatch: pytest.Monk
         def late(queue: WorkQueue, argument: Any) -> Any:
             monkeypatch.undo()
             assert mine.announce_close()
-            mine.drain(DEADLINE_S)
+            mine.drain(DEADLINE_S, lambda deadline: None)
             return reached(queue, argument)
 
         monkeypatch.setattr(WorkQueue, name, late)

@@ -30,6 +30,38 @@ def test_the_dead_rank_is_named_by_all_not_the_neighbour_that_broke_its_connecti
         assert "lost rank 2: its process was ended" in str(error)
 
 
+def message(*waiting_for: int, gave_up: bool = False) -> Report:
+    call = f"recv(float32[8], src={waiting_for[0]}, tag=0)"
+    return Report(5, call, waiting_for, gave_up, SECONDS, SECONDS, before=((4, CALL),), is_message=True)
+
+
+def test_a_message_fails_by_its_own_ranks_alone() -> None:
+    """Others may leave, and be in other operations, as they like."""
+    error = judged(0, {0: message(1), 1: stopped(0, sequence=5)}, lost={1}, left={2: 0})
+    assert isinstance(error, CollectiveError)
+    assert "rank 1 failed in allreduce" in str(error)
+    error = judged(0, {0: message(1)}, lost={1}, left={2: 0})
+    assert isinstance(error, PeerLost)
+    assert (error.ranks, "its process was ended" in str(error)) == ((1,), True)
+    error = judged(0, {0: message(1)}, left={2: 0, 1: 3})
+    assert isinstance(error, PeerLost)
+    assert (error.ranks, "left at this" in str(error)) == ((1,), True)
+    error = judged(0, {0: message(1, gave_up=True)}, lost={3}, left={2: 0})
+    assert isinstance(error, CollectiveTimeout)
+    assert error.waiting_for == (1,)
+
+
+def test_who_ended_the_wait_of_a_messages_other_rank_is_named() -> None:
+    error = judged(0, {0: message(1), 1: stopped(2, sequence=5)}, lost={2})
+    assert isinstance(error, PeerLost)
+    assert error.ranks == (2,)
+
+
+def test_a_message_is_no_part_of_what_ranks_agree_on() -> None:
+    error = judged(1, {0: message(2, gave_up=True), 1: stopped(0, sequence=5)})
+    assert not isinstance(error, Mismatch)
+
+
 def test_who_reported_before_it_ended_is_not_to_blame() -> None:
     error = judged(0, {0: stopped(1), 1: stopped(2)}, lost={1, 2})
     assert isinstance(error, PeerLost)
