@@ -42,7 +42,7 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
             far: Transport = group
             neighbours = local.members if local is not None else ()
             if len(neighbours) < membership.size and _connects(membership, offers):
-                far = made.enter_context(closing(tcp(membership, timeout_s)))
+                far = made.enter_context(closing(tcp(membership, timeout_s, but=neighbours)))
             if near is not None or far is not group:
                 shared = _shares(membership, offers)
                 transport = RoutingTransport(group, far, near, neighbours, some_share=shared)

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -33,8 +33,8 @@ _TRIES, _TRIES_BESIDE_WORK = 200, 0
 _LEAVE_S = 1.0
 
 
-def tcp(membership: Membership, timeout_s: float) -> Transport:
-    """Connect every member to every other one.
+def tcp(membership: Membership, timeout_s: float, *, but: Collection[int] = ()) -> Transport:
+    """Connect every member to every other one, this one to all but some, who leave it out as well.
 
     Raises RuntimeError where there are no kernels, LinkError where the members do not connect within timeout_s seconds.
     """
@@ -45,7 +45,7 @@ def tcp(membership: Membership, timeout_s: float) -> Transport:
     listener = Listener(own_address(os.environ))
     try:
         cards = [card.decode() for card in membership.everyones("tcp", listener.card.encode(), deadline)]
-        peers = [peer for peer in range(membership.size) if peer != membership.rank]
+        peers = [peer for peer in range(membership.size) if peer != membership.rank and peer not in but]
         connections = listener.join(membership.rank, peers, cards, membership.secret, deadline)
     finally:
         listener.close()
