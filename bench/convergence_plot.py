@@ -31,6 +31,8 @@ COLUMNS = 3
 SMOOTHED = 40
 #: What comes before this part of the steps is above the panel, for what matters is at the end.
 EARLY = 0.05
+#: The room above what begins there, for the legend, in heights of it.
+LEGEND = 0.5
 
 
 def smoothed(row: ConvergenceRow) -> tuple[list[int], list[float]]:
@@ -55,7 +57,7 @@ def draw(rows: Sequence[ConvergenceRow], meta: Mapping[str, Any], path: Path) ->
     figure = Figure(figsize=(11, 1.0 + 2.9 * sum(heights)), dpi=150, layout="constrained")
     says = (
         f"training loss (nats), a running mean · {meta['world_size']} ranks, {meta['steps']} steps, seed {meta['seed']}, "
-        "the same data in the same order\nblack: without a codec · behind each codec: its bytes and its validation loss, "
+        "the same data in the same order\ndashed: without a codec · behind each codec: its bytes and its validation loss, "
         "over those without one"
     )
     figure.suptitle(f"Training with codecs\n{says}", x=0.01, ha="left", fontsize=9.5, color=INK)
@@ -83,7 +85,7 @@ def _draw_kind(panel: Axes, title: str, of_kind: Sequence[ConvergenceRow], of_mo
         share = f"{row.wire_bytes / without.wire_bytes:.3f}  {row.validation_over_none:.3f}" if without else ""
         panel.plot(*smoothed(row), color=color, linewidth=1.6, zorder=4, label=f"{row.codec}  {share}")
     if without is not None:
-        panel.plot(*smoothed(without), color="#111111", linewidth=2.2, zorder=3)
+        panel.plot(*smoothed(without), color="#111111", linewidth=1.1, linestyle=(0, (4, 2)), zorder=5)
     panel.set_title(title, loc="left", fontsize=9, color=QUIET)
     panel.legend(loc="upper right", fontsize=8, frameon=False, labelcolor=INK, handlelength=1.2)
     curves = [smoothed(row)[1] for row in of_model]
@@ -91,7 +93,7 @@ def _draw_kind(panel: Axes, title: str, of_kind: Sequence[ConvergenceRow], of_mo
     lowest = min(loss for losses in curves for loss in losses if math.isfinite(loss) and loss > 0)
     highest = reference[int(EARLY * len(reference))]
     panel.set_yscale("log")
-    panel.set_ylim(lowest * 0.97, highest)
+    panel.set_ylim(lowest * 0.97, highest * (highest / lowest) ** LEGEND)
     wide = highest / lowest > 30
     panel.yaxis.set_major_locator(LogLocator(subs=(1,) if wide else (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8), numticks=20))
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
