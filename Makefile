@@ -6,7 +6,7 @@ BIN := .venv/bin
 PACKAGES := collectives trainer bench
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test test-all soak lint clean
+.PHONY: help train test test-all soak lint docs docs-serve clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -32,6 +32,12 @@ lint: .venv/.lint  ## check style, types and the import contract
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict $(PACKAGES)
 	$(BIN)/lint-imports
+
+docs: .venv/.docs  ## build the site into build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: .venv/.docs  ## show the site at http://127.0.0.1:8000 and follow what you write
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:  ## remove what the other targets made: .venv, caches, runs/quickstart
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info runs/quickstart

@@ -23,3 +23,9 @@ def test_the_picture_of_the_packages_shows_what_is_there() -> None:
     shown = runpy.run_path(str(DOCS / "architecture.py"))
     with Image.open(shown["IMAGE"]) as drawn:
         assert drawn.info.get("Description") == shown["digest"](), "run docs/architecture.py"
+
+
+def test_the_picture_of_the_readme_shows_the_numbers() -> None:
+    shown = runpy.run_path(str(DOCS / "comparisons.py"))
+    with Image.open(shown["IMAGE"]) as drawn:
+        assert drawn.info.get("Description") == shown["digest"](), "run docs/comparisons.py"
