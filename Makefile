@@ -6,7 +6,7 @@ BIN := .venv/bin
 PACKAGES := collectives trainer bench
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test test-all soak lint docs docs-serve clean
+.PHONY: help train test test-all soak lint docs docs-serve docs-check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ lint: .venv/.lint  ## check style, types and the import contract
 
 docs: .venv/.docs  ## build the site into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-check: docs .venv/.browser  ## build the site and look at every page in Chromium; options pass through: ARGS="--pictures DIR"
+	$(BIN)/python -m tests.browser build/site $(ARGS)
 
 docs-serve: .venv/.docs  ## show the site at http://127.0.0.1:8000 and follow what you write
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

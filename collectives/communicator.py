@@ -43,9 +43,9 @@ class Communicator:
     None is what COLLECTIVES_LINK says, else 'auto'. segment_bytes, link and the tables of COLLECTIVES_<VERB> must be the same on
     all ranks, or all get a ValueError that says what differs; timeout_s need not be.
 
-    By the link 'auto', CPU tensors between ranks of one host go through memory that these share, and between all others over TCP;
-    all else goes through the group's backend. Where memory cannot be shared (the log says why), or with
-    COLLECTIVES_SHARED_MEMORY=0 on any rank, TCP is used inside hosts too, and gloo where a rank has no compiled kernels.
+    By the link 'auto', CPU tensors travel through shared memory between ranks of one host, and over TCP between hosts; all else
+    goes through the group's backend. Where memory cannot be shared (the log says why), or with COLLECTIVES_SHARED_MEMORY=0 on any
+    rank, they travel over TCP, and where that is not possible either, through the group's backend.
 
     Making one is a collective call, and so is every verb: all ranks of the group call the same verbs in the same order. Threads
     of a rank may share one where it does not matter whose call comes first, because their calls are equal: otherwise ranks could

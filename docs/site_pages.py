@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what lies outside of docs/, with its links as seen from inside."""
     for source, page in (("README.md", "index.md"), ("CHANGELOG.md", "changelog.md")):
-        text = re.sub(r"\]\(docs/", "](", (ROOT / source).read_text())
+        text = "---\nhide: [navigation]\n---\n" + re.sub(r"\]\(docs/", "](", (ROOT / source).read_text())
         files.append(File.generated(config, page, content=text.replace("](CHANGELOG.md)", "](changelog.md)")))
     files.append(File.generated(config, "LICENSE", abs_src_path=str(ROOT / "LICENSE")))
     return files

@@ -3,8 +3,9 @@
 What an exchange of codes loses grows with how often a number is encoded on its way. 'two_shot' encodes twice whatever the number
 of ranks: its schedule is `direct`, inside hosts after plain sums where ranks share hosts and there are several. Any other
 schedule encodes each partial sum that it sends: `collectives.check_algorithm` counts how often, the table is in
-docs/guides/compression.md. What is lost of partial sums nobody keeps, so error feedback, and codecs that remember anything from step
-to step, need 'two_shot'. Codes that can be added as they are (fp16, bf16, randomk, none) ride the other algorithms as numbers.
+docs/guides/compression.md. What is lost of partial sums nobody keeps, so error feedback, and codecs that remember anything from
+step to step, need 'two_shot'. Codes that can be added as they are (fp16, bf16, randomk, none) ride the other algorithms as
+numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The README's example of the collectives passes the strict type checker that users may have."""
+"""The docs' example of the collectives passes the strict type checker that users may have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.pages import ROOT, python_blocks
 
 #: Every verb in its three forms, and what mypy must take their results for.
 FORMS = """
@@ -52,8 +52,7 @@ def complaints(tmp_path: Path, text: str) -> str:
 
 
 def test_the_example_of_the_collectives(tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (example,) = [block for block in blocks if "Communicator" in block]
+    (example,) = python_blocks("docs/guides/collectives.md")
     assert "work.wait()" in example
     assert complaints(tmp_path, example) == ""
 

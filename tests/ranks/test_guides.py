@@ -1,0 +1,55 @@
+"""The scripts in README and docs, run as they stand, by the command that the pages give."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pages import EXTENDING, PAGES, README, ROOT, python_blocks
+
+DEADLINE_S = 100.0
+SCRIPTS = [
+    pytest.param(block, id=f"{page}:{number}")
+    for page in PAGES
+    if page != EXTENDING
+    for number, block in enumerate(python_blocks(page))
+]
+
+
+def torchrun(script: str, folder: Path) -> str:
+    """Run a script on two ranks in a folder, and return what it says."""
+    (folder / "train.py").write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_runs_as_it_stands(script: str, tmp_path: Path) -> None:
+    torchrun(script, tmp_path)
+
+
+@pytest.mark.wide
+def test_the_script_of_the_readme_learns_with_a_codec(tmp_path: Path) -> None:
+    (script,) = python_blocks(README)
+    said = torchrun(script.replace('compression="none"', 'compression="int8"'), tmp_path)
+    losses = [float(line.split("loss ")[1].split()[0]) for line in said.splitlines() if line.startswith("epoch")]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert "on 2 processes" in said
+    assert (tmp_path / "model.pt").exists()

@@ -1,0 +1,61 @@
+"""README and docs lead where they say: links, anchors, examples, and where to go next."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.pages import EXTENDING, PAGES, README, ROOT, TRAIN, prose, python_blocks
+
+LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\[\]]*\])*\]\(([^()\s]+)\)")
+#: Read on a phone and beside code, the README must be short.
+README_LINES, README_COLUMNS = 130, 120
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", prose(text), flags=re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_link_leads_somewhere(page: str) -> None:
+    here = ROOT / page
+    for target in LINK.findall(re.sub(r"`[^`]*`", "", prose(here.read_text()))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (here.parent / path).resolve() if path else here
+        assert there.is_file(), f"{page}: nothing at {target}"
+        assert there.is_relative_to(ROOT), f"{page}: {target} is outside of the repository"
+        if anchor:
+            assert anchor in anchors(there.read_text()), f"{page}: no heading for {target}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")], ids=str)
+def test_every_page_says_where_to_go_next(page: str) -> None:
+    last = (ROOT / page).read_text().rstrip().split("\n\n")[-1]
+    assert last.startswith("**Where to go next:** "), page
+    assert LINK.search(last), page
+
+
+def test_python_is_run_or_called_a_fragment() -> None:
+    """tests/ranks/test_guides.py runs every block that is not titled "fragment", but those of extending.md, which has its own."""
+    for page in PAGES:
+        fences = re.findall(r"^ *```(.+)$", (ROOT / page).read_text(), flags=re.MULTILINE)
+        assert set(fences) <= {"python", 'python title="fragment"', "diff"}, page
+    assert EXTENDING in PAGES
+    assert len(python_blocks(EXTENDING)) >= 4
+
+
+def test_the_script_of_the_readme_is_the_file() -> None:
+    (block,) = python_blocks(README)
+    assert block == (ROOT / TRAIN).read_text()
+
+
+def test_the_readme_is_short_and_narrow() -> None:
+    lines = (ROOT / README).read_text().splitlines()
+    assert len(lines) <= README_LINES
+    assert max(map(len, lines)) <= README_COLUMNS
