@@ -24,7 +24,7 @@ class RandomK(Sparse):
     encode's seed, which differs from rank to rank, is not used: call `at(step)` for the codec of a step.
 
     Every number is drawn with probability k / n. As it stands biased, for error feedback, with contraction delta = k /
-    n in the mean; multiplied by n / k (decode's scale) unbiased, omega = n / k - 1 (Stich et al. 2018; Wangni et al.
+    n on average; multiplied by n / k (decode's scale) unbiased, omega = n / k - 1 (Stich et al. 2018; Wangni et al.
     2018). If any number is not finite, whether it was drawn or not, all that is sent is NaN, so that every rank sees
     it.
     """

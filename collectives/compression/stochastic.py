@@ -1,4 +1,4 @@
-"""Unbiased codecs: numbers are rounded up or down at random so that they are right in the mean.
+"""Unbiased codecs: numbers are rounded up or down at random so that they are right on average.
 
 Not for error feedback where omega is 1 or more (QSGD and TernGrad with blocks as large as these): what is lost is then more than
 what was there, and the residual grows from step to step.
