@@ -88,6 +88,12 @@ def address(host: int) -> str:
     return f"10.77.0.{host + 1}"
 
 
+def link_shape(rate: str) -> str:
+    """What `tc qdisc add` is told for both ends of a link."""
+    limit_bytes = BURST_BYTES + int(rate_bits_per_s(rate) / 8 * QUEUE_S)
+    return f"root tbf rate {rate} burst {BURST_BYTES} limit {limit_bytes}"
+
+
 def host_table() -> str:
     """/etc/hosts of every host: its addresses as IPv4 sees them, and as a socket that listens to both kinds does."""
     names = [f"{prefix}{address(host)} host{host}" for prefix in ("", "::ffff:") for host in range(MAX_HOSTS)]
@@ -184,8 +190,7 @@ class Cluster:
         return namespace
 
     def _connect(self, host: int, namespace: Namespace, rate: str) -> None:
-        limit_bytes = BURST_BYTES + int(rate_bits_per_s(rate) / 8 * QUEUE_S)
-        shape = f"root tbf rate {rate} burst {BURST_BYTES} limit {limit_bytes}"
+        shape = link_shape(rate)
         port = f"port{host}"
         self.switch.run(f"ip link add {port} type veth peer name eth0 netns {namespace.pid}")
         self.switch.run(f"ip link set {port} master bridge0 up")

@@ -22,16 +22,16 @@ from rich.table import Table
 
 from bench.hosts import HostsError
 from tests.harness import GRACE_S, TRANSPORTS, World
-from tests.soak.faults import STOPPED, Fault, draw_fault
+from tests.soak.faults import KINDS, NETWORK_KINDS, STOPPED, Fault, draw_fault
+from tests.soak.network import Network
 from tests.soak.operations import SESSION_OPERATIONS, draw_session
-from tests.soak.places import NAMESPACES, Place, place
+from tests.soak.places import NAMESPACES, WORLDS_AT_A_TIME, Place, place
 from tests.soak.ranks import Report, failed_at_file, leave, report_file, run_session, suffer
 from tests.soak.verdict import Finding, Kind, judge_fault, judge_session, news_s
 
 WORLD_SESSIONS = 25  # that a world lives for
 SESSION_DEADLINE_S = 180.0
 FAULT_DEADLINE_S = 90.0
-FAULTS_AT_A_TIME = 2
 LEAVE_S = 30.0  # an interpreter that has loaded torch and Numba takes seconds to end where cores are scarce
 PROGRESS_S = 15.0
 STDERR_CHARACTERS = 1500
@@ -40,14 +40,18 @@ WIDTH = 110  # of the table, where nobody looks on
 
 @dataclass
 class Tally:
-    """What has been done on one transport, and what was found. limitation: why nothing could be."""
+    """What has been done on one transport, and what was found. news_s: by the kind of a fault, how long each took to be heard of.
+    limitation: why nothing could be."""
 
     transport: str
     operations: int = 0
-    faults: int = 0
+    news_s: dict[str, list[float]] = field(default_factory=dict)
     counts: Counter[Kind] = field(default_factory=Counter)
-    slowest_news_s: float = 0.0
     limitation: str = ""
+
+    @property
+    def faults(self) -> int:
+        return sum(map(len, self.news_s.values()))
 
 
 class Soak:
@@ -67,7 +71,7 @@ class Soak:
                 self._end(*current)
                 current = None
             hosts = random.Random(f"{self._seed}/{index // WORLD_SESSIONS}").randint(2, max(2, self._ranks))
-            current = current or self._place.world(self._ranks, hosts)
+            current = current or self._place.world(self._ranks, hosts)[:2]
             world, directory = current
             count = min(SESSION_OPERATIONS, operations - (index - start) * SESSION_OPERATIONS)
             pretend = not self._place.on_hosts
@@ -86,33 +90,34 @@ class Soak:
             self._end(*current)
 
     def run_faults(self, start: int, faults: int) -> None:
-        """start: the first fault. FAULTS_AT_A_TIME of their worlds live at the same time."""
-        running: deque[tuple[Fault, World, Path, float]] = deque()
+        """start: the first fault. WORLDS_AT_A_TIME of their worlds live at the same time."""
+        running: deque[tuple[Fault, World, Path, Network | None, float]] = deque()
         for index in range(start, start + faults):
             fault = draw_fault(self._seed, self._place.transport, index, on_hosts=self._place.on_hosts)
-            world, directory = self._place.world(fault.size, fault.hosts)
-            world.start(suffer, fault, self._place.address, directory)
-            running.append((fault, world, directory, time.monotonic()))
-            if len(running) == FAULTS_AT_A_TIME:
+            world, directory, network = self._place.world(fault.size, fault.hosts)
+            world.start(suffer, fault, self._place.address, network, directory)
+            running.append((fault, world, directory, network, time.monotonic()))
+            if len(running) == WORLDS_AT_A_TIME:
                 self._judge(*running.popleft())
             self._progress(f"{self.tally.faults} of {faults} faults")
         while running:
             self._judge(*running.popleft())
 
-    def _judge(self, fault: Fault, world: World, directory: Path, started: float) -> None:
+    def _judge(self, fault: Fault, world: World, directory: Path, network: Network | None, started: float) -> None:
         left_s = max(0.0, started + FAULT_DEADLINE_S - time.monotonic())
         outcomes = world.collect(left_s, ranks=fault.survivors)
         if fault.kind != STOPPED:
             outcomes += world.collect(LEAVE_S, ranks=[fault.victim])
         world.kill()
+        if network is not None and fault.kind in NETWORK_KINDS:
+            network.mend(fault.hosts_of_ranks[fault.victim])
         reports = {
             rank: pickle.loads(report_file(directory, rank).read_bytes())
             for rank in range(fault.size)
             if report_file(directory, rank).exists()
         }
         failed_at = float(failed_at_file(directory).read_text()) if failed_at_file(directory).exists() else None
-        self.tally.faults += 1
-        self.tally.slowest_news_s = max(self.tally.slowest_news_s, news_s(fault, reports, failed_at))
+        self.tally.news_s.setdefault(fault.kind, []).append(news_s(fault, reports, failed_at))
         if found := judge_fault(fault, outcomes, reports, failed_at):
             again = f"--start {fault.index} --operations 0 --faults 1"
             self._tell(found, f"fault {fault.index}: {fault}", again, directory)
@@ -153,12 +158,24 @@ class Soak:
 def table(tallies: Sequence[Tally]) -> Table:
     """A row for each transport."""
     drawn = Table(box=box.SIMPLE, padding=0)
-    for heading in ("transport", "operations", "faults", *(kind.value for kind in Kind), "slowest news, s"):
+    for heading in ("transport", "operations", "faults", *(kind.value for kind in Kind)):
         drawn.add_column(heading.replace(" ", "\n"), justify="left" if heading == "transport" else "right")
     for tally in tallies:
         name = f"{tally.transport} (not run: {tally.limitation})" if tally.limitation else tally.transport
         counts = [str(tally.counts[kind]) for kind in Kind]
-        drawn.add_row(name, str(tally.operations), str(tally.faults), *counts, f"{tally.slowest_news_s:.1f}")
+        drawn.add_row(name, str(tally.operations), str(tally.faults), *counts)
+    return drawn
+
+
+def fault_table(tallies: Sequence[Tally]) -> Table:
+    """A row for each kind of fault: on each transport how many there were, and the slowest news of one."""
+    drawn = Table(box=box.SIMPLE, padding=0)
+    drawn.add_column("number, and\nslowest news, s")
+    for tally in tallies:
+        drawn.add_column(tally.transport, justify="right")
+    for kind in (*KINDS, *NETWORK_KINDS):
+        every = [tally.news_s.get(kind, []) for tally in tallies]
+        drawn.add_row(kind, *(f"{len(news)}  {max(news):5.2f}" if news else "" for news in every))
     return drawn
 
 
@@ -194,7 +211,7 @@ def main(arguments: Sequence[str]) -> int:
                     soak.run_faults(chosen.start, faults)
             except HostsError as error:
                 tallies.append(Tally(transport, limitation=str(error)))
-    console.print(table(tallies))
+    console.print(table(tallies), fault_table(tallies))
     return int(any(tally.counts for tally in tallies) or all(tally.limitation for tally in tallies))
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from bench import hosts
 from tests.harness import TRANSPORTS, World
+from tests.soak.network import Network
 
 NAMESPACES = "namespaces"
+WORLDS_AT_A_TIME = 2  # that have a network each, so that what befalls one leaves the other alone
 MOST_HOSTS = 4
 RATE = "1gbit"
 _NAMESPACES_OF_A_HOST = ("mnt", "uts", "net")
@@ -53,33 +55,40 @@ def _enter(holder: int) -> None:
 
 
 class Place:
-    """Makes fresh worlds on one transport. hosts: the simulated hosts there are; none where ranks stay on this machine."""
+    """Makes fresh worlds on one transport. clusters: of simulated hosts, which take turns; none where ranks stay on this
+    machine."""
 
-    def __init__(self, transport: str, directory: Path, cluster: hosts.Cluster | None = None) -> None:
+    def __init__(self, transport: str, directory: Path, clusters: Sequence[hosts.Cluster] = ()) -> None:
         self.transport = transport
         self._directory = directory
-        self._cluster = cluster
+        self._clusters = clusters
         self._worlds = count()
 
     @property
     def on_hosts(self) -> bool:
-        return self._cluster is not None
+        return bool(self._clusters)
 
     @property
     def address(self) -> str:
         """Where rank 0 can be reached."""
         return hosts.address(0) if self.on_hosts else "127.0.0.1"
 
-    def world(self, size: int, host_count: int) -> tuple[World, Path]:
-        """A fresh world and its directory. host_count: over how many simulated hosts, where there are any."""
-        directory = self._directory / f"{self.transport}-{next(self._worlds)}"
+    def world(self, size: int, host_count: int) -> tuple[World, Path, Network | None]:
+        """A fresh world, its directory, and its network. host_count: over how many simulated hosts, where there are any.
+
+        WORLDS_AT_A_TIME later the network is another world's, so it must be whole again.
+        """
+        number = next(self._worlds)
+        directory = self._directory / f"{self.transport}-{number}"
         directory.mkdir()
-        if self._cluster is None:
-            return World(size, directory, TRANSPORTS[self.transport], Arrival(directory)), directory
+        if not self._clusters:
+            return World(size, directory, TRANSPORTS[self.transport], Arrival(directory)), directory, None
+        cluster = self._clusters[number % len(self._clusters)]
         planned = hosts.plan_ranks(size, min(size, host_count), hosts.network_description(host_count, RATE))
-        holders = tuple(self._cluster.hosts[rank.host].pid for rank in planned)
-        arrival = Arrival(directory, holders, tuple(rank.environment for rank in planned))
-        return World(size, directory, {}, arrival), directory
+        holders = tuple(host.pid for host in cluster.hosts)
+        environments = tuple(rank.environment for rank in planned)
+        arrival = Arrival(directory, tuple(holders[rank.host] for rank in planned), environments)
+        return World(size, directory, {}, arrival), directory, Network(cluster.switch.pid, holders, RATE)
 
 
 @contextmanager
@@ -89,5 +98,6 @@ def place(transport: str, directory: Path) -> Iterator[Place]:
         yield Place(transport, directory)
         return
     hosts.check_machine()
-    with hosts.Cluster(MOST_HOSTS, RATE) as cluster:
-        yield Place(transport, directory, cluster)
+    with ExitStack() as stack:
+        clusters = [stack.enter_context(hosts.Cluster(MOST_HOSTS + 1, RATE)) for _ in range(WORLDS_AT_A_TIME)]
+        yield Place(transport, directory, clusters)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
+import re
 import signal
 import sys
 import time
@@ -22,10 +23,27 @@ from collectives.plan.algorithms import PLANNERS
 from tests.harness import EXCHANGE_TIMEOUT_S
 from tests.ranks.exact import Checks, on_host
 from tests.soak.exchange import Exchange, Started, digest
-from tests.soak.faults import BURST, CLOSES, DISAGREES, EXIT_CODES, IDLE, IDLE_S, KILLED, MIDDLE, STOPPED, Fault
+from tests.soak.faults import (
+    BURST,
+    CLOSES,
+    DISAGREES,
+    EXIT_CODES,
+    FLAPS,
+    IDLE,
+    IDLE_S,
+    KILLED,
+    MIDDLE,
+    NETWORK_KINDS,
+    SILENT,
+    STOPPED,
+    STRANGERS,
+    Fault,
+)
+from tests.soak.network import Network
 from tests.soak.operations import SESSION_OPERATIONS, Operation, Session, draw_operations
 
 POLL_S = 0.01
+_APART = re.compile(r"(?:between ranks|nothing that rank) (\d+) (?:and|sends reaches rank) (\d+)")
 TOGETHER_S = (
     30.0  # for which a rank that has reported waits for the others, so that no survivor is gone before all have spoken
 )
@@ -33,7 +51,8 @@ TOGETHER_S = (
 
 @dataclass(frozen=True)
 class Witness:
-    """An error that a rank got. blamed: the ranks that it names as lost or silent; calls: what it says that each called.
+    """An error that a rank got. blamed: the ranks that it names as lost or silent; calls: what it says that each called; apart:
+    pairs of ranks between which it says that a connection fails, and blames neither.
 
     waited_since and raised: time.monotonic(), which is the same for all processes of a machine.
     """
@@ -44,6 +63,7 @@ class Witness:
     calls: tuple[int, ...]
     waited_since: float
     raised: float
+    apart: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, error: Exception, members: tuple[int, ...], waited_since: float) -> Witness:
@@ -68,6 +88,7 @@ class Witness:
             tuple(members[rank] for rank in calls),
             waited_since,
             time.monotonic(),
+            tuple((members[int(one)], members[int(other)]) for one, other in _APART.findall(str(error))),
         )
 
 
@@ -184,11 +205,14 @@ def check(started: Started, position: int, operation: Operation, report: Report)
 # A world in which one rank fails
 
 
-def suffer(fault: Fault, address: str, directory: Path) -> NoReturn:
+def suffer(fault: Fault, address: str, network: Network | None, directory: Path) -> NoReturn:
     """Exchange until the fault, and on until an error tells of it; then report, close or not, wait for the others, and leave.
 
-    address: of rank 0.
+    address: of rank 0. network: between simulated hosts.
     """
+    if fault.kind == STRANGERS and dist.get_rank() == fault.victim:
+        assert network is not None
+        network.let_strangers_in()  # sooner than the rest, as ranks listen only while they connect
     if fault.store_of_rank_0:
         _meet_at_rank_0(address, directory)
     rank, session, report = dist.get_rank(), fault.session, Report()
@@ -211,8 +235,10 @@ def suffer(fault: Fault, address: str, directory: Path) -> NoReturn:
                     diary.note(f"failing: {fault.kind}")
                     failed_at_file(directory).write_text(str(time.monotonic()))
                     waited_since = time.monotonic()
-                    _fail(fault, comms)
-                    break
+                    if fault.kind not in NETWORK_KINDS:
+                        _fail(fault, comms)
+                        break
+                    _disturb(fault, network)
                 waited_since = time.monotonic()
                 for started in burst:
                     diary.note(f"large operation before operation {position}: {fault.large}")
@@ -265,6 +291,16 @@ def _fail(fault: Fault, comms: list[Communicator]) -> None:
             comm.close()
     if fault.kind != CLOSES:
         leave(EXIT_CODES[fault.kind])
+
+
+def _disturb(fault: Fault, network: Network | None) -> None:
+    """Do to the network of the victim's host what the fault says."""
+    assert network is not None
+    host = fault.hosts_of_ranks[fault.victim]
+    if fault.kind in SILENT:
+        network.cut(host, fault.way)
+    elif fault.kind == FLAPS:
+        network.flap(host, fault.way, fault.outages, fault.outage_s)
 
 
 def _meet_at_rank_0(address: str, directory: Path) -> None:

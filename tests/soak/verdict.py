@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tests.harness import Outcome
-from tests.soak.faults import CLOSES, DISAGREES, ENDS, EXIT_CODES, STOPPED, Fault
+from tests.soak.faults import CLOSES, DISAGREES, EXIT_CODES, HARMLESS, SILENCE_S, SILENT, STOPPED, Fault
 from tests.soak.ranks import Report, Witness
 
 LATE_S = 10.0  # longer than any busy machine delays what takes no time
@@ -64,7 +64,8 @@ def judge_fault(
         failed = outcome.rank == fault.victim and failed_at is not None
         if not (failed and fault.kind == STOPPED):
             found += _of_outcome(outcome, EXIT_CODES.get(fault.kind, 0) if failed else 0)
-    found += compare_replicas({rank: report for rank, report in reports.items() if rank != fault.victim})
+    affected = fault.reporting if fault.kind != CLOSES else fault.survivors
+    found += compare_replicas({rank: report for rank, report in reports.items() if rank in affected})
     for rank, report in reports.items():
         found += [Finding(Kind.WRONG, f"rank {rank}: {text}") for text in report.wrong]
     if failed_at is None:
@@ -72,7 +73,12 @@ def judge_fault(
             Finding(Kind.WRONG, f"before the fault: {_said(rank, reports[rank])}") for rank in _witnesses(reports)
         ]
         return found or [Finding(Kind.WRONG, "the world ended before the fault")]
-    for rank in fault.survivors if fault.kind != DISAGREES else fault.reporting:
+    if fault.kind in HARMLESS:
+        return found + [
+            Finding(Kind.INNOCENT if _tells_of_others(witness) else Kind.WRONG, _said(rank, reports[rank]))
+            for rank, witness in _witnesses(reports).items()
+        ]
+    for rank in affected:
         if rank in reports:
             found += _of_testimony(fault, rank, reports[rank], failed_at)
     return found
@@ -88,8 +94,8 @@ def compare_replicas(reports: Mapping[int, Report]) -> list[Finding]:
     return found
 
 
-def _witnesses(reports: Mapping[int, Report]) -> list[int]:
-    return [rank for rank, report in reports.items() if report.witness is not None]
+def _witnesses(reports: Mapping[int, Report]) -> dict[int, Witness]:
+    return {rank: report.witness for rank, report in reports.items() if report.witness is not None}
 
 
 def _of_outcome(outcome: Outcome, expected_exit: int | None) -> Iterable[Finding]:
@@ -112,27 +118,29 @@ def _of_testimony(fault: Fault, rank: int, report: Report, failed_at: float) -> 
         yield Finding(Kind.NO_CULPRIT, f"rank {rank}: {report.done} operations ended as if nothing had happened")
         return
     said = _said(rank, report)
-    if not _tells_of_others(witness):
+    culprits = fault.culprits(rank)
+    across = [(one in culprits) != (other in culprits) for one, other in witness.apart if fault.kind in SILENT]
+    if not _tells_of_others(witness) and not across:
         yield Finding(Kind.NO_CULPRIT, said)
         return
-    innocents = set(witness.blamed) - {fault.victim}
     alive = fault.kind in (STOPPED, DISAGREES)
+    innocents = set(witness.blamed) - culprits or not all(across)
     if innocents or (alive and witness.kind == "PeerLost") or (witness.calls and fault.kind not in (DISAGREES, CLOSES)):
         yield Finding(Kind.INNOCENT, said)
-    if fault.victim not in (*witness.blamed, *witness.calls):
+    if not culprits & {*witness.blamed, *witness.calls} and not any(across):
         yield Finding(Kind.NO_CULPRIT, said)
     elif fault.kind == DISAGREES and not witness.calls:
         yield Finding(Kind.NO_CULPRIT, f"{said} (a Mismatch was to be told)")
     since = max(witness.waited_since, failed_at)
-    if witness.raised - since > LATE_S:
+    if witness.raised - since > LATE_S + (SILENCE_S if fault.kind in SILENT and fault.patient else 0.0):
         yield Finding(Kind.LATE, f"after {witness.raised - since:.1f} s: {said}")
 
 
 def news_s(fault: Fault, reports: Mapping[int, Report], failed_at: float | None) -> float:
-    """How long the slowest survivor took to hear that a process was gone; 0 for other faults."""
-    if failed_at is None or fault.kind not in ENDS:
+    """How long the slowest rank took to hear of a fault; 0 where there was none to hear of."""
+    if failed_at is None or fault.kind in HARMLESS:
         return 0.0
-    witnesses = [reports[rank].witness for rank in fault.survivors if rank in reports]
+    witnesses = [reports[rank].witness for rank in fault.reporting if rank in reports]
     return max((w.raised - max(w.waited_since, failed_at) for w in witnesses if w is not None), default=0.0)
 
 

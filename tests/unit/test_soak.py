@@ -18,9 +18,27 @@ from tests.harness import Outcome
 from tests.ranks.exact import DTYPES, OPS, Checks
 from tests.soak import __main__ as soak
 from tests.soak.exchange import Exchange
-from tests.soak.faults import CLOSES, DISAGREES, EXITS, KILLED, KINDS, PHASES, STOPPED, Fault, draw_fault
+from tests.soak.faults import (
+    CLOSES,
+    CUT,
+    CUT_ONE_WAY,
+    DISAGREES,
+    EXITS,
+    FLAPS,
+    KILLED,
+    KINDS,
+    NETWORK_KINDS,
+    PHASES,
+    STOPPED,
+    STRANGERS,
+    WAYS,
+    Fault,
+    draw_fault,
+)
+from tests.soak.network import Network
 from tests.soak.operations import Operation, Session, draw_operations, draw_session
 from tests.soak.ranks import Report, Witness
+from tests.soak.strangers import ports
 from tests.soak.verdict import Kind, judge_fault, judge_session
 
 ALGORITHMS = legal_algorithms(
@@ -59,6 +77,45 @@ def test_everything_is_drawn() -> None:
     assert any(not o.asynchronous and o.waits for o in operations), "a synchronous one among asynchronous ones"
     faults = [draw_fault(1, "sockets", index, on_hosts=False) for index in range(300)]
     assert {(fault.kind, fault.phase) for fault in faults} == {(kind, phase) for kind in KINDS for phase in PHASES}
+
+
+def test_the_network_fails_only_where_there_is_one() -> None:
+    on_hosts = [draw_fault(1, "namespaces", index, on_hosts=True) for index in range(1000)]
+    assert {(f.kind, f.phase) for f in on_hosts} == {
+        (kind, phase) for kind in (*KINDS, *NETWORK_KINDS) for phase in PHASES
+    }
+    for kind, ways in WAYS.items():
+        assert {(f.way, f.hosts_of_ranks[f.victim] == 0) for f in on_hosts if f.kind == kind} >= {
+            (way, holds_the_store) for way in ways for holds_the_store in (True, False)
+        }
+    assert {f.timeout_s < 15 for f in on_hosts if f.kind == CUT} == {True, False}, "by the deadline, and by silence"
+    assert {f.kind for f in (draw_fault(1, "sockets", i, on_hosts=False) for i in range(200))} == set(KINDS)
+
+
+def test_who_is_cut_off_loses_the_others_and_they_lose_its_whole_host() -> None:
+    drawn = (draw_fault(1, "namespaces", index, on_hosts=True) for index in range(1000))
+    fault = next(f for f in drawn if f.kind == CUT and f.hosts_of_ranks == [0, 0, 1, 2] and f.victim == 1)
+    assert [fault.culprits(rank) for rank in range(4)] == [{2, 3}, {2, 3}, {0, 1}, {0, 1}]
+
+
+def test_a_link_is_cut_at_the_host_that_is_meant_and_mended_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts: list[str] = []
+    monkeypatch.setattr("tests.soak.network._run", scripts.append)
+    network = Network(switch=90, hosts=(100, 101, 102), rate="1gbit")
+    network.cut(1, "what it sends is lost")
+    network.mend(1)
+    assert scripts[0] == "nsenter --target 101 --net tc qdisc replace dev eth0 root blackhole"
+    assert "nsenter --target 90 --net ip link set port1 up\n" in scripts[1]
+    assert "nsenter --target 101 --net tc qdisc replace dev eth0 root tbf rate 1gbit " in scripts[1]
+
+
+def test_strangers_find_the_ports_on_which_somebody_listens() -> None:
+    table = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 01004D0A:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1
+   1: 01004D0A:0050 02004D0A:1F91 01 00000000:00000000 00:00000000 00000000     0        0 2 1
+   2: 00000000000000000000000000000000:BEEF 00000000000000000000000000000000:0000 0A 0:0 00:0 0 0 0 3 1
+"""
+    assert ports(table) == {0x1F90, 0xBEEF}
 
 
 def test_what_is_asynchronous_is_waited_for_once() -> None:
@@ -101,8 +158,8 @@ class StandIn:
     def __init__(self, directory: Path, outcomes: list[Outcome]) -> None:
         self._directory, self._outcomes = directory, outcomes
 
-    def world(self, size: int, host_count: int) -> tuple[StandIn, Path]:
-        return self, self._directory
+    def world(self, size: int, host_count: int) -> tuple[StandIn, Path, None]:
+        return self, self._directory, None
 
     def start(self, *_: object) -> None: ...
 
@@ -143,6 +200,10 @@ def late(*ranks: int) -> CollectiveTimeout:
     return CollectiveTimeout(3.0, ranks, rank=0, operation="allreduce")
 
 
+def apart(one: int, other: int) -> CollectiveError:
+    return CollectiveError(f"a connection between ranks {one} and {other} broke", rank=0, operation="allreduce")
+
+
 def differing(*ranks: int) -> Mismatch:
     return Mismatch({rank: "allreduce" if rank else "barrier" for rank in ranks}, rank=0, operation="allreduce")
 
@@ -167,7 +228,9 @@ def test_the_error_that_broke_a_communicator_counts() -> None:
 
 
 def fault_of(kind: str) -> Fault:
-    drawn = (draw_fault(1, "sockets", index, on_hosts=False) for index in range(1000))
+    """Of rank 2, on a host of its own where there are hosts, in a world of 3."""
+    on_hosts = kind in NETWORK_KINDS
+    drawn = (draw_fault(1, "a transport", index, on_hosts=on_hosts) for index in range(1000))
     return next(fault for fault in drawn if fault.kind == kind and fault.size == 3 and fault.victim == 2)
 
 
@@ -189,6 +252,18 @@ def fault_of(kind: str) -> Fault:
         (DISAGREES, late(2), [Kind.NO_CULPRIT]),
         (DISAGREES, differing(0, 1), [Kind.NO_CULPRIT]),
         (KILLED, None, [Kind.NO_CULPRIT]),
+        (CUT, late(2), []),
+        (CUT, lost(2), []),
+        (CUT, late(1, 2), [Kind.INNOCENT]),
+        (CUT, None, [Kind.NO_CULPRIT]),
+        (CUT_ONE_WAY, late(1), [Kind.INNOCENT, Kind.NO_CULPRIT]),
+        (CUT_ONE_WAY, apart(1, 2), []),
+        (CUT_ONE_WAY, apart(0, 1), [Kind.INNOCENT, Kind.NO_CULPRIT]),
+        (STOPPED, apart(1, 2), [Kind.NO_CULPRIT]),
+        (FLAPS, None, []),
+        (FLAPS, lost(2), [Kind.INNOCENT]),
+        (STRANGERS, None, []),
+        (STRANGERS, ConnectionError("of its own"), [Kind.WRONG]),
     ],
 )
 def test_whom_a_survivor_names_is_judged(kind: str, error: Exception | None, counted: list[Kind]) -> None:
