@@ -8,6 +8,7 @@ nothing does not answer; and when everybody has spoken, what they say differs, o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -91,7 +92,10 @@ def inquire(watch: Watch, report: Report) -> Findings:
         left = (r for r, first in watch.left.items() if first <= report.sequence)
         return any(r not in spoken for r in (*watch.lost, *left)) or watch.others <= spoken | watch.done
 
+    speak_by = time.monotonic() + GRACE_S
     watch.wait_for(known, GRACE_S)
+    if not watch.lost:
+        watch.say_unheard(speak_by - time.monotonic())
     if watch.lost:
         watch.wait_for(lambda: False, _TOGETHER_S)
     reports = {rank: Report.from_news(news) for rank, news in list(watch.reports.items())}
@@ -108,9 +112,9 @@ def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
     if gone := findings.gone(mine.sequence):
         return PeerLost(gone, rank=rank, operation=mine.call, has_left=not gone & findings.lost)
     if not any(report.gave_up for report in findings.reports.values()):
-        pairs = ", ".join(f"between ranks {a} and {b}" for a, b in sorted(findings.cut)) or "to a living rank"
+        pairs = _pairs_text(findings.cut) or "to a living rank"
         return CollectiveError(f"a connection {pairs} broke: {detail}", rank=rank, operation=mine.call)
-    waiting_for, why = _unanswered(findings.reports, rank)
+    waiting_for, why = _unanswered(findings.reports, rank, findings.cut)
     return CollectiveTimeout(mine.timeout_s, waiting_for, rank=rank, operation=mine.call, detail=why)
 
 
@@ -138,7 +142,11 @@ def _disagreement(reports: Mapping[int, Report]) -> dict[int, str]:
     return next((calls for _, calls in sorted(by_sequence.items()) if len(set(calls.values())) > 1), {})
 
 
-def _unanswered(reports: Mapping[int, Report], rank: int) -> tuple[set[int], str]:
+def _pairs_text(pairs: Set[tuple[int, int]]) -> str:
+    return ", ".join(f"between ranks {a} and {b}" for a, b in sorted(pairs))
+
+
+def _unanswered(reports: Mapping[int, Report], rank: int, cut: Set[tuple[int, int]]) -> tuple[set[int], str]:
     """Return which ranks did not answer when a deadline passed, although nobody is gone and all called alike, and what else
     there is to say of it."""
     gave_up = {r for r, report in reports.items() if report.gave_up}
@@ -160,4 +168,6 @@ def _unanswered(reports: Mapping[int, Report], rank: int) -> tuple[set[int], str
     late = {r for r in waited - gave_up if reports[r].waited_s < patience_s / 2}
     if rank in late:
         return set(), f"{who} waiting for this rank, which came later"
+    if cut and not late:
+        return set(), f"messages are lost {_pairs_text(cut)}"
     return late or set(reports[rank].waiting_for) - {rank} or waited - {rank}, who

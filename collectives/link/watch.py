@@ -9,12 +9,14 @@ a rank that hears so of itself says that it lives.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import select
 import socket
 import struct
+import termios
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +31,9 @@ _LONGEST_NEWS = 1 << 24
 
 #: How long close() tries to bring what was said on its way.
 _FLUSH_S = 2.0
+
+#: How long to wait before looking again whether what was said has been confirmed.
+_LOOK_AGAIN_S = 0.01
 
 
 class _Neighbour:
@@ -48,6 +53,14 @@ class _Neighbour:
             pass
         except OSError:
             self.outgoing.clear()
+
+    def is_unconfirmed(self) -> bool:
+        """Return whether the other end's system has still to confirm something that was written, which takes it milliseconds,
+        whatever its process does."""
+        with suppress(OSError):  # of a system that cannot tell
+            (unconfirmed,) = struct.unpack("i", fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4)))
+            return bool(unconfirmed)
+        return False
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the messages that are complete, and whether the connection has ended."""
@@ -126,6 +139,17 @@ class Watch:
         """Tell everyone what went wrong: numbers, strings, and lists and dicts of them."""
         self._say({"kind": "report", "rank": self.rank, "report": report})
 
+    def say_unheard(self, timeout_s: float) -> None:
+        """Wait until all neighbours that have reported a failure have confirmed what this rank said. Tell everyone of those that
+        have not within timeout_s seconds: they live, but this rank does not reach them, or they do not reach it."""
+        deadline = time.monotonic() + timeout_s
+        while unheard := self._unheard():
+            if time.monotonic() >= deadline:
+                for peer in unheard:
+                    self._say({"kind": "alive", "rank": peer, "by": self.rank})
+                return
+            time.sleep(_LOOK_AGAIN_S)
+
     def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until news make the condition true; return whether they did within timeout_s seconds."""
         with self._changed:
@@ -159,6 +183,11 @@ class Watch:
             neighbour.socket.close()
         self._wake.close()
         self._woken.close()
+
+    def _unheard(self) -> list[int]:
+        with self._changed:
+            neighbours = self._neighbours.items()
+            return [peer for peer, neighbour in neighbours if peer in self.reports and neighbour.is_unconfirmed()]
 
     def _say(self, message: dict[str, Any]) -> None:
         with self._changed:

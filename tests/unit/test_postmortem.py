@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from collectives.diagnostics.postmortem import Findings, Report, inquire, verdict
 from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
 from tests.unit.test_watch import end_abruptly, watches
@@ -146,6 +148,16 @@ def test_a_connection_that_broke_between_the_living_is_called_that() -> None:
     assert "a connection between ranks 0 and 1 broke" in str(error)
 
 
+def test_ranks_that_wait_in_a_circle_blame_the_link_that_loses_messages_and_nobody() -> None:
+    """Rank 2 hears nothing that it is sent, and is heard."""
+    reports = {rank: stopped((rank + 2) % 3, gave_up=True) for rank in range(3)}
+    for rank in (0, 1):
+        error = judged(rank, reports, cut={(0, 2), (1, 2)})
+        assert isinstance(error, CollectiveTimeout)
+        assert error.waiting_for == ()
+        assert "messages are lost between ranks 0 and 2, between ranks 1 and 2" in str(error)
+
+
 def test_a_rank_that_comes_late_to_one_that_finished_alone_is_told_so() -> None:
     """Rank 0 was the root of a broadcast that it could finish, and has given up in the operation after it."""
     reports = {0: stopped(1, sequence=5, gave_up=True), 1: stopped(0, waited_s=0.01)}
@@ -179,6 +191,14 @@ def test_an_inquiry_ends_when_the_dead_are_known() -> None:
         second.say_report(stopped(2).to_news())
         assert first.wait_for(lambda: bool(first.lost) and 1 in first.reports, 20)
         assert inquire(first, stopped(2)) == Findings({0: stopped(2), 1: stopped(2)}, frozenset({2}), {})
+
+
+def test_an_inquiry_finds_who_speaks_but_does_not_hear(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watches(3) as (first, second, third):
+        monkeypatch.setattr(first._neighbours[2], "is_unconfirmed", lambda: True)
+        for watch in (second, third):
+            watch.say_report(stopped(0).to_news())
+        assert inquire(first, stopped(2)).cut == {(0, 2)}
 
 
 def test_an_inquiry_ends_when_everyone_has_spoken() -> None:

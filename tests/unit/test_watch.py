@@ -15,7 +15,7 @@ import pytest
 
 from collectives.errors import LinkError
 from collectives.link.handshake import CHALLENGE_BYTES, Listener, neighbours
-from collectives.link.watch import Watch
+from collectives.link.watch import Watch, _Neighbour
 
 DEADLINE_S = 20.0
 SECRET = secrets.token_bytes(32)
@@ -89,6 +89,35 @@ def test_a_connection_that_ends_between_two_living_ranks_makes_neither_lost(size
         end_abruptly(all_watches[1])
         for watch in all_watches[:1] + all_watches[2:]:
             assert watch.wait_for(lambda watch=watch: set(watch.lost) == {1}, DEADLINE_S)
+
+
+def test_what_the_other_end_has_not_taken_is_unconfirmed() -> None:
+    mine, theirs = (connections[1 - rank] for rank, connections in enumerate(joined(2)))
+    with mine, theirs:
+        neighbour = _Neighbour(mine)
+        assert not neighbour.is_unconfirmed()
+        neighbour.outgoing += bytes(64 << 20)
+        neighbour.write()
+        assert neighbour.is_unconfirmed()
+        neighbour.outgoing.clear()
+        give_up = time.monotonic() + DEADLINE_S
+        while neighbour.is_unconfirmed() and time.monotonic() < give_up:
+            with suppress(BlockingIOError):
+                theirs.recv(1 << 20)
+        assert not neighbour.is_unconfirmed()
+
+
+def test_everyone_hears_who_lives_but_confirms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watches(3) as all_watches:
+        first, _, third = all_watches
+        monkeypatch.setattr(first._neighbours[2], "is_unconfirmed", lambda: True)
+        first.say_unheard(0.05)
+        third.say_report({"sequence": 4})
+        assert first.wait_for(lambda: 2 in first.reports, DEADLINE_S)
+        assert not first.cut, "rank 2 may have ended, as far as rank 0 knew"
+        first.say_unheard(0.05)
+        for watch in all_watches:
+            assert watch.wait_for(lambda watch=watch: watch.cut == {(0, 2)} and not watch.lost, DEADLINE_S)
 
 
 def test_a_watch_that_fails_says_so_and_does_not_stay_behind(caplog: pytest.LogCaptureFixture) -> None:
