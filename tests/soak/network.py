@@ -58,10 +58,11 @@ class Network:
         rest = [f"sleep {seconds}\n{mend}"] * times
         subprocess.Popen(_dying_with_us("sh", "-ec", f"\nsleep {seconds / 2}\n{cut}\n".join(rest)))
 
-    def let_strangers_in(self) -> None:
-        """Have a process of the last host knock at all ports of the others, as long as this thread lives; return once it has."""
+    def let_strangers_in(self, hosts: int) -> None:
+        """Have a process of the last host knock at all ports of so many others, as long as this thread lives; return once it
+        has."""
         inside = ("nsenter", "--target", str(self.hosts[-1]), "--net", "--")
-        knocking = (sys.executable, "-m", "tests.soak.strangers", *map(str, self.hosts[:-1]))
+        knocking = (sys.executable, "-m", "tests.soak.strangers", *map(str, self.hosts[:hosts]))
         strangers = subprocess.Popen(_dying_with_us(*inside, *knocking), stdout=subprocess.PIPE)
         assert strangers.stdout is not None
         if not strangers.stdout.readline():

@@ -212,7 +212,7 @@ def suffer(fault: Fault, address: str, network: Network | None, directory: Path)
     """
     if fault.kind == STRANGERS and dist.get_rank() == fault.victim:
         assert network is not None
-        network.let_strangers_in()  # sooner than the rest, as ranks listen only while they connect
+        network.let_strangers_in(fault.hosts)  # sooner than the rest, as ranks listen only while they connect
     if fault.store_of_rank_0:
         _meet_at_rank_0(address, directory)
     rank, session, report = dist.get_rank(), fault.session, Report()

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from bench.hosts import address
 
-PATIENCE_S = 0.2
-BETWEEN_S = 0.005
+PATIENCE_S = 0.02
+BETWEEN_S = 0.001
+AT_NEW_PORTS = 4  # who knock at once: a rank listens for some 10 ms, so nobody here waits for an answer
 STAYING = 8  # of those who came last, who have not gone yet
 _LISTENS = "0A"  # in /proc/net/tcp
 
@@ -36,8 +37,6 @@ def _web(connection: socket.socket) -> None:
 
 def _half_a_handshake(connection: socket.socket) -> None:
     """As of a rank that does not get to the end of it, or that does not know the secret."""
-    with suppress(TimeoutError):
-        connection.recv(32)
     hello = struct.pack("!i", random.randrange(4)) + random.randbytes(32)
     connection.sendall(hello[: random.choice((2, 20, 36))])
 
@@ -58,20 +57,19 @@ def ports(table: str) -> set[int]:
 
 def main(holders: list[str]) -> None:
     staying: deque[socket.socket] = deque(maxlen=STAYING)
-    knocks = 0
+    known: list[set[int]] = [set() for _ in holders]
+    knocked = False
     for turn in count():
         host = turn % len(holders)
-        listening = set[int]().union(
-            *(ports(Path(f"/proc/{holders[host]}/net/{n}").read_text()) for n in ("tcp", "tcp6"))
-        )
-        for port in listening:
+        tables = [Path(f"/proc/{holders[host]}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+        listening = set[int]().union(*map(ports, tables))
+        knocking = [port for port in listening - known[host] for _ in range(AT_NEW_PORTS)]
+        known[host] = listening
+        for port in knocking or random.sample(sorted(listening), min(1, len(listening))):
             with suppress(OSError):  # nobody listens at this address, or not any more
-                connection = socket.create_connection((address(host), port), PATIENCE_S)
-                staying.append(connection)
-                random.choice(WAYS)(connection)
-                knocks += 1
-                if knocks == 1:
-                    print("knocked", flush=True)
+                staying.append(socket.create_connection((address(host), port), PATIENCE_S))
+                random.choice(WAYS)(staying[-1])
+                knocked = knocked or print("knocked", flush=True) is None
         time.sleep(BETWEEN_S)
 
 
