@@ -240,11 +240,13 @@ def suffer(fault: Fault, address: str, network: Network | None, directory: Path)
                         break
                     _disturb(fault, network)
                 waited_since = time.monotonic()
-                for started in burst:
+                for number, started in enumerate(burst):
                     diary.note(f"large operation before operation {position}: {fault.large}")
                     assert started.work is not None
                     started.work.wait()
-                    check(started, position, fault.large, report)
+                    check(
+                        started, -1 - number, fault.large, report
+                    )  # to compare with nothing but the same one elsewhere
             waited_since = time.monotonic()
             diary.note(f"operation {position}: {operation}")
             check(exchange.start(position, operation, asynchronous=False), position, operation, report)
