@@ -1,4 +1,8 @@
-"""`python -m collectives info`: what is found here, and which algorithm runs for which size. Also under torchrun."""
+"""What can be asked of the package from a shell.
+
+python -m collectives info          what is found here, and which algorithm runs for which size; also under torchrun
+python -m collectives precompile    compile all kernels for the CPU now, so that no first run has to
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from collectives.communicator import Communicator
 from collectives.environment import TABLE_PREFIX
 from collectives.plan.algorithms import PLANNERS
 from collectives.plan.selection import Table
+from collectives.precompile import precompile
 from collectives.sizes import format_size
 from collectives.torch_internals import store_of_one
 
@@ -58,10 +63,8 @@ def _report(communicator: Communicator) -> str:
     return "\n".join([*lines, "", f"algorithms known: {', '.join(known)}, shared, native"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m collectives", description=__doc__)
-    parser.add_argument("command", choices=["info"])
-    parser.parse_args()
+def _info() -> None:
+    """Print the report of rank 0."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
@@ -70,6 +73,17 @@ def main() -> None:
         if communicator.rank == 0:
             print(_report(communicator))
     dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m collectives", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=["info", "precompile"])
+    if parser.parse_args().command == "info":
+        _info()
+    else:
+        raise SystemExit(precompile())
 
 
 if __name__ == "__main__":

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+
+from collectives.kernels.first_use import FIRST_USE
 
 
 @cache
@@ -16,7 +19,8 @@ def cpu_kernels() -> ModuleType | str:
     if sys.platform != "linux":
         return "it needs Linux"
     try:
-        from collectives.kernels.cpu import shared_memory
+        with FIRST_USE.together("about 10 s"):
+            from collectives.kernels.cpu import shared_memory
     except ImportError as error:
         return f"{error}: pip install numba"
     return shared_memory
@@ -28,7 +32,8 @@ def cpu_sockets() -> ModuleType | str:
     if sys.platform != "linux":
         return "it needs Linux"
     try:
-        from collectives.kernels.cpu import tcp
+        with FIRST_USE.together("about 10 s"):
+            from collectives.kernels.cpu import tcp
     except ImportError as error:
         return f"{error}: pip install numba"
     return tcp
@@ -40,3 +45,10 @@ def cpu_arithmetic(dtype: torch.dtype) -> Any:
     kernels = cpu_kernels()
     assert not isinstance(kernels, str)
     return kernels.arithmetic(dtype)
+
+
+def cpu_cache() -> Path | None:
+    """Return the folder in which compiled kernels are kept; None, with a warning, where none can be written."""
+    from collectives.kernels.cpu.compiling import kernel_folder
+
+    return kernel_folder()

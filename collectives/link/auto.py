@@ -14,6 +14,7 @@ from typing import Any
 from collectives.environment import SHARED_MEMORY, shared_memory_wanted
 from collectives.errors import ranks_text
 from collectives.kernels import cpu_kernels, cpu_sockets
+from collectives.kernels.first_use import FIRST_USE
 from collectives.link.base import Transport
 from collectives.link.membership import Membership
 from collectives.link.process_group import process_group
@@ -56,9 +57,10 @@ def _offers(membership: Membership, timeout_s: float) -> list[dict[str, Any]]:
     Every rank has compiled when all have answered: the backend's own collectives would not wait that long.
     """
     memory = shared_memory_wanted(os.environ)
-    if memory and any(len(host) > 1 for host in membership.hosts):
-        cpu_kernels()
-    sockets = cpu_sockets()
+    with FIRST_USE.together("about 20 s"):
+        if memory and any(len(host) > 1 for host in membership.hosts):
+            cpu_kernels()
+        sockets = cpu_sockets()
     offer = {"memory": memory, "sockets": sockets if isinstance(sockets, str) else None}
     answers = membership.everyones("offers", json.dumps(offer).encode(), time.monotonic() + timeout_s + _ALL_COMPILE_S)
     return [json.loads(answer) for answer in answers]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from collectives.errors import CollectiveError, ranks_text
+from collectives.kernels.first_use import FIRST_USE
 from collectives.link.base import Transport
 from collectives.link.handshake import Listener, neighbours
 from collectives.link.membership import Membership, coming_together
@@ -40,6 +41,7 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
     a link that returns no Transport, ValueError for one that returns another rank's, or that prefers what it does not offer.
     """
     rank = membership.rank
+    FIRST_USE.speaks = all(rank not in host[1:] for host in membership.hosts)  # the first of each host
     with coming_together(rank, timeout_s):
         watch = _watch(
             membership, settings if link == AUTO else f"link={link!r}, {settings}", time.monotonic() + timeout_s

@@ -9,6 +9,7 @@ import torch
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.partition import effective
+from collectives.compression.rehearsal import rehearse
 from collectives.link.base import Request, Transport, Whole, WholeRun
 from collectives.link.watch import Watch
 from collectives.plan.algorithms import PLANNERS
@@ -244,13 +245,7 @@ class Engine:
         key = (codec, device.type, with_feedback)
         if key in self._ready or not self._operations.usable:
             return
-        numbers = torch.zeros(1, device=device)
-        wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8, device=device)
-        residual = numbers.clone() if with_feedback else None
-        codec.encode(numbers, wire, residual=residual, state=codec.new_state(1, device) if with_feedback else None)
-        codec.encode(numbers, wire, residual=residual)
-        codec.decode(wire, numbers)
-        codec.decode(wire, numbers, add=True)
+        rehearse(codec, device, with_feedback=with_feedback)
         if len(self._ready) == _REMEMBERED_CALLS:
             self._ready.clear()
         self._ready.add(key)

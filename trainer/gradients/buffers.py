@@ -14,6 +14,7 @@ from collectives import PreparedOperation, Work
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.matrices import MatrixCodec
+from collectives.compression.rehearsal import rehearse
 from trainer.compression import Encoding
 from trainer.gradients.bucket_plan import BucketPlan
 from trainer.gradients.combination import Combination
@@ -89,6 +90,7 @@ class CodedBuffer(PlainBuffer, ABC):
         self.views = [self.values[span].view(list(shape)) for span, shape in zip(self.spans, shapes, strict=True)]
         gaps = zip(stops, (*plan.offsets[1:], plan.presence_offset), strict=True)
         self._gaps = [self.values[start:stop] for start, stop in gaps if start < stop]
+        rehearse(encoding.codec, device, with_feedback=encoding.feedback)  # compiles now, not in the first step
         self.restart()
 
     def _operations(self, step: int) -> Iterator[Work]:

@@ -164,6 +164,9 @@ _ARITHMETIC: dict[torch.dtype, tuple[Callable[..., None], Any]] = {
     torch.int64: (_combine_integers, int64),
 }
 
+#: What can be reduced.
+DTYPES = tuple(_ARITHMETIC)
+
 
 def arithmetic(dtype: torch.dtype) -> Any:
     """Return the C function (destination, source, count, op, divisor) of a dtype, compiled or loaded from the disk."""

@@ -19,6 +19,8 @@ from typing import Any
 
 from numba import njit
 
+from collectives.kernels.first_use import FIRST_USE
+
 _log = logging.getLogger("gradwire")
 
 #: What one process may take to compile; one that holds the lock for longer has been stopped.
@@ -45,22 +47,24 @@ def compiled(decorate: Callable[..., Any], *signature: Any, **options: Any) -> C
     """
 
     def finish(function: Callable[..., Any]) -> Any:
-        function.__qualname__ = f"{function.__name__}.{_DIGEST}.{_digest(repr(signature).encode())}"
-        folder = _folder()
-        if folder is not None:
-            kept = any(folder.glob(f"*{function.__qualname__}*.nbc"))
-            try:
-                with nullcontext() if kept else _one_at_a_time():
-                    return decorate(*signature, cache=True, **options)(function)
-            except OSError as error:  # a full disk
-                _say(str(error.strerror))
-        return decorate(*signature, **options)(function)
+        name = function.__name__
+        function.__qualname__ = f"{name}.{_DIGEST}.{_digest(repr(signature).encode())}"
+        folder = kernel_folder()
+        kept = folder is not None and any(folder.glob(f"*{function.__qualname__}*.nbc"))
+        with nullcontext() if kept else FIRST_USE.compiling(name, kept=folder is not None):
+            if folder is not None:
+                try:
+                    with nullcontext() if kept else _one_at_a_time():
+                        return decorate(*signature, cache=True, **options)(function)
+                except OSError as error:  # a full disk
+                    _say(str(error.strerror))
+            return decorate(*signature, **options)(function)
 
     return finish
 
 
 @cache
-def _folder() -> Path | None:
+def kernel_folder() -> Path | None:
     """Return the folder for kernels that Numba may write, None where there is none, and delete what other sources left
     there."""
     try:

@@ -1,0 +1,110 @@
+"""What is said while kernels are compiled, which happens when a machine first uses them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_log = logging.getLogger("gradwire")
+
+#: How often the line on a terminal is drawn again.
+_REDRAW_S = 1.0
+
+#: What a kernel takes that is compiled by itself.
+_BY_ITSELF = "some seconds"
+
+#: Return to the first column and delete what stands there.
+_CLEAR = "\r\x1b[K"
+
+
+class FirstUse:
+    """Says that kernels are compiled, once for all that are compiled together, and nothing where all are on the disk.
+
+    On a terminal (stderr) that is a line which counts the seconds. It stays for the first kernels that a process
+    compiles, and is deleted for later ones. Without a terminal it is one message of the logger "gradwire", for the first.
+
+    Attributes: speaks, False in processes where another one of the host says it; compiled, the names of the kernels that
+    this process has compiled, or waited for while another process did.
+    """
+
+    def __init__(self) -> None:
+        self.speaks = True
+        self.compiled: list[str] = []
+        self._thread = threading.local()
+
+    @contextmanager
+    def together(self, duration: str) -> Iterator[None]:
+        """Say in one line what is compiled inside, by this thread. duration: of all of it, in words. An outer one counts."""
+        if getattr(self._thread, "line", None) is not None:
+            yield
+            return
+        self._thread.line = line = _Line(duration)
+        try:
+            yield
+        finally:
+            self._thread.line = None
+            line.end()
+
+    @contextmanager
+    def compiling(self, kernel: str, *, kept: bool) -> Iterator[None]:
+        """Say that a kernel is compiled inside. kept: whether the result is kept on the disk."""
+        with self.together(_BY_ITSELF):
+            if self.speaks:
+                self._thread.line.begin(kept=kept, first=not self.compiled)
+            self.compiled.append(kernel)
+            yield
+
+
+class _Line:
+    """Holds one line: of a terminal, or of the log."""
+
+    def __init__(self, duration: str) -> None:
+        self._duration = duration
+        self._text = ""
+        self._stays = False
+        self._since = 0.0
+        self._over = threading.Event()
+        self._clock: threading.Thread | None = None
+
+    def begin(self, *, kept: bool, first: bool) -> None:
+        if self._text:
+            return
+        self._text = f"gradwire: compiling kernels{' once' if kept else ''}, {self._duration}"
+        self._stays = first
+        self._since = time.monotonic()
+        if sys.stderr is not None and sys.stderr.isatty():
+            self._draw()
+            self._clock = threading.Thread(target=self._count, name="gradwire-first-use", daemon=True)
+            self._clock.start()
+        elif first:
+            _log.info("%s", self._text)
+
+    def end(self) -> None:
+        if self._clock is None:
+            return
+        self._over.set()
+        self._clock.join()
+        _write(f"{_CLEAR}{self._text}: done in {self._seconds()}\n" if self._stays else _CLEAR)
+
+    def _count(self) -> None:
+        while not self._over.wait(_REDRAW_S):
+            self._draw()
+
+    def _draw(self) -> None:
+        _write(f"{_CLEAR}{self._text}: {self._seconds()} so far")
+
+    def _seconds(self) -> str:
+        return f"{time.monotonic() - self._since:.0f} s"
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+#: What this process says. It is one for all kernels, since they are compiled while modules are loaded.
+FIRST_USE = FirstUse()

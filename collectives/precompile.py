@@ -1,0 +1,88 @@
+"""Compiling all kernels for the CPU ahead, as when an image for a cluster is built."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import torch
+
+from collectives.compression.codec import Codec
+from collectives.compression.matrices import MatrixCodec
+from collectives.compression.powersgd import PowerSGD
+from collectives.compression.registry import CODECS
+from collectives.compression.rehearsal import rehearse
+from collectives.kernels import cpu_arithmetic, cpu_cache, cpu_kernels, cpu_sockets
+from collectives.kernels.first_use import FIRST_USE
+
+#: A name for people, and what compiles that part.
+Part: TypeAlias = tuple[str, Callable[[], object]]
+
+
+def precompile() -> int:
+    """Compile what is not on the disk yet, and print what was done and where it is kept.
+
+    Returns the exit status: 1 where nothing can be compiled, or kept.
+    """
+    try:
+        import numba
+    except ImportError as error:
+        print(f"nothing is compiled: {error}: pip install numba", file=sys.stderr)
+        return 1
+    FIRST_USE.speaks = False
+    begun, before = time.monotonic(), len(FIRST_USE.compiled)
+    for compile_part in _shown(_parts()):
+        compile_part()
+    number = len(FIRST_USE.compiled) - before
+    if number:
+        print(f"compiled {number} kernels in {time.monotonic() - begun:.0f} s with Numba {numba.__version__}")
+    else:
+        print("all kernels were compiled already")
+    folder = cpu_cache()
+    if folder is None:
+        print("they are kept nowhere, so every process will compile them again", file=sys.stderr)
+        return 1
+    print(f"kept in {folder}; set NUMBA_CACHE_DIR, here and in every later run, for another folder")
+    return 0
+
+
+def _parts() -> list[Part]:
+    """Return all kernels for the CPU that links and codecs use."""
+    links: list[Part] = []
+    if sys.platform == "linux":  # elsewhere the process group is the link
+        links = [("shared memory", cpu_kernels), ("TCP", cpu_sockets)]
+        links += [
+            (f"sums of {str(dtype).removeprefix('torch.')}", partial(cpu_arithmetic, dtype)) for dtype in _dtypes()
+        ]
+    device = torch.device("cpu")
+    codecs: list[Codec | MatrixCodec] = [*(codec() for codec in CODECS.values()), PowerSGD()]
+    return links + [(f"codec {codec.name}", partial(rehearse, codec, device, with_feedback=True)) for codec in codecs]
+
+
+def _dtypes() -> Sequence[torch.dtype]:
+    from collectives.kernels.cpu.arithmetic import DTYPES
+
+    found: Sequence[torch.dtype] = DTYPES
+    return found
+
+
+def _shown(parts: Sequence[Part]) -> Iterator[Callable[[], object]]:
+    """Yield what compiles each part, and show how far it is: by rich where it is installed, else in plain lines."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        for number, (name, compile_part) in enumerate(parts, 1):
+            print(f"{number}/{len(parts)} {name}", file=sys.stderr, flush=True)
+            yield compile_part
+        return
+    columns = BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=len(parts))
+        for name, compile_part in parts:
+            bar.update(task, description=name)
+            yield compile_part
+            bar.advance(task)

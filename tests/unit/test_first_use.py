@@ -1,0 +1,158 @@
+"""What is said while kernels are compiled, and that all of them can be compiled ahead."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import collectives
+from collectives import precompile
+from collectives.kernels import first_use
+from collectives.kernels.cpu.calling import kernel_of
+from collectives.kernels.first_use import FirstUse
+
+ROOT = Path(__file__).parents[2]
+
+
+class Terminal(io.StringIO):
+    """Keeps what is written to it, as a terminal does that shows no colours."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def lines(self) -> list[str]:
+        """What can be read in the end: a line that is cleared is gone."""
+        return [line.rpartition("\r\x1b[K")[2] for line in self.getvalue().split("\n")]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    terminal = Terminal()
+    monkeypatch.setattr(first_use, "sys", SimpleNamespace(stderr=terminal))  # pytest has the other one
+    return terminal
+
+
+def compile_two(told: FirstUse) -> None:
+    with told.together("about 20 s"), told.together("about 10 s"):
+        for kernel in ("sum", "product"):
+            with told.compiling(kernel, kept=True):
+                pass
+
+
+def test_one_line_on_a_terminal(terminal: Terminal) -> None:
+    told = FirstUse()
+    compile_two(told)
+    assert terminal.lines() == ["gradwire: compiling kernels once, about 20 s: done in 0 s", ""]
+    assert told.compiled == ["sum", "product"]
+
+
+def test_later_lines_are_gone_when_all_is_compiled(terminal: Terminal) -> None:
+    told = FirstUse()
+    compile_two(told)
+    with told.compiling("int8", kept=True):
+        assert terminal.lines()[-1] == "gradwire: compiling kernels once, some seconds: 0 s so far"
+    assert terminal.lines()[1:] == [""]
+
+
+def test_the_seconds_are_counted_while_a_kernel_is_compiled(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_use, "_REDRAW_S", 0.001)
+    with FirstUse().compiling("sum", kept=True):
+        deadline = time.monotonic() + 30
+        while terminal.getvalue().count("so far") < 3 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert terminal.getvalue().count("so far") >= 3
+
+
+def test_nothing_where_nothing_is_compiled(terminal: Terminal, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "gradwire")
+    with FirstUse().together("about 20 s"):
+        pass
+    assert terminal.getvalue() == ""
+    assert not caplog.records
+
+
+def test_nothing_where_another_process_of_the_host_says_it(terminal: Terminal) -> None:
+    told = FirstUse()
+    told.speaks = False
+    compile_two(told)
+    assert terminal.getvalue() == ""
+    assert told.compiled == ["sum", "product"]
+
+
+def test_one_quiet_message_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(first_use, "sys", SimpleNamespace(stderr=io.StringIO()))
+    caplog.set_level(logging.DEBUG, "gradwire")
+    told = FirstUse()
+    compile_two(told)
+    compile_two(told)
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert record.getMessage() == "gradwire: compiling kernels once, about 20 s"
+
+
+def test_once_is_not_said_where_nothing_is_kept(terminal: Terminal) -> None:
+    with FirstUse().compiling("sum", kept=False):
+        pass
+    assert terminal.lines()[0].startswith("gradwire: compiling kernels, some seconds: ")
+
+
+def test_a_failure_ends_the_line(terminal: Terminal) -> None:
+    with pytest.raises(KeyboardInterrupt), FirstUse().compiling("sum", kept=True):
+        raise KeyboardInterrupt
+    assert terminal.lines()[-1] == ""
+
+
+def test_precompiling_leaves_nothing_to_compile() -> None:
+    """The second time says so, and where it is kept."""
+
+    def run() -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "collectives", "precompile"],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=110,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    run()
+    said, where = run()
+    assert said == "all kernels were compiled already"
+    (folder,) = re.findall(r"kept in (.*); set NUMBA_CACHE_DIR", where)
+    assert list(Path(folder).glob("*.nbc"))
+
+
+def test_every_kernel_of_the_codecs_is_compiled_ahead() -> None:
+    """Those that the links use are compiled when their modules are loaded."""
+    sources = (Path(collectives.__file__).parent / "kernels" / "cpu").glob("*.py")
+    used = {(path.stem, name) for path in sources for name in re.findall(r"\bkernel_of\((\w+)\)", path.read_text())}
+    assert len(used) > 20
+    kernel_of.cache_clear()
+    for name, compile_part in precompile._parts():
+        if name.startswith("codec "):
+            compile_part()
+    assert kernel_of.cache_info().currsize == len(used)
+
+
+def test_progress_needs_no_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    done: list[str] = []
+    for step in precompile._shown([("one", lambda: done.append("one")), ("two", lambda: done.append("two"))]):
+        step()
+    assert done == ["one", "two"]
+    assert capsys.readouterr().err == "1/2 one\n2/2 two\n"
