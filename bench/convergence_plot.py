@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from bench.plot import FRAME, GRID, INK, OTHERS, QUIET
-from trainer.examples.report import centred_means
+from trainer.examples.report import running_means
 
 if TYPE_CHECKING:
     from bench.convergence import ConvergenceRow
@@ -38,7 +38,7 @@ LEGEND = 0.5
 def smoothed(row: ConvergenceRow) -> tuple[list[int], list[float]]:
     """Steps, and the mean loss of each and its neighbours, where it has as many on either side."""
     reach = row.steps // SMOOTHED
-    return list(range(1 + reach, row.steps + 1 - reach)), centred_means(row.losses, reach)[reach : row.steps - reach]
+    return list(range(1 + reach, row.steps + 1 - reach)), running_means(row.losses, reach)[reach : row.steps - reach]
 
 
 def kinds_of(rows: Sequence[ConvergenceRow]) -> list[tuple[str, list[ConvergenceRow]]]:

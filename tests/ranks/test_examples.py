@@ -20,7 +20,7 @@ from tests.ranks.training import in_world
 from trainer.examples.bytes_gpt import Config, read_text, task
 from trainer.examples.config import LoopConfig, parse
 from trainer.examples.loop import Run
-from trainer.examples.report import OURS, centred_means
+from trainer.examples.report import OURS
 
 KEYS = {
     "steps",
@@ -95,6 +95,8 @@ def run(example: str, out: Path, *arguments: str, processes: int | None = 2) -> 
     assert (out / "checkpoint.pt").exists()
     assert not list(out.glob("*.partial"))
     assert "replicas bit-identical" in output
+    (progress,) = [line for line in output.splitlines() if line.startswith("100%")]
+    assert progress.endswith(f"validation {summary['val_loss']:.3f}")  # of the final parameters
     return summary
 
 
@@ -263,8 +265,3 @@ def test_a_wrong_value_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     with pytest.raises(SystemExit):
         parse(LoopConfig(), "An example")
     assert "batch must be positive, not 0" in capsys.readouterr().err
-
-
-def test_the_mean_drawn_is_centred() -> None:
-    assert centred_means([1.0, 2.0, 6.0, 4.0, 0.0], reach=1) == [1.0, 3.0, 4.0, 10 / 3, 0.0]
-    assert centred_means([3.0], reach=5) == [3.0]

@@ -165,16 +165,22 @@ class Run:
         """Like every other figure kept here, averaged over the ranks, so that all take the same decisions."""
 
     def __call__(self) -> int:
-        """Train to the end; return the exit status: 1 if replicas differ, 130 if SIGINT ended the run early, or 0."""
+        """Train to the end; return the exit status: 1 if replicas differ, 130 if SIGINT ended the run early, or 0.
+
+        The clock starts when all ranks can take the first step: what that needs is compiled by then.
+        """
         self._restore()
         self._introduce()
+        for dtype in (torch.float32, torch.float64):  # of the gradients, of what _block() agrees on
+            hvd.allreduce(torch.zeros(1, dtype=dtype, device=self.device))
         started = time.monotonic() - self.elapsed_s
         stop = False
         with interruption() as voiced:
             with progress(hvd.rank(), self.task.item, self.task.items_per_step) as show:
                 while not stop and self._fraction(self.steps) < 1:
                     stop = self._block(started, voiced)
-                    if self.steps % self.config.validate_every == 0:
+                    over = stop or self._fraction(self.steps) >= 1
+                    if over or self.steps % self.config.validate_every == 0:
                         self._validate()
                     if self.steps % self.config.checkpoint_every == 0:
                         self._save()

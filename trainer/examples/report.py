@@ -24,6 +24,9 @@ OURS = "gradwire"
 BASELINE = "DDP"
 LINE_EVERY_S = 5.0
 
+POINTS_APART = 0.04
+"""How far apart the points of a picture are at least, as a part of its width."""
+
 
 @dataclass
 class Record:
@@ -60,7 +63,10 @@ def progress(rank: int, item: str, items_per_step: int) -> Iterator[Callable[[fl
             f"step {len(record.losses)}  loss {record.losses[-1]:.3f}"
             f"  {record.steps_per_s() * items_per_step:,.0f} {item}s/s  communication {record.wait_share():.1%}"
         )
-        return text + (f"  validation {record.validation[-1][1]:.3f}" if record.validation else "")
+        if not record.validation:
+            return text
+        step, loss, _ = record.validation[-1]
+        return f"{text}  validation {loss:.3f}" + (f" at step {step}" if step != len(record.losses) else "")
 
     if rank != 0:
         yield lambda fraction, record: None
@@ -141,8 +147,9 @@ class Report:
         result.add_row("replicas bit-identical", *("yes" if r.replicas_identical else "NO" for r in columns))
         return result
 
-    def draw(self, path: Path) -> None:
-        """Plot the loss over the steps: each step faint, its running mean, and the validation points."""
+    def figure(self) -> Figure:
+        """Plot the loss over the steps: each step faint, its running mean, and the validation points, of which the last is
+        of the final parameters."""
         figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
         axes = figure.add_subplot()
         _draw_record(axes, OURS, self.records[OURS], {"color": "tab:blue"}, marker="o", size=8)
@@ -163,14 +170,14 @@ class Report:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
-        temporary = path.with_name(path.name + ".partial")
-        figure.savefig(temporary, format="png")
-        os.replace(temporary, path)
+        return figure
 
     def publish(self, out: Path) -> None:
         """Print the table; write loss.png and summary.json into `out`."""
         Console().print(self.table())
-        self.draw(out / "loss.png")
+        temporary = out / "loss.png.partial"
+        self.figure().savefig(temporary, format="png")
+        os.replace(temporary, out / "loss.png")
         temporary = out / "summary.json.partial"
         temporary.write_text(json.dumps(self.summary(), indent=2) + "\n")
         os.replace(temporary, out / "summary.json")
@@ -184,17 +191,30 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def centred_means(values: list[float], reach: int) -> list[float]:
-    """Return the mean of each value and its neighbours: `reach` on either side, near the ends as many as both have."""
-    reaches = (min(reach, i, len(values) - 1 - i) for i in range(len(values)))
+def running_means(values: list[float], reach: int) -> list[float]:
+    """Return the mean of each value and its neighbours, `reach` on either side.
+
+    Near the beginning, where losses fall steeply, it is as many on both sides as there are. Near the end it is all that
+    there are, so that the mean does not follow the last few values.
+    """
+    reaches = (min(reach, i) for i in range(len(values)))
     return [statistics.fmean(values[i - k : i + k + 1]) for i, k in enumerate(reaches)]
 
 
+def apart(validation: list[tuple[int, float, float]], least: float) -> list[tuple[int, float, float]]:
+    """Return the validations without those of fewer than `least` steps before the last: their points would touch."""
+    last = validation[-1]
+    return [earlier for earlier in validation[:-1] if last[0] - earlier[0] >= least] + [last]
+
+
 def _draw_record(axes: Axes, name: str, record: Record, style: dict[str, Any], marker: str, size: float) -> None:
-    steps, color = range(1, len(record.losses) + 1), style["color"]
-    means = centred_means(record.losses, reach=min(20, len(record.losses) // 20))
-    axes.plot(steps, record.losses, color=color, alpha=0.25, linewidth=0.8)
-    axes.plot(steps, means, linewidth=1.6, label=f"{name}, training", **style)
-    done, losses, _ = zip(*record.validation, strict=True)
+    number, color = len(record.losses), style["color"]
+    steps, reach = range(1, number + 1), min(20, number // 20)
+    each = f"{name}, each step"
+    if reach:
+        axes.plot(steps, record.losses, color=color, alpha=0.3, linewidth=0.8, label=each)
+        each = f"{name}, mean of {2 * reach + 1} steps"
+    axes.plot(steps, running_means(record.losses, reach), linewidth=1.6, label=each, **style)
+    done, losses, _ = zip(*apart(record.validation, least=number * POINTS_APART), strict=True)
     label = f"{name}, validation: {losses[-1]:.3f}"
     axes.plot(done, losses, marker, color=color, markersize=size, markeredgecolor="white", label=label)
