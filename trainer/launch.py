@@ -6,6 +6,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 MASTER_ADDR = "MASTER_ADDR"
 MASTER_PORT = "MASTER_PORT"
@@ -35,8 +36,14 @@ class _Family:
 
 TORCHRUN = "torchrun"
 OPEN_MPI = "Open MPI"
+MPICH = "MPICH"
 SLURM = "Slurm"
 ALONE = Launch("none", rank=0, size=1, local_rank=0, local_size=1)
+
+_MPICH_RANK = "PMI_RANK"
+
+#: What srun alone sets, and not the shell or the script of a job.
+_OF_SRUN = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
 
 #: Where ports that ranks derive begin, and how many there are: outside of the range that Linux gives to clients.
 _FIRST_PORT, _PORTS = 15000, 16384
@@ -51,7 +58,7 @@ _FAMILIES = (
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    _Family("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Family(MPICH, _MPICH_RANK, "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _Family(SLURM, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 )
 
@@ -80,12 +87,19 @@ def meeting_point(environment: Mapping[str, str], launch: Launch) -> tuple[str, 
     """Return address and port at which rank 0 listens for the others: MASTER_ADDR and MASTER_PORT.
 
     When all run on one host, a missing address is the loopback. Under Slurm it is the first host of SLURM_STEP_NODELIST
-    or SLURM_JOB_NODELIST. A missing port follows from what tells jobs apart, SLURM_JOB_ID or Open MPI's PMIX_NAMESPACE,
-    so that a plain `srun python train.py` works, and on one host a plain `mpirun python train.py`. Raises ValueError,
-    saying what to set, where that leaves one unknown.
+    or SLURM_JOB_NODELIST. A missing port follows from what tells jobs apart: SLURM_JOB_ID, Open MPI's PMIX_NAMESPACE
+    or, on one host, the process of MPICH that has started the ranks. So a plain `srun python train.py` works, and on one
+    host a plain `mpirun python train.py`. Raises ValueError, saying what to set or how to start, where that leaves one
+    unknown, and for the one process of a Slurm job that srun has not started.
     """
+    if launch.launcher == SLURM and not {MASTER_ADDR, MASTER_PORT} <= environment.keys() and not _by_srun(environment):
+        raise ValueError(
+            f"this is a Slurm job of {launch.size} tasks, but srun has not started this process, so nobody starts the "
+            f"others: start them with `srun python train.py`, or this one alone with `SLURM_NTASKS=1 python train.py`"
+        )
     address = environment.get(MASTER_ADDR)
-    if address is None and launch.local_size == launch.size:
+    on_one_host = launch.local_size == launch.size
+    if address is None and on_one_host:
         address = "127.0.0.1"
     if address is None and launch.launcher == SLURM:
         address = _first_host(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", ""))
@@ -94,6 +108,8 @@ def meeting_point(environment: Mapping[str, str], launch: Launch) -> tuple[str, 
         port = _slurm_port(environment)
     if port is None and launch.launcher == OPEN_MPI:
         port = _open_mpi_port(environment)
+    if port is None and launch.launcher == MPICH and on_one_host:
+        port = _mpich_port()
     if address is None or port is None:
         missing = [name for name, value in ((MASTER_ADDR, address), (MASTER_PORT, port)) if value is None]
         raise ValueError(
@@ -101,6 +117,19 @@ def meeting_point(environment: Mapping[str, str], launch: Launch) -> tuple[str, 
             f"(the host of rank 0, and a free port there), for example {MASTER_ADDR}=node01 {MASTER_PORT}=29500"
         )
     return address, port
+
+
+def slurm_hint(environment: Mapping[str, str], program: str) -> str | None:
+    """Return what to tell a process that is ALONE in a Slurm job of several tasks; None elsewhere. program: what Python
+    was given to run."""
+    tasks = environment.get("SLURM_NTASKS", "")
+    if "SLURM_JOB_ID" in environment and tasks.isdecimal() and int(tasks) > 1:
+        return f"this process is alone in a Slurm job of {tasks} tasks; to start them all: srun python {program}"
+    return None
+
+
+def _by_srun(environment: Mapping[str, str]) -> bool:
+    return any(name in environment for name in _OF_SRUN)
 
 
 def _whole_number(environment: Mapping[str, str], name: str) -> int:
@@ -130,3 +159,20 @@ def _open_mpi_port(environment: Mapping[str, str]) -> int | None:
     """Return a port that the ranks of one mpirun agree on: its name for the job holds its host and process id."""
     job = environment.get("PMIX_NAMESPACE")
     return None if job is None else _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
+
+
+def _mpich_port() -> int | None:
+    """Return a port that the ranks of one mpiexec on one host agree on: it follows from the process that started them.
+
+    That is the nearest ancestor that is no rank itself; a shell script between the two is one. None where the system
+    does not say.
+    """
+    process = "self"
+    rank = f"{_MPICH_RANK}=".encode()
+    try:
+        while any(variable.startswith(rank) for variable in Path(f"/proc/{process}/environ").read_bytes().split(b"\0")):
+            status = Path(f"/proc/{process}/status").read_text()
+            process = status.partition("PPid:")[2].split()[0]
+    except OSError:
+        return None
+    return _FIRST_PORT + int(process) % _PORTS if process != "self" else None

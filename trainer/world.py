@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import os
+import sys
 import weakref
 from datetime import timedelta
 from typing import TypeAlias
@@ -15,9 +17,11 @@ from torch.distributed.distributed_c10d import Store
 
 from collectives import Communicator
 from collectives.communicator import close_all
-from trainer.launch import Launch, read_launch
+from trainer.launch import ALONE, Launch, read_launch, slurm_hint
 from trainer.meeting import meet
 from trainer.torch_internals import HashStore
+
+_log = logging.getLogger("gradwire")
 
 ProcessSet: TypeAlias = "dist.ProcessGroup | Communicator | None"
 """Which ranks take part: None for all, a torch.distributed group, or a Communicator."""
@@ -120,9 +124,24 @@ def init(timeout_s: float = 300.0) -> None:
     if not (math.isfinite(timeout_s) and timeout_s > 0):
         raise ValueError(f"timeout_s must be a finite number of seconds > 0, not {timeout_s!r}")
     if _holder.world is None:
-        _holder.world = World(read_launch(os.environ), timeout_s)
+        launch = read_launch(os.environ)
+        if launch is ALONE and not dist.is_initialized():
+            _hint()
+        _holder.world = World(launch, timeout_s)
         _holder.store = _holder.world.store
         atexit.register(shutdown)
+
+
+def _hint() -> None:
+    """Say how several processes are started: to a person at a terminal, and in a Slurm job of several tasks to the log,
+    because there a launcher has most likely been forgotten."""
+    spec = sys.modules["__main__"].__spec__
+    script = sys.argv[0] if sys.argv[0].endswith(".py") else "train.py"
+    program = f"-m {spec.name.removesuffix('.__main__')}" if spec is not None else script
+    if hint := slurm_hint(os.environ, program):
+        _log.warning("gradwire: %s", hint)
+    elif sys.stderr is not None and sys.stderr.isatty():
+        print(f"gradwire: one process; to start two: torchrun --nproc-per-node 2 {program}", file=sys.stderr)
 
 
 def shutdown() -> None:

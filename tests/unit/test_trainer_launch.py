@@ -1,9 +1,16 @@
 """Who a process is, by the environment of its launcher."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from trainer.launch import ALONE, Launch, meeting_point, read_launch
+from trainer.launch import ALONE, Launch, meeting_point, read_launch, slurm_hint
 from trainer.world import cross_position
+
+ROOT = Path(__file__).parents[2]
 
 TORCHRUN = {
     "RANK": "5",
@@ -87,7 +94,10 @@ def test_meeting_point_on_one_host() -> None:
         (OPEN_MPI, "set MASTER_ADDR and MASTER_PORT"),
         (MPICH | {"MASTER_ADDR": "node01"}, "set MASTER_PORT to"),
         (MPICH | {"MASTER_PORT": "29500"}, "set MASTER_ADDR to"),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "Slurm does not say .* set MASTER_ADDR and MASTER_PORT"),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"},
+            "Slurm does not say .* set MASTER_ADDR and MASTER_PORT",
+        ),
     ],
 )
 def test_meeting_point_that_nobody_tells(environment: dict[str, str], missing: str) -> None:
@@ -132,6 +142,105 @@ def test_open_mpi_on_one_host_needs_nothing_set() -> None:
 def test_open_mpi_on_several_hosts_needs_an_address() -> None:
     with pytest.raises(ValueError, match="set MASTER_ADDR to"):
         meet(OPEN_MPI | {"PMIX_NAMESPACE": "prterun-node01-4711@1"})
+
+
+def test_a_slurm_job_without_srun() -> None:
+    """Its script runs once, with the variables of a first task; the others would never come."""
+    script = {name: value for name, value in SLURM.items() if "STEP" not in name} | {"SLURM_PROCID": "0"}
+    with pytest.raises(ValueError, match=r"srun has not started this process.* `srun python train.py`"):
+        meet(script)
+    assert meet(script | {"MASTER_ADDR": "node01", "MASTER_PORT": "29500"}) == ("node01", 29500)
+    assert read_launch(script | {"SLURM_NTASKS": "1"}).size == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "hint"),
+    [
+        (
+            {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "8"},
+            "this process is alone in a Slurm job of 8 tasks; to start them all: srun python -m mine",
+        ),
+        ({"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "1"}, None),
+        ({"SLURM_JOB_ID": "4711"}, None),
+        ({"SLURM_NTASKS": "8"}, None),
+        ({}, None),
+    ],
+)
+def test_a_process_alone_in_a_slurm_job(environment: dict[str, str], hint: str | None) -> None:
+    assert read_launch(environment) == ALONE
+    assert slurm_hint(environment, "-m mine") == hint
+
+
+MEET = """
+import os
+from trainer.launch import meeting_point, read_launch
+print(*meeting_point(os.environ, read_launch(os.environ)))
+"""
+
+
+def started_by_mpich(commands: list[list[str]]) -> list[str]:
+    """What ranks say, started as MPICH does: all by one process, which is not a rank."""
+    without = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={
+                **without,
+                "PMI_RANK": str(rank),
+                "PMI_SIZE": "2",
+                "MPI_LOCALRANKID": str(rank),
+                "MPI_LOCALNRANKS": "2",
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, command in enumerate(commands)
+    ]
+    return [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+
+
+def test_mpich_on_one_host_needs_nothing_set() -> None:
+    """Whether it starts Python itself or a script that does."""
+    direct = [sys.executable, "-c", MEET]
+    behind_a_script = ["/bin/sh", "-c", '"$0" "$@"; exit $?', *direct]
+    first, second = started_by_mpich([direct, behind_a_script])
+    address, port = first.split()
+    assert first == second
+    assert address == "127.0.0.1"
+    assert 1024 < int(port) < 32768
+    assert int(port) == 15000 + os.getpid() % 16384
+
+
+def test_mpich_on_several_hosts_needs_a_port() -> None:
+    with pytest.raises(ValueError, match="set MASTER_PORT to"):
+        meet(MPICH | {"MASTER_ADDR": "node01"})
+
+
+ALONE_AT_A_TERMINAL = """
+import sys
+sys.stderr.isatty = lambda: True
+import trainer
+trainer.init()
+trainer.shutdown()
+"""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_one_process_at_a_terminal_is_told_how_to_start_two(tmp_path: Path, terminal: bool) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(ALONE_AT_A_TERMINAL if terminal else ALONE_AT_A_TERMINAL.replace("True", "False"))
+    done = subprocess.run(
+        [sys.executable, "mine.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    told = "gradwire: one process; to start two: torchrun --nproc-per-node 2 mine.py\n"
+    assert done.stderr == (told if terminal else "")
 
 
 def test_cross_position() -> None:

@@ -12,12 +12,16 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import trainer as hvd
 from trainer.examples.config import LoopConfig, parse
 from trainer.examples.loop import Run, Task
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"{error}: pip install '.[train]' in a clone of gradwire") from None
 
 HELD_OUT = 360
 SPLIT_SEED = 0
