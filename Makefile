@@ -6,12 +6,13 @@ BIN := .venv/bin
 PACKAGES := collectives trainer bench
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test test-all soak lint docs docs-serve docs-check clean
+.PHONY: help train test test-all soak lint docs docs-serve docs-check package matrix clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1	/p' $(MAKEFILE_LIST)
 
 train: .venv/.train  ## train a small GPT on 2 processes (PROCESSES=N) for a minute; options pass through: ARGS="--compare ddp"
+	@echo "Training a small GPT on $(PROCESSES) processes for a minute, which begins when all is loaded and compiled."
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(PROCESSES) \
 		-m trainer.examples.bytes_gpt --seconds 60 --out runs/quickstart $(ARGS)
 
@@ -42,12 +43,28 @@ docs-check: docs .venv/.browser  ## build the site and look at every page in Chr
 docs-serve: .venv/.docs  ## show the site at http://127.0.0.1:8000 and follow what you write
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-clean:  ## remove what the other targets made: .venv, caches, runs/quickstart
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info runs/quickstart
+package: .venv/.package  ## build the source distribution and the wheel in dist/, and check what an index would
+	rm -rf build dist
+	$(BIN)/python -m build --installer pip
+	$(BIN)/python -m twine check --strict dist/*
+	for file in .ci/run Makefile docs/algorithms.md noxfile.py tests/unit/test_report.py; do \
+		tar -tzf dist/*.tar.gz | grep -q "/$$file$$" || { echo "the source distribution lacks $$file"; exit 1; }; done
+	for file in collectives/kernels/cuda/codecs.cuh collectives/py.typed trainer/py.typed; do \
+		$(BIN)/python -m zipfile -l dist/*.whl | grep -q "^$$file " || { echo "the wheel lacks $$file"; exit 1; }; done
+
+matrix: .venv/.matrix  ## run a smoke test on every Python found here, with the oldest and newest packages claimed
+	$(BIN)/python -m nox $(if $(ARGS),-- $(ARGS))
+
+clean:  ## remove what the other targets made: .venv, caches, dist, runs/quickstart
+	rm -rf .venv .nox .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist *.egg-info runs/quickstart
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One virtual environment; a stamp says which extra of pyproject.toml has been installed into it.
+# One virtual environment; a stamp says which extra of pyproject.toml has been installed into it. pip says nothing for minutes.
 .venv/.%: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "Installing gradwire and what its extra [$*] needs into .venv, which takes a minute or two at first."
+	@test -d .venv/lib/python3*/site-packages/torch || echo "Torch is the largest part: 200 MB to load for the CPU alone," \
+		"some gigabytes with CUDA, which is what PyPI has for Linux. For the CPU alone stop this, and give make a" \
+		"PIP_EXTRA_INDEX_URL: the address of the index for CPUs, from the installation page of PyTorch."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
