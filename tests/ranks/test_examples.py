@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch
 import trainer as hvd
 from tests.harness import World, Worlds
 from tests.ranks.training import in_world
+from trainer.examples import loop
 from trainer.examples.bytes_gpt import Config, read_text, task
 from trainer.examples.config import LoopConfig, parse
 from trainer.examples.loop import Run
@@ -190,6 +192,35 @@ def test_digits_beside_ddp(tmp_path: Path) -> None:
 def test_alone_until_the_time_is_up(tmp_path: Path) -> None:
     summary = run("digits_cnn", tmp_path, *SMALL_CNN, "--seconds=1", processes=None)
     assert summary["steps"] > 1
+
+
+@in_world
+def steps_after_a_slow_start(out: Path) -> int:
+    """Steps of a second each in a run of three, where what is allreduced before the first takes a minute to compile."""
+    config = Config(seconds=3.0, batch=4, layers=1, width=4, out=out, device="cpu")
+    run, now, begun = Run(task(config), config), 0.0, False
+    allreduce, turn = hvd.allreduce, run._turn
+
+    def slow_at_first(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal now
+        now += 0.0 if begun else 60.0
+        return allreduce(*args, **kwargs)
+
+    def a_second_each(trainee: Any, length: int) -> list[float]:
+        nonlocal now, begun
+        now, begun = now + length, True
+        losses_seconds_wait = turn(trainee, length)
+        return [*losses_seconds_wait[:length], *[1.0] * length, losses_seconds_wait[-1]]
+
+    run._turn = a_second_each  # type: ignore[method-assign]
+    with patch.object(hvd, "allreduce", slow_at_first), patch.object(loop, "time", Mock(wraps=time)) as clock:
+        clock.monotonic = lambda: now
+        assert run() == 0
+    return run.steps
+
+
+def test_the_clock_starts_when_training_does(ranks: Worlds, tmp_path: Path) -> None:
+    assert ranks(2).run(steps_after_a_slow_start, tmp_path) == [3, 3]
 
 
 def test_an_interrupted_run_leaves_a_checkpoint_and_a_report(tmp_path: Path, text: str) -> None:
