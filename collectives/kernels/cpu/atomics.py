@@ -27,7 +27,7 @@ def load(context: Any, address: Any) -> Any:
     """Return the 64-bit word at an address, with acquire order: what was stored before it was released is seen."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load_atomic(_word(builder, arguments[0]), "acquire", 8, typ=_I64)
+        return builder.load_atomic(_word(builder, arguments[0]), "acquire", 8)
 
     return types.int64(types.int64), generate
 
