@@ -48,9 +48,9 @@ package: .venv/.package  ## build the source distribution and the wheel in dist/
 	$(BIN)/python -m build --installer pip
 	$(BIN)/python -m twine check --strict dist/*
 	for file in .ci/run Makefile docs/algorithms.md noxfile.py tests/unit/test_report.py; do \
-		tar -tzf dist/*.tar.gz | grep -q "/$$file$$" || { echo "the source distribution lacks $$file"; exit 1; }; done
+		tar -tzf dist/*.tar.gz | grep "/$$file$$" > /dev/null || { echo "the source distribution lacks $$file"; exit 1; }; done
 	for file in collectives/kernels/cuda/codecs.cuh collectives/py.typed trainer/py.typed; do \
-		$(BIN)/python -m zipfile -l dist/*.whl | grep -q "^$$file " || { echo "the wheel lacks $$file"; exit 1; }; done
+		$(BIN)/python -m zipfile -l dist/*.whl | grep "^$$file " > /dev/null || { echo "the wheel lacks $$file"; exit 1; }; done
 
 matrix: .venv/.matrix  ## run a smoke test on every Python found here, with the oldest and newest packages claimed
 	$(BIN)/python -m nox $(if $(ARGS),-- $(ARGS))
