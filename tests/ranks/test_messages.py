@@ -1,6 +1,7 @@
 """Messages between two ranks, beside the operations of all: on every link, in order, from one rank or from any."""
 
 import os
+import random
 import time
 from collections.abc import Callable
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
+from collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost, Work
+from collectives.run.messages import MessageWork
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds
 
 pytestmark = ON_EVERY_TRANSPORT
@@ -63,6 +65,53 @@ def send_among_operations() -> None:
 
 def test_operations_of_all_ranks_go_on_around_a_message_of_two(ranks: Worlds) -> None:
     ranks(SIZE).run(send_among_operations)
+
+
+def mix(seed: int) -> None:
+    """Messages and operations of any length, awaited at once or later, in the order that all ranks have drawn."""
+    draw = random.Random(seed)
+    with communicator() as comm:
+        from_anyone = not any("gloo" in route for route in comm.routes)
+        begun: list[tuple[Work | MessageWork, torch.Tensor, torch.Tensor]] = []
+
+        def finish(count: int) -> None:
+            for work, tensor, expected in begun[:count]:
+                work.wait()
+                assert torch.equal(tensor, expected)
+            del begun[:count]
+
+        for position in range(60):
+            numel = draw.choice((0, 1, 100, 5000, 200_000))
+            sender, receiver = draw.sample(range(SIZE), 2)
+            is_message, anyone, awaited = draw.random() < 0.6, draw.random() < 0.4, draw.random() < 0.4
+            expected = numbers(position, numel)
+            work: Work | MessageWork | None = None
+            tensor = expected.clone()
+            if not is_message:
+                expected = SIZE * expected
+                work = comm.allreduce(tensor, async_op=not awaited)
+            elif comm.rank == sender and awaited:
+                comm.send(tensor, receiver, tag=position)
+            elif comm.rank == sender:
+                work = comm.send(tensor, receiver, tag=position, async_op=True)
+            elif comm.rank == receiver:
+                tensor.zero_()
+                source = None if anyone and from_anyone else sender
+                if awaited:
+                    assert comm.recv(tensor, source, tag=position) == sender
+                else:
+                    work = comm.recv(tensor, source, tag=position, async_op=True)
+            if work is not None:
+                begun.append((work, tensor, expected))
+            else:
+                assert torch.equal(tensor, expected)
+            finish(draw.randrange(3))
+        finish(len(begun))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_mixture_of_messages_and_operations(ranks: Worlds, seed: int) -> None:
+    ranks(SIZE).run(mix, seed)
 
 
 def send_odd_tensors() -> None:
