@@ -70,14 +70,18 @@ def check_root(engine: Engine, name: str, root: int) -> None:
         raise ValueError(f"rank {engine.rank}: {name}={root}; allowed are 0 to {engine.size - 1}")
 
 
-def check_message(engine: Engine, name: str, peer: int | None, tag: int) -> None:
-    """peer: the other rank, None for any."""
+def check_message(engine: Engine, tensor: torch.Tensor, name: str, peer: int | None, tag: int) -> None:
+    """Raise ValueError for what cannot be sent or received as a message. peer: the other rank, None for any."""
+    if engine.size == 1:
+        raise ValueError(f"rank {engine.rank}: this rank is alone in its group; a message needs another one")
     if peer is not None:
         check_root(engine, name, peer)
         if peer == engine.rank:
             raise ValueError(f"rank {engine.rank}: {name}={peer} is this rank; a message needs another one")
     if not isinstance(tag, int) or not 0 <= tag <= MOST_TAG:
         raise ValueError(f"rank {engine.rank}: tag={tag!r}; a whole number from 0 to {MOST_TAG} is needed")
+    if tag and not engine.knows_tags(tensor):
+        raise ValueError(f"rank {engine.rank}: tag={tag}; over NCCL, which knows no tags, only 0 is allowed")
 
 
 def part_lengths(

@@ -544,7 +544,9 @@ class Communicator:
         Only the two ranks call anything; messages do not count among the operations that all ranks call in the same order. But
         what goes from one rank to another, in messages and in operations, is received in the order in which it is sent: a rank
         that enters an operation, or asks for a later message, before the message that was sent first is asked for, waits until
-        its deadline passes. When send returns, the tensor is free; the message may still be on its way.
+        its deadline passes. When send returns, the tensor is free; the message may still be on its way. It may also wait until
+        dst asks for the message, as inside a host it does: two ranks that both send first use async_op=True. Over NCCL, which
+        knows no tags, only tag 0 is allowed.
         """
         return verbs.send(self._engine, tensor, dst, tag, async_op)
 

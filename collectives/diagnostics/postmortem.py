@@ -111,7 +111,10 @@ def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
         return Mismatch(calls, rank=rank, operation=mine.call)
     if gone := findings.gone(mine.sequence):
         return PeerLost(gone, rank=rank, operation=mine.call, has_left=not gone & findings.lost)
-    if not any(report.gave_up for report in findings.reports.values()):
+    messages = {r: report for r, report in findings.reports.items() if report.is_message}
+    if not any(report.gave_up for r, report in findings.reports.items() if r not in messages):
+        if messages:
+            return CollectiveError("; ".join(_failed_in(messages)), rank=rank, operation=mine.call)
         pairs = _pairs_text(findings.cut) or "to a living rank"
         return CollectiveError(f"a connection {pairs} broke: {detail}", rank=rank, operation=mine.call)
     waiting_for, why = _unanswered(findings.reports, rank, findings.cut)
@@ -127,10 +130,14 @@ def _of_message(findings: Findings, rank: int, detail: str) -> CollectiveError:
         return PeerLost(gone, rank=rank, operation=mine.call, has_left=False)
     if gone := (peers & findings.left.keys()) - findings.reports.keys():
         return PeerLost(gone, rank=rank, operation=mine.call, has_left=True)
-    said = [f"{ranks_text([peer])} failed in {findings.reports[peer].call}" for peer in peers & findings.reports.keys()]
-    if not mine.gave_up:
-        return CollectiveError("; ".join([*sorted(said), detail]), rank=rank, operation=mine.call)
-    return CollectiveTimeout(mine.timeout_s, peers, rank=rank, operation=mine.call, detail="; ".join(sorted(said)))
+    said = _failed_in({peer: findings.reports[peer] for peer in peers & findings.reports.keys()})
+    if not mine.gave_up or mine.waited_s < mine.timeout_s / 2:  # it was not worth waiting for longer
+        return CollectiveError("; ".join([*said, detail]), rank=rank, operation=mine.call)
+    return CollectiveTimeout(mine.timeout_s, peers, rank=rank, operation=mine.call, detail="; ".join(said))
+
+
+def _failed_in(reports: Mapping[int, Report]) -> list[str]:
+    return [f"rank {rank} failed in {report.call}" for rank, report in sorted(reports.items())]
 
 
 def _disagreement(reports: Mapping[int, Report]) -> dict[int, str]:
@@ -149,7 +156,7 @@ def _pairs_text(pairs: Set[tuple[int, int]]) -> str:
 def _unanswered(reports: Mapping[int, Report], rank: int, cut: Set[tuple[int, int]]) -> tuple[set[int], str]:
     """Return which ranks did not answer when a deadline passed, although nobody is gone and all called alike, and what else
     there is to say of it."""
-    gave_up = {r for r, report in reports.items() if report.gave_up}
+    gave_up = {r for r, report in reports.items() if report.gave_up and not report.is_message}
     who = "" if rank in gave_up else f"{ranks_text(gave_up)} gave up"
     waited = {peer for report in reports.values() for peer in report.waiting_for}
     if silent := waited - reports.keys():

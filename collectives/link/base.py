@@ -78,9 +78,10 @@ class Transport(ABC):
     none); posts_together, those of them for which both ends of a message must be posted in the same round, as NCCL wants it;
     quick, whether a message costs microseconds, and not the wake-ups of a backend's threads; eager, whether a send may be over
     before its receiver has asked for the message, so that programs are to end with an answer; hears_anyone, whether
-    next_sender() is offered; shares_memory, whether this rank shares memory with others of its host; algorithms, the names under
-    which it does whole verbs by itself, by verb; preferred, which of these 'auto' is to take whatever the size, by verb; routes,
-    lines for people: what joins this rank with which others, and why.
+    next_sender() is offered; waits_again, whether a wait whose deadline has passed harms nothing; shares_memory, whether this
+    rank shares memory with others of its host; algorithms, the names under which it does whole verbs by itself, by verb;
+    preferred, which of these 'auto' is to take whatever the size, by verb; routes, lines for people: what joins this rank with
+    which others, and why.
     """
 
     rank: int
@@ -91,6 +92,7 @@ class Transport(ABC):
     quick: bool = False
     eager: bool = False
     hears_anyone: bool = False
+    waits_again: bool = False
     algorithms: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     preferred: Mapping[str, str] = MappingProxyType({})
     routes: tuple[str, ...] = ()
@@ -116,6 +118,17 @@ class Transport(ABC):
         """Wait until the next message of some rank has a tag, and return that rank; None when the deadline passes. The message
         stays where it is. Ranks take turns: who was found last is looked at last. Raises LinkError."""
         raise NotImplementedError(f"{type(self).__name__} must be told whose message is awaited")
+
+    def sends(self) -> bool:
+        """Return whether something that was posted to be sent stays where it is unless this rank calls its transport."""
+        return False
+
+    def is_busy(self) -> bool:
+        """Return whether anything that was posted, to be sent or received, does so."""
+        return False
+
+    def nudge(self) -> None:  # noqa: B027
+        """Move what can be moved at once. Raises LinkError."""
 
     def collective(self, request: Request) -> Whole:
         """Make a verb ready that `algorithms` offers. Not a collective call; no deadline runs yet."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from collectives.errors import CollectiveError, ranks_text
 from collectives.kernels.first_use import FIRST_USE
 from collectives.link.base import Transport
-from collectives.link.handshake import Listener, neighbours
+from collectives.link.handshake import Listener, give_up_on_silence, neighbours
 from collectives.link.membership import Membership, coming_together
 from collectives.link.own_address import own_address
 from collectives.link.registry import AUTO, LINKS
@@ -94,6 +94,8 @@ def _watch(membership: Membership, settings: str, deadline: float) -> Watch:
         assert listener is not None
         addresses = [each["address"] for each in cards]
         news = listener.join(rank, neighbours(rank, membership.size), addresses, membership.secret, deadline)
+        for connection in news.values():
+            give_up_on_silence(connection)
     finally:
         if listener is not None:
             listener.close()

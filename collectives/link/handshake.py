@@ -23,7 +23,11 @@ _HELLO = struct.Struct("!i32s")
 CHALLENGE_BYTES = 32
 
 #: A host that answers nothing for so long is gone: seconds of silence, seconds between questions, and how many of those.
-_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 15_000))
+_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5))
+_SILENCE_MS = 15_000
+
+#: How many connections may at a time be about to say whose they are.
+_MOST_STRANGERS = 256
 
 
 def neighbours(rank: int, size: int) -> list[int]:
@@ -99,6 +103,10 @@ class Listener:
                         with suppress(OSError):  # one that has ended is seen below
                             connection.send(challenge)
                         strangers[connection.fileno()] = _Stranger(connection, challenge)
+                        if len(strangers) > _MOST_STRANGERS:
+                            strangers.pop(next(iter(strangers))).connection.close()
+                        continue
+                    if descriptor not in strangers:
                         continue
                     stranger = strangers.pop(descriptor)
                     stranger.said += _received(stranger.connection, _HELLO.size - len(stranger.said))
@@ -168,6 +176,13 @@ def _has_ended(connection: socket.socket) -> bool:
         return False
     except OSError:
         return True
+
+
+def give_up_on_silence(connection: socket.socket) -> None:
+    """End a connection when the other end's system confirms nothing of what is sent for some seconds. Only for one whose reader
+    is never long in coming: who does not read confirms nothing either, once what lies between is full."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
 
 
 def _set_up(connection: socket.socket) -> None:

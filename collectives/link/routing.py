@@ -5,40 +5,58 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import wait
 
 import torch
 
-from collectives.daemon import DaemonThread
-from collectives.errors import ranks_text
+from collectives.errors import LinkError, ranks_text
 from collectives.link.base import Message, Pending, Request, Transport, Whole, WholeRun
 from collectives.link.process_group import ProcessGroupTransport
 from collectives.link.shared_memory.messages import SharedMemoryTransport
 from collectives.plan.program import Program
 
-_POLL_S = 0.0005
+_POLL_S = 0.0001
+
+#: How long what is to be received through one part may stand still while another one is waited for.
+_SLICE_S = 0.05
 
 #: How long a look for a message from any other host takes, before it is looked for in memory again.
 _LOOK_S = 0.001
 
 
-class _RemotePending:
-    """A message to or from another host, during whose wait the messages in shared memory move on.
+class _SharedPending:
+    """A message through one part, during whose wait what is under way through the other part moves on.
 
-    Nobody but this rank moves those that it sends through shared memory, and the peer may depend on them before it answers.
+    Nobody but this rank moves that, and the peer may depend on it before it answers: on what is sent, as a rule, so that moves
+    at once; what is to be received, now and then.
     """
 
-    __slots__ = ("_pending", "_routing")
+    __slots__ = ("_other", "_part", "_pending")
 
-    def __init__(self, routing: RoutingTransport, pending: Pending) -> None:
-        self._routing = routing
+    def __init__(self, pending: Pending, part: Transport, other: Transport) -> None:
         self._pending = pending
+        self._part = part
+        self._other = other
 
     def wait(self, deadline: float) -> None:
-        self._routing.wait_for_remote(self._pending, deadline)
+        while self._other.is_busy() and time.monotonic() < deadline:
+            if self._other.sends():
+                if self.is_done():
+                    break
+                time.sleep(_POLL_S)
+            elif self._part.waits_again:
+                try:
+                    self._pending.wait(min(deadline, time.monotonic() + _SLICE_S))
+                    return
+                except LinkError as error:
+                    if not error.timed_out:
+                        raise
+                self._other.nudge()
+            else:
+                break
+        self._pending.wait(deadline)
 
     def is_done(self) -> bool:
-        self._routing.nudge()
+        self._other.nudge()
         return self._pending.is_done()
 
 
@@ -77,7 +95,6 @@ class RoutingTransport(Transport):
         self._neighbours = frozenset(neighbours)
         self._some_share = some_share
         self._near_was_heard = False
-        self._waiter: DaemonThread | None = None
 
     @property
     def _parts(self) -> list[Transport]:
@@ -103,25 +120,6 @@ class RoutingTransport(Transport):
             self._merge(near_sends, near_sent, far_sends, far_sent),
             self._merge(near_receives, near_received, far_receives, far_received),
         )
-
-    def wait_for_remote(self, pending: Pending, deadline: float) -> None:
-        """Wait for a message to or from another host, in another thread while this rank has messages to send in memory."""
-        near = self._near
-        if near is None or not near.sends():
-            pending.wait(deadline)
-            return
-        if self._waiter is None:
-            self._waiter = DaemonThread("gradwire-remote")
-        future = self._waiter.submit(lambda: pending.wait(deadline))
-        while not future.done() and near.sends():
-            near.nudge()
-            wait([future], _POLL_S)
-        future.result()
-
-    def nudge(self) -> None:
-        """Move what is sent through memory, as far as can be at once."""
-        if self._near is not None:
-            self._near.nudge()
 
     def next_sender(self, tag: int, deadline: float) -> int | None:
         """See Transport."""
@@ -169,9 +167,6 @@ class RoutingTransport(Transport):
     def close(self) -> None:
         for part in self._parts:
             part.close()
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None:
-            waiter.close()
 
     def disown(self) -> None:
         for part in self._parts:
@@ -185,8 +180,11 @@ class RoutingTransport(Transport):
     def _merge(
         self, near_places: list[int], near: list[Pending], far_places: list[int], far: list[Pending]
     ) -> list[Pending]:
-        merged = dict(zip(near_places, near, strict=True))
-        merged |= zip(far_places, (_RemotePending(self, pending) for pending in far), strict=True)
+        assert self._near is not None
+        merged: dict[int, Pending] = {}
+        parts = ((near_places, near, self._near, self._far), (far_places, far, self._far, self._near))
+        for places, pendings, part, other in parts:
+            merged |= zip(places, (_SharedPending(pending, part, other) for pending in pendings), strict=True)
         return [merged[place] for place in sorted(merged)]
 
 

@@ -1,31 +1,23 @@
-"""A message that stands in a table of rows, which a kernel moves: what its sender or receiver waits for."""
+"""Messages that stand in a table of rows, which kernels move: their tensors, and what their senders and receivers wait for."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 
-
-class Table(Protocol):
-    """What has posted messages, and counts them."""
-
-    def finish(self, number: int, deadline: float) -> None:
-        """Return when message `number` of those posted is done; the others move along. Raises as Pending.wait."""
-
-    def is_done(self, number: int) -> bool:
-        """Return whether message `number` of those posted is done, after all have been moved as far as can be at once."""
+#: After how many messages at least a table is looked through.
+FIRST_LOOK = 256
 
 
 class RowPending:
-    """A Pending of a Table."""
+    """A message of a Table, by the number that it had when it was posted."""
 
-    __slots__ = ("_number", "_table", "_tensor")
+    __slots__ = ("_number", "_table")
 
-    def __init__(self, table: Table, number: int, tensor: torch.Tensor) -> None:
+    def __init__(self, table: Table, number: int) -> None:
         self._table = table
         self._number = number
-        self._tensor = tensor  # read or written until the wait is over
 
     def wait(self, deadline: float) -> None:
         """See Pending."""
@@ -34,3 +26,46 @@ class RowPending:
     def is_done(self) -> bool:
         """See Pending."""
         return self._table.is_done(self._number)
+
+
+class Table(ABC):
+    """Keeps the tensors of messages for as long as a kernel may read or write them, and lets no message that stays for long keep
+    the rows of others: now and then all that are not done are posted anew, and have new numbers from then on."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._renumbered: dict[int, int] = {}
+
+    @abstractmethod
+    def finish(self, number: int, deadline: float) -> None:
+        """Return when a message is done; the others move along. Raises as Pending.wait."""
+
+    @abstractmethod
+    def is_done(self, number: int) -> bool:
+        """Return whether a message is done, after all have been moved as far as can be at once."""
+
+    @abstractmethod
+    def _has_moved(self, number: int) -> bool:
+        """Return whether a message, by its present number, is done."""
+
+    def hold(self, number: int, tensor: torch.Tensor) -> RowPending:
+        """Keep the tensor of a message that has been posted; return its Pending."""
+        self._tensors[number] = tensor
+        return RowPending(self, number)
+
+    def _renumber(self, new: dict[int, int]) -> None:
+        """Note that messages have new numbers, and that all others are done."""
+        self._renumbered = {old: new[now] for old in self._renumbered if (now := self._now(old)) in new} | new
+        self._tensors = {new[old]: tensor for old, tensor in self._tensors.items() if old in new}
+
+    def _now(self, number: int) -> int:
+        """Return the present number of a message."""
+        while number in self._renumbered:
+            number = self._renumbered[number]
+        return number
+
+    def _release(self, number: int) -> None:
+        """Let go of a message that is done."""
+        while number in self._renumbered:
+            number = self._renumbered.pop(number)
+        self._tensors.pop(number, None)

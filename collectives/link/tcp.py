@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -18,7 +19,7 @@ from collectives.link.base import Message, Pending, Transport, WholeRun
 from collectives.link.handshake import Listener
 from collectives.link.membership import Membership
 from collectives.link.own_address import own_address
-from collectives.link.rows import RowPending
+from collectives.link.rows import FIRST_LOOK, RowPending, Table
 from collectives.plan.program import Program
 
 _FIRST_ROWS = 256
@@ -54,7 +55,7 @@ def tcp(membership: Membership, timeout_s: float, *, but: Collection[int] = ()) 
     return transport
 
 
-class TcpTransport(Transport):
+class TcpTransport(Transport, Table):
     """A Transport over TCP. connections: nonblocking sockets, by rank, which belong to it from now on.
 
     A wait for any message moves all that this rank has posted.
@@ -63,8 +64,10 @@ class TcpTransport(Transport):
     quick = True
     eager = True
     hears_anyone = True
+    waits_again = True
 
     def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
+        super().__init__()
         kernels = cpu_sockets()
         assert not isinstance(kernels, str)
         self.rank = rank
@@ -82,6 +85,7 @@ class TcpTransport(Transport):
         self._polls = np.zeros((size, kernels.POLL_BYTES), dtype=np.uint8)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._heard_last = rank
+        self._look_at = FIRST_LOOK  # when so many messages have been posted
         self._connections[:, kernels.DESCRIPTOR] = -1
         for peer, connection in self._sockets.items():
             self._connections[peer, kernels.DESCRIPTOR] = connection.fileno()
@@ -106,26 +110,41 @@ class TcpTransport(Transport):
         received: list[Pending] = [self._add(0, peer, tensor, tag) for peer, tensor in receives]
         sent: list[Pending] = [self._add(1, peer, tensor, tag) for peer, tensor in sends]
         if sent:
-            self._run(self._kernels.wait_for, (self._address, -1), time.monotonic())
+            self.nudge()
         return sent, received
 
     def finish(self, number: int, deadline: float) -> None:
         """See Table."""
-        self._run(self._kernels.wait_for, (self._address, number), deadline)
+        self._run(self._kernels.wait_for, (self._address, self._now(number)), deadline)
+        self._release(number)
 
     def is_done(self, number: int) -> bool:
         """See Table."""
+        self.nudge()
+        return self._has_moved(self._now(number))
+
+    def sends(self) -> bool:
+        """See Transport."""
+        return bool(np.any(self._unfinished()[:, self._kernels.ROW_SENDS]))
+
+    def is_busy(self) -> bool:
+        """See Transport."""
+        return len(self._unfinished()) > 0
+
+    def nudge(self) -> None:
+        """See Transport."""
+        self._run(self._kernels.wait_for, (self._address, -1), time.monotonic())
+
+    def _has_moved(self, number: int) -> bool:
         kernels = self._kernels
-        self._run(kernels.wait_for, (self._address, -1), time.monotonic())
-        first, row = self._context[kernels.FIRST], self._rows[number % len(self._rows)]
-        return number < int(first) or bool(row[kernels.ROW_DONE])
+        return number < self._context[kernels.FIRST] or bool(self._rows[number % len(self._rows), kernels.ROW_DONE])
 
     def next_sender(self, tag: int, deadline: float) -> int | None:
         """See Transport."""
         kernels = self._kernels
         while True:
             left_s = deadline - time.monotonic()
-            milliseconds = int(1000 * min(max(left_s, 0.0), _LOOK_S))
+            milliseconds = math.ceil(1000 * min(max(left_s, 0.0), _LOOK_S))
             first = (self._heard_last + 1) % self.size
             self._run(kernels.next_sender, (self._address, tag, first, milliseconds), deadline)
             peer = int(self._context[kernels.PEER])
@@ -143,6 +162,7 @@ class TcpTransport(Transport):
         scratch_bytes = program.scratch * itemsize
 
         def run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
+            self._tidy()
             if self._scratch.numel() < scratch_bytes:
                 self._scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
             base = int(self._context[kernels.COUNT])
@@ -180,11 +200,12 @@ class TcpTransport(Transport):
             connection.close()
 
     def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> RowPending:
+        self._tidy()
         number = int(self._context[self._kernels.COUNT])
         nbytes = tensor.numel() * tensor.element_size()
         arguments = (self._address, sends, peer, tag, tensor.data_ptr(), nbytes)
         self._run(self._kernels.add, arguments, time.monotonic())
-        return RowPending(self, number, tensor)
+        return self.hold(number, tensor)
 
     def _run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> None:
         """Call a kernel until it is through. Raises LinkError where it cannot be, or the deadline passes."""
@@ -206,6 +227,30 @@ class TcpTransport(Transport):
                     raise LinkError(peer, timed_out=False, detail=f"rank {peer}: {detail}")
                 elif time.monotonic() >= deadline:
                     raise LinkError(peer, timed_out=True, detail=f"nothing came from rank {peer}", awaited={peer})
+
+    def _unfinished(self) -> np.ndarray:
+        """Return the rows of messages that are not done."""
+        kernels, context = self._kernels, self._context
+        rows = self._rows[np.arange(context[kernels.FIRST], context[kernels.COUNT]) % len(self._rows)]
+        unfinished: np.ndarray = rows[rows[:, kernels.ROW_DONE] == 0]
+        return unfinished
+
+    def _tidy(self) -> None:
+        """Now and then, post anew what is not done, so that kernels need not look at all that has been done since."""
+        kernels, context, rows = self._kernels, self._context, self._rows
+        count = int(context[kernels.COUNT])
+        if count < self._look_at:
+            return
+        with self._running:
+            stay = [n for n in range(int(context[kernels.FIRST]), count) if not rows[n % len(rows), kernels.ROW_DONE]]
+            saved = rows[np.array(stay, dtype=np.int64) % len(rows)]
+            new = {number: count + place for place, number in enumerate(stay)}
+            rows[np.arange(count, count + len(stay)) % len(rows)] = saved
+            for connection in self._connections:
+                connection[kernels.CURRENT] = new.get(int(connection[kernels.CURRENT]), -1)
+            context[kernels.FIRST], context[kernels.COUNT] = count, count + len(stay)
+        self._renumber(new)
+        self._look_at = count + len(stay) + max(FIRST_LOOK, 2 * len(stay))
 
     def _grow(self) -> None:
         """Make room for more messages under way."""

@@ -21,7 +21,7 @@ from collectives.run.messages import Messages
 from collectives.run.operations import Operations, Turn, digest
 from collectives.run.payload import Codes, Numbers, Scratch
 from collectives.run.plans import Plans
-from collectives.run.staging import Buffer
+from collectives.run.staging import Buffer, plain
 from collectives.run.work import Work
 
 _REMEMBERED_CALLS = 256
@@ -93,19 +93,25 @@ class Engine:
         if verb != "allreduce" or device_type != "cpu":
             return None
         program = self.plans.of_buffer(verb, algorithm, root, numel, like.element_size(), grouped=False)
-        follow = self._transport.follow(program, like.dtype, op)
+        follow = self._transport.follow(program, like.dtype, "sum" if op == "average" else op)
         if follow is None:
             return None
+        size = self.size
 
         def run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
             follow(source, destination, tag, deadline)
-            finish(destination, op, self.size)
+            if op == "average":
+                finish(plain(destination), op, size)
 
         return Whole(run, needs_meeting=False)
 
     def hears_anyone(self, tensor: torch.Tensor) -> bool:
         """Return whether such a tensor can be received without saying from whom."""
         return self._transport.hears_anyone and (tensor.is_cpu or self._via_host)
+
+    def knows_tags(self, tensor: torch.Tensor) -> bool:
+        """Return whether messages of such a tensor are told apart by their tags."""
+        return self._via_host or not self._grouped(tensor)
 
     def takes_as_is(self, tensor: torch.Tensor, whole: Whole) -> bool:
         """Return whether what the link has made ready may run on the memory of a tensor as it is, with nothing around it."""
@@ -259,7 +265,8 @@ class Engine:
         return buffer.device.type in self._posts_together
 
     def _execute(self, turn: Turn, program: Program, source: torch.Tensor, destination: torch.Tensor, op: str) -> None:
-        if destination.is_cpu and (run := self._transport.follow(program, destination.dtype, op)) is not None:
+        sums = "sum" if op == "average" else op  # whoever asked for it divides
+        if destination.is_cpu and (run := self._transport.follow(program, destination.dtype, sums)) is not None:
             run(source, destination, turn.tag, turn.deadline)
             return
         numbers = Numbers(program, source, destination, COMBINE[op], self.rank, self._scratch)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
-from contextlib import suppress
 from datetime import timedelta
 
 from collectives.errors import CollectiveTimeout, LinkError
 from collectives.link.base import Pending, Transport
 from collectives.reduction import carried
-from collectives.run.operations import Operations
+from collectives.run.operations import LAST_WORDS_S, Operations
 from collectives.run.staging import Buffer
+from collectives.run.work import Work
 
 MOST_TAG = 2**16 - 1
 
@@ -19,6 +21,11 @@ MOST_TAG = 2**16 - 1
 _HIGHEST = 2**31 - 2
 
 _POLL_S = 0.0005
+
+#: How many messages are sent before it is looked which of them are through.
+_FIRST_LOOK = 64
+
+_log = logging.getLogger("gradwire")
 
 
 class _Way:
@@ -29,44 +36,41 @@ class _Way:
         self._transport = transport
         self._buffer = buffer
         self.sends = sends
+        self.knows_peer = peer is not None
         self._peer = peer
         self._tag = _HIGHEST - tag
         self._pending: Pending | None = None
 
     def begin(self, deadline: float) -> None:
-        """Post it, unless it is not known yet from whom it comes."""
-        if self._peer is not None:
-            self._post(self._peer)
+        """Post it; one that may come from any rank, as soon as it is known from which. Raises LinkError."""
+        peer = self._peer
+        if peer is None:
+            peer = self.sender = self._transport.next_sender(self._tag, deadline)
+            if peer is None:
+                raise LinkError(None, timed_out=True, detail="nothing came from any rank")
+        message = [(peer, carried(self._buffer.flat, "sum")[0])]
+        sent, received = self._transport.post(message if self.sends else [], [] if self.sends else message, self._tag)
+        (self._pending,) = sent or received
 
     def finish(self, deadline: float) -> None:
         """Wait until it is sent or received. Raises LinkError."""
-        if self._pending is None:
-            self._hear(deadline)
-        if self._pending is None:
-            raise LinkError(None, timed_out=True, detail="nothing came from any rank")
+        assert self._pending is not None
         self._pending.wait(deadline)
         if not self.sends:
             self._buffer.store()
 
+    def run(self, deadline: float) -> None:
+        """Post it and wait for it. Raises LinkError."""
+        self.begin(deadline)
+        self.finish(deadline)
+
     def is_done(self) -> bool:
         """Return whether finish() would return, or raise, at once."""
+        assert self._pending is not None
         try:
-            if self._pending is None:
-                self._hear(0.0)
-            return self._pending is not None and self._pending.is_done()
+            return self._pending.is_done()
         except LinkError:
             return True
-
-    def _hear(self, deadline: float) -> None:
-        sender = self._transport.next_sender(self._tag, deadline)
-        if sender is not None:
-            self.sender = sender
-            self._post(sender)
-
-    def _post(self, peer: int) -> None:
-        message = [(peer, carried(self._buffer.flat, "sum")[0])]
-        sent, received = self._transport.post(message if self.sends else [], [] if self.sends else message, self._tag)
-        (self._pending,) = sent or received
 
 
 class MessageWork:
@@ -78,8 +82,13 @@ class MessageWork:
         self._call = call
         self._peers = peers
         self._way = way
-        self._beginning = operations.submit_message(call, peers, way.begin, async_op=True)
         self._is_over = False
+        self._vain_since = math.inf
+        self._beginning: Work | None
+        if way.knows_peer:
+            self._beginning = operations.submit_message(call, peers, way.begin, async_op=True)
+        else:  # what is called after it has to wait: only a message that has been asked for leaves the wire to others
+            self._beginning = operations.queue_message(call, peers, way.run)
 
     @property
     def sender(self) -> int | None:
@@ -92,7 +101,7 @@ class MessageWork:
         timeout: seconds, or a timedelta; None waits as long as the Communicator's own deadline lets it. Raises the message's
         error; CollectiveTimeout when `timeout` passes first (the message stays under way).
         """
-        if timeout is not None:
+        if timeout is not None and not self._is_over:
             seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
             deadline = time.monotonic() + seconds
             while not self.is_completed():
@@ -101,9 +110,9 @@ class MessageWork:
                 time.sleep(_POLL_S)
         if self._beginning is not None:
             self._beginning.wait()
-        if not self._is_over:
+        if not self._is_over and self._way.knows_peer:
             self._operations.submit_message(self._call, self._peers, self._way.finish, async_op=False)
-            self._is_over = True
+        self._is_over = True
 
     def is_completed(self) -> bool:
         """Return True once wait() would return, or raise, at once. What this rank has under way moves on meanwhile."""
@@ -111,14 +120,25 @@ class MessageWork:
             return True
         if self._beginning is not None and not self._beginning.is_completed():
             return False
+        if not self._way.knows_peer:
+            return True
+        if self._operations.all_gone(self._peers):
+            self._vain_since = min(self._vain_since, time.monotonic())
+            if time.monotonic() >= self._vain_since + LAST_WORDS_S:
+                return True
         found: list[bool] = []
         self._operations.try_message(self._call, self._peers, lambda _: found.append(self._way.is_done()))
         return found == [True]
 
     def finish_sending(self, deadline: float) -> None:
-        """Wait for what is sent, at the end of its Communicator, where all turns are over. Raises LinkError."""
-        if self._way.sends and not self._is_over:
+        """Wait for what is sent, at the end of its Communicator, where all turns are over."""
+        if self._is_over or not self._way.sends:
+            return
+        try:
             self._way.finish(deadline)
+            self._is_over = True
+        except LinkError as error:
+            _log.warning("gradwire: rank %d closes before %s is through: %s", self._rank, self._call, error)
 
 
 class Messages:
@@ -128,15 +148,22 @@ class Messages:
         self._transport = transport
         self._operations = operations
         self._lock = threading.Lock()
-        self._under_way: list[MessageWork] = []  # nobody else may keep the memory of what is never waited for
+        self._sent: list[MessageWork] = []  # and perhaps never waited for
+        self._look_at = _FIRST_LOOK
 
     def send(self, call: str, buffer: Buffer, peer: int, tag: int, *, async_op: bool) -> MessageWork | None:
         """Send a buffer to a rank."""
         way = _Way(self._transport, buffer, peer, tag, sends=True)
-        if async_op:
-            return self._start(call, frozenset({peer}), way)
-        self._run(call, frozenset({peer}), way)
-        return None
+        if not async_op:
+            self._operations.submit_message(call, frozenset({peer}), way.run, async_op=False)
+            return None
+        work = MessageWork(self._operations, self._transport.rank, call, frozenset({peer}), way)
+        with self._lock:
+            self._sent.append(work)
+            if len(self._sent) >= self._look_at:
+                self._sent = [each for each in self._sent if not each.is_completed()]
+                self._look_at = max(_FIRST_LOOK, 2 * len(self._sent))
+        return work
 
     def receive(
         self, call: str, buffer: Buffer, peer: int | None, tag: int, *, async_op: bool
@@ -146,26 +173,12 @@ class Messages:
         peers = others if peer is None else frozenset({peer})
         way = _Way(self._transport, buffer, peer, tag, sends=False)
         if async_op:
-            return self._start(call, peers, way)
-        self._run(call, peers, way)
+            return MessageWork(self._operations, self._transport.rank, call, peers, way)
+        self._operations.submit_message(call, peers, way.run, async_op=False)
         return way.sender
 
     def drain(self, deadline: float) -> None:
         """Finish sending what nobody has waited for, but not beyond the deadline (time.monotonic())."""
-        with suppress(LinkError):
-            for work in self._under_way:
-                work.finish_sending(deadline)
-        self._under_way = []
-
-    def _run(self, call: str, peers: frozenset[int], way: _Way) -> None:
-        def body(deadline: float) -> None:
-            way.begin(deadline)
-            way.finish(deadline)
-
-        self._operations.submit_message(call, peers, body, async_op=False)
-
-    def _start(self, call: str, peers: frozenset[int], way: _Way) -> MessageWork:
-        work = MessageWork(self._operations, self._transport.rank, call, peers, way)
-        with self._lock:
-            self._under_way = [*(other for other in self._under_way if not other.is_completed()), work]
-        return work
+        for work in self._sent:
+            work.finish_sending(deadline)
+        self._sent = []

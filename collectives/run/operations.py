@@ -29,7 +29,7 @@ _LET_GO_S = 2.0
 _ENDED = "its wait was ended, because another rank takes no part any more"
 
 #: How long an operation may go on after a peer's process has ended: it may have all that it needs of it.
-_LAST_WORDS_S = 0.5
+LAST_WORDS_S = 0.5
 
 #: How many finished operations a report tells of. The root of a broadcast can be further ahead; most ranks are one apart.
 _REMEMBERED = 4
@@ -127,27 +127,33 @@ class Operations:
         once. The turn has no number: of all other ranks, only `peers` may have anything to do with it, and only they can make
         it fail."""
         self._check_unbroken(call)
-        turn = object()
-        try:
-            if self._queue.enter(turn, counted=False):
-                self._take_message_turn(call, peers, body, beside_work=False)
-                return None
-        finally:
-            self._queue.leave(turn, self._sequence)
-        work = Work(
-            self._rank, call, lambda: self._take_message_turn(call, peers, body, beside_work=True), counted=False
-        )
-        self._queue.submit(work)
+        if self.try_message(call, peers, body):
+            return None
+        work = self.queue_message(call, peers, body)
         if async_op:
             return work
         work.wait()
         return None
 
+    def queue_message(self, call: str, peers: frozenset[int], body: Callable[[float], None]) -> Work:
+        """submit_message() on the thread of the queue, whatever it does."""
+        self._check_unbroken(call)
+        work = Work(
+            self._rank, call, lambda: self._take_message_turn(call, peers, body, beside_work=True), counted=False
+        )
+        self._queue.submit(work)
+        return work
+
     def try_message(self, call: str, peers: frozenset[int], body: Callable[[float], None]) -> bool:
-        """submit_message(), if the turn comes at once; False, with nothing done, where not."""
-        if self._failure is not None or self._queue.busy():
-            return False
-        return self.submit_message(call, peers, body, async_op=True) is None
+        """Run body(deadline) if its turn comes at once; False, with nothing done, where not."""
+        turn = object()
+        try:
+            if self._failure is not None or not self._queue.enter(turn, counted=False):
+                return False
+            self._take_message_turn(call, peers, body, beside_work=False)
+            return True
+        finally:
+            self._queue.leave(turn, self._sequence)
 
     def run_now(
         self,
@@ -221,13 +227,15 @@ class Operations:
         deadline = time.monotonic() + self._timeout_s
         try:
             self._wait_beside_work(beside_work)
-            self._peers, self._vain_since = peers, math.inf
+            self._vain_since = math.inf
+            self._peers = peers
+            end = deadline
             if self._watch.has_news:
                 if self._watch.failure:
                     self._check_news(self._sequence)
-                if self._all_gone(peers):  # but they may have left something behind
-                    deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
-            body(deadline)
+                if self.all_gone(peers):  # but they may have left something behind
+                    end = min(deadline, time.monotonic() + LAST_WORDS_S)
+            body(end)
             if self._interrupted:
                 raise LinkError(None, timed_out=False, detail=_ENDED, awaited=peers)
         except BaseException as error:
@@ -256,9 +264,10 @@ class Operations:
             report["sequence"] <= sequence for rank, report in list(watch.reports.items()) if rank != self._rank
         )
 
-    def _all_gone(self, peers: frozenset[int]) -> bool:
+    def all_gone(self, peers: frozenset[int]) -> bool:
+        """Return whether nothing more is to be expected from any of these ranks."""
         watch = self._watch
-        return peers <= {*list(watch.lost), *list(watch.left), *list(watch.reports)}
+        return peers <= {*list(watch.lost), *list(watch.done), *list(watch.reports)}
 
     def _check_news(self, sequence: int) -> None:
         """Raise LinkError where it is known before an operation that it cannot be done."""
@@ -273,10 +282,10 @@ class Operations:
         running, peers = self._running, self._peers
         if self._interrupted:
             return None
-        if peers and self._all_gone(peers):
+        if peers and self.all_gone(peers):
             now = time.monotonic()
             self._vain_since = min(self._vain_since, now)
-            if (left_s := self._vain_since + _LAST_WORDS_S - now) > 0:
+            if (left_s := self._vain_since + LAST_WORDS_S - now) > 0:
                 return left_s
             self._interrupt()
             return None
@@ -285,7 +294,7 @@ class Operations:
         if not self._absent(running):
             if not self._watch.lost:
                 return None
-            left_s = min(list(self._watch.lost.values())) + _LAST_WORDS_S - time.monotonic()
+            left_s = min(list(self._watch.lost.values())) + LAST_WORDS_S - time.monotonic()
             if left_s > 0:
                 return left_s
         self._interrupt()
@@ -318,7 +327,8 @@ class Operations:
     def _explain(self, error: LinkError, call: str, deadline: float, peers: frozenset[int]) -> CollectiveError:
         if self._exiting:
             return CollectiveError("this process is exiting", rank=self._rank, operation=call)
-        awaited = error.awaited or (self._watch.others if not isinstance(error, _InVainError) else frozenset())
+        others = self._watch.others if not isinstance(error, _InVainError) else frozenset()
+        awaited = error.awaited or peers or others
         sequence = self._sequence + bool(peers)  # after a message this rank takes no part in the next operation
         report = Report(
             sequence,

@@ -25,6 +25,9 @@ _Planned = TypeVar("_Planned")
 #: How many programs and partitions are kept: the ones that were used last.
 _KEPT = 256
 
+#: Verbs in which a rank may be through before others have begun; in all others its result depends on every rank.
+_ONE_WAY = ("broadcast", "reduce", "gather", "scatter")
+
 
 def legal_algorithms(offered: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
     """Return the names that `algorithm=` takes for each collective, besides 'auto'. offered: what a transport does by itself.
@@ -133,7 +136,8 @@ class Plans:
 
         def planned() -> Program:
             schedule = self._schedule(collective, algorithm, root)
-            return self._program(schedule, segments_of_buffer(numel, schedule.blocks, segment), grouped=grouped)
+            segments = segments_of_buffer(numel, schedule.blocks, segment)
+            return self._program(collective, schedule, segments, grouped=grouped)
 
         segment = max(1, self.segment_bytes // element_size)
         return self._once(("buffer", collective, algorithm, root, numel, segment, grouped), planned)
@@ -144,9 +148,8 @@ class Plans:
         """Return the program for a buffer of which block r, at layout[r], belongs to rank r."""
 
         def planned() -> Program:
-            return self._program(
-                self._schedule(collective, algorithm), segments_of_blocks(layout, segment), grouped=grouped
-            )
+            schedule, segments = self._schedule(collective, algorithm), segments_of_blocks(layout, segment)
+            return self._program(collective, schedule, segments, grouped=grouped)
 
         segment = max(1, self.segment_bytes // element_size)
         return self._once(("blocks", collective, algorithm, layout, segment, grouped), planned)
@@ -155,7 +158,8 @@ class Plans:
         self, collective: str, algorithm: str, root: int, sources: Layout, layout: Layout, *, grouped: bool
     ) -> Program:
         """Return a program that moves blocks from where they lie in one buffer to where they belong in another."""
-        return self._program(self._schedule(collective, algorithm, root), [layout], [sources], grouped=grouped)
+        schedule = self._schedule(collective, algorithm, root)
+        return self._program(collective, schedule, [layout], [sources], grouped=grouped)
 
     def inside_hosts(self, which: int, parts: Layout, element_size: int, *, grouped: bool) -> Program:
         """Return the program for the first (0) or last (1) round of hierarchical, of blocks that are `parts`."""
@@ -163,7 +167,7 @@ class Plans:
         def planned() -> Program:
             steps = hierarchical.inside(self._place)[which]
             schedule = Schedule(self._place.rank, self._place.size, len(parts), (steps,))
-            return self._program(schedule, segments_of_blocks(parts, segment), grouped=grouped)
+            return self._program("allreduce", schedule, segments_of_blocks(parts, segment), grouped=grouped)
 
         segment = max(1, self.segment_bytes // element_size)
         return self._once(("inside hosts", which, parts, segment, grouped), planned)
@@ -200,10 +204,17 @@ class Plans:
         return planner(replace(place, hosts=hosts))
 
     def _program(
-        self, schedule: Schedule, segments: Sequence[Layout], sources: Sequence[Layout] | None = None, *, grouped: bool
+        self,
+        collective: str,
+        schedule: Schedule,
+        segments: Sequence[Layout],
+        sources: Sequence[Layout] | None = None,
+        *,
+        grouped: bool,
     ) -> Program:
         lookahead = 0 if grouped else LOOKAHEAD
-        return Program(schedule, segments, sources, lookahead, answered=self._eager and not grouped)
+        answered = self._eager and not grouped and collective in _ONE_WAY
+        return Program(schedule, segments, sources, lookahead, answered=answered)
 
     def _schedule(self, collective: str, algorithm: str, root: int = 0) -> Schedule:
         """Return this rank's schedule."""

@@ -39,7 +39,7 @@ def apart(source: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
     return source.clone() if shared else source
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor without history. One made in inference mode, of which views could not be written outside of it, becomes
     an ordinary one over the same memory."""
     if not tensor.is_inference():
@@ -59,7 +59,7 @@ class Buffer:
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, via_host: bool, fill: bool = True) -> None:
         """fill=False leaves a copy's contents undefined: for buffers that will only be written."""
-        self._tensors = [_plain(tensor) for tensor in tensors]
+        self._tensors = [plain(tensor) for tensor in tensors]
         self._whole = whole = self._joined(fill)
         if via_host:
             self.flat = torch.empty(whole.numel(), dtype=whole.dtype, pin_memory=True)

@@ -11,7 +11,7 @@ from collectives.run.messages import MessageWork
 
 def recv(engine: Engine, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> MessageWork | int | None:
     arguments.check_written(engine, tensor)
-    arguments.check_message(engine, "src", src, tag)
+    arguments.check_message(engine, tensor, "src", src, tag)
     if src is None and not engine.hears_anyone(tensor):
         raise ValueError(
             f"rank {engine.rank}: recv() of a tensor on {tensor.device} needs src=, for what joins these ranks cannot wait for "

@@ -11,6 +11,6 @@ from collectives.run.messages import MessageWork
 
 def send(engine: Engine, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> MessageWork | None:
     arguments.check_tensors(engine, tensor)
-    arguments.check_message(engine, "dst", dst, tag)
+    arguments.check_message(engine, tensor, "dst", dst, tag)
     call = f"send({arguments.described(tensor)}, dst={dst}, tag={tag})"
     return engine.messages.send(call, engine.buffer(tensor), dst, tag, async_op=async_op)

@@ -73,21 +73,15 @@ STORE_STOPS_AT_ONCE = """
 
 WAITS_FOR_ANOTHER_HOST = """
     import threading
-    from types import SimpleNamespace
-    from collectives.link.routing import RoutingTransport
+    from collectives.link.process_group import _GlooPending
 
-    class Pending:
-        def wait(self, deadline):
+    class Work:
+        def wait(self):
             began.set()
             threading.Event().wait()
 
     began = threading.Event()
-    local = SimpleNamespace(algorithms={}, preferred={}, sends=lambda: True, nudge=lambda: None)
-    remote = SimpleNamespace(
-        rank=0, size=2, device_types=("cpu",), posts_together=(), routes=("x: y",), quick=False, eager=False, algorithms={}
-    )
-    routing = RoutingTransport(remote, remote, local, [])
-    threading.Thread(target=routing.wait_for_remote, args=(Pending(), 300.0), daemon=True).start()
+    assert not _GlooPending(Work(), 1, None).is_done()  # only a thread of its own learns when it is
     began.wait()
 """
 

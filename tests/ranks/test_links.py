@@ -424,6 +424,26 @@ def hear_anyone(name: str) -> None:
     transport.close()
 
 
+def leave_one_waiting(name: str) -> None:
+    """A message that nobody sends for long holds up nothing, and comes in the end."""
+    transport = connected(name)
+    after, before = (transport.rank + 1) % SIZE, (transport.rank - 1) % SIZE
+    last = [torch.empty(SMALL) for _ in range(2)]
+    received = [transport.post([], [(before, tensor)], 9)[1][0] for tensor in last]
+    for _ in range(4):
+        exchange(transport, [SMALL] * MANY, [7] * MANY)
+        assert not received[1].is_done()
+    dist.barrier()
+    rows = getattr(transport, "_rows", [])
+    assert len(rows) < 4 * 2 * (SIZE - 1) * MANY
+    sent = [transport.post([(after, torch.full((SMALL,), float(which)))], [], 9)[0][0] for which in range(2)]
+    for pending in (*reversed(received), *sent):
+        pending.wait(in_time())
+    assert [tensor.tolist() for tensor in last] == [[float(which)] * SMALL for which in range(2)]
+    dist.barrier()
+    transport.close()
+
+
 CHECKS = [
     exchange_all_kinds,
     take_in_another_order,
@@ -436,6 +456,7 @@ CHECKS = [
     close_in_a_wait,
     look_without_waiting,
     hear_anyone,
+    leave_one_waiting,
 ]
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost, Work
 from collectives.run.messages import MessageWork
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds
+from tests.ranks.exact import on_host
 
 pytestmark = ON_EVERY_TRANSPORT
 
@@ -67,10 +68,12 @@ def test_operations_of_all_ranks_go_on_around_a_message_of_two(ranks: Worlds) ->
     ranks(SIZE).run(send_among_operations)
 
 
-def mix(seed: int) -> None:
+def mix(seed: int, hosts: str) -> None:
     """Messages and operations of any length, awaited at once or later, in the order that all ranks have drawn."""
     draw = random.Random(seed)
-    with communicator() as comm:
+    with on_host(hosts[dist.get_rank()]):
+        comm = communicator()
+    with comm:
         from_anyone = not any("gloo" in route for route in comm.routes)
         begun: list[tuple[Work | MessageWork, torch.Tensor, torch.Tensor]] = []
 
@@ -109,9 +112,63 @@ def mix(seed: int) -> None:
         finish(len(begun))
 
 
+@pytest.mark.parametrize("hosts", ["aaa", "aab"])
 @pytest.mark.parametrize("seed", range(3))
-def test_any_mixture_of_messages_and_operations(ranks: Worlds, seed: int) -> None:
-    ranks(SIZE).run(mix, seed)
+def test_any_mixture_of_messages_and_operations(ranks: Worlds, seed: int, hosts: str) -> None:
+    ranks(SIZE).run(mix, seed, hosts)
+
+
+def send_beside_an_operation() -> None:
+    """Rank 1 enters the operation only when it has the message, which is longer than what lies between the ranks."""
+    with communicator() as comm:
+        large, summed = torch.ones(LARGE), torch.ones(200_000)
+        if comm.rank == 0:
+            comm.send(large, 1, async_op=True)
+        elif comm.rank == 1:
+            comm.recv(large.zero_(), 0)
+        comm.allreduce(summed)
+        assert torch.equal(large, torch.ones(LARGE))
+        assert torch.equal(summed, torch.full((200_000,), float(SIZE)))
+
+
+def test_a_message_moves_on_while_its_sender_is_in_an_operation(ranks: Worlds) -> None:
+    ranks(SIZE).run(send_beside_an_operation)
+
+
+def go_round_two_hosts() -> None:
+    """What rank 0 sends to the other host moves on while it waits for a message inside its own, which depends on that."""
+    with on_host("aab"[dist.get_rank()]):
+        comm = communicator()
+    with comm:
+        large, small = torch.ones(LARGE), torch.ones(5)
+        if comm.rank == 0:
+            comm.send(large, 2, async_op=True)
+            comm.recv(small.zero_(), 1)
+        elif comm.rank == 1:
+            comm.recv(small.zero_(), 2)
+            comm.send(small, 0)
+        else:
+            comm.recv(large.zero_(), 0)
+            comm.send(small, 1)
+        assert torch.equal(large, torch.ones(LARGE))
+        assert torch.equal(small, torch.ones(5))
+        comm.barrier()
+        if comm.rank == 0:  # the other way round, and what goes on is received
+            received = comm.recv(large.zero_(), 1, async_op=True)
+            comm.recv(small.zero_(), 2)
+            received.wait()
+        elif comm.rank == 1:
+            comm.send(large, 0)
+            comm.send(small, 2)
+        else:
+            comm.recv(small.zero_(), 1)
+            comm.send(small, 0)
+        assert torch.equal(large, torch.ones(LARGE))
+        assert torch.equal(small, torch.ones(5))
+
+
+def test_a_wait_inside_a_host_moves_what_goes_to_another_one(ranks: Worlds) -> None:
+    ranks(SIZE).run(go_round_two_hosts)
 
 
 def send_odd_tensors() -> None:

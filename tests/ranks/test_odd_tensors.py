@@ -147,6 +147,16 @@ def through_every_verb(kind: str) -> list[str]:
                             work.wait()
                         for tensor, values in zip(tensors, wanted, strict=True):
                             checks.equal(tensor, values)
+        for algorithm in comm.algorithms("allreduce"):
+            mean = reduced(comm.size, 10, torch.float32) / comm.size
+            for prepared in (False, False, True):
+                with checks.case(op="average", algorithm=algorithm, prepared=prepared):
+                    tensor = make(own(comm, 10))
+                    if prepared:
+                        comm.prepare_allreduce(tensor, "average", algorithm=algorithm)()
+                    else:
+                        comm.allreduce(tensor, "average", algorithm=algorithm)
+                    checks.equal(tensor.detach(), mean)
         for ordinary_first in (True, False):
             with checks.case(ordinary_first=ordinary_first):
                 for tensor in (own(comm, 10), make(own(comm, 10)))[:: 1 if ordinary_first else -1]:

@@ -118,6 +118,8 @@ def test_a_message_is_given_up_when_its_own_rank_has_left(leaver: int) -> None:
         threading.Thread(target=call).start()
         assert began.wait(DEADLINE_S)
         all_watches[leaver].say_leaving(0)
+        assert not ended.wait(1.0)  # it may still be sending
+        all_watches[leaver].say_done()
         assert ended.wait(DEADLINE_S if leaver == 1 else 1.0) == (leaver == 1)
         transport.abort()
         assert ended.wait(DEADLINE_S)

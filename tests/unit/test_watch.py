@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from collectives.errors import LinkError
-from collectives.link.handshake import CHALLENGE_BYTES, Listener, neighbours
+from collectives.link.handshake import CHALLENGE_BYTES, Listener, give_up_on_silence, neighbours
 from collectives.link.watch import Watch, _Neighbour
 
 DEADLINE_S = 20.0
@@ -167,6 +167,15 @@ def test_a_listener_is_told_of_news_and_called_again_when_it_asks() -> None:
         theirs.say_leaving(3)
         for _ in range(3):
             assert called.acquire(timeout=DEADLINE_S)
+
+
+def test_only_connections_whose_reader_is_never_late_end_by_silence() -> None:
+    """What is sent to a rank that computes for long stands in its connection, which must outlive that."""
+    [mine], [theirs] = (connections.values() for connections in joined(2))
+    with mine, theirs:
+        assert mine.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+        give_up_on_silence(mine)
+        assert mine.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) > 0
 
 
 def test_strangers_are_dropped() -> None:

@@ -100,6 +100,7 @@ class LocalGroup:
         self._lock = threading.Lock()
         self._running = threading.Lock()
         self._stopped = False
+        self._beside: Callable[[], Callable[[], None] | None] = lambda: None
         self._process = os.getpid()
         self._processes = select.poll()
         self._members_by_descriptor: dict[int, int] = {}
@@ -150,6 +151,11 @@ class LocalGroup:
         self.context[self.kernels.SPINS] = _SPINS if a_core_each else _SPINS_SHARING
         self.context[self.kernels.YIELD_NS] = _YIELD_NS if alone else _YIELD_NS_BESIDE_THREADS
 
+    def move_beside(self, move: Callable[[], None]) -> None:
+        """Have a method called whenever a kernel has waited for a while: what it moves may be what the others wait for. It must
+        not call run()."""
+        self._beside = weakref.WeakMethod(move)
+
     def watch(self, member: int) -> None:
         """Notice when the process of a member, by its rank, ends."""
         descriptor = os.pidfd_open(self.pids[self.members.index(member)])
@@ -171,6 +177,8 @@ class LocalGroup:
                 lost: set[int] = set()
                 while status >= self._pending:
                     lost = self._check(status, deadline, lost)
+                    if (beside := self._beside()) is not None:
+                        beside()
                     self.context[self.kernels.PATIENT] = 1
                     status = kernel(*arguments)
                 self.context[self.kernels.PATIENT] = 0

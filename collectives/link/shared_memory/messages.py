@@ -9,21 +9,23 @@ import numpy as np
 import torch
 
 from collectives.link.base import Message, Pending, Request, Transport, Whole
-from collectives.link.rows import RowPending
+from collectives.link.rows import RowPending, Table
 from collectives.link.shared_memory.group import LocalGroup
 from collectives.link.shared_memory.reductions import PREFERRED, SharedMemory
 
 _FIRST_ROWS = 64
 
 
-class SharedMemoryTransport(Transport):
+class SharedMemoryTransport(Transport, Table):
     """A Transport among the members of a LocalGroup. A wait for any message moves all that this rank has posted, so that full
     rings hold up nobody for good. reductions: where all ranks are members, what reduces directly in the memory."""
 
     shares_memory = True
     hears_anyone = True
+    waits_again = True
 
     def __init__(self, group: LocalGroup, rank: int, size: int, reductions: SharedMemory | None = None) -> None:
+        super().__init__()
         self.rank = rank
         self.size = size
         self.reductions = reductions
@@ -37,6 +39,7 @@ class SharedMemoryTransport(Transport):
         self._first = 0  # all before are done
         self._count = 0
         self._blocked = np.zeros(2 * group.size, dtype=np.int64)
+        group.move_beside(self._move_beside)
         self._heard_last = group.index
 
     def post(
@@ -46,19 +49,21 @@ class SharedMemoryTransport(Transport):
         received: list[Pending] = [self._add(0, peer, tensor, tag) for peer, tensor in receives]
         sent: list[Pending] = [self._add(1, peer, tensor, tag) for peer, tensor in sends]
         if sent:
-            self._move(-1, 0.0)
+            self.nudge()
         return sent, received
 
     def finish(self, number: int, deadline: float) -> None:
         """See Table."""
-        if not self._has_moved(number):
-            self._move(number - self._dropped, deadline)
+        now = self._now(number)
+        if not self._has_moved(now):
+            self._move(now - self._dropped, deadline)
             self._pass_over_done()
+        self._release(number)
 
     def is_done(self, number: int) -> bool:
         """See Table."""
-        self._move(-1, 0.0)
-        return self._has_moved(number)
+        self.nudge()
+        return self._has_moved(self._now(number))
 
     def _has_moved(self, number: int) -> bool:
         row = number - self._dropped
@@ -79,13 +84,17 @@ class SharedMemoryTransport(Transport):
                 return None
 
     def sends(self) -> bool:
-        """Whether any message that was posted is not all in its ring yet."""
+        """See Transport."""
         kernels, rows = self._kernels, self._rows[self._first : self._count]
         unsent = rows[:, kernels.ROW_MOVED] < rows[:, kernels.ROW_NBYTES]
         return bool(np.any((rows[:, kernels.ROW_SENDS] == 1) & unsent))
 
+    def is_busy(self) -> bool:
+        """See Transport."""
+        return not np.all(self._rows[self._first : self._count, self._kernels.ROW_DONE])
+
     def nudge(self) -> None:
-        """Move what can be moved at once."""
+        """See Transport."""
         self._move(-1, 0.0)
 
     def abort(self) -> None:
@@ -112,6 +121,10 @@ class SharedMemoryTransport(Transport):
     def _move(self, wanted: int, deadline: float) -> None:
         self._group.run(self._kernels.move, (*self._table(), wanted), deadline)
 
+    def _move_beside(self) -> None:
+        if self.is_busy():
+            self._kernels.move(*self._table(), -1)  # what is wrong is told to whoever waits for it
+
     def _table(self) -> tuple[int, ...]:
         """Return what each kernel is told of the rings, and of what has been posted."""
         group = self._group
@@ -125,7 +138,7 @@ class SharedMemoryTransport(Transport):
         nbytes = tensor.numel() * tensor.element_size()
         self._rows[self._count] = (sends, self._index[peer], tag, tensor.data_ptr(), nbytes, -1, 0, 0)
         self._count += 1
-        return RowPending(self, self._dropped + self._count - 1, tensor)
+        return self.hold(self._dropped + self._count - 1, tensor)
 
     def _pass_over_done(self) -> None:
         done = self._rows[: self._count, self._kernels.ROW_DONE]
@@ -133,11 +146,12 @@ class SharedMemoryTransport(Transport):
             self._first += 1
 
     def _make_room(self) -> None:
-        """Drop the rows at the beginning that are done; a longer table where that is not enough."""
-        self._pass_over_done()
-        kept = self._rows[self._first : self._count].copy()
+        """Drop the rows that are done; a longer table where that is not enough."""
+        stay = np.flatnonzero(self._rows[: self._count, self._kernels.ROW_DONE] == 0)
+        kept = self._rows[stay]
         if len(kept) > len(self._rows) // 2:
             self._rows = np.zeros((2 * len(self._rows), self._kernels.ROW_FIELDS), dtype=np.int64)
         self._rows[: len(kept)] = kept
-        self._dropped += self._first
+        before, self._dropped = self._dropped, self._dropped + self._count
+        self._renumber({before + int(row): self._dropped + place for place, row in enumerate(stay)})
         self._first, self._count = 0, len(kept)
