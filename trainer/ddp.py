@@ -21,6 +21,7 @@ from trainer.gradients.bucket_plan import packed
 from trainer.gradients.buffers import CodedBuffer, buffer_for
 from trainer.gradients.combination import Combination
 from trainer.gradients.saved import VERSION, check_part
+from trainer.gradients.traffic import ExchangeStats
 from trainer.ops import Average
 from trainer.torch_internals import OUTSIDE_BACKWARD, graph_task, when_backward_ends
 from trainer.validation import check_named_parameters
@@ -108,6 +109,7 @@ class CompressionHook:
         buffers = [buffer for members in coded for buffer in self._buffers_of(members, gradients)]
         exchange = _Exchange(combination, bucket.buffer(), gradients, buffers, cast, self._step)
         if bucket.is_last():
+            combination.traffic.count_exchange()
             self._step += 1
             self._settled = True
         # Of a codec of matrices, later sums depend on the first. All ranks have the same order if one thread calls.
@@ -115,6 +117,11 @@ class CompressionHook:
         if not in_turn:
             exchange.begin()
         return self._in_background(exchange, combination.communicator.rank, begins=in_turn)
+
+    @property
+    def stats(self) -> ExchangeStats:
+        """Return how many bytes this rank has sent since the hook was made, and would have sent uncompressed."""
+        return ExchangeStats() if self._combination is None else self._combination.traffic.stats
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals and the step, to be saved by every rank for itself: only numbers, strings, lists, dicts
@@ -307,7 +314,9 @@ class _Exchange:
 
     def begin(self) -> None:
         """Start all that does not depend on anything. All ranks begin their exchanges in the same order."""
+        traffic = self.combination.traffic
         if not self.coded:
+            traffic.count_uncompressed(self.buffer.nbytes)
             self.works = [self.combination.start(self.buffer, self.cast)]
             return
         inside = {number for coded in self.coded for number in coded.items}
@@ -317,6 +326,9 @@ class _Exchange:
                 view.copy_(self.gradients[number])
             coded.start(self.step)
         if others:
+            nbytes = sum(gradient.nbytes for gradient in others)
+            traffic.count_uncompressed(nbytes)
+            traffic.count_sent(nbytes)
             communicator, op = self.combination.communicator, self.combination.op
             self.works.append(communicator.grouped_allreduce(others, op, async_op=True))
 

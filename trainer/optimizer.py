@@ -15,6 +15,7 @@ from trainer.compression import Compression, Compressor, Policy
 from trainer.gradients.bucket_plan import DEFAULT_BUCKET_BYTES
 from trainer.gradients.combination import Combination
 from trainer.gradients.exchange import Passes
+from trainer.gradients.traffic import ExchangeStats
 from trainer.ops import Average
 from trainer.rules.rule import Rule, Setup
 from trainer.rules.synchronous import Synchronous
@@ -103,8 +104,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             process_set if isinstance(process_set, Communicator) else current_world().open_communicator(process_set)
         )
         self._passes = Passes(backward_passes_per_step)
-        combination = Combination(self._communicator, op, gradient_predivide_factor)
-        setup = Setup(optimizer, combination, checked, bucket_bytes, self._passes)
+        self._combination = Combination(self._communicator, op, gradient_predivide_factor)
+        setup = Setup(optimizer, self._combination, checked, bucket_bytes, self._passes)
         self._rule = Rule(setup)  # which does nothing, until there is another
         try:
             made = rule(setup)
@@ -145,6 +146,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def communication_wait_s(self) -> float:
         """Return the seconds for which backward(), step() and synchronize() have waited for other ranks so far."""
         return self._rule.wait_s
+
+    @property
+    def stats(self) -> ExchangeStats:
+        """Return how many bytes of gradients this rank has sent so far, and would have sent uncompressed."""
+        return self._combination.traffic.stats
 
     @property
     def backward_passes_per_step(self) -> int:

@@ -39,6 +39,7 @@ class PlainBuffer:
 
     def start(self, step: int) -> None:
         """Begin to combine the values, which nobody may touch until complete(). step: how many exchanges there were."""
+        self._combination.traffic.count_uncompressed(self.values.nbytes)
         self._following = self._operations(step)
         self._work = next(self._following)
 
@@ -60,6 +61,7 @@ class PlainBuffer:
             return
         if self._prepared is None:
             self._prepared = self._combination.prepare(self.values)
+        self._combination.traffic.count_sent(self.values.nbytes)
         yield self._prepared.start()
 
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from collectives import Communicator, PreparedOperation, Work
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
+from trainer.gradients.traffic import Traffic
 from trainer.ops import Average
 
 
 @dataclass(frozen=True)
 class Combination:
     """Says among whom, and by which op, "sum" or "average", numbers are combined; they are divided by `predivide`
-    before and multiplied by it after."""
+    before and multiplied by it after. traffic: counts what is sent for that."""
 
     communicator: Communicator
     op: str
     predivide: float = 1.0
+    traffic: Traffic = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "traffic", Traffic(self.communicator))
 
     @property
     def inputs(self) -> int:
@@ -37,6 +42,10 @@ class Combination:
         divided: bool = False,
     ) -> Work:
         """Begin to combine values, in place. divided: whether they have been divided by `predivide` already."""
+        if codec is None:
+            self.traffic.count_sent(values.nbytes)
+        else:
+            self.traffic.count_sent(4 * values.numel(), codec.at(step))
         return self.communicator.allreduce(
             values,
             self.op,

@@ -219,6 +219,7 @@ class GradientExchange:
             self._started, self._counting = 0, False
             self._passes.ended = 0
         self.step += 1
+        self._combination.traffic.count_exchange()
         self._has_unreduced = False
         self._exchanged = True
         self._reduced = set(self._bucketing.places)

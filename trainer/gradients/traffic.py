@@ -1,0 +1,90 @@
+"""Counts the bytes that gradients take between ranks, and those that they would take without a codec."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from collectives import Communicator
+from collectives.compression.algorithms_for import TWO_SHOT
+from collectives.compression.codec import Codec
+from collectives.compression.raw import Raw
+
+
+@dataclass(frozen=True)
+class ExchangeStats:
+    """Says how many bytes of gradients one rank has sent so far.
+
+    exchanges: how often the gradients of a step were exchanged. bytes_sent: what this rank sent for that, warm-up and
+    the handing over of residuals when buckets change included. bytes_uncompressed: what it would have sent, had every
+    gradient travelled as it is.
+
+    Both are read off the plan of the exchange between hosts, or between ranks where all share one host: 2(p-1)/p of the
+    message or of its code, where p of them take part. What ranks of one host pass each other before, in memory that
+    they share, does not count, nor do the few bytes that say who has a gradient.
+    """
+
+    exchanges: int = 0
+    bytes_sent: int = 0
+    bytes_uncompressed: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """Return how many times fewer bytes were sent; 1.0 where there was nothing to send."""
+        return self.bytes_uncompressed / self.bytes_sent if self.bytes_sent else 1.0
+
+    def __str__(self) -> str:
+        sent, uncompressed = self.bytes_sent / 1e6, self.bytes_uncompressed / 1e6
+        return (
+            f"{self.exchanges} exchanges sent {sent:.3f} MB instead of {uncompressed:.3f} MB, "
+            f"{self.ratio:.2f} times fewer bytes"
+        )
+
+
+class Traffic:
+    """Counts for one Communicator. Threads may share it: later sums of PowerSGD are started by another one."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._exchanges = 0
+        self._sent = 0
+        self._uncompressed = 0
+        self._planned: dict[tuple[int, Codec | None], int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def stats(self) -> ExchangeStats:
+        """Return what was counted so far."""
+        with self._lock:
+            return ExchangeStats(self._exchanges, self._sent, self._uncompressed)
+
+    def count_exchange(self) -> None:
+        """Count the exchange of all gradients of a step."""
+        with self._lock:
+            self._exchanges += 1
+
+    def count_uncompressed(self, nbytes: int) -> None:
+        """Count gradients of nbytes, that are to be exchanged in whatever form."""
+        with self._lock:
+            self._uncompressed += self._wire_bytes(nbytes, None)
+
+    def count_sent(self, nbytes: int, codec: Codec | None = None) -> None:
+        """Count an allreduce of nbytes; with a codec, of nbytes of float32."""
+        with self._lock:
+            self._sent += self._wire_bytes(nbytes, codec)
+
+    def _wire_bytes(self, nbytes: int, codec: Codec | None) -> int:
+        """Return what this rank sends for a message, remembered: reading it off a plan takes longer than a small
+        exchange.
+
+        All is counted on the route that codes take, whatever algorithm numbers take, or a number that is smaller might
+        only be one of another route.
+        """
+        key = (nbytes, codec)
+        if key not in self._planned:
+            if codec is not None and codec.summable:  # whose codes are summed like numbers
+                self._planned[key] = self._wire_bytes(codec.wire_bytes(nbytes // 4), None)
+            else:
+                sent = self._communicator.wire_bytes("allreduce", nbytes, TWO_SHOT, codec or Raw())
+                self._planned[key] = sent or 0
+        return self._planned[key]
