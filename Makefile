@@ -6,7 +6,7 @@ BIN := .venv/bin
 PACKAGES := collectives trainer bench
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test test-all soak lint docs docs-serve docs-check package matrix clean
+.PHONY: help train test test-all test-integrations soak lint docs docs-serve docs-check package matrix clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ test: .venv/.test  ## run the tests but the widest sweeps, in less than 8 minute
 
 test-all: .venv/.test  ## run all tests, in less than 25 minutes; options pass through
 	$(PYTEST) $(ARGS)
+
+test-integrations: .venv/.test .venv/.integrations  ## run docs/integrations with the frameworks that they are for
+	$(BIN)/python -m pytest tests/ranks/test_integrations.py $(ARGS)
 
 soak: .venv/.test  ## random operations and random faults for an hour or more; options pass through: ARGS="--seed 7 --faults 20"
 	$(BIN)/python -m tests.soak $(ARGS)

@@ -1,0 +1,22 @@
+#!/bin/bash
+# sbatch slurm.sh: one torchrun on each node, which starts a process for each of its ranks.
+#SBATCH --job-name=gradwire
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=8
+#SBATCH --time=01:00:00
+set -euo pipefail
+
+ranks_per_node=${RANKS_PER_NODE:-2}
+export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$ranks_per_node} / ranks_per_node))
+# Where a node has several networks, the one that is to be used:
+# export GLOO_SOCKET_IFNAME=ib0
+
+# The ranks meet on the first node, at a port of this job, so that two jobs on one node do not meet each other.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((20000 + SLURM_JOB_ID % 10000))
+
+srun torchrun \
+    --nnodes "$SLURM_NNODES" --nproc-per-node "$ranks_per_node" \
+    --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$first:$port" \
+    "${SCRIPT:-ddp.py}"

@@ -1,0 +1,164 @@
+"""The scripts of docs/integrations as a user runs them. Those of a framework that is not installed are skipped: `make
+test-integrations` installs all."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "docs" / "integrations"
+RUNNER = Path(__file__).with_name("run_integration.py")
+DEADLINE_S = 110
+"""For one run, on a busy machine; on an idle one it takes 5 to 20 seconds, most of it for imports."""
+
+
+def needs(package: str) -> Any:
+    """Skip a test without a package. It is only looked for: importing it takes seconds, and is for the ranks to do."""
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
+def call(command: list[str], **environment: str) -> str:
+    """Run a command in a process group of its own, and return its output; leave nothing of it running."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == 0, output
+    return output
+
+
+def run(script: str, out: Path, *arguments: str, ranks: int = 2) -> list[dict[str, Any]]:
+    """Run a script under torchrun, check that it tells what it saved, and return what each rank had at the end."""
+    out.mkdir()
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    output = call([sys.executable, *torchrun, str(RUNNER), str(out), str(FOLDER / script), *arguments])
+    assert output.count("times fewer bytes") == 1, output
+    return [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
+
+
+def assert_compressed_and_alike(ends: list[dict[str, Any]], exchanges: int) -> None:
+    for end in ends:
+        assert end["weights"].isfinite().all()
+        assert end["weights"].equal(ends[0]["weights"])
+        assert end["exchanges"] == exchanges
+        assert 0 < end["bytes_sent"] < 0.5 * end["bytes_uncompressed"]
+
+
+@pytest.mark.parametrize("script", [path.name for path in sorted(FOLDER.glob("*.py"))])
+def test_a_script_is_short(script: str) -> None:
+    assert len((FOLDER / script).read_text().splitlines()) < 60
+
+
+def test_ddp(tmp_path: Path) -> None:
+    assert_compressed_and_alike(run("ddp.py", tmp_path / "out"), exchanges=20)
+
+
+def test_fsdp2_between_groups(tmp_path: Path) -> None:
+    ends = run("fsdp2.py", tmp_path / "out", ranks=4)
+    for shard in (0, 1):
+        assert_compressed_and_alike(ends[shard::2], exchanges=12)
+    assert not ends[0]["weights"].equal(ends[1]["weights"])
+
+
+@needs("timm")
+def test_timm(tmp_path: Path) -> None:
+    assert_compressed_and_alike(run("timm_train.py", tmp_path / "out"), exchanges=12)
+
+
+@needs("lightning")
+def test_lightning(tmp_path: Path) -> None:
+    assert_compressed_and_alike(run("lightning_module.py", tmp_path / "out"), exchanges=16)
+
+
+@needs("accelerate")
+@pytest.mark.timeout(2 * DEADLINE_S + 20)
+def test_accelerate_saves_what_each_rank_owes(tmp_path: Path) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    assert_compressed_and_alike(run("accelerate_loop.py", tmp_path / "a", first), exchanges=16)
+    assert_compressed_and_alike(run("accelerate_loop.py", tmp_path / "b", second, first), exchanges=16)
+    states = [torch.load(Path(second, f"gradwire.rank{rank}.pt"), weights_only=True) for rank in range(2)]
+    assert [(state["rank"], state["step"]) for state in states] == [(0, 32), (1, 32)]
+
+
+@needs("transformers")
+@needs("accelerate")
+@pytest.mark.timeout(2 * DEADLINE_S + 20)
+def test_hugging_face_trainer_resumes_bit_for_bit(tmp_path: Path) -> None:
+    out = str(tmp_path / "straight")
+    straight = run("hugging_face_trainer.py", tmp_path / "a", "--output_dir", out)
+    assert_compressed_and_alike(straight, exchanges=12)
+    again = ["--output_dir", str(tmp_path / "resumed"), "--resume_from_checkpoint", f"{out}/checkpoint-6"]
+    resumed = run("hugging_face_trainer.py", tmp_path / "b", *again)
+    assert_compressed_and_alike(resumed, exchanges=6)
+    assert resumed[0]["weights"].equal(straight[0]["weights"])
+
+
+# What starts them
+
+
+def fake(folder: Path, name: str, body: str) -> None:
+    """Put a command where it is found first."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_slurm_starts_a_torchrun_on_each_node(tmp_path: Path) -> None:
+    """On one node, with stand-ins for Slurm's commands."""
+    fake(tmp_path / "bin", "scontrol", "echo localhost")
+    fake(tmp_path / "bin", "srun", 'exec "$@"')
+    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "localhost"}
+    output = call(["bash", str(FOLDER / "slurm.sh")], PATH=path, SCRIPT=str(FOLDER / "ddp.py"), **slurm)
+    assert "20 exchanges" in output
+
+
+def read_yaml(name: str) -> dict[str, Any]:
+    yaml = pytest.importorskip("yaml")
+    document: dict[str, Any] = yaml.safe_load((FOLDER / name).read_text())
+    return document
+
+
+def test_the_train_job_is_of_its_schema() -> None:
+    """By the models that Kubeflow generates of it. They drop what they do not know, which must be nothing."""
+    api = pytest.importorskip("kubeflow_trainer_api.models")
+    job = read_yaml("kubeflow.yaml")
+    assert api.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
+
+
+def test_the_train_job_starts_its_ranks() -> None:
+    """In place of two pods one process; PET_* are what Kubeflow Trainer sets."""
+    trainer = read_yaml("kubeflow.yaml")["spec"]["trainer"]
+    command = [word.replace("/train", str(FOLDER)) for word in trainer["command"]]
+    pet = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]), "PET_STANDALONE": "1"}
+    assert "20 exchanges" in call(command, **pet)
+
+
+def test_skypilot_starts_its_ranks() -> None:
+    """On one node. The port is replaced, as another test may have it."""
+    task = read_yaml("skypilot.yaml")
+    script = task["run"].replace("ddp.py", str(FOLDER / "ddp.py"))
+    assert script.count("29500") == 1
+    port = str(20000 + os.getpid() % 10000)
+    envs = {name: str(value) for name, value in task["envs"].items()}
+    sky = {"SKYPILOT_NODE_IPS": "127.0.0.1", "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}
+    assert "20 exchanges" in call(["bash", "-euc", script.replace("29500", port)], **envs, **sky)
