@@ -44,7 +44,7 @@ trainer = lightning.Trainer(
     accelerator="cpu",
     devices=int(os.environ["LOCAL_WORLD_SIZE"]),
     num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
-    strategy=CompressedDDP(),
+    strategy=CompressedDDP(),  # in place of strategy="ddp"
     max_epochs=1,
     logger=False,
     enable_checkpointing=False,

@@ -8,7 +8,8 @@
 set -euo pipefail
 
 ranks_per_node=${RANKS_PER_NODE:-2}
-export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$ranks_per_node} / ranks_per_node))
+export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / ranks_per_node))
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # which srun does not take over from sbatch by itself
 # Where a node has several networks, the one that is to be used:
 # export GLOO_SOCKET_IFNAME=ib0
 

@@ -89,6 +89,17 @@ def test_lightning(tmp_path: Path) -> None:
     assert_compressed_and_alike(run("lightning_module.py", tmp_path / "out"), exchanges=16)
 
 
+@needs("lightning")
+def test_lightning_alone_does_not_use_a_hook_on_cpus(tmp_path: Path) -> None:
+    """Should it do so one day, the strategy of four lines is needed no more."""
+    script = (FOLDER / "lightning_module.py").read_text()
+    plain = script.replace("strategy=CompressedDDP()", "strategy=DDPStrategy(ddp_comm_hook=hook)")
+    assert plain != script
+    (tmp_path / "plain.py").write_text(plain)
+    for end in run(str(tmp_path / "plain.py"), tmp_path / "out"):
+        assert (end["exchanges"], end["bytes_sent"]) == (0, 0)
+
+
 @needs("accelerate")
 @pytest.mark.timeout(2 * DEADLINE_S + 20)
 def test_accelerate_saves_what_each_rank_owes(tmp_path: Path) -> None:
@@ -128,6 +139,7 @@ def test_slurm_starts_a_torchrun_on_each_node(tmp_path: Path) -> None:
     fake(tmp_path / "bin", "srun", 'exec "$@"')
     path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "localhost"}
+    slurm["SLURM_CPUS_PER_TASK"] = "2"
     output = call(["bash", str(FOLDER / "slurm.sh")], PATH=path, SCRIPT=str(FOLDER / "ddp.py"), **slurm)
     assert "20 exchanges" in output
 
