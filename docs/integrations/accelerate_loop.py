@@ -1,6 +1,6 @@
 """Compresses the gradients of a training loop with accelerate, and saves what error feedback owes with its state.
 
-accelerate launch --cpu --num_processes 2 accelerate_loop.py     (or: torchrun --nproc-per-node 2 accelerate_loop.py)
+torchrun --nproc-per-node 2 accelerate_loop.py [FOLDER TO SAVE TO [FOLDER TO LOAD FROM]]
 """
 
 import sys

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 FOLDER = Path(__file__).parents[2] / "docs" / "integrations"
 RUNNER = Path(__file__).with_name("run_integration.py")
@@ -145,7 +146,6 @@ def test_slurm_starts_a_torchrun_on_each_node(tmp_path: Path) -> None:
 
 
 def read_yaml(name: str) -> dict[str, Any]:
-    yaml = pytest.importorskip("yaml")
     document: dict[str, Any] = yaml.safe_load((FOLDER / name).read_text())
     return document
 
