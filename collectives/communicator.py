@@ -61,8 +61,9 @@ class Communicator:
     to the bit, every time.
 
     Raises, from every verb: ValueError, TypeError for a wrong argument, at the call, before anything is sent. From the verb or,
-    when asynchronous, from wait: PeerLost, CollectiveTimeout or Mismatch when the operation cannot finish; the Communicator is
-    broken from then on and says so at each further call (but for a Mismatch in the splits of alltoall, which is found in time).
+    when asynchronous, from wait: PeerLost, CollectiveTimeout or Mismatch when the operation cannot finish. The Communicator is
+    broken from then on and says so at each further call, with an error of the same kind (but for a Mismatch in the splits of
+    alltoall, which is found in time).
     Over NCCL alone a lost peer shows as CollectiveTimeout.
     """
 

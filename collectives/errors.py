@@ -25,6 +25,15 @@ class CollectiveError(RuntimeError):
         self.rank = rank
         self.operation = operation
 
+    def again(self, message: str, operation: str) -> CollectiveError:
+        """Return an error of the same kind, with the same attributes, for another operation that fails because of this one."""
+        kind = type(self)
+        error = (OSError if issubclass(kind, OSError) else RuntimeError).__new__(kind)  # CollectiveTimeout is both
+        error.__dict__.update(vars(self))
+        error.args = (f"rank {self.rank}: {operation}: {message}",)
+        error.operation = operation
+        return error
+
 
 class PeerLost(CollectiveError):
     """A peer's process ended, or it left before the operation was done. Attribute ranks: those that are lost."""

@@ -191,19 +191,16 @@ class Operations:
         return True
 
     def _check_unbroken(self, call: str) -> None:
-        if self._failure is not None:
-            raise CollectiveError(
-                f"the Communicator is broken since an earlier failure ({self._failure}); make a new one",
-                rank=self._rank,
-                operation=call,
-            ) from self._failure
+        failure = self._failure
+        if failure is not None:
+            said = f"the Communicator is broken since an earlier failure ({failure}); make a new one"
+            raise failure.again(said, call) from failure
 
     def _check_runs(self, call: str) -> None:
         """Raise CollectiveError for what was queued before the Communicator broke."""
-        if self._failure is not None:
-            raise CollectiveError(
-                f"not run, the Communicator broke before ({self._failure})", rank=self._rank, operation=call
-            ) from self._failure
+        failure = self._failure
+        if failure is not None:
+            raise failure.again(f"not run, the Communicator broke before ({failure})", call) from failure
 
     def _take_turn(self, call: str, body: Callable[[Turn], None], *, beside_work: bool) -> None:
         self._check_runs(call)
