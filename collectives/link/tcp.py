@@ -95,6 +95,7 @@ class TcpTransport(Transport, Table):
             (kernels.RANK, rank),
             (kernels.SIZE, size),
             (kernels.MOST_TRIES, _TRIES),
+            (kernels.TRIES, _TRIES),
             (kernels.ROWS, self._rows.ctypes.data),
             (kernels.CAPACITY, _FIRST_ROWS),
             (kernels.CONNECTIONS, self._connections.ctypes.data),
@@ -177,7 +178,8 @@ class TcpTransport(Transport, Table):
 
     def wait_beside_work(self, beside_work: bool) -> None:
         """See Transport."""
-        self._context[self._kernels.MOST_TRIES] = _TRIES_BESIDE_WORK if beside_work else _TRIES
+        tries = _TRIES_BESIDE_WORK if beside_work else _TRIES
+        self._context[[self._kernels.MOST_TRIES, self._kernels.TRIES]] = tries
 
     def abort(self) -> None:
         """See Transport."""
