@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
+
+from collectives.link.base import Message, Pending
 
 #: After how many messages at least a table is looked through.
 FIRST_LOOK = 256
@@ -47,6 +50,24 @@ class Table(ABC):
     @abstractmethod
     def _has_moved(self, number: int) -> bool:
         """Return whether a message, by its present number, is done."""
+
+    @abstractmethod
+    def nudge(self) -> None:
+        """See Transport."""
+
+    @abstractmethod
+    def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> RowPending:
+        """Put a message into the table, and hold() its tensor. sends: 1 where it is sent, 0 where it is received."""
+
+    def post(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int
+    ) -> tuple[list[Pending], list[Pending]]:
+        """See Transport."""
+        received: list[Pending] = [self._add(0, peer, tensor, tag) for peer, tensor in receives]
+        sent: list[Pending] = [self._add(1, peer, tensor, tag) for peer, tensor in sends]
+        if sent:
+            self.nudge()
+        return sent, received
 
     def hold(self, number: int, tensor: torch.Tensor) -> RowPending:
         """Keep the tensor of a message that has been posted; return its Pending."""

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 
 from collectives.errors import LinkError, ranks_text
 from collectives.kernels import cpu_arithmetic, cpu_sockets
-from collectives.link.base import Message, Pending, Transport, WholeRun
+from collectives.link.base import Transport, WholeRun
 from collectives.link.handshake import Listener
 from collectives.link.membership import Membership
 from collectives.link.own_address import own_address
@@ -55,7 +55,7 @@ def tcp(membership: Membership, timeout_s: float, *, but: Collection[int] = ()) 
     return transport
 
 
-class TcpTransport(Transport, Table):
+class TcpTransport(Table, Transport):
     """A Transport over TCP. connections: nonblocking sockets, by rank, which belong to it from now on.
 
     A wait for any message moves all that this rank has posted.
@@ -103,16 +103,6 @@ class TcpTransport(Transport, Table):
             (kernels.POLLS, self._polls.ctypes.data),
         ):
             self._context[field] = value
-
-    def post(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int
-    ) -> tuple[list[Pending], list[Pending]]:
-        """See Transport."""
-        received: list[Pending] = [self._add(0, peer, tensor, tag) for peer, tensor in receives]
-        sent: list[Pending] = [self._add(1, peer, tensor, tag) for peer, tensor in sends]
-        if sent:
-            self.nudge()
-        return sent, received
 
     def finish(self, number: int, deadline: float) -> None:
         """See Table."""

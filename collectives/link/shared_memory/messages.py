@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from collectives.link.base import Message, Pending, Request, Transport, Whole
+from collectives.link.base import Request, Transport, Whole
 from collectives.link.rows import RowPending, Table
 from collectives.link.shared_memory.group import LocalGroup
 from collectives.link.shared_memory.reductions import PREFERRED, SharedMemory
@@ -16,7 +15,7 @@ from collectives.link.shared_memory.reductions import PREFERRED, SharedMemory
 _FIRST_ROWS = 64
 
 
-class SharedMemoryTransport(Transport, Table):
+class SharedMemoryTransport(Table, Transport):
     """A Transport among the members of a LocalGroup. A wait for any message moves all that this rank has posted, so that full
     rings hold up nobody for good. reductions: where all ranks are members, what reduces directly in the memory."""
 
@@ -41,16 +40,6 @@ class SharedMemoryTransport(Transport, Table):
         self._blocked = np.zeros(2 * group.size, dtype=np.int64)
         group.move_beside(self._move_beside)
         self._heard_last = group.index
-
-    def post(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int
-    ) -> tuple[list[Pending], list[Pending]]:
-        """See Transport."""
-        received: list[Pending] = [self._add(0, peer, tensor, tag) for peer, tensor in receives]
-        sent: list[Pending] = [self._add(1, peer, tensor, tag) for peer, tensor in sends]
-        if sent:
-            self.nudge()
-        return sent, received
 
     def finish(self, number: int, deadline: float) -> None:
         """See Table."""
