@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,27 +17,23 @@ from collectives.kernels.first_use import FIRST_USE
 @cache
 def cpu_kernels() -> ModuleType | str:
     """Return cpu.shared_memory, its kernels compiled or loaded from the disk; or why there is none."""
-    if sys.platform != "linux":
-        return "it needs Linux"
-    try:
-        with FIRST_USE.together("about 10 s"):
-            from collectives.kernels.cpu import shared_memory
-    except ImportError as error:
-        return f"{error}: pip install numba"
-    return shared_memory
+    return _compiled("shared_memory")
 
 
 @cache
 def cpu_sockets() -> ModuleType | str:
     """Return cpu.tcp, its kernels compiled or loaded from the disk; or why there is none."""
+    return _compiled("tcp")
+
+
+def _compiled(module: str) -> ModuleType | str:
     if sys.platform != "linux":
         return "it needs Linux"
     try:
         with FIRST_USE.together("about 10 s"):
-            from collectives.kernels.cpu import tcp
+            return import_module(f"collectives.kernels.cpu.{module}")
     except ImportError as error:
         return f"{error}: pip install numba"
-    return tcp
 
 
 @cache
