@@ -209,10 +209,10 @@ class TcpTransport(Table, Transport):
                 peer = int(self._context[kernels.PEER])
                 if status == kernels.FULL:
                     self._grow()
-                elif status == kernels.STOPPED:
-                    raise LinkError(None, timed_out=False, detail="its wait was ended")
                 elif status == kernels.DISAGREED:
                     raise LinkError(peer, timed_out=False, detail=f"rank {peer} called something else")
+                elif status == kernels.STOPPED or self._context[kernels.ABORTED]:  # a kernel may meet the shut connection first
+                    raise LinkError(None, timed_out=False, detail="its wait was ended")
                 elif status == kernels.LOST:
                     error = int(self._context[kernels.ERROR])
                     detail = os.strerror(error) if error else "the connection has ended"
