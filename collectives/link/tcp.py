@@ -27,8 +27,8 @@ _FIRST_ROWS = 256
 #: How long one look for a message from any rank takes at most, so that Ctrl-C is heard.
 _LOOK_S = 0.05
 
-#: How often a wait may look again before it sleeps: some 70 us, but not beside work that wants the core.
-_TRIES, _TRIES_BESIDE_WORK = 200, 0
+#: How often a wait may look again before it sleeps: some 300 us, but not beside work that wants the core.
+_TRIES, _TRIES_BESIDE_WORK = 600, 0
 
 #: How long close() waits for a kernel to return, which takes it 50 ms after an abort.
 _LEAVE_S = 1.0
@@ -153,10 +153,9 @@ class TcpTransport(Table, Transport):
         scratch_bytes = program.scratch * itemsize
 
         def run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
-            self._tidy()
+            base = self._tidy()
             if self._scratch.numel() < scratch_bytes:
                 self._scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
-            base = int(self._context[kernels.COUNT])
             buffers = (source.data_ptr(), destination.data_ptr(), self._scratch.data_ptr())
             for table in program.tables():
                 instructions, words = table.buffer_info()
@@ -192,8 +191,7 @@ class TcpTransport(Table, Transport):
             connection.close()
 
     def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> RowPending:
-        self._tidy()
-        number = int(self._context[self._kernels.COUNT])
+        number = self._tidy()
         nbytes = tensor.numel() * tensor.element_size()
         arguments = (self._address, sends, peer, tag, tensor.data_ptr(), nbytes)
         self._run(self._kernels.add, arguments, time.monotonic())
@@ -211,7 +209,7 @@ class TcpTransport(Table, Transport):
                     self._grow()
                 elif status == kernels.DISAGREED:
                     raise LinkError(peer, timed_out=False, detail=f"rank {peer} called something else")
-                elif status == kernels.STOPPED or self._context[kernels.ABORTED]:  # a kernel may meet the shut connection first
+                elif self._context[kernels.ABORTED]:  # which a kernel may have noticed by the shut connection
                     raise LinkError(None, timed_out=False, detail="its wait was ended")
                 elif status == kernels.LOST:
                     error = int(self._context[kernels.ERROR])
@@ -227,12 +225,13 @@ class TcpTransport(Table, Transport):
         unfinished: np.ndarray = rows[rows[:, kernels.ROW_DONE] == 0]
         return unfinished
 
-    def _tidy(self) -> None:
-        """Now and then, post anew what is not done, so that kernels need not look at all that has been done since."""
+    def _tidy(self) -> int:
+        """Now and then, post anew what is not done, so that kernels need not look at all that has been done since. Return the
+        number of the next message."""
         kernels, context, rows = self._kernels, self._context, self._rows
         count = int(context[kernels.COUNT])
         if count < self._look_at:
-            return
+            return count
         with self._running:
             stay = [n for n in range(int(context[kernels.FIRST]), count) if not rows[n % len(rows), kernels.ROW_DONE]]
             saved = rows[np.array(stay, dtype=np.int64) % len(rows)]
@@ -243,6 +242,7 @@ class TcpTransport(Table, Transport):
             context[kernels.FIRST], context[kernels.COUNT] = count, count + len(stay)
         self._renumber(new)
         self._look_at = count + len(stay) + max(FIRST_LOOK, 2 * len(stay))
+        return count + len(stay)
 
     def _grow(self) -> None:
         """Make room for more messages under way."""

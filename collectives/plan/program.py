@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from itertools import chain, islice
 from typing import NamedTuple
@@ -119,7 +119,7 @@ class Program:
         self.scratch = self._flights * self._room()
         first = tuple(islice(self._laid_out(), _KEPT + 1))
         self._kept = first if len(first) <= _KEPT else None
-        self._table: array[int] | None = None
+        self._tables: list[array[int]] = []
 
     def __iter__(self) -> Iterator[Instruction]:
         return iter(self._kept) if self._kept is not None else self._laid_out()
@@ -129,14 +129,16 @@ class Program:
         """The ranks with which messages are exchanged."""
         return {step.peer for steps in self._schedule.rounds for step in steps}
 
-    def tables(self) -> Iterator[array[int]]:
-        """Yield the instructions as 64-bit integers, one after the other, for a compiled loop; in several pieces where there are
-        many."""
-        if self._kept is not None:
-            if self._table is None:
-                self._table = array("q", chain.from_iterable(self._kept))
-            yield self._table
-            return
+    def tables(self) -> Iterable[array[int]]:
+        """Return the instructions as 64-bit integers, one after the other, for a compiled loop; in several pieces where there are
+        many, which are made anew each time."""
+        if self._kept is None:
+            return self._pieces()
+        if not self._tables:
+            self._tables = [array("q", chain.from_iterable(self._kept))]
+        return self._tables
+
+    def _pieces(self) -> Iterator[array[int]]:
         instructions = iter(self)
         while piece := array("q", chain.from_iterable(islice(instructions, _KEPT))):
             yield piece

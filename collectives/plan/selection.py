@@ -95,7 +95,7 @@ def default_segment_bytes(topology: Topology, *, quick: bool) -> int:
     """Return few bytes where messages are quick, more between hosts, where the wire waits, and many inside one, where each
     message costs wake-ups. quick: as of a Transport."""
     if quick:
-        return 128 << 10
+        return 96 << 10
     return (256 << 10) if len(topology.hosts) > 1 else (4 << 20)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from numba import int64, njit
 
 from collectives.kernels.cpu.arithmetic import OPS, combine
-from collectives.kernels.cpu.atomics import load, monotonic_ns, store
+from collectives.kernels.cpu.atomics import give_way, load, monotonic_ns, store
 from collectives.kernels.cpu.compiling import compiled
 from collectives.kernels.cpu.intrinsics import copy
 from collectives.kernels.cpu.sockets import (
@@ -74,14 +74,18 @@ HEADER_BYTES = 16
 CONNECTION_BYTES = 8 * CONNECTION_FIELDS
 STAGE_BYTES = 16 << 10
 
-#: What is moved with one call, so that sending and receiving take turns.
-_PIECE_BYTES = 256 << 10
+#: What is moved with one call, so that sending and receiving take turns. Less than the 64 KB that Linux sends as one segment: of
+#: more, a small tail may be left, which it holds back (net.ipv4.tcp_autocorking), and exchanges have become eight times slower.
+_PIECE_BYTES = 56 << 10
 
 #: How long a wait sleeps before it returns to its caller.
 _SLICE_MS, _SLICE_NS = 50, 40_000_000
 
 #: After how many waits in vain all tries are made again.
 _PROBE_AFTER = 32
+
+#: How often a wait looks again before it offers the core to others in between, and how long one who wants to compute keeps it.
+_TRIES_ALONE, _LONG_NS = 20, 1_000_000
 
 SENDS, RECEIVES, _STUCK = 1, 2, 4
 
@@ -321,6 +325,17 @@ def _spin_less(context):
 
 
 @njit
+def _offer_the_core(context):
+    """Let other processes run. The other ranks give it back soon. From one that computes, a process that sleeps gets it back
+    sooner than one that spins, so that waits sleep at once for a while."""
+    offered = monotonic_ns()
+    give_way()
+    if monotonic_ns() - offered > _LONG_NS:
+        _set(context, TRIES, 0)
+        _set(context, SLEPT, 0)
+
+
+@njit
 def _wait_for(context, number, began):
     """Wait until a message is done; all others move along. PENDING some time after `began`, so that the caller can see to its
     deadline however much is moving."""
@@ -347,6 +362,8 @@ def _wait_for(context, number, began):
             continue
         tries += 1
         if tries <= _get(context, TRIES):
+            if tries > _TRIES_ALONE:
+                _offer_the_core(context)
             continue
         if not slept:
             slept = True
@@ -445,7 +462,10 @@ def next_sender(context, tag, first, milliseconds):
         if peer >= 0 or left_ms <= 0:
             return FINISHED
         tries += 1
-        if tries > _get(context, TRIES) and status == PENDING and _sleep(context, min(left_ms, _SLICE_MS)) == LOST:
+        if tries <= _get(context, TRIES):
+            if tries > _TRIES_ALONE:
+                _offer_the_core(context)
+        elif status == PENDING and _sleep(context, min(left_ms, _SLICE_MS)) == LOST:
             return LOST
 
 
