@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bench import codec_checks, timing
 from bench.codec_peers import PEERS, Contender
-from bench.compare import ratio_interval
+from bench.compare import speedup_interval
 from bench.timing import Machine, Times, median_and_p99, take_turns
 from collectives.compression.codec import Codec
 from collectives.compression.dgc import DGC
@@ -284,7 +284,7 @@ def measure(name: str, numbers: Numbers, protocol: timing.Protocol) -> tuple[lis
                 of_copy=moved / COPIED_BYTES * copy_s / ours_s,
                 torch_us=torch_s * 1e6,
                 torch_over_ours=torch_s / ours_s,
-                torch_interval=ratio_interval(torchs[index], ours[index]),
+                torch_interval=speedup_interval(ours[index], torchs[index]),
                 plain_over_ours=median_and_p99(plains[index])[0] / ours_s,
                 relative_error_gaussian=gaussian_error,
                 relative_error_laplace=laplace_error,

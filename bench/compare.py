@@ -17,8 +17,8 @@ FEWEST_TURNS = 8
 """With fewer there is no telling how they scatter, and no interval is given."""
 
 
-def ratio_interval(seconds: Times, peer_seconds: Times) -> tuple[float, float] | None:
-    """95 % bootstrap interval of the ratio of the medians: where it would fall if the same turns were drawn again.
+def speedup_interval(seconds: Times, peer_seconds: Times) -> tuple[float, float] | None:
+    """95 % bootstrap interval of the peer's median over ours: where it would fall if the same turns were drawn again.
 
     None for fewer than FEWEST_TURNS.
     """
@@ -27,18 +27,18 @@ def ratio_interval(seconds: Times, peer_seconds: Times) -> tuple[float, float] |
     draw = np.random.default_rng(0)
     ours = np.median(draw.choice(seconds, (RESAMPLES, len(seconds))), axis=1)
     peers = np.median(draw.choice(peer_seconds, (RESAMPLES, len(peer_seconds))), axis=1)
-    low, high = np.quantile(ours / peers, [0.025, 0.975])
+    low, high = np.quantile(peers / ours, [0.025, 0.975])
     return float(low), float(high)
 
 
 def format_interval(interval: tuple[float, float] | None) -> str:
-    return "" if interval is None else f"[{interval[0]:.3f}, {interval[1]:.3f}]"
+    return "" if interval is None else f"[{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
 def format_comparison(
     measured: Sequence[tuple[Job, Row, Times]], algorithm: str, peer: str, chosen: Callable[[int], str]
 ) -> list[str]:
-    """Time of `algorithm` over that of `peer`, job by job. Nothing where one of them did not run.
+    """How many times as fast `algorithm` is as `peer`, job by job. Nothing where one of them did not run.
 
     `chosen`: bytes -> what `algorithm` ran as there.
     """
@@ -49,14 +49,14 @@ def format_comparison(
     if not ours:
         return []
     lines = [
-        f"# Time of {algorithm} / {peer} in this run, with its 95 % interval; below 1: {algorithm} is faster",
-        f"#{'size':>12} {'type':>8} {'redop':>8} {algorithm + ' us':>10} {peer + ' us':>10} {'ratio':>6}",
+        f"# How many times as fast {algorithm} is as {peer} in this run, with the 95 % interval",
+        f"#{'size':>12} {'type':>8} {'redop':>8} {algorithm + ' us':>10} {peer + ' us':>10} {'times':>7}",
     ]
-    ratios = [row.time_us / peer_row.time_us for row, _, peer_row, _ in ours]
-    for (row, seconds, peer_row, peer_seconds), ratio in zip(ours, ratios, strict=True):
+    speedups = [peer_row.time_us / row.time_us for row, _, peer_row, _ in ours]
+    for (row, seconds, peer_row, peer_seconds), speedup in zip(ours, speedups, strict=True):
         what = f"#{format_size(row.bytes):>12} {row.dtype:>8} {row.op:>8}"
         times = f"{format_us(row.time_us):>10} {format_us(peer_row.time_us):>10}"
-        interval = format_interval(ratio_interval(seconds, peer_seconds))
-        lines.append(f"{what} {times} {ratio:6.3f}  {interval:16}  {chosen(row.bytes)}")
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    return [*lines, f"# Geometric mean       : {mean:.3f}  (best {min(ratios):.3f}, worst {max(ratios):.3f})", "#"]
+        interval = format_interval(speedup_interval(seconds, peer_seconds))
+        lines.append(f"{what} {times} {speedup:7.2f}  {interval:16}  {chosen(row.bytes)}")
+    mean = math.exp(sum(map(math.log, speedups)) / len(speedups))
+    return [*lines, f"# Geometric mean       : {mean:.2f}  (best {max(speedups):.2f}, worst {min(speedups):.2f})", "#"]

@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer as hvd
-from bench.compare import format_interval, ratio_interval
+from bench.compare import format_interval, speedup_interval
 from bench.meta import software_and_machine
 from bench.options import count_from
 from bench.timing import Protocol, distributed_machine, median_and_p99, slowest_rank, take_turns
@@ -42,8 +42,9 @@ CODECS = tuple(name for name in NAMES if name != "none")
 class StepRow:
     """One competitor. step_ms, p99_ms: median and 99th percentile of the turns, per step, on the slowest rank.
 
-    beyond_compute_over_ddp: the median of what a step takes longer than `compute` in the same round, over DDP's. loss: of the
-    last step, averaged over the ranks. replicas_identical: the ranks' weights at the end, to the bit.
+    as_ddp, as_compute: how many times as fast it is. beyond_compute_as_ddp: how many times as fast it does what it does longer
+    than `compute` in the same round, by the medians; None where it takes no longer. loss: of the last step, averaged over the
+    ranks. replicas_identical: the ranks' weights at the end, to the bit.
     """
 
     competitor: str
@@ -51,20 +52,20 @@ class StepRow:
     step_ms: float
     p99_ms: float
     tokens_per_s: float
-    time_over_ddp: float
-    time_over_compute: float
-    beyond_compute_over_ddp: float
+    as_ddp: float
+    as_compute: float
+    beyond_compute_as_ddp: float | None
     loss: float
     replicas_identical: bool
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """Of the times of two competitors in the same run. interval: 95 %, where there were turns enough."""
+class Speedup:
+    """How many times as fast a competitor is as a peer in the same run. interval: 95 %, where there were turns enough."""
 
     competitor: str
-    over: str
-    ratio: float
+    peer: str
+    times: float
     interval: tuple[float, float] | None
 
 
@@ -143,7 +144,7 @@ def builders(compression: Sequence[str]) -> dict[str, Callable[[nn.Module], Trai
     }
 
 
-def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[StepRow], list[Ratio], int]:
+def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[StepRow], list[Speedup], int]:
     """The rows, those of ours over those of DDP, and the model's parameters; the same on every rank."""
     config = configured(chosen)
     task = bytes_gpt.task(config)
@@ -167,25 +168,25 @@ def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[Step
                 step_ms=median[name] * 1e3,
                 p99_ms=median_and_p99(seconds[name])[1] * 1e3,
                 tokens_per_s=task.items_per_step / median[name],
-                time_over_ddp=median[name] / median[DDP],
-                time_over_compute=median[name] / median[COMPUTE],
-                beyond_compute_over_ddp=beyond[name] / beyond[DDP],
+                as_ddp=median[DDP] / median[name],
+                as_compute=median[COMPUTE] / median[name],
+                beyond_compute_as_ddp=beyond[DDP] / beyond[name] if beyond[name] > 0 else None,
                 loss=float(loss),
                 replicas_identical=len(set(digests)) == 1,
             )
         )
     parameters = sum(parameter.numel() for parameter in competitors[OURS].trainee.module.parameters())
-    ratios = [
-        Ratio(ours, peer, median[ours] / median[peer], ratio_interval(seconds[ours], seconds[peer]))
+    speedups = [
+        Speedup(ours, peer, median[peer] / median[ours], speedup_interval(seconds[ours], seconds[peer]))
         for ours in seconds
         if ours.startswith(OURS)
         for peer in (DDP, DDP_FP16)
         if peer in seconds
     ]
-    return rows, ratios, parameters
+    return rows, speedups, parameters
 
 
-def format_table(rows: Sequence[StepRow], ratios: Sequence[Ratio], meta: dict[str, Any]) -> list[str]:
+def format_table(rows: Sequence[StepRow], speedups: Sequence[Speedup], meta: dict[str, Any]) -> list[str]:
     width = max(8, *(len(row.competitor) for row in rows))
     shape = f"{meta['batch']} sequences of {meta['context']} bytes a rank"
     return [
@@ -193,19 +194,24 @@ def format_table(rows: Sequence[StepRow], ratios: Sequence[Ratio], meta: dict[st
         f" world size {rows[0].world_size} backend {meta['backend']}, {meta['rounds']} turns of {meta['steps']} steps",
         *([f"# Network: {meta['network']}"] if meta["network"] else []),
         "#",
-        f"# {'':{width}}     step      p99             time over  time over  beyond compute",
-        f"# {'':{width}}     (ms)     (ms)  tokens/s         ddp    compute    over ddp's      loss  replicas",
+        f"# {'':{width}}     step      p99            times as fast as  beyond compute,",
+        f"# {'':{width}}     (ms)     (ms)  tokens/s      ddp   compute  as fast as ddp      loss  replicas",
         *(
             f"  {row.competitor:{width}} {row.step_ms:8.2f} {row.p99_ms:8.2f} {row.tokens_per_s:9.0f}"
-            f" {row.time_over_ddp:11.3f} {row.time_over_compute:10.3f} {row.beyond_compute_over_ddp:13.3f} {row.loss:9.4f}"
+            f" {row.as_ddp:8.2f} {row.as_compute:9.2f} {_times(row.beyond_compute_as_ddp):>15} {row.loss:9.4f}"
             f"  {'identical' if row.replicas_identical else 'differ'}"
             for row in rows
         ),
         *(
-            f"# Time of {ratio.competitor} / {ratio.over} : {ratio.ratio:.3f}  {format_interval(ratio.interval)}".rstrip()
-            for ratio in ratios
+            f"# {speedup.competitor} is {speedup.times:.2f} times as fast as {speedup.peer}"
+            f"  {format_interval(speedup.interval)}".rstrip()
+            for speedup in speedups
         ),
     ]
+
+
+def _times(speedup: float | None) -> str:
+    return "-" if speedup is None else f"{speedup:.2f}"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -214,7 +220,7 @@ def main(arguments: Sequence[str]) -> int:
     hvd.init()
     share_cores()
     device = choose_device(chosen.device)
-    rows, ratios, parameters = measure(chosen, device)
+    rows, speedups, parameters = measure(chosen, device)
     if hvd.rank() == 0:
         meta = {
             **software_and_machine(device),
@@ -225,10 +231,10 @@ def main(arguments: Sequence[str]) -> int:
             "context": configured(chosen).context,
             "steps": chosen.steps,
             "rounds": chosen.rounds,
-            "ratios": [asdict(ratio) for ratio in ratios],
+            "speedups": [asdict(speedup) for speedup in speedups],
             "time": "median over interleaved turns, per step, each as long as on its slowest rank",
         }
-        print("\n".join(format_table(rows, ratios, meta)), flush=True)
+        print("\n".join(format_table(rows, speedups, meta)), flush=True)
         if chosen.json:
             chosen.json.parent.mkdir(parents=True, exist_ok=True)
             chosen.json.write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")

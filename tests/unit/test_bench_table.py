@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.cases import Job
-from bench.compare import format_comparison, ratio_interval
+from bench.compare import format_comparison, speedup_interval
 from bench.table import Row, format_heading, format_row, format_trailer, format_us
 
 ROW = Row("allreduce", "ring", "none", "float32", "sum", 4, 4096, 1234.5, 2000.0, 0.0033, 0.005, 6144, 0)
@@ -60,19 +60,19 @@ def test_comparison_is_job_by_job() -> None:
         (larger, replace(ROW, algorithm="auto", bytes=8192, time_us=1000.0), ours),
     ]
     lines = format_comparison(measured, "auto", "native", lambda nbytes: f"chosen for {nbytes}")
-    assert [line for line in lines if "0.500" in line and "4K" in line and "chosen for 4096" in line]
+    assert [line for line in lines if " 2.00 " in line and "4K" in line and "chosen for 4096" in line]
     assert not [line for line in lines if "8K" in line]
     assert format_comparison(measured, "auto", "torch", str) == []
 
 
-def test_interval_holds_the_ratio_and_narrows_with_the_scatter() -> None:
+def test_interval_holds_the_speedup_and_narrows_with_the_scatter() -> None:
     scatter = np.random.default_rng(1).normal(size=(2, 40))
-    low, high = ratio_interval(1.0 + 0.1 * scatter[0], 2.0 + 0.2 * scatter[1])
-    assert low < 0.5 < high
-    calm_low, calm_high = ratio_interval(1.0 + 0.001 * scatter[0], 2.0 + 0.002 * scatter[1])
+    low, high = speedup_interval(1.0 + 0.1 * scatter[0], 2.0 + 0.2 * scatter[1])
+    assert low < 2 < high
+    calm_low, calm_high = speedup_interval(1.0 + 0.001 * scatter[0], 2.0 + 0.002 * scatter[1])
     assert calm_high - calm_low < 0.1 * (high - low)
 
 
 def test_few_turns_have_no_interval() -> None:
-    assert ratio_interval(np.ones(7), np.ones(7)) is None
-    assert ratio_interval(np.ones(8), np.ones(8)) == (1.0, 1.0)
+    assert speedup_interval(np.ones(7), np.ones(7)) is None
+    assert speedup_interval(np.ones(8), np.ones(8)) == (1.0, 1.0)
