@@ -53,7 +53,8 @@ def _report(communicator: Communicator) -> str:
         *(f"host {i}     ranks {', '.join(map(str, host))}" for i, host in enumerate(communicator.topology.hosts)),
         *(f"link       rank {communicator.rank} to {route}" for route in communicator.routes),
         "",
-        f"algorithm by message size in bytes ('auto'), for {communicator.size} ranks; start this under torchrun for more:",
+        f"algorithm by message size in bytes ('auto'), for {communicator.size} ranks"
+        f"{'; start this under torchrun for more' if communicator.size == 1 else ''}:",
     ]
     for collective, table in communicator.tables.items():
         variable = TABLE_PREFIX + collective.upper()

@@ -80,8 +80,8 @@ class ErrorFeedback:
             raise ValueError("error feedback needs a codec: without one nothing is lost")
         if isinstance(made, Codec) and made.omega >= 1:
             raise ValueError(
-                f"error feedback diverges with {made!r}, whose omega is {made.omega:.2g}: what an encoding loses may be more "
-                f"than what there was. It is unbiased: use it without"
+                f"error feedback cannot be used with {made!r}: an encoding may lose more than there was (omega is "
+                f"{made.omega:.2g}), so that residuals would grow from step to step. Give the codec by itself"
             )
 
 

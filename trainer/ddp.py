@@ -146,8 +146,8 @@ class CompressionHook:
         for key, value in mine.items():
             if state_dict.get(key) != value:
                 raise ValueError(
-                    f"rank {mine['rank']}: the state of a hook with {key} {state_dict.get(key)!r} cannot be loaded into one "
-                    f"with {key} {value!r}"
+                    f"rank {mine['rank']}: this state was saved with {key} {state_dict.get(key)!r}, and the hook has {key} "
+                    f"{value!r}: every rank loads what it saved itself, in a world of the same size"
                 )
         check_part(state_dict)
         known = [_settled(encoding).identity for encoding in self._policy.encodings]

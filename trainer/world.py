@@ -133,15 +133,12 @@ def init(timeout_s: float = 300.0) -> None:
 
 
 def _hint() -> None:
-    """Say how several processes are started: to a person at a terminal, and in a Slurm job of several tasks to the log,
-    because there a launcher has most likely been forgotten."""
+    """Say how several processes are started, because a launcher may have been forgotten."""
     spec = sys.modules["__main__"].__spec__
     script = sys.argv[0] if sys.argv[0].endswith(".py") else "train.py"
     program = f"-m {spec.name.removesuffix('.__main__')}" if spec is not None else script
-    if hint := slurm_hint(os.environ, program):
-        _log.warning("gradwire: %s", hint)
-    elif sys.stderr is not None and sys.stderr.isatty():
-        print(f"gradwire: one process; to start two: torchrun --nproc-per-node 2 {program}", file=sys.stderr)
+    alone = f"one process, which trains alone; to start two: torchrun --nproc-per-node 2 {program}"
+    _log.warning("gradwire: %s", slurm_hint(os.environ, program) or alone)
 
 
 def shutdown() -> None:

@@ -11,7 +11,7 @@ generator = torch.Generator().manual_seed(0)
 points = torch.rand(8192, 2, generator=generator) * 2 - 1  # put your own dataset here
 dataset = TensorDataset(points, (points.norm(dim=1) < 0.8).long())
 sampler = DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())  # every process gets its own share
-loader = DataLoader(dataset, batch_size=64, sampler=sampler)
+loader = DataLoader(dataset, batch_size=64, sampler=sampler)  # 64 in every process: two processes make 128
 
 model = nn.Sequential(nn.Linear(2, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))
 optimizer = hvd.DistributedOptimizer(

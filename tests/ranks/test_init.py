@@ -1,13 +1,14 @@
 """Joining and leaving the world as a user's script does: again and again, and where nobody answers."""
 
 import os
+import random
 import re
 import socket
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,15 @@ def listener() -> Iterator[socket.socket]:
         yield listening
 
 
+def unused_port() -> int:
+    """Return a port at which nobody listens, below those that the system deals out, or another test might get it."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32768)
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
+
+
 @pytest.mark.parametrize("hangs_up", [False, True])
 def test_a_listener_that_says_nothing(hangs_up: bool) -> None:
     """An error says where and who, and the process ends by it, whether or not the other then hangs up."""
@@ -119,8 +129,7 @@ def test_a_listener_that_says_nothing(hangs_up: bool) -> None:
 
 
 def test_nobody_listens() -> None:
-    with listener() as closed:
-        port = closed.getsockname()[1]
+    port = unused_port()
     launch = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     process = start([sys.executable, "-c", textwrap.dedent(IN_VAIN)], launch)
     said = outputs([process])[0]
@@ -130,8 +139,7 @@ def test_nobody_listens() -> None:
 
 def test_nobody_comes() -> None:
     """Rank 0 alone: how many it has seen."""
-    with listener() as closed:
-        port = closed.getsockname()[1]
+    port = unused_port()
     launch = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     process = start([sys.executable, "-c", textwrap.dedent(IN_VAIN)], launch)
     said = outputs([process])[0]

@@ -179,9 +179,7 @@ def test_other_ranks_take_over_what_is_owed(
     messages, *others = [warned for _, warned in loaded]
     assert others == [[]] * (now - 1)
     assert len(messages) == 1
-    assert (
-        f"saved on {before} ranks, loaded on {now}: what compression owed on ranks {list(range(before))}" in messages[0]
-    )
+    assert f"saved on {before} ranks, loaded on {now}: the residuals of ranks {list(range(before))}" in messages[0]
     assert "lost" not in messages[0]
 
 
@@ -388,7 +386,7 @@ def test_a_codec_without_error_feedback_is_owed_nothing_with_a_warning(ranks: Wo
     (debts, (message,)), (_, nothing) = ranks(2).run(load_with_another_codec, tmp_path, "int8")
     assert not any(debt.any() for debt in debts.values())
     assert nothing == []
-    assert "nothing can be owed to" in message
+    assert "whose codec has no error feedback now, are lost" in message
     assert "whose codec has no error feedback now: that is lost" in message
 
 
@@ -396,7 +394,7 @@ def test_a_codec_without_error_feedback_is_owed_nothing_with_a_warning(ranks: Wo
 def test_without_codecs_what_is_owed_is_lost_with_a_warning(ranks: Worlds, tmp_path: Path, codec: str) -> None:
     ranks(2).run(save, tmp_path, "onebit", hvd.Average)
     (_, messages), (_, nothing) = ranks(2).run(load_with_another_codec, tmp_path, codec)
-    assert messages == ["rank 0: saved with codecs, loaded without: what compression owed is lost"]
+    assert messages == ["rank 0: saved with codecs, loaded without: the residuals are lost"]
     assert nothing == []
     ranks(2).run(save, tmp_path, "int8", hvd.Average)
     assert [warned for _, warned in ranks(2).run(load_with_another_codec, tmp_path, codec)] == [[], []]

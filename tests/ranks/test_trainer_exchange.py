@@ -156,9 +156,9 @@ def other_parameters(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "who"),
     [
-        ("shape", r"only rank [02] has 'parameter [23]' of shape .* and dtype torch\.float32"),
-        ("dtype", r"only rank [02] has 'parameter [23]' of shape .* and dtype torch\.float(32|64)"),
-        ("count", r"only rank 2 has 'parameter 4' of shape \[1, 1\] and dtype torch\.float32"),
+        ("shape", r"'parameter [23]' has shape .* and dtype torch\.float32 on rank 0, and has shape .* on rank 2"),
+        ("dtype", r"'parameter [23]' has .* dtype torch\.float32 on rank 0, and has .* dtype torch\.float64 on rank 2"),
+        ("count", r"'parameter 4' is not trained on rank 0, and has shape \[1, 1\] and dtype torch\.float32 on rank 2"),
     ],
 )
 def test_ranks_must_have_the_same_parameters(ranks: Worlds, kind: str, who: str) -> None:

@@ -74,7 +74,7 @@ def test_error_feedback_where_asked() -> None:
 
 @pytest.mark.parametrize("codec", ["qsgd", "terngrad", Int4(block=256, stochastic=True)])
 def test_feedback_that_diverges_is_refused(codec: Any) -> None:
-    with pytest.raises(ValueError, match=r"error feedback diverges with .*, whose omega is"):
+    with pytest.raises(ValueError, match=r"error feedback cannot be used with .*omega is"):
         ErrorFeedback(codec)
 
 
@@ -149,7 +149,7 @@ def test_a_plain_optimizer_loads_what_codecs_have_saved() -> None:
     assert KEY not in plain.state_dict()
 
     wrapped = optimizer_of(module)
-    with pytest.warns(UserWarning, match="what compression owed is lost"):
+    with pytest.warns(UserWarning, match="the residuals are lost"):
         wrapped.load_state_dict(saved)
     train(module, wrapped)
     assert KEY not in wrapped.state_dict()

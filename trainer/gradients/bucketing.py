@@ -119,11 +119,10 @@ class Bucketing:
         everyones = [[(name, tuple(shape), dtype) for name, shape, dtype in theirs] for _, theirs in gathered]
         for rank, theirs in enumerate(everyones):
             if difference := set(theirs) ^ set(everyones[0]):
-                name, shape, dtype = min(difference)
-                holder = rank if (name, shape, dtype) in theirs else 0
+                name, _, _ = min(difference)
                 raise ValueError(
-                    f"{here()}ranks 0 and {rank} do not train the same parameters: only rank {holder} has "
-                    f"{name!r} of shape {list(shape)} and dtype {dtype}"
+                    f"{here()}ranks 0 and {rank} do not train the same parameters: {name!r} "
+                    f"{_described(name, everyones[0])} on rank 0, and {_described(name, theirs)} on rank {rank}"
                 )
         index = dict(zip((name for name, _, _ in mine), order, strict=True))
         return [index[name] for name, _, _ in everyones[0]]
@@ -215,6 +214,14 @@ class Bucketing:
     def _is_kind(self, items: Sequence[Item], members: Sequence[int]) -> bool:
         """Return whether these are parameters, and may share a bucket."""
         return max(members) < len(items) and len({items[index].kind for index in members}) == 1
+
+
+def _described(name: str, parameters: Sequence[tuple[str, tuple[int, ...], str]]) -> str:
+    """Return what a rank, which trains these parameters, says of one of them."""
+    for other, shape, dtype in parameters:
+        if other == name:
+            return f"has shape {list(shape)} and dtype {dtype}"
+    return "is not trained"
 
 
 def _check_dtypes(named: Iterable[tuple[str, Tensor]]) -> None:

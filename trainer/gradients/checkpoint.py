@@ -56,7 +56,7 @@ class Resumption:
             return
         self._optimizer.load_state_dict(_of_optimizer(state_dict))
         if self._communicator.rank == 0 and is_owing(state_dict.get(KEY)):
-            warnings.warn(f"{here()}saved with codecs, loaded without: what compression owed is lost", stacklevel=4)
+            warnings.warn(f"{here()}saved with codecs, loaded without: the residuals are lost", stacklevel=4)
 
     def _load_with_codecs(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
         """Go on exactly, or hand over what was owed.
@@ -230,14 +230,12 @@ def _add(total: Tensor, entry: dict[str, Any], workers: int) -> None:
 
 def _warn(saved: int, now: int, handed_over: Sequence[int], refused: Sequence[str]) -> None:
     lost = sorted(set(range(saved)) - set(handed_over))
-    message = (
-        f"{here()}saved on {saved} ranks, loaded on {now}: what compression owed on ranks {list(handed_over)} was handed over "
-        "to all"
-    )
+    message = f"{here()}saved on {saved} ranks, loaded on {now}: the residuals of ranks {list(handed_over)} are now shared by all"
     if lost:
-        message += f"; that of ranks {lost}, which no rank was given, is lost (load_state_dict(..., also=[...]))"
-    if refused:
         message += (
-            f"; but nothing can be owed to {', '.join(refused)}, whose codec has no error feedback now: that is lost"
+            f"; those of ranks {lost}, which nobody loaded, are lost: every rank loads what it saved itself, and "
+            "load_state_dict(..., also=[...]) what others saved that no longer exist"
         )
+    if refused:
+        message += f"; those of {', '.join(refused)}, whose codec has no error feedback now, are lost"
     warnings.warn(message, stacklevel=7)

@@ -34,11 +34,11 @@ class ExchangeStats:
         return self.bytes_uncompressed / self.bytes_sent if self.bytes_sent else 1.0
 
     def __str__(self) -> str:
-        sent, uncompressed = self.bytes_sent / 1e6, self.bytes_uncompressed / 1e6
-        return (
-            f"{self.exchanges} exchanges sent {sent:.3f} MB instead of {uncompressed:.3f} MB, "
-            f"{self.ratio:.2f} times fewer bytes"
-        )
+        sent = f"{self.exchanges} exchanges sent {self.bytes_sent / 1e6:.3f} MB"
+        if self.bytes_sent == self.bytes_uncompressed:
+            return f"{sent}, uncompressed"
+        compared = f"{self.ratio:.2f} times fewer" if self.ratio >= 1 else f"{1 / self.ratio:.2f} times as many"
+        return f"{sent} instead of {self.bytes_uncompressed / 1e6:.3f} MB, {compared} bytes"
 
 
 class Traffic:
