@@ -1,7 +1,9 @@
 """`make matrix`: gradwire, installed as from an index, on every Python and with the oldest and newest packages that it claims.
 
 What follows on the command line is installed in place of what a session asks for: make matrix ARGS="torch==2.13.0".
-PIP_EXTRA_INDEX_URL names an index that has torch for CPUs alone; the builds on PyPI bring gigabytes of CUDA.
+PIP_EXTRA_INDEX_URL names an index that has torch for CPUs alone; the builds on PyPI bring CUDA, which makes each of the
+twelve environments 5 GB. NOX_DEFAULT_VENV_BACKEND=uv, where uv is installed, keeps on the disk once what they share.
+docs/reference/versions.md has what has passed.
 """
 
 import re
@@ -19,6 +21,7 @@ PACKAGES = ("torch", "numpy", "numba")
 FIRST = {
     "3.13": {"numpy": "2.1.0", "numba": "0.61.0"},
     "3.14": {"torch": "2.9.0", "numpy": "2.3.2", "numba": "0.63.0"},
+    "3.15": {"torch": "2.15.0", "numpy": "2.5.2", "numba": "0.68.0"},
 }
 
 
@@ -28,7 +31,7 @@ def claimed() -> dict[str, str]:
     return {package: re.findall(rf'"{package}>=([\d.]+)"', project)[0] for package in PACKAGES}
 
 
-@nox.session(python=["3.10", "3.11", "3.12", "3.13", "3.14"])
+@nox.session(python=["3.10", "3.11", "3.12", "3.13", "3.14", "3.15"])
 @nox.parametrize("versions", ["oldest", "newest"])
 def matrix(session: nox.Session, versions: str) -> None:
     """Run tests/smoke.py on two ranks."""
