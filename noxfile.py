@@ -20,7 +20,7 @@ PACKAGES = ("torch", "numpy", "numba")
 #: The first versions that a Python has builds of, where those that pyproject.toml claims are older than that Python.
 FIRST = {
     "3.13": {"numpy": "2.1.0", "numba": "0.61.0"},
-    "3.14": {"torch": "2.9.0", "numpy": "2.3.2", "numba": "0.63.0"},
+    "3.14": {"numpy": "2.3.2", "numba": "0.63.0"},
     "3.15": {"torch": "2.15.0", "numpy": "2.5.2", "numba": "0.68.0"},
 }
 
