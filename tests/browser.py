@@ -69,7 +69,7 @@ def look(browser: Browser, address: str, names: list[str], width: str, pictures:
     links: dict[str, set[str]] = {}
     for name in names:
         url = address + name.removesuffix("index.html")
-        page.goto(url, wait_until="load")
+        page.goto(url, wait_until="networkidle")  # what is still loading when the page is left would count as failed
         seen = page.evaluate(LOOK)
         ids[url] = set(seen["ids"])
         links[url] = {link for link in seen["links"] if link.startswith(address)}
