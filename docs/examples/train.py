@@ -17,7 +17,7 @@ model = nn.Sequential(nn.Linear(2, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU
 optimizer = hvd.DistributedOptimizer(
     torch.optim.AdamW(model.parameters(), lr=3e-3),
     named_parameters=model.named_parameters(),
-    compression="none",  # between hosts try "int8": a quarter of the bytes
+    compression="none",  # between hosts try "int8": a quarter of the bytes of large layers
 )
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # all processes start with the same weights
 
@@ -36,4 +36,5 @@ for epoch in range(3):
 
 if hvd.rank() == 0:  # the weights are the same everywhere, so one file is enough
     torch.save(model.state_dict(), "model.pt")
+    print(optimizer.stats)  # how many bytes were sent, and how many compression has saved
 hvd.shutdown()

@@ -107,6 +107,7 @@ def test_alone_nothing_is_sent(ranks: Worlds) -> None:
 def test_it_tells_people_what_was_saved() -> None:
     stats = ExchangeStats(exchanges=3, bytes_sent=1_000_000, bytes_uncompressed=4_000_000)
     assert str(stats) == "3 exchanges sent 1.000 MB instead of 4.000 MB, 4.00 times fewer bytes"
+    assert str(ExchangeStats(3)) == "3 exchanges had nothing to send"
     more = ExchangeStats(2, 5_000_000, 4_000_000)
     assert str(more) == "2 exchanges sent 5.000 MB instead of 4.000 MB, 1.25 times as many bytes"
     assert str(ExchangeStats(2, 4_000_000, 4_000_000)) == "2 exchanges sent 4.000 MB, uncompressed"

@@ -34,6 +34,8 @@ class ExchangeStats:
         return self.bytes_uncompressed / self.bytes_sent if self.bytes_sent else 1.0
 
     def __str__(self) -> str:
+        if self.bytes_uncompressed == 0:
+            return f"{self.exchanges} exchanges had nothing to send"
         sent = f"{self.exchanges} exchanges sent {self.bytes_sent / 1e6:.3f} MB"
         if self.bytes_sent == self.bytes_uncompressed:
             return f"{sent}, uncompressed"
