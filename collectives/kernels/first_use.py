@@ -25,7 +25,7 @@ class FirstUse:
     """Says that kernels are compiled, once for all that are compiled together, and nothing where all are on the disk.
 
     On a terminal (stderr) that is a line which counts the seconds. It stays for the first kernels that a process
-    compiles, and is deleted for later ones. Without a terminal it is one warning of the logger "gradwire", for the first.
+    compiles, and is deleted for later ones. Without a terminal it is one message of the logger "gradwire", for the first.
 
     Attributes: speaks, False in processes where another one of the host says it; compiled, the names of the kernels that
     this process has compiled, or waited for while another process did.
@@ -81,7 +81,7 @@ class _Line:
             self._clock = threading.Thread(target=self._count, name="gradwire-first-use", daemon=True)
             self._clock.start()
         elif first:
-            _log.warning("%s", self._text)
+            _log.info("%s", self._text)
 
     def end(self) -> None:
         if self._clock is None:

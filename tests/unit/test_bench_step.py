@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench import step
-from bench.step import Ratio, StepRow, builders, configured, format_table, parse_arguments
+from bench.step import Speedup, StepRow, builders, configured, format_table, parse_arguments
 
 META = {
     "preset": "13m",
@@ -55,13 +55,13 @@ def test_batch_and_context_are_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_columns_are_as_wide_as_their_longest_name() -> None:
     rows = [row("gradwire"), row("gradwire+threshold"), row("ddp")]
-    ratios = [Ratio("gradwire+threshold", "ddp", 0.3333, (0.31, 0.352)), Ratio("gradwire", "ddp", 1.0, None)]
-    lines = format_table(rows, ratios, {**META, "network": None})
+    speedups = [Speedup("gradwire+threshold", "ddp", 3.333, (3.1, 3.52)), Speedup("gradwire", "ddp", 1.0, None)]
+    lines = format_table(rows, speedups, {**META, "network": None})
     assert (
         "12.90 M parameters, 1 sequences of 64 bytes a rank, world size 4 backend gloo, 9 turns of 2 steps" in lines[0]
     )
     assert len({line.index("1.00 ") for line in lines[4:7]}) == 1
     assert lines[-2:] == [
-        "# Time of gradwire+threshold / ddp : 0.333  [0.310, 0.352]",
-        "# Time of gradwire / ddp : 1.000",
+        "# gradwire+threshold is 3.33 times as fast as ddp  [3.10, 3.52]",
+        "# gradwire is 1.00 times as fast as ddp",
     ]
