@@ -18,7 +18,7 @@ FEWEST_TURNS = 8
 
 
 def speedup_interval(seconds: Times, peer_seconds: Times) -> tuple[float, float] | None:
-    """95 % bootstrap interval of the peer's median over ours: where it would fall if the same turns were drawn again.
+    """Return the 95 % bootstrap interval of the peer's median over ours: where it would fall if the same turns were drawn again.
 
     None for fewer than FEWEST_TURNS.
     """
@@ -38,7 +38,7 @@ def format_interval(interval: tuple[float, float] | None) -> str:
 def format_comparison(
     measured: Sequence[tuple[Job, Row, Times]], algorithm: str, peer: str, chosen: Callable[[int], str]
 ) -> list[str]:
-    """How many times as fast `algorithm` is as `peer`, job by job. Nothing where one of them did not run.
+    """Return lines that say how many times as fast `algorithm` is as `peer`, job by job; none where one of them did not run.
 
     `chosen`: bytes -> what `algorithm` ran as there.
     """

@@ -61,7 +61,7 @@ class StepRow:
 
 @dataclass(frozen=True)
 class Speedup:
-    """How many times as fast a competitor is as a peer in the same run. interval: 95 %, where there were turns enough."""
+    """Says how many times as fast a competitor is as a peer in the same run. interval: 95 %, where there were turns enough."""
 
     competitor: str
     peer: str
@@ -145,7 +145,7 @@ def builders(compression: Sequence[str]) -> dict[str, Callable[[nn.Module], Trai
 
 
 def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[StepRow], list[Speedup], int]:
-    """The rows, those of ours over those of DDP, and the model's parameters; the same on every rank."""
+    """Return the rows, how many times as fast ours are as DDP, and how many parameters the model has; the same on all ranks."""
     config = configured(chosen)
     task = bytes_gpt.task(config)
     competitors: dict[str, Competitor] = {}

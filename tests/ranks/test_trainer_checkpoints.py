@@ -386,6 +386,7 @@ def test_a_codec_without_error_feedback_is_owed_nothing_with_a_warning(ranks: Wo
     (debts, (message,)), (_, nothing) = ranks(2).run(load_with_another_codec, tmp_path, "int8")
     assert not any(debt.any() for debt in debts.values())
     assert nothing == []
+    assert "are now shared by all; those of " in message
     assert "whose codec has no error feedback now, are lost" in message
 
 

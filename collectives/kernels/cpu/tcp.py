@@ -336,6 +336,16 @@ def _offer_the_core(context):
 
 
 @njit
+def _looks_again(context, tries):
+    """Return whether a wait that has looked so often looks again before it sleeps; after the first few it offers the core."""
+    if tries > _get(context, TRIES):
+        return False
+    if tries > _TRIES_ALONE:
+        _offer_the_core(context)
+    return True
+
+
+@njit
 def _wait_for(context, number, began):
     """Wait until a message is done; all others move along. PENDING some time after `began`, so that the caller can see to its
     deadline however much is moving."""
@@ -361,9 +371,7 @@ def _wait_for(context, number, began):
             is_late = monotonic_ns() - began > _SLICE_NS
             continue
         tries += 1
-        if tries <= _get(context, TRIES):
-            if tries > _TRIES_ALONE:
-                _offer_the_core(context)
+        if _looks_again(context, tries):
             continue
         if not slept:
             slept = True
@@ -462,10 +470,7 @@ def next_sender(context, tag, first, milliseconds):
         if peer >= 0 or left_ms <= 0:
             return FINISHED
         tries += 1
-        if tries <= _get(context, TRIES):
-            if tries > _TRIES_ALONE:
-                _offer_the_core(context)
-        elif status == PENDING and _sleep(context, min(left_ms, _SLICE_MS)) == LOST:
+        if not _looks_again(context, tries) and status == PENDING and _sleep(context, min(left_ms, _SLICE_MS)) == LOST:
             return LOST
 
 
