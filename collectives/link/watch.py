@@ -92,7 +92,8 @@ class Watch:
     that was noticed (time.monotonic()); cut, the pairs of ranks that live but are not connected any more; left, the ranks that
     close their Communicator, with the number of the first operation in which they take no part, in the order in which they said
     so; done, those of them that nobody needs to wait for; reports, what ranks said of a failure; failure, why this rank
-    hears nothing any more; has_news, whether any of these holds anything.
+    hears nothing any more; has_news, whether any of these holds anything; posts, by topic and rank, the latest of what each rank
+    has posted, its own among them.
     """
 
     def __init__(self, rank: int, size: int, connections: dict[int, socket.socket]) -> None:
@@ -106,11 +107,13 @@ class Watch:
         self.reports: dict[int, dict[str, Any]] = {}
         self.failure = ""
         self.has_news = False
+        self.posts: dict[str, dict[int, Any]] = {}
+        self._post_numbers: dict[tuple[str, int], int] = {}
         self._heard: set[str] = set()
         self._missed: set[tuple[int, int]] = set()  # (who, by whom)
         self._neighbours = {peer: _Neighbour(connection) for peer, connection in connections.items()}
         self._changed = threading.Condition()
-        self._listener: Callable[[], float | None] | None = None
+        self._listeners: list[Callable[[], float | None]] = []
         self._close_by: float | None = None
         self._ending = False
         self._wake, self._woken = socket.socketpair()
@@ -123,9 +126,10 @@ class Watch:
             self._thread.start()
 
     def on_news(self, listener: Callable[[], float | None]) -> None:
-        """Have a function called, on a thread of the Watch's, after each piece of news. It returns after how many seconds it
+        """Have a function called too, on a thread of the Watch's, after each piece of news. It returns after how many seconds it
         wants to be called again, or None."""
-        self._listener = listener
+        self._listeners.append(listener)
+        self._wake_up()
 
     def say_leaving(self, sequence: int) -> None:
         """Tell everyone that this rank takes no part in operations from this number on."""
@@ -138,6 +142,12 @@ class Watch:
     def say_report(self, report: dict[str, Any]) -> None:
         """Tell everyone what went wrong: numbers, strings, and lists and dicts of them."""
         self._say({"kind": "report", "rank": self.rank, "report": report})
+
+    def post(self, topic: str, body: Any) -> None:
+        """Tell everyone something, of which others see the latest only: numbers, strings, and lists and dicts of them."""
+        with self._changed:
+            number = self._post_numbers.get((topic, self.rank), 0) + 1
+            self._say({"kind": "post", "rank": self.rank, "topic": topic, "number": number, "body": body})
 
     def say_unheard(self, timeout_s: float) -> None:
         """Wait until all neighbours that have reported a failure have confirmed what this rank said. Tell everyone of those that
@@ -198,10 +208,15 @@ class Watch:
         """Note a piece of news and pass it on, if it is one."""
         text = json.dumps(message).encode()
         kind, rank = message["kind"], message["rank"]
-        known = text.decode() if kind != "report" else f"report {rank}"
-        if known in self._heard:
-            return
-        self._heard.add(known)
+        if kind == "post":
+            if not self._take_post(rank, message["topic"], message["number"], message["body"]):
+                return
+        else:
+            known = text.decode() if kind != "report" else f"report {rank}"
+            if known in self._heard:
+                return
+            self._heard.add(known)
+            self.has_news = True
         if kind in ("lost", "alive"):
             self._note_end(rank, message["by"], is_alive=kind == "alive")
         elif kind == "leaving":
@@ -210,7 +225,6 @@ class Watch:
             self.done.add(rank)
         elif kind == "report":
             self.reports[rank] = message["report"]
-        self.has_news = True
         for neighbour in self._neighbours.values():
             neighbour.outgoing += _LENGTH.pack(len(text)) + text
             neighbour.write()
@@ -219,6 +233,14 @@ class Watch:
         self._changed.notify_all()
         if kind == "lost" and rank == self.rank:
             self._take({"kind": "alive", "rank": rank, "by": message["by"]})
+
+    def _take_post(self, rank: int, topic: str, number: int, body: Any) -> bool:
+        """Keep what a rank has posted; False where this or something later is known. On its ways news can overtake each other."""
+        if number <= self._post_numbers.get((topic, rank), 0):
+            return False
+        self._post_numbers[topic, rank] = number
+        self.posts.setdefault(topic, {})[rank] = body
+        return True
 
     def _note_end(self, rank: int, by: int, *, is_alive: bool) -> None:
         """Note that a rank saw the connection to another one end, or that this other one lives all the same."""
@@ -243,7 +265,8 @@ class Watch:
                     self._look(dict(ready))
                     if self._close_by is not None and self._is_through(self._close_by):
                         return
-                again_s = self._listener() if self._listener is not None else None
+                wanted = [again for listener in self._listeners if (again := listener()) is not None]
+                again_s = min(wanted, default=None)
                 if self._close_by is not None:
                     again_s = _FLUSH_S / 40
         except Exception as error:  # the others must not go on to count on this rank

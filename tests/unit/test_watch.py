@@ -212,3 +212,31 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(LinkError, match=r"rank 1 at 127\.0\.0\.1") as caught:
         mine.join(0, [1], ["", theirs.card], SECRET, time.monotonic() + DEADLINE_S)
     assert caught.value.peer == 1
+
+
+def test_of_what_a_rank_posts_all_see_the_latest() -> None:
+    with watches(5) as ranks:
+        for number in range(3):
+            for watch in ranks:
+                watch.post("number", {"rank": watch.rank, "is": number})
+        latest = {rank: {"rank": rank, "is": 2} for rank in range(5)}
+        for watch in ranks:
+            assert watch.wait_for(lambda watch=watch: watch.posts.get("number") == latest, DEADLINE_S)  # type: ignore[misc]
+            assert not watch.has_news  # nothing that would stand in the way of an operation
+        ranks[0].post("other", 1)
+        assert ranks[3].wait_for(lambda: ranks[3].posts.get("other") == {0: 1}, DEADLINE_S)
+
+
+def test_every_listener_is_called_and_may_ask_to_be_called_again() -> None:
+    called = [threading.Event(), threading.Event()]
+
+    def again(event: threading.Event) -> float | None:
+        if event.is_set():
+            return None
+        event.set()
+        return 0.01
+
+    with watches(2) as ranks:
+        for event in called:
+            ranks[0].on_news(lambda event=event: again(event))  # type: ignore[misc]
+        assert all(event.wait(DEADLINE_S) for event in called)
