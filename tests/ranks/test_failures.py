@@ -245,6 +245,7 @@ def swap_the_order() -> Witness:
 def lose_the_host_of_the_store(path: Path) -> Witness | None:
     """Rank 0 takes with it the TCPStore through which survivors would tell each other what they saw."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # gloo ends the process of a rank that still connects when another leaves
     dist.destroy_process_group()
     port = dist.FileStore(str(path), size)
     store = dist.TCPStore("localhost", 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
