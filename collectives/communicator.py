@@ -36,11 +36,12 @@ from collectives.run.work import Work
 class Communicator:
     """Collective operations among the ranks of a torch.distributed group, on a duplicate of that group.
 
-    group: a ProcessGroup over gloo (CPU tensors; CUDA tensors travel through pinned memory) or NCCL (CUDA tensors); None is
-    the world; or a Membership, of which no other Communicator is made. timeout_s: seconds that each operation may take from
-    its start. segment_bytes: how large a piece of one rank's share is sent at once when a buffer is long; larger pieces cost
-    less overhead, smaller ones overlap better; None chooses by topology. link: the name of what moves the bytes: 'auto', 'tcp', 'process_group' or one that register_link was given;
-    None is what COLLECTIVES_LINK says, else 'auto'. segment_bytes, link and the tables of COLLECTIVES_<VERB> must be the same on
+    group: a ProcessGroup over gloo (CPU tensors; CUDA tensors travel through pinned memory) or NCCL (CUDA tensors); None is the
+    world; or a Membership, of which no other Communicator is made. timeout_s: seconds that each operation may take from its
+    start. segment_bytes: how large a piece of one rank's share is sent at once when a buffer is long; larger pieces cost less
+    overhead, smaller ones overlap better; None chooses by topology. link: the name of what moves the bytes: 'auto', 'tcp',
+    'process_group' or one that register_link was given; None is what COLLECTIVES_LINK says, else 'auto'. segment_bytes, link
+    and the tables of COLLECTIVES_<VERB> must be the same on
     all ranks, or all get a ValueError that says what differs; timeout_s need not be.
 
     By the link 'auto', CPU tensors travel through shared memory between ranks of one host, and over TCP between hosts; all else

@@ -88,11 +88,12 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 def meeting_point(environment: Mapping[str, str], launch: Launch) -> tuple[str, int]:
     """Return address and port at which rank 0 listens for the others: MASTER_ADDR and MASTER_PORT.
 
-    When all run on one host, a missing address is the loopback. Under Slurm it is the first host of SLURM_STEP_NODELIST
-    or SLURM_JOB_NODELIST. A missing port follows from what tells jobs apart: SLURM_JOB_ID, horovodrun's own port,
-    Open MPI's PMIX_NAMESPACE or, on one host, the process of MPICH that has started the ranks. So a plain `srun python train.py` works, and on one
-    host a plain `mpirun python train.py`. Raises ValueError, saying what to set or how to start, where that leaves one
-    unknown, and for the one process of a Slurm job that srun has not started.
+    When all run on one host, a missing address is the loopback. Under Slurm it is the first host of
+    SLURM_STEP_NODELIST or SLURM_JOB_NODELIST. A missing port follows from what tells jobs apart: SLURM_JOB_ID,
+    horovodrun's own port, Open MPI's PMIX_NAMESPACE or, on one host, the process of MPICH that has started the ranks.
+    So a plain `srun python train.py` works, and on one host a plain `mpirun python train.py` and `horovodrun python
+    train.py`. Raises ValueError, saying what to set or how to start, where that leaves one unknown, and for the one
+    process of a Slurm job that srun has not started.
     """
     if launch.launcher == SLURM and not {MASTER_ADDR, MASTER_PORT} <= environment.keys() and not _by_srun(environment):
         raise ValueError(

@@ -69,9 +69,6 @@ class ProcessSet:
 ProcessSetLike: TypeAlias = "ProcessSet | dist.ProcessGroup | Communicator | None"
 """Which ranks take part: a registered ProcessSet, a torch.distributed group, a Communicator, or None for all."""
 
-global_process_set = ProcessSet(())
-"""All ranks of the world, between init() and shutdown()."""
-
 
 def ranks_of(ranks: Any) -> list[int]:
     """Return ranks as a list, in the order given: an iterable of whole numbers, or what has a rank for each member.
@@ -104,3 +101,7 @@ def check_ranks(here: int, ranks: list[int], size: int, registered: Iterable[Pro
     for other in registered:
         if other.ranks == ranks:
             raise ValueError(f"rank {here}: there is a process set of these ranks already: {other!r}")
+
+
+global_process_set = ProcessSet(())
+"""All ranks of the world, between init() and shutdown()."""

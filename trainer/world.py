@@ -374,7 +374,8 @@ def root_in(communicator: Communicator, root_rank: int) -> int:
     if communicator.global_ranks and _holder.world is not None:
         ranks = _holder.world.ranks_of(communicator)
     if root_rank not in ranks:
-        raise ValueError(f"{here()}root_rank={root_rank} takes no part: it must be one of {ranks}, as ranks of the world")
+        listed = ", ".join(map(str, ranks))
+        raise ValueError(f"{here()}root_rank={root_rank} does not take part; ranks of the world that do are {listed}")
     return ranks.index(root_rank)
 
 

@@ -23,7 +23,9 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSetLi
     return output
 
 
-def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSetLike = global_process_set) -> Handle[Tensor]:
+def allgather_async(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSetLike = global_process_set
+) -> Handle[Tensor]:
     """Run allgather() in the background, except for the sizes, which are exchanged before this returns."""
     communicator = communicator_of(process_set)
     rows = _rows_by_rank(communicator, tensor)
@@ -32,7 +34,9 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
     return Handle(work, output)
 
 
-def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSetLike = global_process_set) -> Tensor:
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSetLike = global_process_set
+) -> Tensor:
     """Return a new tensor like `tensor` with the values that it has on root_rank."""
     communicator = communicator_of(process_set)
     output: Tensor = Broadcast.apply(communicator, root_in(communicator, root_rank), check_tensor(tensor))
@@ -46,7 +50,9 @@ def broadcast_async(
     return broadcast_async_(copied(check_tensor(tensor)), root_rank, name, process_set)
 
 
-def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSetLike = global_process_set) -> Tensor:
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSetLike = global_process_set
+) -> Tensor:
     """Run broadcast() in place, and return `tensor`."""
     return broadcast_async_(tensor, root_rank, name, process_set).wait()
 

@@ -44,7 +44,10 @@ def broadcast_parameters(
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, model: object = None, process_set: ProcessSetLike = global_process_set
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: object = None,
+    process_set: ProcessSetLike = global_process_set,
 ) -> None:
     """Give every rank's optimizer the state and the param group options of root_rank's.
 
