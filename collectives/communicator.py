@@ -41,8 +41,8 @@ class Communicator:
     start. segment_bytes: how large a piece of one rank's share is sent at once when a buffer is long; larger pieces cost less
     overhead, smaller ones overlap better; None chooses by topology. link: the name of what moves the bytes: 'auto', 'tcp',
     'process_group' or one that register_link was given; None is what COLLECTIVES_LINK says, else 'auto'. segment_bytes, link
-    and the tables of COLLECTIVES_<VERB> must be the same on
-    all ranks, or all get a ValueError that says what differs; timeout_s need not be.
+    and the tables of COLLECTIVES_<VERB> must be the same on all ranks, or all get a ValueError that says what differs;
+    timeout_s need not be.
 
     By the link 'auto', CPU tensors travel through shared memory between ranks of one host, and over TCP between hosts; all else
     goes through the group's backend. Where memory cannot be shared (the log says why), or with COLLECTIVES_SHARED_MEMORY=0 on any
