@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 PREFIX = "HOROVOD_"
@@ -60,6 +60,23 @@ class Settings:
     timeline: str | None = None
     interface: str | None = None
     timeout_s: float = 300.0
+
+    def replaced(
+        self, timeout_s: float | None, stall_warning_s: float | None, stall_shutdown_s: float | None
+    ) -> Settings:
+        """Return these settings with those that are not None instead; a stall after 0 seconds is never. Raises ValueError
+        for what cannot be meant."""
+        if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s > 0):
+            raise ValueError(f"timeout_s must be a finite number of seconds > 0, not {timeout_s!r}")
+        for name, seconds in (("stall_warning_s", stall_warning_s), ("stall_shutdown_s", stall_shutdown_s)):
+            if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
+                raise ValueError(f"{name} must be a finite number of seconds >= 0, not {seconds!r}")
+        return replace(
+            self,
+            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
+            stall_warning_s=self.stall_warning_s if stall_warning_s is None else stall_warning_s or None,
+            stall_shutdown_s=self.stall_shutdown_s if stall_shutdown_s is None else stall_shutdown_s or None,
+        )
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:

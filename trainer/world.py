@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
-import math
 import os
 import sys
-import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -22,11 +18,11 @@ from torch.distributed.distributed_c10d import Store
 
 from collectives import Communicator
 from collectives.communicator import close_all
-from collectives.link.membership import Membership, coming_together, membership_of
+from collectives.link.membership import membership_of
 from collectives.plan.topology import host_id
 from trainer.horovod_environment import Settings, notice, read_settings
 from trainer.launch import ALONE, Launch, read_launch, slurm_hint
-from trainer.meeting import meet
+from trainer.meeting import agreed_ranks, meet
 from trainer.process_sets import (
     NotIncluded,
     ProcessSet,
@@ -190,24 +186,6 @@ def torch_world() -> dist.ProcessGroup:
     return group
 
 
-def agreed_ranks(launched: Membership, comm: Sequence[int] | None, timeout_s: float) -> list[int]:
-    """Return which of the processes launched are this one's world: comm, or all for None and an empty one. Collective.
-
-    Raises ValueError on all processes unless each is in what it gives, and everyone in there has given the same.
-    """
-    with coming_together(launched.rank, timeout_s):
-        said = launched.everyones("comm", json.dumps(list(comm or ())).encode(), time.monotonic() + timeout_s)
-    given = [json.loads(ranks) or list(range(launched.size)) for ranks in said]
-    for rank, ranks in enumerate(given):
-        others = [given[other] if 0 <= other < launched.size else None for other in ranks]
-        if rank not in ranks or len(set(ranks)) < len(ranks) or any(other != ranks for other in others):
-            raise ValueError(
-                f"rank {launched.rank}: init(comm=) takes different ranks from 0 to {launched.size - 1}, this process's among "
-                f"them, the same on each of these; rank {rank} gave {ranks}, which does not fit"
-            )
-    return given[launched.rank]
-
-
 def cross_position(rank: int, local_ranks: list[int]) -> tuple[int, int]:
     """Return Horovod's cross_rank and cross_size of a rank: its place among the ranks that have its local rank, and
     their number.
@@ -279,7 +257,7 @@ def init(
     """
     if _holder.world is not None:
         return
-    settings = _settings(timeout_s, stall_warning_s, stall_shutdown_s)
+    settings = read_settings(os.environ).replaced(timeout_s, stall_warning_s, stall_shutdown_s)
     if isinstance(process_sets, str) and process_sets != "dynamic":
         raise ValueError(f'process_sets must be a list of process sets, None or "dynamic", not {process_sets!r}')
     listed = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
@@ -302,21 +280,6 @@ def init(
     atexit.register(shutdown)
     if world.rank == 0 and (said := notice(os.environ)):
         _log.warning("gradwire: %s", said)
-
-
-def _settings(timeout_s: float | None, stall_warning_s: float | None, stall_shutdown_s: float | None) -> Settings:
-    """Return the environment's settings, but for those that are given."""
-    settings = read_settings(os.environ)
-    if timeout_s is not None:
-        if not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise ValueError(f"timeout_s must be a finite number of seconds > 0, not {timeout_s!r}")
-        settings = replace(settings, timeout_s=timeout_s)
-    for name, seconds in (("stall_warning_s", stall_warning_s), ("stall_shutdown_s", stall_shutdown_s)):
-        if seconds is not None:
-            if not (math.isfinite(seconds) and seconds >= 0):
-                raise ValueError(f"{name} must be a finite number of seconds >= 0, not {seconds!r}")
-            settings = replace(settings, **{name: seconds or None})
-    return settings
 
 
 def _hint() -> None:

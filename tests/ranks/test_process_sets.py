@@ -265,7 +265,7 @@ def smaller_worlds() -> tuple[list[int], list[float], list[float]]:
         hvd.add_process_set(hvd.ProcessSet(torch.distributed.group.WORLD))  # type: ignore[arg-type]
     weight = nn.Parameter(torch.zeros(1))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
-    (weight * hvd.rank()).backward()
+    (weight * hvd.rank()).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     assert weight.item() == -0.5
     place = [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()]
@@ -318,7 +318,7 @@ def trained_in_sets(compression: str) -> list[float]:
     for _ in range(2):
         optimizer.zero_grad()
         loss = (model.weight * hvd.rank()).sum()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.synchronize()
         with optimizer.skip_synchronize():
             optimizer.step()
