@@ -19,7 +19,7 @@ from collectives.compression.feedback import Feedback
 from collectives.compression.registry import make_codec
 from collectives.environment import LINK
 from collectives.link.connection import connect
-from collectives.link.membership import membership_of
+from collectives.link.membership import Membership, membership_of
 from collectives.link.registry import AUTO, check_link
 from collectives.plan.algorithms import PLANNERS
 from collectives.plan.selection import Table, default_segment_bytes, default_table, overrides, variables
@@ -36,12 +36,13 @@ from collectives.run.work import Work
 class Communicator:
     """Collective operations among the ranks of a torch.distributed group, on a duplicate of that group.
 
-    group: a ProcessGroup over gloo (CPU tensors; CUDA tensors travel through pinned memory) or NCCL (CUDA tensors); None is
-    the world. timeout_s: seconds that each operation may take from its start. segment_bytes: how large a piece of one rank's
-    share is sent at once when a buffer is long; larger pieces cost less overhead, smaller ones overlap better; None chooses
-    by topology. link: the name of what moves the bytes: 'auto', 'tcp', 'process_group' or one that register_link was given;
-    None is what COLLECTIVES_LINK says, else 'auto'. segment_bytes, link and the tables of COLLECTIVES_<VERB> must be the same on
-    all ranks, or all get a ValueError that says what differs; timeout_s need not be.
+    group: a ProcessGroup over gloo (CPU tensors; CUDA tensors travel through pinned memory) or NCCL (CUDA tensors); None is the
+    world; or a Membership, of which no other Communicator is made. timeout_s: seconds that each operation may take from its
+    start. segment_bytes: how large a piece of one rank's share is sent at once when a buffer is long; larger pieces cost less
+    overhead, smaller ones overlap better; None chooses by topology. link: the name of what moves the bytes: 'auto', 'tcp',
+    'process_group' or one that register_link was given; None is what COLLECTIVES_LINK says, else 'auto'. segment_bytes, link
+    and the tables of COLLECTIVES_<VERB> must be the same on all ranks, or all get a ValueError that says what differs;
+    timeout_s need not be.
 
     By the link 'auto', CPU tensors travel through shared memory between ranks of one host, and over TCP between hosts; all else
     goes through the group's backend. Where memory cannot be shared (the log says why), or with COLLECTIVES_SHARED_MEMORY=0 on any
@@ -69,7 +70,7 @@ class Communicator:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Membership | None = None,
         *,
         timeout_s: float = 300.0,
         segment_bytes: int | None = None,
@@ -79,17 +80,20 @@ class Communicator:
             raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
         if group is None:
             group = dist.group.WORLD
-        if not isinstance(group, dist.ProcessGroup):
+        if not isinstance(group, dist.ProcessGroup | Membership):
             raise ValueError(f"group is {group!r}: a ProcessGroup that this process belongs to is needed")
+        rank = group.rank if isinstance(group, Membership) else group.rank()
         if segment_bytes is not None and not isinstance(segment_bytes, int):
             raise TypeError(f"segment_bytes={segment_bytes!r}: a whole number is needed")
         if not (timeout_s > 0 and math.isfinite(timeout_s)) or (segment_bytes is not None and segment_bytes <= 0):
             raise ValueError(
-                f"rank {group.rank()}: timeout_s={timeout_s} and segment_bytes={segment_bytes} must be positive and finite"
+                f"rank {rank}: timeout_s={timeout_s} and segment_bytes={segment_bytes} must be positive and finite"
             )
         link = link or os.environ.get(LINK) or AUTO
         check_link(link, os.environ)  # what is wrong is found before anyone connects
-        membership = membership_of(group, host_id(), timeout_s)
+        membership = group if isinstance(group, Membership) else membership_of(group, host_id(), timeout_s)
+        #: Which ranks of torch.distributed's default group these are, by their rank here; empty where they are none.
+        self.global_ranks = membership.global_ranks
         self.topology = Topology(membership.rank, membership.hosts)
         settings = [f"segment_bytes={segment_bytes}"]
         settings += [f"{name}={os.environ[name]!r}" for name in variables(PLANNERS, os.environ).values()]

@@ -17,11 +17,11 @@ def ranks_text(ranks: Iterable[int]) -> str:
 class CollectiveError(RuntimeError):
     """A collective operation failed; as a rule its Communicator is broken from then on.
 
-    Attributes: rank (this process, in the Communicator), operation (what was running).
+    Attributes: rank (this process, in the Communicator; -1 where nobody said), operation (what was running).
     """
 
-    def __init__(self, message: str, *, rank: int, operation: str) -> None:
-        super().__init__(f"rank {rank}: {operation}: {message}")
+    def __init__(self, message: str = "", *, rank: int = -1, operation: str = "") -> None:
+        super().__init__(message if rank < 0 else f"rank {rank}: {operation}: {message}")
         self.rank = rank
         self.operation = operation
 

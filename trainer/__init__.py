@@ -2,17 +2,20 @@
 
 The verbs have Horovod's names, argument names and defaults. What differs, for all of them: `name` is accepted for the
 sake of Horovod's code but unused, since operations are matched by the order in which ranks call them, which must be the
-same on all; `process_set` is None (all ranks), a torch.distributed group or a Communicator, and a root rank counts
-inside of it.
+same on all; `process_set` may be a torch.distributed group or a Communicator, too. A root rank is one of the world,
+whatever the process set, whose other ranks need not call anything: a verb called outside of its process set raises
+what is a ValueError and a HorovodInternalError.
 
 Tensors may have any shape (at least one dimension where rows are moved) and the dtypes float16, bfloat16, float32,
 float64, int8, uint8, int16, int32, int64, bool; results live on the device of the tensor given. Verbs that are neither
 in place nor asynchronous can be differentiated; their gradients are those of the sum of all ranks' losses.
 
 All raise ValueError or TypeError for arguments that cannot be meant, before anything is sent, and
-collectives.CollectiveError where the ranks could not finish together.
+collectives.CollectiveError, which is HorovodInternalError here, where the ranks could not finish together.
 """
 
+from collectives.errors import CollectiveError as HorovodInternalError
+from trainer.alias import alias_horovod
 from trainer.compression import Compression, ErrorFeedback
 from trainer.ddp import ddp_comm_hook
 from trainer.horovod.handles import Handle, poll, synchronize
@@ -42,8 +45,23 @@ from trainer.horovod.reductions import (
 from trainer.horovod.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from trainer.ops import Average, Max, Min, Product, Sum
 from trainer.optimizer import DistributedOptimizer
+from trainer.probes import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    is_homogeneous,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from trainer.process_sets import ProcessSet, global_process_set
 from trainer.rules.rule import Rule
 from trainer.world import (
+    add_process_set,
     cross_rank,
     cross_size,
     init,
@@ -51,6 +69,7 @@ from trainer.world import (
     local_rank,
     local_size,
     rank,
+    remove_process_set,
     shutdown,
     size,
 )
@@ -61,11 +80,15 @@ __all__ = [
     "DistributedOptimizer",
     "ErrorFeedback",
     "Handle",
+    "HorovodInternalError",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "Rule",
     "Sum",
+    "add_process_set",
+    "alias_horovod",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -83,21 +106,34 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
     "ddp_comm_hook",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
     "synchronize",

@@ -35,6 +35,7 @@ class _Family:
 
 
 TORCHRUN = "torchrun"
+HOROVODRUN = "horovodrun"
 OPEN_MPI = "Open MPI"
 MPICH = "MPICH"
 SLURM = "Slurm"
@@ -51,6 +52,7 @@ _FIRST_PORT, _PORTS = 15000, 16384
 # In the order of trust. Slurm comes last: its variables are also there around an mpirun or torchrun inside of a job.
 _FAMILIES = (
     _Family(TORCHRUN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _Family(HOROVODRUN, "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     _Family(
         OPEN_MPI,
         "OMPI_COMM_WORLD_RANK",
@@ -64,8 +66,8 @@ _FAMILIES = (
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
-    """Return the launch that the environment describes: torchrun's variables, else Open MPI's, MPICH's (PMI) or
-    Slurm's, else ALONE.
+    """Return the launch that the environment describes: torchrun's variables, else horovodrun's, Open MPI's, MPICH's
+    (PMI) or Slurm's, else ALONE.
 
     Raises ValueError where the variables are incomplete or contradict each other.
     """
@@ -86,11 +88,12 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 def meeting_point(environment: Mapping[str, str], launch: Launch) -> tuple[str, int]:
     """Return address and port at which rank 0 listens for the others: MASTER_ADDR and MASTER_PORT.
 
-    When all run on one host, a missing address is the loopback. Under Slurm it is the first host of SLURM_STEP_NODELIST
-    or SLURM_JOB_NODELIST. A missing port follows from what tells jobs apart: SLURM_JOB_ID, Open MPI's PMIX_NAMESPACE
-    or, on one host, the process of MPICH that has started the ranks. So a plain `srun python train.py` works, and on one
-    host a plain `mpirun python train.py`. Raises ValueError, saying what to set or how to start, where that leaves one
-    unknown, and for the one process of a Slurm job that srun has not started.
+    When all run on one host, a missing address is the loopback. Under Slurm it is the first host of
+    SLURM_STEP_NODELIST or SLURM_JOB_NODELIST. A missing port follows from what tells jobs apart: SLURM_JOB_ID,
+    horovodrun's own port, Open MPI's PMIX_NAMESPACE or, on one host, the process of MPICH that has started the ranks.
+    So a plain `srun python train.py` works, and on one host a plain `mpirun python train.py` and `horovodrun python
+    train.py`. Raises ValueError, saying what to set or how to start, where that leaves one unknown, and for the one
+    process of a Slurm job that srun has not started.
     """
     if launch.launcher == SLURM and not {MASTER_ADDR, MASTER_PORT} <= environment.keys() and not _by_srun(environment):
         raise ValueError(
@@ -106,6 +109,8 @@ def meeting_point(environment: Mapping[str, str], launch: Launch) -> tuple[str, 
     port = _whole_number(environment, MASTER_PORT) if MASTER_PORT in environment else None
     if port is None and launch.launcher == SLURM:
         port = _slurm_port(environment)
+    if port is None and launch.launcher == HOROVODRUN:
+        port = _horovodrun_port(environment)
     if port is None and launch.launcher == OPEN_MPI:
         port = _open_mpi_port(environment)
     if port is None and launch.launcher == MPICH and on_one_host:
@@ -153,6 +158,12 @@ def _slurm_port(environment: Mapping[str, str]) -> int | None:
         return None
     step = int(environment["SLURM_STEP_ID"]) if environment.get("SLURM_STEP_ID", "").isdecimal() else 0
     return _FIRST_PORT + (_whole_number(environment, "SLURM_JOB_ID") * 16 + step) % _PORTS
+
+
+def _horovodrun_port(environment: Mapping[str, str]) -> int | None:
+    """Return a port that the ranks of one horovodrun agree on: it follows from the one at which horovodrun listens."""
+    name = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+    return _FIRST_PORT + _whole_number(environment, name) % _PORTS if name in environment else None
 
 
 def _open_mpi_port(environment: Mapping[str, str]) -> int | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError  # in Python 3.10 not the built-in one
 from concurrent.futures import wait
 from contextlib import suppress
@@ -19,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from collectives.daemon import DaemonThread
 from collectives.errors import CollectiveError
+from collectives.link.membership import Membership, coming_together
 from trainer.launch import TORCHRUN, Launch, meeting_point
 
 #: What torch has beyond its deadline to say itself whom it waited for, and to notice that its connection is shut.
@@ -57,6 +59,24 @@ def meet(launch: Launch, timeout_s: float) -> Store:
     except (dist.DistError, OSError) as error:
         message = f"the ranks did not meet at {host}:{port} within {timeout_s:g} s: {error}"
         raise CollectiveError(message, rank=launch.rank, operation="init") from error
+
+
+def agreed_ranks(launched: Membership, comm: Sequence[int] | None, timeout_s: float) -> list[int]:
+    """Return which of the processes launched are this one's world: comm, or all for None and an empty one. Collective.
+
+    Raises ValueError on all processes unless each is in what it gives, and everyone in there has given the same.
+    """
+    with coming_together(launched.rank, timeout_s):
+        said = launched.everyones("comm", json.dumps(list(comm or ())).encode(), time.monotonic() + timeout_s)
+    given = [json.loads(ranks) or list(range(launched.size)) for ranks in said]
+    for rank, ranks in enumerate(given):
+        others = [given[other] if 0 <= other < launched.size else None for other in ranks]
+        if rank not in ranks or len(set(ranks)) < len(ranks) or any(other != ranks for other in others):
+            raise ValueError(
+                f"rank {launched.rank}: init(comm=) takes different ranks from 0 to {launched.size - 1}, this process's among "
+                f"them, the same on each of these; rank {rank} gave {ranks}, which does not fit"
+            )
+    return given[launched.rank]
 
 
 def _knock(address: str, port: int, deadline: float) -> None:

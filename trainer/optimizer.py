@@ -17,12 +17,13 @@ from trainer.gradients.combination import Combination
 from trainer.gradients.exchange import Passes
 from trainer.gradients.traffic import ExchangeStats
 from trainer.ops import Average
+from trainer.process_sets import ProcessSet, ProcessSetLike, global_process_set
 from trainer.rules.rule import Rule, Setup
 from trainer.rules.synchronous import Synchronous
 from trainer.torch_internals import share_hooks
 from trainer.uncompiled import uncompiled
 from trainer.validation import check_arguments, check_named_parameters, check_passes
-from trainer.world import ProcessSet, current_world, here
+from trainer.world import current_settings, current_world, here
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -59,8 +60,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     policy: what goes instead for parameters by name, whatever their size: {"*.bias": "none", "embed*": "topk"}; patterns
     as of file names, of which the first that matches counts. Needs named_parameters.
     op: Average or Sum. gradient_predivide_factor: f, to sum gradients / f and multiply by f / size after (for Average).
-    process_set: None for all ranks, a torch.distributed group, or a Communicator that nothing else uses.
-    bucket_bytes: size up to which gradients are fused.
+    process_set: a ProcessSet, a torch.distributed group, or a Communicator that nothing else uses. On a rank outside of
+    a ProcessSet, this steps as the wrapped optimizer does by itself.
+    bucket_bytes: size up to which gradients are fused; None: what HOROVOD_FUSION_THRESHOLD says, else 25 MB.
     rule: makes the rule that decides what is exchanged and when, of a Setup: a class derived from Rule, or a function.
     What is said here of gradients is done by the default one.
 
@@ -77,12 +79,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         backward_passes_per_step: int = 1,
         op: str = Average,
         gradient_predivide_factor: float = 1.0,
-        process_set: ProcessSet = None,
+        process_set: ProcessSetLike = global_process_set,
         *,
         policy: Mapping[str, Compressor] | None = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         rule: Callable[[Setup], Rule] = Synchronous,
     ) -> None:
+        if bucket_bytes is None:
+            bucket_bytes = current_settings().fusion_bytes or DEFAULT_BUCKET_BYTES
         check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
         if not callable(rule):
             raise TypeError(
@@ -108,7 +112,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         setup = Setup(optimizer, self._combination, checked, bucket_bytes, self._passes)
         self._rule = Rule(setup)  # which does nothing, until there is another
         try:
-            made = rule(setup)
+            outside = isinstance(process_set, ProcessSet) and not process_set.included()
+            made = Rule(setup) if outside else rule(setup)
             if not isinstance(made, Rule):
                 raise TypeError(f"{here()}rule returned {made!r}; a Rule is needed")
             self._rule = made

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import sys
 import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import TypeAlias
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,32 +18,61 @@ from torch.distributed.distributed_c10d import Store
 
 from collectives import Communicator
 from collectives.communicator import close_all
+from collectives.link.membership import membership_of
+from collectives.plan.topology import host_id
+from trainer.horovod_environment import Settings, notice, read_settings
 from trainer.launch import ALONE, Launch, read_launch, slurm_hint
-from trainer.meeting import meet
+from trainer.meeting import agreed_ranks, meet
+from trainer.process_sets import (
+    NotIncluded,
+    ProcessSet,
+    ProcessSetLike,
+    check_ranks,
+    global_process_set,
+    ranks_of,
+)
 from trainer.torch_internals import HashStore
 
 _log = logging.getLogger("gradwire")
 
-ProcessSet: TypeAlias = "dist.ProcessGroup | Communicator | None"
-"""Which ranks take part: None for all, a torch.distributed group, or a Communicator."""
+
+class NotInitialized(RuntimeError, ValueError):
+    """What needs a world was called before init() or after shutdown(). Horovod's programs catch a ValueError."""
 
 
 class World:
-    """Holds all ranks, with the Communicators that the verbs and the optimizers use.
+    """Holds all ranks, with the Communicators that the verbs and the optimizers use, and the process sets.
 
     A world that finds torch.distributed initialized uses it and leaves it alone when closed; otherwise `store` is where
-    its ranks have met. timeout_s: for joining, and for each operation of these Communicators.
+    its ranks have met. settings.timeout_s: for joining, and for each operation of these Communicators. comm: which of
+    the processes launched are this world, in the order of their ranks; None for all.
     """
 
-    def __init__(self, launch: Launch, timeout_s: float) -> None:
+    def __init__(self, launch: Launch, settings: Settings, comm: Sequence[int] | None = None) -> None:
+        self.settings = settings
         self._owns_process_group = not dist.is_initialized()
-        self.store = start_torch_distributed(launch, timeout_s) if self._owns_process_group else None
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
-        self._timeout_s = timeout_s
+        self.store = start_torch_distributed(launch, settings.timeout_s) if self._owns_process_group else None
+        self.process_sets: list[ProcessSet] = []
+        self._registered = 0
         self._opened: list[weakref.ref[Communicator]] = []
-        self._communicators: dict[dist.ProcessGroup | None, Communicator] = {}
+        self._communicators: dict[ProcessSet | dist.ProcessGroup, Communicator] = {}
+        self._times_opened: Counter[int] = Counter()
+        try:
+            self._join(launch, comm)
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self, launch: Launch, comm: Sequence[int] | None) -> None:
+        launched = membership_of(torch_world(), host_id(), self.settings.timeout_s)
+        ranks = agreed_ranks(launched, comm, self.settings.timeout_s)
+        self._membership = launched.subset(ranks, f"world of {ranks}")
+        self.rank, self.size = self._membership.rank, self._membership.size
+        self._is_whole = self.size == launched.size
+        global_process_set.ranks = list(range(self.size))
+        self._register(global_process_set)
         topology = self.communicator().topology
+        self.hosts = topology.hosts
         told = (launch.rank, launch.size) == (self.rank, self.size)
         local_rank, local_size = (launch.local_rank, launch.local_size) if told else (None, None)
         self.local_rank = topology.local_rank if local_rank is None else local_rank
@@ -50,23 +80,110 @@ class World:
         local_ranks = self.communicator().allgather_record(self.local_rank)
         self.cross_rank, self.cross_size = cross_position(self.rank, local_ranks)
 
-    def communicator(self, group: dist.ProcessGroup | None = None) -> Communicator:
-        """Return the Communicator that the verbs share for a group, made when all its ranks first ask for it."""
-        if group not in self._communicators:
-            self._communicators[group] = self.open_communicator(group)
-        return self._communicators[group]
+    def communicator(self, process_set: ProcessSet | dist.ProcessGroup | None = None) -> Communicator:
+        """Return the Communicator that the verbs share for a process set, made when all its ranks first ask for it.
 
-    def open_communicator(self, group: dist.ProcessGroup | None) -> Communicator:
-        """Return a new Communicator for one user, closed with the world at the latest. Collective over the group."""
-        communicator = Communicator(group, timeout_s=self._timeout_s)
+        Raises NotIncluded on a rank outside of it.
+        """
+        members = self._checked(process_set)
+        if members not in self._communicators:
+            if isinstance(members, ProcessSet) and not members.included():
+                message = f"this process is not part of {members!r}, which alone may call verbs with it"
+                raise NotIncluded(message, rank=self.rank, operation="verb of a process set")
+            self._communicators[members] = self.open_communicator(members)
+        return self._communicators[members]
+
+    def open_communicator(self, process_set: ProcessSet | dist.ProcessGroup | None) -> Communicator:
+        """Return a new Communicator for one user, closed with the world at the latest. Collective over the process set;
+        a rank outside of it gets one that joins it with nobody."""
+        members = self._checked(process_set)
+        timeout_s = self.settings.timeout_s
+        if isinstance(members, ProcessSet):
+            identity = members.process_set_id
+            assert identity is not None
+            self._times_opened[identity] += 1
+            name = f"process set {identity}/{self._times_opened[identity]}"
+            if members.included():
+                subset = self._membership.subset(members.ranks, name)
+            else:
+                subset = self._membership.subset([self.rank], f"{name}/without rank {self.rank}")
+            communicator = Communicator(subset, timeout_s=timeout_s)
+        else:
+            communicator = Communicator(members, timeout_s=timeout_s)
         self._opened = [opened for opened in self._opened if opened() is not None] + [weakref.ref(communicator)]
         return communicator
 
+    def add(self, process_sets: Sequence[ProcessSet]) -> None:
+        """Register process sets. Collective over the world. Raises ValueError, on all ranks, where one cannot be, and
+        where ranks give different ones."""
+        registered = list(self.process_sets)
+        for process_set in process_sets:
+            if process_set.counts_launched and not self._is_whole:
+                raise ValueError(f"rank {self.rank}: after init(comm=), a process set is made of a list of ranks")
+            check_ranks(self.rank, process_set.ranks, self.size, registered)
+            registered.append(process_set)
+        self._agree("add_process_set", [process_set.ranks for process_set in process_sets])
+        for process_set in process_sets:
+            self._register(process_set)
+
+    def remove(self, process_set: ProcessSet) -> None:
+        """Forget a registered process set, and close the verbs' Communicator of it. Collective over the world."""
+        self._agree("remove_process_set", process_set.ranks)
+        self.process_sets.remove(process_set)
+        process_set.unregister()
+        if (communicator := self._communicators.pop(process_set, None)) is not None:
+            communicator.close()
+
+    def ranks_of(self, communicator: Communicator) -> list[int | None]:
+        """Return the ranks in this world of a Communicator's ranks, None for what is not in it."""
+        place = {launched: rank for rank, launched in enumerate(self._membership.global_ranks)}
+        return [place.get(launched) for launched in communicator.global_ranks]
+
     def close(self) -> None:
-        """Close what was opened here."""
+        """Close what was opened here, and forget the process sets."""
         close_all(communicator for reference in self._opened if (communicator := reference()) is not None)
+        for process_set in self.process_sets:
+            process_set.unregister()
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
+
+    def _checked(self, process_set: object) -> ProcessSet | dist.ProcessGroup:
+        """Return what a process set is, all ranks for None. Raises ValueError for what is none, or is not registered."""
+        if process_set is None:
+            return global_process_set
+        if isinstance(process_set, ProcessSet) and process_set not in self.process_sets:
+            raise ValueError(
+                f"rank {self.rank}: {process_set!r} is not registered: give it to init(process_sets=) or, on all ranks, to "
+                "add_process_set()"
+            )
+        if not isinstance(process_set, ProcessSet | dist.ProcessGroup):
+            raise ValueError(
+                f"rank {self.rank}: process_set is {process_set!r}: a ProcessSet is needed, a Communicator, or a "
+                "torch.distributed group that this process belongs to"
+            )
+        return process_set
+
+    def _register(self, process_set: ProcessSet) -> None:
+        process_set.register(self._registered, self.rank)
+        self._registered += 1
+        self.process_sets.append(process_set)
+
+    def _agree(self, call: str, ranks: list[Any]) -> None:
+        """Raise ValueError, on all ranks, unless all say the same."""
+        said = self.communicator().allgather_record([call, ranks])
+        for rank, (other_call, other_ranks) in enumerate(said):
+            if [other_call, other_ranks] != said[0]:
+                raise ValueError(
+                    f"rank {self.rank}: {call} must be called with the same ranks on all ranks of the world: rank 0 called "
+                    f"{said[0][0]} with {said[0][1]}, rank {rank} {other_call} with {other_ranks}"
+                )
+
+
+def torch_world() -> dist.ProcessGroup:
+    """Return torch.distributed's default group."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def cross_position(rank: int, local_ranks: list[int]) -> tuple[int, int]:
@@ -109,27 +226,60 @@ class _Holder:
 _holder = _Holder()
 
 
-def init(timeout_s: float = 300.0) -> None:
+def init(
+    comm: Iterable[int] | Any | None = None,
+    process_sets: Iterable[ProcessSet | Iterable[int]] | Literal["dynamic"] | None = None,
+    *,
+    timeout_s: float | None = None,
+    stall_warning_s: float | None = None,
+    stall_shutdown_s: float | None = None,
+) -> None:
     """Join the world that the launcher's environment describes (trainer.launch); without a launcher, a world of one.
 
     Where torch.distributed is already initialized, its default group is the world, with whatever backend it has.
-    Otherwise it is initialized here: gloo, with NCCL for CUDA tensors where torch has both. Collective; again does
-    nothing.
+    Otherwise it is initialized here: gloo, with NCCL for CUDA tensors where torch has both. Collective over all
+    processes that were launched; again does nothing.
 
+    comm: makes the world smaller: a list of ranks, as launched, that has this process in it and is the same on all of
+    them (other processes give another), in the order of their ranks in the world; or an mpi4py communicator.
+    process_sets: the process sets to register, or lists of their ranks, the same on all ranks; "dynamic" is Horovod's
+    word for those that add_process_set() adds later, which is always allowed here.
     timeout_s: what the ranks have to find each other, and what each operation of the verbs and optimizers may take
-    before it raises. A torch.distributed that was there before, and a Communicator given as process_set, keep their
-    own. Raises ValueError where the environment does not say how to find rank 0, CollectiveError where the ranks do not
-    find each other in time.
+    before it raises; by default 300. A torch.distributed that was there before, and a Communicator given as
+    process_set, keep their own. stall_warning_s, stall_shutdown_s: after which a rank that waits for others says whom
+    it waits for (by default 60), and gives up (by default never); 0 is never.
+
+    Horovod's environment variables that mean something here (trainer.horovod_environment) count where an argument is
+    not given; a warning of the logger `gradwire` on rank 0 names them, and those that are ignored.
+
+    Raises ValueError where the environment does not say how to find rank 0, and for arguments and variables that cannot
+    be meant; CollectiveError where the ranks do not find each other in time.
     """
-    if not (math.isfinite(timeout_s) and timeout_s > 0):
-        raise ValueError(f"timeout_s must be a finite number of seconds > 0, not {timeout_s!r}")
-    if _holder.world is None:
-        launch = read_launch(os.environ)
-        if launch is ALONE and not dist.is_initialized():
-            _hint()
-        _holder.world = World(launch, timeout_s)
-        _holder.store = _holder.world.store
-        atexit.register(shutdown)
+    if _holder.world is not None:
+        return
+    settings = read_settings(os.environ).replaced(timeout_s, stall_warning_s, stall_shutdown_s)
+    if isinstance(process_sets, str) and process_sets != "dynamic":
+        raise ValueError(f'process_sets must be a list of process sets, None or "dynamic", not {process_sets!r}')
+    listed = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
+    static = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in listed]
+    ranks = None if comm is None else ranks_of(comm)
+    launch = read_launch(os.environ)
+    if launch is ALONE and not dist.is_initialized():
+        _hint()
+    if settings.log_level is not None:
+        _log.setLevel(settings.log_level)
+    if settings.interface is not None:  # which torch's gloo reads nowhere else
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.interface)
+    world = World(launch, settings, ranks)
+    try:
+        world.add(static)
+    except BaseException:
+        world.close()
+        raise
+    _holder.world, _holder.store = world, world.store
+    atexit.register(shutdown)
+    if world.rank == 0 and (said := notice(os.environ)):
+        _log.warning("gradwire: %s", said)
 
 
 def _hint() -> None:
@@ -155,10 +305,15 @@ def is_initialized() -> bool:
 
 
 def current_world() -> World:
-    """Return the world that init() joined. Raises RuntimeError before that."""
+    """Return the world that init() joined. Raises NotInitialized before that."""
     if _holder.world is None:
-        raise RuntimeError("call trainer.init() first")
+        raise NotInitialized("call trainer.init() first")
     return _holder.world
+
+
+def current_settings() -> Settings:
+    """Return the settings of the world that init() joined, and before that those of an environment that says nothing."""
+    return Settings() if _holder.world is None else _holder.world.settings
 
 
 def here() -> str:
@@ -166,9 +321,46 @@ def here() -> str:
     return "" if _holder.world is None else f"rank {_holder.world.rank}: "
 
 
-def communicator_of(process_set: ProcessSet) -> Communicator:
-    """Return the Communicator of a process set."""
+def communicator_of(process_set: ProcessSetLike) -> Communicator:
+    """Return the Communicator of a process set. Raises NotIncluded where this process is not in it."""
     return process_set if isinstance(process_set, Communicator) else current_world().communicator(process_set)
+
+
+def root_in(communicator: Communicator, root_rank: int) -> int:
+    """Return which rank of a Communicator root_rank is, a rank of the world. Raises ValueError where it is none of them.
+
+    Of a Communicator whose ranks are none of torch.distributed's, it is a rank of its own.
+    """
+    if not isinstance(root_rank, int):
+        raise TypeError(f"{here()}root_rank must be a whole number, not {root_rank!r}")
+    ranks: list[int | None] = list(communicator.global_ranks or range(communicator.size))
+    if communicator.global_ranks and _holder.world is not None:
+        ranks = _holder.world.ranks_of(communicator)
+    if root_rank not in ranks:
+        listed = ", ".join(map(str, ranks))
+        raise ValueError(f"{here()}root_rank={root_rank} does not take part; ranks of the world that do are {listed}")
+    return ranks.index(root_rank)
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Register a process set, or the ranks of one, and return it. Collective over the world, members or not.
+
+    Raises ValueError, on all ranks, for ranks that are not in the world or are given twice, for those of a set that is
+    registered, and where the ranks do not all give the same; RuntimeError before init().
+    """
+    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    current_world().add([made])
+    return made
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a process set, and return whether there was one to forget: that of all ranks stays. Collective over the
+    world. Optimizers that were made with it go on."""
+    world = current_world()
+    if process_set is global_process_set or process_set not in world.process_sets:
+        return False
+    world.remove(process_set)
+    return True
 
 
 def rank() -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -41,7 +42,8 @@ class Membership:
 
     rank, size: this rank among them. hosts: as Topology has them. store: which nobody else uses. epoch: how often the members
     have changed. device_types: the kinds of device whose tensors they exchange. secret: by which they know each other when they
-    connect. lost: returns those whose process is known to have ended.
+    connect. lost: returns those whose process is known to have ended. global_ranks: which ranks of torch.distributed's default
+    group these are; empty where they are none.
     """
 
     rank: int
@@ -52,6 +54,25 @@ class Membership:
     device_types: tuple[str, ...]
     secret: bytes = field(repr=False)
     lost: Callable[[], Collection[int]] = field(repr=False, default=tuple)
+    global_ranks: tuple[int, ...] = ()
+
+    def subset(self, ranks: Sequence[int], name: str) -> Membership:
+        """Return the Membership of some of these ranks, to which this one belongs; ranks[r] becomes rank r.
+
+        Nothing is sent, and the others need not know. name: what these ranks all say, and have not said before.
+        """
+        place = {rank: number for number, rank in enumerate(ranks)}
+        hosts = [[place[rank] for rank in host if rank in place] for host in self.hosts]
+        return replace(
+            self,
+            rank=place[self.rank],
+            size=len(ranks),
+            hosts=tuple(sorted(tuple(sorted(host)) for host in hosts if host)),
+            store=PrefixStore(name, self.store),
+            secret=hashlib.sha256(self.secret + name.encode()).digest(),
+            lost=lambda: [place[rank] for rank in self.lost() if rank in place],
+            global_ranks=tuple(self.global_ranks[rank] for rank in ranks) if self.global_ranks else (),
+        )
 
     def everyones(self, name: str, mine: bytes, deadline: float) -> list[bytes]:
         """Return every rank's small record, by rank. A collective call.
@@ -130,7 +151,8 @@ def membership_of(group: dist.ProcessGroup, host: str, timeout_s: float) -> Memb
         store = PrefixStore(f"gradwire/{said[:_NAME_BYTES].hex()}", default_store())
         alone = Membership(rank, group.size(), (), store, 0, device_types, said[_NAME_BYTES:])
         names = [name.decode() for name in alone.everyones("host", host.encode(), deadline)]
-    return replace(alone, hosts=Topology.from_host_ids(rank, names).hosts)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return replace(alone, hosts=Topology.from_host_ids(rank, names).hosts, global_ranks=ranks)
 
 
 @contextmanager

@@ -26,7 +26,8 @@ optimizer = hvd.DistributedOptimizer(
     compression=hvd.ErrorFeedback("int4", warmup_steps=2),
     process_set=replicas,
 )
-hvd.broadcast_parameters([parameter.to_local() for parameter in model.parameters()], root_rank=0, process_set=replicas)
+first = torch.distributed.get_global_rank(replicas, 0)  # root ranks are those of the world
+hvd.broadcast_parameters([parameter.to_local() for parameter in model.parameters()], first, process_set=replicas)
 
 for _ in range(12):
     tokens = torch.randn(8, 16, 64)

@@ -400,7 +400,11 @@ def process_sets() -> None:
         for process_set in (group, communicator):
             assert hvd.allreduce(own(1), process_set=process_set).item() == 2.5
             assert hvd.allreduce(own(1), process_set=process_set).item() == 2.5
-            assert hvd.broadcast(own(1), 0, process_set=process_set).item() == 2.0, "the root counts within the set"
+            assert hvd.broadcast(own(1), 1, process_set=process_set).item() == 2.0, "the root counts in the world"
+            with pytest.raises(
+                ValueError, match=r"root_rank=0 does not take part; ranks of the world that do are 1, 2"
+            ):
+                hvd.broadcast(own(1), 0, process_set=process_set)
             assert hvd.allgather_object(hvd.rank(), process_set=process_set) == [1, 2]
 
 

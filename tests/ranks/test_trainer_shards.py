@@ -63,7 +63,7 @@ def weights_of_shards(passes: int, set_to_none: bool, bucket_bytes: int) -> list
     mesh = two_by_two()
     replicas = mesh.get_group("replicate")
     model = sharded(network(seed=mesh.get_coordinate()[0]), mesh)  # type: ignore[index]
-    hvd.broadcast_parameters(locals_of(model), 0, process_set=replicas)
+    hvd.broadcast_parameters(locals_of(model), torch.distributed.get_global_rank(replicas, 0), process_set=replicas)
     optimizer = hvd.DistributedOptimizer(
         adamw(model.parameters()),
         model.named_parameters(),

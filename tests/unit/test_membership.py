@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -76,3 +77,32 @@ def test_what_fails_at_once_is_not_said_to_have_taken_long(error: Exception, sai
 
 def test_the_secret_is_not_printed() -> None:
     assert "secret" not in repr(members()[0])
+
+
+def test_a_subset_is_a_membership_of_its_own() -> None:
+    """In an order of its own; its ranks come together without the others, under names that these may use too."""
+    store = dist.HashStore()
+    hosts = ((0, 3), (1, 2), (4,))
+    everyone = [
+        Membership(rank, 5, hosts, store, 0, ("cpu",), b"s", lost=lambda: (0, 2), global_ranks=(10, 11, 12, 13, 14))
+        for rank in range(5)
+    ]
+    subsets = {rank: everyone[rank].subset([3, 1, 2], "name") for rank in (1, 2, 3)}
+    assert [subsets[rank].rank for rank in (3, 1, 2)] == [0, 1, 2]
+    assert subsets[3].hosts == ((0,), (1, 2))
+    assert subsets[3].global_ranks == (13, 11, 12)
+    assert list(subsets[3].lost()) == [2]
+    assert len({subsets[3].secret, everyone[3].subset([3, 1, 2], "other").secret, b"s"}) == 3
+    assert members()[0].subset([0], "name").global_ranks == ()
+
+    got: list[list[bytes]] = []
+
+    def tell(rank: int) -> None:
+        mine = f"{rank}".encode()
+        for memberships in (everyone, [subsets[rank] for rank in (3, 1, 2)]):
+            if rank < len(memberships):
+                membership = replace(memberships[rank], lost=tuple)
+                got.append(membership.everyones("same", mine, time.monotonic() + DEADLINE_S))
+
+    run_ranks(5, tell)
+    assert sorted(got) == sorted([[b"0", b"1", b"2"]] * 3 + [[b"0", b"1", b"2", b"3", b"4"]] * 5)

@@ -11,18 +11,21 @@ from torch import Tensor
 from collectives import Communicator
 from trainer.horovod.functional import Allgather, Alltoall, Broadcast, copied
 from trainer.horovod.handles import Handle
+from trainer.process_sets import ProcessSetLike, global_process_set
 from trainer.validation import check_tensor
-from trainer.world import ProcessSet, communicator_of, here
+from trainer.world import communicator_of, here, root_in
 
 
-def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = None) -> Tensor:
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSetLike = global_process_set) -> Tensor:
     """Return all ranks' tensors, one after the other along dimension 0, which alone may differ in size."""
     communicator = communicator_of(process_set)
     output: Tensor = Allgather.apply(communicator, _rows_by_rank(communicator, tensor), tensor)
     return output
 
 
-def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = None) -> Handle[Tensor]:
+def allgather_async(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSetLike = global_process_set
+) -> Handle[Tensor]:
     """Run allgather() in the background, except for the sizes, which are exchanged before this returns."""
     communicator = communicator_of(process_set)
     rows = _rows_by_rank(communicator, tensor)
@@ -31,29 +34,36 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
     return Handle(work, output)
 
 
-def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = None) -> Tensor:
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSetLike = global_process_set
+) -> Tensor:
     """Return a new tensor like `tensor` with the values that it has on root_rank."""
-    output: Tensor = Broadcast.apply(communicator_of(process_set), root_rank, check_tensor(tensor))
+    communicator = communicator_of(process_set)
+    output: Tensor = Broadcast.apply(communicator, root_in(communicator, root_rank), check_tensor(tensor))
     return output
 
 
 def broadcast_async(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = None
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> Handle[Tensor]:
     """Run broadcast() in the background; synchronize() returns the new tensor."""
     return broadcast_async_(copied(check_tensor(tensor)), root_rank, name, process_set)
 
 
-def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = None) -> Tensor:
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSetLike = global_process_set
+) -> Tensor:
     """Run broadcast() in place, and return `tensor`."""
     return broadcast_async_(tensor, root_rank, name, process_set).wait()
 
 
 def broadcast_async_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = None
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> Handle[Tensor]:
     """Run broadcast() in place, in the background: leave `tensor` alone until synchronize(), which returns it."""
-    work = communicator_of(process_set).broadcast(check_tensor(tensor).detach(), root_rank, async_op=True)
+    communicator = communicator_of(process_set)
+    root = root_in(communicator, root_rank)
+    work = communicator.broadcast(check_tensor(tensor).detach(), root, async_op=True)
     return Handle(work, tensor)
 
 
@@ -61,7 +71,7 @@ def alltoall(
     tensor: Tensor,
     splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
-    process_set: ProcessSet = None,
+    process_set: ProcessSetLike = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Send a slice of rows to every rank; return the rows received, in rank order.
 
@@ -78,7 +88,7 @@ def alltoall_async(
     tensor: Tensor,
     splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
-    process_set: ProcessSet = None,
+    process_set: ProcessSetLike = global_process_set,
 ) -> Handle[Tensor] | Handle[tuple[Tensor, Tensor]]:
     """Run alltoall() in the background, except for the splits, which are exchanged before this returns."""
     communicator = communicator_of(process_set)
@@ -88,7 +98,7 @@ def alltoall_async(
     return Handle(work, output) if splits is None else Handle(work, (output, torch.tensor(received, dtype=torch.int32)))
 
 
-def barrier(process_set: ProcessSet = None) -> None:
+def barrier(process_set: ProcessSetLike = global_process_set) -> None:
     """Return once all ranks have called it."""
     communicator_of(process_set).barrier()
 

@@ -13,8 +13,9 @@ from trainer.compression import Cast, Compression, Compressor, verb_codec
 from trainer.horovod.functional import Allreduce, ReduceScatter, copied, scattered
 from trainer.horovod.handles import Handle
 from trainer.ops import Average, Sum, resolve_op
+from trainer.process_sets import ProcessSetLike, global_process_set
 from trainer.validation import check_tensor
-from trainer.world import ProcessSet, communicator_of, here
+from trainer.world import communicator_of, here
 
 
 def allreduce(
@@ -25,7 +26,7 @@ def allreduce(
     op: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = None,
+    process_set: ProcessSetLike = global_process_set,
 ) -> Tensor:
     """Return a new tensor like `tensor`: its reduction over all ranks.
 
@@ -46,7 +47,7 @@ def allreduce_async(
     op: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = None,
+    process_set: ProcessSetLike = global_process_set,
 ) -> Handle[Tensor]:
     """Run allreduce() in the background; synchronize() returns the new tensor."""
     output = copied(check_tensor(tensor))
@@ -60,7 +61,7 @@ def allreduce_(
     op: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = None,
+    process_set: ProcessSetLike = global_process_set,
 ) -> Tensor:
     """Run allreduce() in place, and return `tensor`."""
     handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
@@ -74,7 +75,7 @@ def allreduce_async_(
     op: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = None,
+    process_set: ProcessSetLike = global_process_set,
 ) -> Handle[Tensor]:
     """Run allreduce() in place, in the background: leave `tensor` alone until synchronize(), which returns it."""
     work = communicator_of(process_set).allreduce(
@@ -95,7 +96,7 @@ def grouped_allreduce(
     op: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = None,
+    process_set: ProcessSetLike = global_process_set,
 ) -> list[Tensor]:
     """Run allreduce() of several tensors as one operation (those with a codec one by one); return new tensors."""
     meant = verb_codec(compression)
@@ -115,7 +116,7 @@ def grouped_allreduce_async(
     op: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = None,
+    process_set: ProcessSetLike = global_process_set,
 ) -> Handle[list[Tensor]]:
     """Run grouped_allreduce() in the background; synchronize() returns the new tensors."""
     outputs = [copied(check_tensor(tensor)) for tensor in tensors]
@@ -129,7 +130,7 @@ def grouped_allreduce_(
     op: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = None,
+    process_set: ProcessSetLike = global_process_set,
 ) -> list[Tensor]:
     """Run grouped_allreduce() in place, and return the tensors given."""
     handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
@@ -143,7 +144,7 @@ def grouped_allreduce_async_(
     op: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = None,
+    process_set: ProcessSetLike = global_process_set,
 ) -> Handle[list[Tensor]]:
     """Run grouped_allreduce() in place, in the background: leave the tensors alone until synchronize() returns them."""
     work = communicator_of(process_set).grouped_allreduce(
@@ -161,7 +162,7 @@ def reducescatter(
     name: str | None = None,
     compression: Cast = Compression.none,
     op: str = Average,
-    process_set: ProcessSet = None,
+    process_set: ProcessSetLike = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
@@ -188,7 +189,7 @@ def reducescatter_async(
     tensor: Tensor,
     name: str | None = None,
     op: str = Average,
-    process_set: ProcessSet = None,
+    process_set: ProcessSetLike = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[Tensor]:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from trainer.optimizer import DistributedOptimizer
+from trainer.process_sets import ProcessSetLike, global_process_set
 from trainer.torch_internals import map_only
 from trainer.validation import check_tensor
-from trainer.world import ProcessSet, communicator_of, here
+from trainer.world import communicator_of, here, root_in
 
 T = TypeVar("T")
 
@@ -20,7 +21,7 @@ T = TypeVar("T")
 def broadcast_parameters(
     params: Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
     root_rank: int,
-    process_set: ProcessSet = None,
+    process_set: ProcessSetLike = global_process_set,
 ) -> None:
     """Overwrite tensors, in place, with those of root_rank: model.state_dict(), named_parameters() or parameters().
 
@@ -36,13 +37,17 @@ def broadcast_parameters(
             )
         check_tensor(tensor)
     communicator = communicator_of(process_set)
-    works = [communicator.broadcast(tensor.detach(), root_rank, async_op=True) for tensor in tensors]
+    root = root_in(communicator, root_rank)
+    works = [communicator.broadcast(tensor.detach(), root, async_op=True) for tensor in tensors]
     for work in works:
         work.wait()
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, model: object = None, process_set: ProcessSet = None
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: object = None,
+    process_set: ProcessSetLike = global_process_set,
 ) -> None:
     """Give every rank's optimizer the state and the param group options of root_rank's.
 
@@ -57,6 +62,7 @@ def broadcast_optimizer_state(
         for parameter in group["params"]:
             check_tensor(parameter)  # of what is no ordinary tensor, neither is the state, and all ranks notice alike
     communicator = communicator_of(process_set)
+    root = root_in(communicator, root_rank)
     tensors: list[Tensor] = []
 
     def take_out(tensor: Tensor) -> _Outline:
@@ -67,25 +73,26 @@ def broadcast_optimizer_state(
         tensors.append(torch.empty(outline.shape, dtype=outline.dtype, device=outline.device_type))
         return tensors[-1]
 
-    is_root = communicator.rank == root_rank
+    is_root = communicator.rank == root
     outlines = map_only(Tensor, take_out, optimizer.state_dict()) if is_root else None
-    outlines = communicator.broadcast_object(outlines, root_rank)
+    outlines = communicator.broadcast_object(outlines, root)
     state: dict[str, Any] = {} if is_root else map_only(_Outline, make_room, outlines)
     for tensor in tensors:
-        communicator.broadcast(tensor.detach(), root_rank)
+        communicator.broadcast(tensor.detach(), root)
     if not is_root:
         optimizer.load_state_dict(state)
 
 
 def broadcast_object(
-    obj: T | None = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = None
+    obj: T | None = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> T:
     """Return root_rank's object, which travels pickled; the others' are ignored. `name` is Horovod's, and unused."""
-    received: T = communicator_of(process_set).broadcast_object(obj, root_rank)
+    communicator = communicator_of(process_set)
+    received: T = communicator.broadcast_object(obj, root_in(communicator, root_rank))
     return received
 
 
-def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = None) -> list[T]:
+def allgather_object(obj: T, name: str | None = None, process_set: ProcessSetLike = global_process_set) -> list[T]:
     """Return all ranks' objects by rank, which travel pickled. `name` is Horovod's, and unused."""
     return communicator_of(process_set).allgather_object(obj)
 

@@ -1,0 +1,341 @@
+"""Process sets: who takes part, whose root it is, and what happens to those outside."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainer as hvd
+from collectives import Communicator
+from tests.harness import Worlds
+from tests.ranks.training import in_world
+from trainer.horovod.handles import Handle
+from trainer.process_sets import ProcessSetLike
+from trainer.world import current_world
+
+SIZE = 4
+
+#: Each verb as called with a process set and a root; what it gives for members, whose ranks are the second argument.
+VERBS: dict[str, tuple[Callable[[ProcessSetLike, int], Any], Callable[[list[int], int], Any]]] = {
+    "allreduce": (lambda ps, _: hvd.allreduce(mine(), op=hvd.Sum, process_set=ps), lambda ranks, _: [sum(ranks)]),
+    "allreduce, average": (lambda ps, _: hvd.allreduce(mine(), process_set=ps), lambda r, _: [sum(r) / len(r)]),
+    "allreduce_": (lambda ps, _: hvd.allreduce_(mine(), op=hvd.Max, process_set=ps), lambda ranks, _: [max(ranks)]),
+    "allreduce_async": (lambda ps, _: hvd.allreduce_async(mine(), op=hvd.Min, process_set=ps), lambda r, _: [min(r)]),
+    "allreduce_async_": (lambda ps, _: hvd.allreduce_async_(mine(), op=hvd.Min, process_set=ps), lambda r, _: [min(r)]),
+    "grouped": (lambda ps, _: hvd.grouped_allreduce([mine()], op=hvd.Sum, process_set=ps)[0], lambda r, _: [sum(r)]),
+    "allgather": (lambda ps, _: hvd.allgather(mine(), process_set=ps), lambda ranks, _: ranks),
+    "allgather_async": (lambda ps, _: hvd.allgather_async(mine(), process_set=ps), lambda ranks, _: ranks),
+    "reducescatter": (
+        lambda ps, _: hvd.reducescatter(mine().expand(SIZE, 1), op=hvd.Sum, process_set=ps)[:1].flatten(),
+        lambda ranks, _: [sum(ranks)],
+    ),
+    "alltoall": (
+        lambda ps, _: hvd.alltoall(mine().repeat(12), process_set=ps),
+        lambda ranks, _: [rank for rank in ranks for _ in range(12 // len(ranks))],
+    ),
+    "broadcast": (lambda ps, root: hvd.broadcast(mine(), root, process_set=ps), lambda _, root: [root]),
+    "broadcast_": (lambda ps, root: hvd.broadcast_(mine(), root, process_set=ps), lambda _, root: [root]),
+    "broadcast_async": (lambda ps, root: hvd.broadcast_async(mine(), root, process_set=ps), lambda _, root: [root]),
+    "broadcast_async_": (lambda ps, root: hvd.broadcast_async_(mine(), root, process_set=ps), lambda _, root: [root]),
+    "broadcast_object": (lambda ps, root: hvd.broadcast_object(hvd.rank(), root, process_set=ps), lambda _, root: root),
+    "broadcast_parameters": (lambda ps, root: parameters_of(root, ps), lambda _, root: [root]),
+    "broadcast_optimizer_state": (lambda ps, root: learning_rate_of(root, ps), lambda _, root: root),
+    "allgather_object": (lambda ps, _: hvd.allgather_object(hvd.rank(), process_set=ps), lambda ranks, _: ranks),
+    "barrier": (lambda ps, _: hvd.barrier(process_set=ps), lambda ranks, _: None),
+}
+
+
+def mine() -> Tensor:
+    return torch.tensor([float(hvd.rank())])
+
+
+def parameters_of(root: int, process_set: ProcessSetLike) -> Tensor:
+    tensor = mine()
+    hvd.broadcast_parameters([tensor], root, process_set)
+    return tensor
+
+
+def learning_rate_of(root: int, process_set: ProcessSetLike) -> float:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=float(hvd.rank()))
+    hvd.broadcast_optimizer_state(optimizer, root, process_set=process_set)
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def result(verb: str, process_set: ProcessSetLike, root: int) -> Any:
+    """Return what a verb gives on this rank, as numbers."""
+    given = VERBS[verb][0](process_set, root)
+    given = hvd.synchronize(given) if isinstance(given, Handle) else given
+    return given.tolist() if isinstance(given, Tensor) else given
+
+
+@in_world
+def every_verb_in_every_set() -> None:
+    """Disjoint, overlapping and unordered sets: members get what members gave, from a root of the world; others an error
+    at once."""
+    sets = [hvd.add_process_set(ranks) for ranks in ([0, 2], (3, 1), range(1, 4), {2})]
+    assert [ps.ranks for ps in sets] == [[0, 2], [1, 3], [1, 2, 3], [2]]
+    assert [ps.process_set_id for ps in sets] == [1, 2, 3, 4]
+    for verb, (call, wanted) in VERBS.items():
+        for ps in sets:
+            if not ps.included():
+                with pytest.raises(hvd.HorovodInternalError, match="this process is not part of ProcessSet"):
+                    call(ps, ps.ranks[0])
+                with pytest.raises(ValueError, match=f"^rank {hvd.rank()}: "):
+                    call(ps, ps.ranks[0])
+                continue
+            root = ps.ranks[-1]
+            assert result(verb, ps, root) == wanted(ps.ranks, root), (verb, ps)
+        assert result(verb, hvd.global_process_set, 3) == wanted([0, 1, 2, 3], 3), verb
+        assert result(verb, None, 2) == wanted([0, 1, 2, 3], 2), verb
+
+
+def test_every_verb_in_every_set(ranks: Worlds) -> None:
+    ranks(SIZE).run(every_verb_in_every_set)
+
+
+@in_world
+def the_same_call_in_all_sets() -> None:
+    """Operations of overlapping sets are under way at once, begun in another order on every rank."""
+    sets = [hvd.global_process_set, *(hvd.add_process_set(ranks) for ranks in ([0, 2], [1, 3], [1, 2, 3], [2]))]
+    ours = [ps for ps in sets if ps.included()]
+    handles = []
+    for _ in range(3):
+        ours.append(ours.pop(0))
+        for ps in ours[hvd.rank() % 2 :] + ours[: hvd.rank() % 2]:
+            handles.append((ps, hvd.allreduce_async(mine(), name="same", op=hvd.Sum, process_set=ps)))
+    for ps, handle in reversed(handles):
+        assert hvd.synchronize(handle).item() == sum(ps.ranks), ps
+
+
+@in_world
+def what_sets_say() -> None:
+    """size() on all ranks, rank() and included() on members and on others, before, during and after registration."""
+    ps = hvd.ProcessSet([2, 0])
+    assert (ps.process_set_id, ps.ranks, ps.size(), ps.rank(), ps.included()) == (None, [0, 2], None, None, None)
+    with pytest.raises(ValueError, match=r"ProcessSet\(process_set_id=None, ranks=\[0, 2\]\) is not registered"):
+        hvd.allreduce(mine(), process_set=ps)
+    assert not hvd.remove_process_set(ps)
+    assert hvd.add_process_set(ps) is ps
+    assert (ps.process_set_id, ps.size(), ps.included()) == (1, 2, hvd.rank() in (0, 2))
+    if ps.included():
+        assert ps.rank() == [0, 2].index(hvd.rank())
+    else:
+        with pytest.raises(ValueError, match="this process is not part of ProcessSet"):
+            ps.rank()
+    everyone = hvd.global_process_set
+    assert (everyone.process_set_id, everyone.size(), everyone.rank()) == (0, SIZE, hvd.rank())
+    assert everyone.included()
+    assert not hvd.remove_process_set(everyone)
+    if ps.included():
+        hvd.barrier(ps)
+    assert hvd.remove_process_set(ps)
+    assert not hvd.remove_process_set(ps)
+    assert (ps.process_set_id, ps.size()) == (None, None)
+    with pytest.raises(ValueError, match="is not registered"):
+        hvd.allreduce(mine(), process_set=ps)
+    again = hvd.add_process_set([0, 2])
+    assert again.process_set_id == 2, "a number is not given twice"
+    if again.included():
+        assert hvd.allgather(mine(), process_set=again).tolist() == [0, 2]
+
+
+def test_the_same_call_in_all_sets(ranks: Worlds) -> None:
+    ranks(SIZE).run(the_same_call_in_all_sets)
+
+
+def test_what_sets_say(ranks: Worlds) -> None:
+    ranks(SIZE).run(what_sets_say)
+
+
+@in_world
+def refused_sets() -> None:
+    """What cannot be registered is refused on all ranks, which go on to work."""
+    hvd.add_process_set([0, 1])
+    for wrong, message in [
+        ([1, 0], "there is a process set of these ranks already"),
+        (range(SIZE), "there is a process set of these ranks already"),
+        ([0, SIZE], r"from 0 to 3, not \[0, 4\]"),
+        ([-1], r"from 0 to 3, not \[-1\]"),
+        ([1, 1], r"each once, .* not \[1, 1\]"),
+        ([], "at least one rank"),
+        (["a"], "ranks must be whole numbers"),
+        (3, "ranks must be whole numbers"),
+        (None, "ranks must be whole numbers"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            hvd.add_process_set(wrong)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"rank 0 called add_process_set with \[\[0\]\], rank 1 add_process_set with \[\[1\]\]"
+    ):
+        hvd.add_process_set([min(hvd.rank(), 1)])
+    assert len(current_world().process_sets) == 2
+    assert hvd.add_process_set([3]).process_set_id == 2
+    for wrong in ([0], object(), "all"):
+        with pytest.raises(ValueError, match=f"rank {hvd.rank()}: process_set is .*: a ProcessSet is needed"):
+            hvd.allreduce(mine(), process_set=wrong)  # type: ignore[arg-type]
+
+
+def test_refused_sets(ranks: Worlds) -> None:
+    ranks(SIZE).run(refused_sets)
+
+
+@in_world
+def roots() -> None:
+    """A root outside of the set is refused, with the ranks that may be one, before anything is sent."""
+    ps = hvd.add_process_set([1, 3])
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    if ps.included():
+        for call in (
+            lambda: hvd.broadcast(mine(), 0, process_set=ps),
+            lambda: hvd.broadcast_async_(mine(), 0, process_set=ps),
+            lambda: hvd.broadcast_object(1, 0, process_set=ps),
+            lambda: hvd.broadcast_parameters([mine()], 0, ps),
+            lambda: hvd.broadcast_optimizer_state(optimizer, 0, process_set=ps),
+        ):
+            with pytest.raises(ValueError, match="root_rank=0 does not take part; ranks of the world that do are 1, 3"):
+                call()
+        assert hvd.broadcast(mine(), 3, process_set=ps).tolist() == [3]
+    with pytest.raises(ValueError, match="root_rank=4 does not take part; ranks of the world that do are 0, 1, 2, 3"):
+        hvd.broadcast(mine(), SIZE)
+    with pytest.raises(TypeError, match="root_rank must be a whole number, not '0'"):
+        hvd.broadcast(mine(), "0")  # type: ignore[arg-type]
+
+
+def test_roots(ranks: Worlds) -> None:
+    ranks(SIZE).run(roots)
+
+
+@in_world
+def made_from_torch() -> None:
+    """A group's ranks, and a Communicator's, make a process set; given themselves, they count roots in the world."""
+    groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    group = groups[hvd.rank() // 2]
+    with Communicator(group) as communicator:
+        first = hvd.rank() // 2 * 2
+        assert hvd.ProcessSet(group).ranks == hvd.ProcessSet(communicator).ranks == [first, first + 1]
+        for process_set in (group, communicator):
+            assert hvd.broadcast(mine(), first + 1, process_set=process_set).tolist() == [first + 1]
+    with pytest.raises(ValueError, match=r"with \[\[0, 1\]\], rank 2 add_process_set with \[\[2, 3\]\]"):
+        hvd.add_process_set(hvd.ProcessSet(group))
+    ps = hvd.add_process_set(hvd.ProcessSet([0, 1]))
+    assert ps.size() == 2
+
+
+def test_made_from_torch(ranks: Worlds) -> None:
+    ranks(SIZE).run(made_from_torch)
+
+
+def static_sets() -> None:
+    """init() registers sets, which other ranks may build in another order of ranks, and again in the next world."""
+    even, odd = hvd.ProcessSet([0, 2]), hvd.ProcessSet([3, 1])
+    for _ in range(2):
+        hvd.init(process_sets=[even, odd, [0]])
+        assert (even.process_set_id, odd.process_set_id) == (1, 2)
+        ours = odd if odd.included() else even
+        assert hvd.allgather(mine(), process_set=ours).tolist() == ours.ranks
+        assert len(current_world().process_sets) == 4
+        hvd.shutdown()
+        assert (even.process_set_id, even.ranks) == (None, [0, 2])
+        with pytest.raises(ValueError, match=r"call trainer\.init\(\) first"):
+            hvd.rank()
+    for wrong, message in [([[0], [0]], "already"), ([[9]], "from 0 to 3"), ("static", "\"dynamic\", not 'static'")]:
+        with pytest.raises(ValueError, match=message):
+            hvd.init(process_sets=wrong)  # type: ignore[arg-type]
+        assert not hvd.is_initialized()
+    hvd.init(process_sets="dynamic")
+    assert hvd.add_process_set([1]).size() == 1
+    hvd.shutdown()
+
+
+def test_static_sets(ranks: Worlds) -> None:
+    ranks(SIZE).run(static_sets)
+
+
+def smaller_worlds() -> tuple[list[int], list[float], list[float]]:
+    """Two worlds of two at once, one of them in an order of its own. Return place, and what launched ranks gather."""
+    launched = torch.distributed.get_rank()
+    hvd.init([0, 2] if launched in (0, 2) else [3, 1], process_sets=[[1]])
+    gathered = hvd.allgather(torch.tensor([float(launched)])).tolist()
+    root = hvd.broadcast(torch.tensor([float(launched)]), 1).tolist()
+    ps = hvd.add_process_set([0])
+    assert (ps.included(), ps.size()) == (hvd.rank() == 0, 1)
+    with pytest.raises(ValueError, match=r"after init\(comm=\), a process set is made of a list of ranks"):
+        hvd.add_process_set(hvd.ProcessSet(torch.distributed.group.WORLD))  # type: ignore[arg-type]
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    (weight * hvd.rank()).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    assert weight.item() == -0.5
+    place = [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()]
+    hvd.shutdown()
+    return place, gathered, root
+
+
+def wrong_worlds() -> None:
+    """A list that others contradict, or that this process is not in, is refused on all processes."""
+    rank = torch.distributed.get_rank()
+    for comm, message in [
+        ([0, 1], r"rank 2 gave \[0, 1\], which does not fit"),
+        ([rank, rank], r"rank 0 gave \[0, 0\]"),
+        ([rank, 4], r"rank 0 gave \[0, 4\]"),
+        ([0, 1] if rank else [0], r"rank 1 gave \[0, 1\]"),
+        ([0] if rank == 0 else None, r"rank 1 gave \[0, 1, 2, 3\]"),
+    ]:
+        with pytest.raises(ValueError, match=f"^rank {rank}: init.* takes different ranks .*{message}"):
+            hvd.init(comm=comm)
+    with pytest.raises(ValueError, match="ranks must be whole numbers"):
+        hvd.init(comm=3)
+    hvd.init(comm=[] if rank else None)
+    assert hvd.size() == SIZE
+    hvd.shutdown()
+
+
+def test_smaller_worlds(ranks: Worlds) -> None:
+    assert ranks(SIZE).run(smaller_worlds) == [
+        ([0, 2, 0, 2], [0, 2], [2]),
+        ([1, 2, 1, 2], [3, 1], [1]),
+        ([1, 2, 1, 2], [0, 2], [2]),
+        ([0, 2, 0, 2], [3, 1], [1]),
+    ]
+    ranks(SIZE).run(wrong_worlds)
+
+
+@in_world
+def trained_in_sets(compression: str) -> list[float]:
+    """Ranks 0 and 2 train together; 1 and 3 build the same optimizer, and step by themselves."""
+    ps = hvd.add_process_set([0, 2])
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        model.named_parameters(),
+        compression=compression,
+        process_set=ps,
+    )
+    for step in range(2):
+        if step == 1:
+            assert hvd.remove_process_set(ps), "which an optimizer outlives"
+            hvd.add_process_set(ps)
+        optimizer.zero_grad()
+        loss = (model.weight * hvd.rank()).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.close()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), process_set=ps)
+    moved = before - model.weight.detach()
+    assert torch.allclose(moved, moved[0, 0].expand_as(moved), atol=0.1)
+    everyone = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    everyone.close()
+    optimizer.close()
+    return [round(moved.mean().item(), 1)]
+
+
+def test_trained_in_sets(ranks: Worlds) -> None:
+    for compression in ("none", "int8"):
+        assert ranks(SIZE).run(trained_in_sets, compression) == [[2.0], [2.0], [2.0], [6.0]], compression

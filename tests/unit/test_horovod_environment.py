@@ -1,0 +1,144 @@
+"""What Horovod's environment variables do here, and how they are told."""
+
+import logging
+import os
+import re
+
+import pytest
+import torch
+
+import trainer as hvd
+from trainer.horovod_environment import Settings, notice, read_settings
+from trainer.launch import Launch, meeting_point, read_launch
+from trainer.world import current_world
+
+HOROVODRUN = {
+    "HOROVOD_RANK": "1",
+    "HOROVOD_SIZE": "2",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_CROSS_RANK": "0",
+    "HOROVOD_CROSS_SIZE": "1",
+    "HOROVOD_HOSTNAME": "node01",
+    "HOROVOD_CONTROLLER": "gloo",
+    "HOROVOD_CPU_OPERATIONS": "gloo",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "4711",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings"),
+    [
+        ({}, Settings()),
+        ({"HOROVOD_FUSION_THRESHOLD": ""}, Settings()),
+        ({"HOROVOD_FUSION_THRESHOLD": "67108864"}, Settings(fusion_bytes=64 << 20)),
+        ({"HOROVOD_FUSION_THRESHOLD": "0"}, Settings(fusion_bytes=1)),
+        ({"HOROVOD_STALL_CHECK_TIME_SECONDS": "7"}, Settings(stall_warning_s=7.0)),
+        ({"HOROVOD_STALL_CHECK_TIME_SECONDS": "0"}, Settings(stall_warning_s=None)),
+        ({"HOROVOD_STALL_CHECK_TIME_SECONDS": "7", "HOROVOD_STALL_CHECK_DISABLE": "1"}, Settings(stall_warning_s=None)),
+        ({"HOROVOD_STALL_CHECK_DISABLE": "0"}, Settings()),
+        ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90"}, Settings(stall_shutdown_s=90.0)),
+        ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}, Settings()),
+        ({"HOROVOD_LOG_LEVEL": "trace"}, Settings(log_level=logging.DEBUG)),
+        ({"HOROVOD_LOG_LEVEL": "WARNING"}, Settings(log_level=logging.WARNING)),
+        ({"HOROVOD_TIMELINE": "/tmp/t.json"}, Settings(timeline="/tmp/t.json")),
+        ({"HOROVOD_GLOO_IFACE": "eth1"}, Settings(interface="eth1")),
+        ({"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"}, Settings(timeout_s=30.0)),
+        (HOROVODRUN, Settings()),
+    ],
+)
+def test_settings(environment: dict[str, str], settings: Settings) -> None:
+    assert read_settings(environment) == settings
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "allowed"),
+    [
+        ("HOROVOD_FUSION_THRESHOLD", "64MB", "a whole number of bytes >= 0"),
+        ("HOROVOD_FUSION_THRESHOLD", "-1", "a whole number of bytes >= 0"),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "soon", "a number of seconds >= 0"),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "-3", "a number of seconds >= 0"),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "inf", "a number of seconds >= 0"),
+        ("HOROVOD_STALL_CHECK_DISABLE", "yes", "0 or 1"),
+        ("HOROVOD_LOG_LEVEL", "loud", "one of trace, debug, info, warning, error, fatal"),
+        ("HOROVOD_GLOO_TIMEOUT_SECONDS", "0", "a number of seconds > 0"),
+    ],
+)
+def test_values_that_cannot_be_meant(name: str, text: str, allowed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = re.escape(f"{name} must be {allowed}, not {text!r}")
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        read_settings({name: text})
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ValueError, match=message):
+        hvd.init()
+    assert not hvd.is_initialized()
+
+
+def test_notice() -> None:
+    assert notice({"PATH": "/bin"} | HOROVODRUN) is None
+    assert notice({"HOROVOD_CYCLE_TIME": "1"}) == (
+        "of Horovod's environment variables, without a meaning here, and ignored, are HOROVOD_CYCLE_TIME"
+    )
+    given = {"HOROVOD_TIMELINE": "t.json", "HOROVOD_FUSION_THRESHOLD": "1024"}
+    assert notice(given) == (
+        "of Horovod's environment variables, honoured are HOROVOD_FUSION_THRESHOLD=1024, HOROVOD_TIMELINE=t.json"
+    )
+    assert notice({**given, "HOROVOD_CYCLE_TIME": "1", "HOROVOD_AUTOTUNE": "1"}) == (
+        "of Horovod's environment variables, honoured are HOROVOD_FUSION_THRESHOLD=1024, HOROVOD_TIMELINE=t.json; "
+        "without a meaning here, and ignored, are HOROVOD_AUTOTUNE, HOROVOD_CYCLE_TIME"
+    )
+
+
+def test_init(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The world keeps what variables say, but for what init() is given; optimizers take their buckets from it."""
+    logger = logging.getLogger("gradwire")
+    monkeypatch.setattr(logger, "level", logger.level)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for name, text in [
+        ("FUSION_THRESHOLD", "4096"),
+        ("STALL_CHECK_TIME_SECONDS", "7"),
+        ("STALL_SHUTDOWN_TIME_SECONDS", "8"),
+        ("GLOO_TIMEOUT_SECONDS", "9"),
+        ("GLOO_IFACE", "lo"),
+        ("LOG_LEVEL", "info"),
+        ("CACHE_CAPACITY", "5"),
+    ]:
+        monkeypatch.setenv(f"HOROVOD_{name}", text)
+    hvd.init()
+    try:
+        assert current_world().settings == Settings(4096, 7.0, 8.0, logging.INFO, None, "lo", 9.0)
+        assert logger.level == logging.INFO
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
+        assert optimizer._rule.setup.bucket_bytes == 4096
+        optimizer.close()
+    finally:
+        hvd.shutdown()
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    (said,) = [record for record in caplog.records if "Horovod" in record.message]
+    assert "HOROVOD_FUSION_THRESHOLD=4096" in said.message
+    assert said.message.endswith("ignored, are HOROVOD_CACHE_CAPACITY")
+    hvd.init(timeout_s=20, stall_warning_s=0, stall_shutdown_s=0)
+    settings = current_world().settings
+    hvd.shutdown()
+    assert (settings.timeout_s, settings.stall_warning_s, settings.stall_shutdown_s) == (20, None, None)
+
+
+@pytest.mark.parametrize("name", ["timeout_s", "stall_warning_s", "stall_shutdown_s"])
+def test_arguments_that_cannot_be_meant(name: str) -> None:
+    for wrong in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"{name} must be a finite number of seconds >"):
+            hvd.init(**{name: wrong})  # type: ignore[arg-type]
+
+
+def test_horovodrun() -> None:
+    launch = read_launch(HOROVODRUN)
+    assert launch == Launch("horovodrun", 1, 2, 1, 2)
+    assert meeting_point(HOROVODRUN, launch) == ("127.0.0.1", 15000 + 4711)
+    assert meeting_point(HOROVODRUN | {"MASTER_ADDR": "node07", "MASTER_PORT": "99"}, launch) == ("node07", 99)
+    apart = HOROVODRUN | {"HOROVOD_LOCAL_SIZE": "1", "HOROVOD_LOCAL_RANK": "0"}
+    with pytest.raises(ValueError, match="horovodrun does not say where rank 0 listens: set MASTER_ADDR to"):
+        meeting_point(apart, read_launch(apart))
+    with pytest.raises(ValueError, match="HOROVOD_RANK=2 is no rank of HOROVOD_SIZE=2 processes"):
+        read_launch(HOROVODRUN | {"HOROVOD_RANK": "2"})
