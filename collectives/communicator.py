@@ -50,7 +50,7 @@ class Communicator:
 
     Making one is a collective call, and so is every verb: all ranks of the group call the same verbs in the same order. Threads
     of a rank may share one where it does not matter whose call comes first, because their calls are equal: otherwise ranks could
-    take them in different orders, which is a Mismatch when the deadline has passed.
+    take them in different orders, which is a Mismatch.
     Ranks in arguments (src, dst) count within the group. The verbs follow torch.distributed: results in place, None
     returned, or with async_op=True a Work; then the tensors belong to the operation until its wait() returns.
     Operations run in the order issued. Tensors may be strided, empty or of inference mode, and an output may share
@@ -63,8 +63,8 @@ class Communicator:
 
     Raises, from every verb: ValueError, TypeError for a wrong argument, at the call, before anything is sent. From the verb or,
     when asynchronous, from wait: PeerLost, CollectiveTimeout or Mismatch when the operation cannot finish. The Communicator is
-    broken from then on and says so at each further call, with an error of the same kind (but for a Mismatch in the splits of
-    alltoall, which is found in time).
+    broken from then on and says so at each further call, with an error of the same kind; but for a Mismatch that was found
+    before any data moved, as it is where a call is new to all ranks, or where the splits of alltoall differ: then it goes on.
     Over NCCL alone a lost peer shows as CollectiveTimeout.
     """
 

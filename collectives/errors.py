@@ -5,7 +5,7 @@ A caller's mistake (a wrong argument) is a ValueError or TypeError, raised befor
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -67,16 +67,27 @@ class CollectiveTimeout(CollectiveError, TimeoutError):
 class Mismatch(CollectiveError):
     """Ranks called different operations, or the same one with different arguments.
 
-    Attribute calls: rank -> what it called.
+    Attributes: calls (rank -> what it called), places (rank -> where in the user's code, as 'file:line', of the ranks of which
+    that is known). Where ranks differ in a call that is new to all of them, no data has moved, and the Communicator goes on.
     """
 
-    def __init__(self, calls: dict[int, str], *, rank: int, operation: str) -> None:
+    def __init__(
+        self, calls: Mapping[int, str], *, rank: int, operation: str, places: Mapping[int, str] | None = None
+    ) -> None:
         self.calls = dict(sorted(calls.items()))
+        self.places = dict(sorted((places or {}).items()))
         by_call: dict[str, list[int]] = {}
         for caller, call in self.calls.items():
             by_call.setdefault(call, []).append(caller)
-        said = "; ".join(f"{ranks_text(callers)} called {call}" for call, callers in by_call.items())
+        said = "; ".join(
+            f"{ranks_text(callers)} called {call}{self._where(callers)}" for call, callers in by_call.items()
+        )
         super().__init__(f"the ranks do not agree: {said}", rank=rank, operation=operation)
+
+    def _where(self, callers: Iterable[int]) -> str:
+        """' at train.py:12', or several places if these ranks called it at several."""
+        places = dict.fromkeys(self.places[caller] for caller in callers if caller in self.places)
+        return f" at {' and '.join(places)}" if places else ""
 
 
 class LinkError(Exception):

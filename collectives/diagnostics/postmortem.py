@@ -9,11 +9,12 @@ nothing does not answer; and when everybody has spoken, what they say differs, o
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost, ranks_text
+from collectives.diagnostics.mismatch import Agreement, Call, first_difference, mismatch
+from collectives.errors import CollectiveError, CollectiveTimeout, PeerLost, ranks_text
 from collectives.link.watch import Watch
 
 #: How long survivors wait for each other's reports: a few round trips of a slow network, and a wake-up of a busy machine.
@@ -31,7 +32,8 @@ class Report:
     sequence, call: its operation. waiting_for: the ranks that it was waiting for. gave_up: whether it stopped because its own
     deadline had passed. waited_s: how long it had been in the operation, of the timeout_s that it had. before: number and
     call of the last operations that it finished. is_message: whether the call is a message, of which other ranks know nothing;
-    sequence is then that of the first operation in which this rank takes no part.
+    sequence is then that of the first operation in which this rank takes no part. place: of the call in the user's code, as
+    'file:line'.
     """
 
     sequence: int
@@ -42,6 +44,7 @@ class Report:
     timeout_s: float = 0.0
     before: tuple[tuple[int, str], ...] = ()
     is_message: bool = False
+    place: str = ""
 
     def to_news(self) -> dict[str, Any]:
         """Return it as numbers, strings and lists; from_news() is the way back."""
@@ -53,9 +56,10 @@ class Report:
         before = tuple((sequence, call) for sequence, call in news["before"])
         return cls(**{**news, "waiting_for": tuple(news["waiting_for"]), "before": before})
 
-    def calls(self) -> dict[int, str]:
-        """Return the calls that are known of this rank, by their number."""
-        return {**dict(self.before), **({} if self.is_message else {self.sequence: self.call})}
+    def calls(self) -> list[Call]:
+        """Return the calls that are known of this rank."""
+        last = [] if self.is_message else [Call(self.sequence, self.call, self.place)]
+        return [*(Call(sequence, call) for sequence, call in self.before), *last]
 
 
 @dataclass(frozen=True)
@@ -64,13 +68,14 @@ class Findings:
 
     reports: by rank, its own among them. lost: whose process has ended without a word. left: who closes the Communicator, with
     the first operation in which it takes no part, in the order in which that was heard. cut: pairs of ranks that live but are not
-    connected any more.
+    connected any more. difference: what each rank called in the first operation in which they differ.
     """
 
     reports: Mapping[int, Report]
     lost: Set[int] = frozenset()
     left: Mapping[int, int] = field(default_factory=dict)
     cut: Set[tuple[int, int]] = frozenset()
+    difference: Mapping[int, Call] = field(default_factory=dict)
 
     def gone(self, sequence: int) -> set[int]:
         """Return who is to blame for not taking part in an operation: whoever ended without a word, else who left first.
@@ -84,8 +89,15 @@ class Findings:
         return set(leavers[:1])
 
 
-def inquire(watch: Watch, report: Report) -> Findings:
+def inquire(watch: Watch, report: Report, agreement: Agreement) -> Findings:
     """Return what is known once the cause is, or once everyone has had GRACE_S seconds to speak. report: this rank's own."""
+
+    def reports() -> dict[int, Report]:
+        news = {rank: Report.from_news(news) for rank, news in list(watch.reports.items())}
+        return news | {watch.rank: report}
+
+    def difference() -> dict[int, Call]:
+        return difference_of(reports(), agreement.said(), agreement.settled)
 
     def known() -> bool:
         spoken = watch.reports.keys() | {watch.rank}
@@ -93,13 +105,16 @@ def inquire(watch: Watch, report: Report) -> Findings:
         return any(r not in spoken for r in (*watch.lost, *left)) or watch.others <= spoken | watch.done
 
     speak_by = time.monotonic() + GRACE_S
-    watch.wait_for(known, GRACE_S)
+    watch.wait_for(lambda: known() or bool(difference()), GRACE_S)
+    if difference():
+        watch.wait_for(lambda: known() or len(difference()) == watch.size, agreement.patience_s())
+        return Findings(reports(), difference=difference())
     if not watch.lost:
         watch.say_unheard(speak_by - time.monotonic())
     if watch.lost:
         watch.wait_for(lambda: False, _TOGETHER_S)
-    reports = {rank: Report.from_news(news) for rank, news in list(watch.reports.items())}
-    return Findings(reports | {watch.rank: report}, frozenset(watch.lost), dict(watch.left), frozenset(watch.cut))
+    lost, left, cut = frozenset(watch.lost), dict(watch.left), frozenset(watch.cut)
+    return Findings(reports(), lost, left, cut, difference())
 
 
 def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
@@ -107,8 +122,8 @@ def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
     mine = findings.reports[rank]
     if mine.is_message:
         return _of_message(findings, rank, detail)
-    if calls := _disagreement(findings.reports):
-        return Mismatch(calls, rank=rank, operation=mine.call)
+    if findings.difference:
+        return mismatch(findings.difference, rank, mine.call)
     if gone := findings.gone(mine.sequence):
         return PeerLost(gone, rank=rank, operation=mine.call, has_left=not gone & findings.lost)
     messages = {r: report for r, report in findings.reports.items() if report.is_message}
@@ -140,13 +155,13 @@ def _failed_in(reports: Mapping[int, Report]) -> list[str]:
     return [f"rank {rank} failed in {report.call}" for rank, report in sorted(reports.items())]
 
 
-def _disagreement(reports: Mapping[int, Report]) -> dict[int, str]:
-    """Return what each rank called as the first operation in which their calls differ; nothing where all are alike."""
-    by_sequence: dict[int, dict[int, str]] = {}
-    for rank, report in reports.items():
-        for sequence, call in report.calls().items():
-            by_sequence.setdefault(sequence, {})[rank] = call
-    return next((calls for _, calls in sorted(by_sequence.items()) if len(set(calls.values())) > 1), {})
+def difference_of(
+    reports: Mapping[int, Report], said: Iterable[tuple[int, Call]] = (), after: int = -1
+) -> dict[int, Call]:
+    """Return what each rank called as the first operation beyond number `after` in which their calls differ; nothing where all
+    are alike. said: what ranks told of their calls before they failed, as (rank, call)."""
+    reported = ((rank, call) for rank, report in reports.items() for call in report.calls())
+    return first_difference([*said, *reported], after)
 
 
 def _pairs_text(pairs: Set[tuple[int, int]]) -> str:

@@ -137,6 +137,15 @@ class RoutingTransport(Transport):
             if now >= deadline:
                 return None
 
+    def is_busy(self) -> bool:
+        """See Transport."""
+        return any(part.is_busy() for part in self._parts)
+
+    def nudge(self) -> None:
+        """See Transport."""
+        for part in self._parts:
+            part.nudge()
+
     def collective(self, request: Request) -> Whole:
         """See Transport."""
         near = self._near

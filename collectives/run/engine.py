@@ -60,12 +60,18 @@ class Engine:
         self._ready: set[tuple[Codec, str, bool]] = set()
         self._calls: dict[tuple[torch.dtype, torch.Size, Hashable], tuple[str, int, WholeRun]] = {}
 
-    def submit(self, call: str, body: Callable[[Turn], None], *, async_op: bool) -> Work | None:
+    def submit(
+        self, call: str, body: Callable[[Turn], None], *, async_op: bool, signature: str | None = None
+    ) -> Work | None:
         """Do as Operations.submit, outside of inference mode, so that the memory which bodies keep serves calls in any mode."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self._operations.submit(call, body, async_op=async_op)
-        return self._operations.submit(call, body, async_op=async_op)
+                return self._operations.submit(call, body, async_op=async_op, signature=signature)
+        return self._operations.submit(call, body, async_op=async_op, signature=signature)
+
+    def places(self, turn: Turn) -> dict[int, str]:
+        """Do as Operations.places."""
+        return self._operations.places(turn)
 
     def whole(
         self,

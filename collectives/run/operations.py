@@ -5,14 +5,18 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import sys
 import time
 import weakref
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
 from typing import TypeVar
 
+from collectives.diagnostics.mismatch import Agreement, Call
+from collectives.diagnostics.place import place_of
 from collectives.diagnostics.postmortem import Report, inquire, verdict
 from collectives.errors import CollectiveError, LinkError, Mismatch
 from collectives.link.base import Transport
@@ -31,8 +35,12 @@ _ENDED = "its wait was ended, because another rank takes no part any more"
 #: How long an operation may go on after a peer's process has ended: it may have all that it needs of it.
 LAST_WORDS_S = 0.5
 
-#: How many finished operations a report tells of. The root of a broadcast can be further ahead; most ranks are one apart.
-_REMEMBERED = 4
+#: How many operations are compared with what other ranks call, and told of in a report. The root of a broadcast can be further
+#: ahead; most ranks are one apart.
+_REMEMBERED = 16
+
+#: How often it is looked whether the operation still runs that ran at the last look: then the other ranks are told of it.
+_LOOK_S = 0.25
 
 #: Odd, and far from regular in binary (Knuth 1973, 6.4): numbers that follow each other give tags that lie far apart.
 _SPREAD = 0x9E3779B1
@@ -77,8 +85,12 @@ class Operations:
         self._watch = watch
         self._queue = WorkQueue("gradwire")
         self._sequence = -1  # of the last turn that began
-        self._calls: list[tuple[int, str]] = [(-1, "")] * _REMEMBERED
+        self._agreement = Agreement(watch)
+        self._known = self._agreement.known
+        self._calls: list[tuple[int, str]] = [(-1, "")] * _REMEMBERED  # that all agreed upon, or are known
         self._running = -1
+        self._looked_at = -1  # what ran at the last look
+        self._where: str | int = ""  # of what runs: the place in the user's code, or the thread, which is there
         self._peers: frozenset[int] = frozenset()  # whose messages are awaited
         self._vain_since = math.inf
         self._interrupted = False
@@ -89,6 +101,8 @@ class Operations:
         atexit.register(self._at_exit)
         weakref.finalize(self, _abandon, os.getpid(), self._queue, watch, self._at_exit).atexit = False
         watch.on_news(partial(_on_news, weakref.ref(self)))
+        if transport.size > 1:
+            watch.on_news(partial(_compare_calls, weakref.ref(self)))
         _all.add(self)
 
     @property
@@ -101,19 +115,23 @@ class Operations:
         """The number of the first operation that this rank has not finished."""
         return self._running if self._running >= 0 else self._sequence + 1
 
-    def submit(self, call: str, body: Callable[[Turn], None], *, async_op: bool) -> Work | None:
+    def submit(
+        self, call: str, body: Callable[[Turn], None], *, async_op: bool, signature: str | None = None
+    ) -> Work | None:
         """Run `body` when its turn comes; with async_op return its handle at once. Turns are numbered as they come, which is in
-        the order of issue; calls from several threads take turns too, in whatever order."""
+        the order of issue; calls from several threads take turns too, in whatever order. signature: what makes a call new, where
+        that is less than all of it."""
         self._check_unbroken(call)
         if not async_op:
             turn = object()
             try:
                 if self._queue.enter(turn):
-                    self._take_turn(call, body, beside_work=False)
+                    self._take_turn(call, signature or call, body, get_ident(), beside_work=False)
                     return None
             finally:
                 self._queue.leave(turn, self._sequence)
-        work = Work(self._rank, call, lambda: self._take_turn(call, body, beside_work=True))
+        place = place_of(sys._getframe())
+        work = Work(self._rank, call, lambda: self._take_turn(call, signature or call, body, place, beside_work=True))
         self._queue.submit(work)
         if async_op:
             return work
@@ -164,10 +182,10 @@ class Operations:
         second: _Second,
     ) -> bool:
         """submit() in the calling thread, with the least work around body(first, second, tag, deadline); False, with nothing
-        done, where anything stands in the way. call_digest: digest(call)."""
+        done, where anything stands in the way, or the call is new. call_digest: digest(call)."""
         turn = object()
         try:
-            if self._failure is not None or not self._queue.enter(turn):
+            if self._failure is not None or not self._queue.enter(turn) or call not in self._known:
                 return False
             deadline = time.monotonic() + self._timeout_s
             try:
@@ -175,6 +193,7 @@ class Operations:
                 if self._beside_work:
                     self._beside_work = False
                     self._transport.wait_beside_work(False)
+                self._where = get_ident()
                 self._calls[sequence % _REMEMBERED] = (sequence, call)
                 self._running = self._sequence = sequence
                 if self._watch.has_news:
@@ -202,13 +221,21 @@ class Operations:
         if failure is not None:
             raise failure.again(f"not run, the Communicator broke before ({failure})", call) from failure
 
-    def _take_turn(self, call: str, body: Callable[[Turn], None], *, beside_work: bool) -> None:
+    def _take_turn(
+        self, call: str, signature: str, body: Callable[[Turn], None], where: str | int, *, beside_work: bool
+    ) -> None:
         self._check_runs(call)
         deadline = time.monotonic() + self._timeout_s
         try:
-            tag = self._begin(call, digest(call), beside_work=beside_work)
+            is_new = signature not in self._known
+            if is_new and self._transport.size == 1:
+                self._agreement.take(signature)
+                is_new = False
+            tag = self._begin(call, digest(call), where, is_new=is_new, beside_work=beside_work)
             if self._watch.has_news:
                 self._check_news(self._sequence)
+            if is_new:
+                self._agree(call, signature, deadline)
             body(Turn(self._sequence, call, deadline, tag))
             if self._interrupted:  # of a backend whose wait then ends as if all were well, as NCCL's may
                 raise LinkError(None, timed_out=False, detail=_ENDED)
@@ -245,14 +272,43 @@ class Operations:
             self._beside_work = beside_work
             self._transport.wait_beside_work(beside_work)
 
-    def _begin(self, call: str, call_digest: int, *, beside_work: bool) -> int:
+    def _begin(self, call: str, call_digest: int, where: str | int, *, is_new: bool, beside_work: bool) -> int:
         """Begin the turn that has come; return its tag. beside_work: whether the caller computes meanwhile, so
-        that waits leave the cores to others; in the caller's own thread nothing else has anything to do."""
+        that waits leave the cores to others; in the caller's own thread nothing else has anything to do. is_new: whether it is
+        still to be compared with what other ranks call."""
         sequence = self._queue.number
         self._wait_beside_work(beside_work)
-        self._calls[sequence % _REMEMBERED] = (sequence, call)
+        self._where = where
+        if not is_new:
+            self._calls[sequence % _REMEMBERED] = (sequence, call)
         self._running = self._sequence = sequence
         return (call_digest + sequence * _SPREAD) % 2**30
+
+    def _agree(self, call: str, signature: str, deadline: float) -> None:
+        """Compare a call that is new with what the other ranks call, before any of its data moves."""
+        sequence = self._sequence
+
+        def nudge() -> bool:  # what other ranks wait for before they come here
+            if is_busy := self._transport.is_busy():
+                self._transport.nudge()
+            return is_busy
+
+        def in_vain() -> bool:
+            over = self._interrupted or self._exiting or self._failure is not None or bool(self._watch.failure)
+            return over or self._absent(sequence)
+
+        self._agreement.agree(Call(sequence, call, self._place()), deadline, nudge, in_vain)
+        self._agreement.take(signature)
+        self._calls[sequence % _REMEMBERED] = (sequence, call)
+
+    def _place(self) -> str:
+        """Return where in the user's code that was called which runs; nothing where that is not known any more."""
+        where = self._where
+        return where if isinstance(where, str) else place_of(sys._current_frames().get(where))
+
+    def places(self, turn: Turn) -> dict[int, str]:
+        """Return where each rank called what runs on all of them, of those that tell in time."""
+        return self._agreement.places(Call(turn.sequence, turn.call, self._place()))
 
     def _absent(self, sequence: int) -> bool:
         """Whether some rank takes no part in an operation: it has left before, or has failed there or earlier."""
@@ -297,6 +353,24 @@ class Operations:
         self._interrupt()
         return None
 
+    def compare_calls(self) -> float | None:
+        """Tell the other ranks what runs here where it takes long, and end it where some rank called something else under a
+        number that this rank remembers. Returns as Watch.on_news says."""
+        if self._failure is not None or self._interrupted:
+            return None
+        running = self._running
+        calls = {sequence: call for sequence, call in self._calls if sequence >= 0}
+
+        def tell(sequence: int) -> Call:
+            return Call(sequence, calls[sequence], self._place() if sequence == self._running else "", moved=True)
+
+        if running == self._looked_at and running in calls:
+            self._agreement.say(tell(running))
+        self._looked_at = running
+        if self._agreement.differs_from(calls, tell):
+            self._interrupt()
+        return _LOOK_S
+
     def _interrupt(self) -> None:
         self._interrupted = True
         self._transport.abort()
@@ -336,10 +410,11 @@ class Operations:
             waited_s=self._timeout_s - (deadline - time.monotonic()),
             timeout_s=self._timeout_s,
             before=tuple(sorted(done for done in self._calls if 0 <= done[0] < sequence)),
+            place="" if peers else self._place(),
         )
         self._watch.say_report(report.to_news())
         self._transport.abort()
-        return verdict(inquire(self._watch, report), self._rank, str(error))
+        return verdict(inquire(self._watch, report, self._agreement), self._rank, str(error))
 
     def announce_close(self) -> bool:
         """Tell the other ranks how many operations this one has issued, and that it issues no more: the first of three steps to
@@ -406,6 +481,11 @@ def _at_exit(operations: weakref.ref[Operations]) -> None:
 def _on_news(operations: weakref.ref[Operations]) -> float | None:
     alive = operations()
     return alive.on_news() if alive is not None else None
+
+
+def _compare_calls(operations: weakref.ref[Operations]) -> float | None:
+    alive = operations()
+    return alive.compare_calls() if alive is not None else None
 
 
 def _abandon(owner: int, queue: WorkQueue, watch: Watch, at_exit: Callable[[], None]) -> None:

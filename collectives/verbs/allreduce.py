@@ -128,7 +128,10 @@ def allreduce_compressed(
     chosen = engine.plans.choose_for_codec(codec, algorithm, nbytes, with_feedback=with_feedback)
     scales = f", prescale={prescale}, postscale={postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
     corrected = ", error feedback" if with_feedback else ""
-    call = f"allreduce({arguments.described(tensor)}, {name}{scales}, {chosen}, {present.identity}{corrected})"
+    call, signature = (
+        f"allreduce({arguments.described(tensor)}, {name}{scales}, {chosen}, {each.identity}{corrected})"
+        for each in (present, codec)  # to one that draws by the step, every step would be new
+    )
     engine.prepare_codec(codec, tensor.device, with_feedback=with_feedback)
     adds_codes = codec.summable and chosen != TWO_SHOT
     codes = torch.empty(0, dtype=codec.wire_dtype, device=tensor.device)
@@ -151,7 +154,7 @@ def allreduce_compressed(
             buffer.flat.copy_(flat)
         buffer.store()
 
-    work = engine.submit(call, body, async_op=async_op)
+    work = engine.submit(call, body, async_op=async_op, signature=signature)
     if feedback is not None:
         feedback.step = step + 1
     return work

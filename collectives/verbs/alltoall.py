@@ -69,4 +69,4 @@ def _check_splits(engine: Engine, turn: Turn, outgoing: list[int], incoming: lis
         or any(row[size + other] != rows[other][rank] for other in range(size))
     }
     if wrong:
-        raise Mismatch(wrong, rank=engine.rank, operation=turn.call)
+        raise Mismatch(wrong, rank=engine.rank, operation=turn.call, places=engine.places(turn))

@@ -235,8 +235,10 @@ def come_late() -> Witness:
 
 
 def swap_the_order() -> Witness:
-    """Rank 0 issues two operations in one order, the others in the other."""
+    """Rank 0 issues two operations that all know in one order, the others in the other."""
     comm = Communicator(timeout_s=TIMEOUT_S)
+    for numel in (10, 20):
+        comm.allreduce(torch.ones(numel))
     numels = (10, 20) if comm.rank == 0 else (20, 10)
     works = [comm.allreduce(torch.ones(numel), async_op=True) for numel in numels]
     return witness(comm, lambda: wait(*works))

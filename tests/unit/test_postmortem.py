@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from collectives.diagnostics.postmortem import Findings, Report, inquire, verdict
+from collectives.diagnostics.mismatch import Agreement
+from collectives.diagnostics.postmortem import Findings, Report, difference_of, inquire, verdict
 from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
 from tests.unit.test_watch import end_abruptly, watches
 
@@ -20,7 +21,7 @@ def stopped(*waiting_for: int, sequence: int = 4, gave_up: bool = False, waited_
 
 
 def judged(rank: int, reports: dict[int, Report], **known: object) -> CollectiveError:
-    return verdict(Findings(reports, **known), rank, detail="closed")  # type: ignore[arg-type]
+    return verdict(Findings(reports, difference=difference_of(reports), **known), rank, detail="closed")  # type: ignore[arg-type]
 
 
 def test_the_dead_rank_is_named_by_all_not_the_neighbour_that_broke_its_connections() -> None:
@@ -190,7 +191,9 @@ def test_an_inquiry_ends_when_the_dead_are_known() -> None:
         end_abruptly(third)
         second.say_report(stopped(2).to_news())
         assert first.wait_for(lambda: bool(first.lost) and 1 in first.reports, 20)
-        assert inquire(first, stopped(2)) == Findings({0: stopped(2), 1: stopped(2)}, frozenset({2}), {})
+        assert inquire(first, stopped(2), Agreement(first)) == Findings(
+            {0: stopped(2), 1: stopped(2)}, frozenset({2}), {}
+        )
 
 
 def test_an_inquiry_finds_who_speaks_but_does_not_hear(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +201,7 @@ def test_an_inquiry_finds_who_speaks_but_does_not_hear(monkeypatch: pytest.Monke
         monkeypatch.setattr(first._neighbours[2], "is_unconfirmed", lambda: True)
         for watch in (second, third):
             watch.say_report(stopped(0).to_news())
-        assert inquire(first, stopped(2)).cut == {(0, 2)}
+        assert inquire(first, stopped(2), Agreement(first)).cut == {(0, 2)}
 
 
 def test_an_inquiry_ends_when_everyone_has_spoken() -> None:
@@ -206,4 +209,6 @@ def test_an_inquiry_ends_when_everyone_has_spoken() -> None:
         second.say_report(stopped(0).to_news())
         third.say_leaving(9)
         third.say_done()
-        assert inquire(first, stopped(1)) == Findings({0: stopped(1), 1: stopped(0)}, frozenset(), {2: 9})
+        assert inquire(first, stopped(1), Agreement(first)) == Findings(
+            {0: stopped(1), 1: stopped(0)}, frozenset(), {2: 9}
+        )

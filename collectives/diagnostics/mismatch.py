@@ -1,0 +1,169 @@
+"""Whether all ranks call the same: compared before any data moves when a call is new, and while they wait when it is not.
+
+Ranks tell each other over link.watch what they call under which number. A call that all ranks have once agreed upon is known:
+then it is only looked up. As agreements come in the order of the operations, all ranks know the same calls, and forget them
+alike. When calls are known on some ranks only, or all are known and differ, those that run them have begun to move data: such
+a rank compares what others say with the calls that it remembers, and answers.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from collectives.errors import LinkError, Mismatch
+from collectives.link.watch import Watch
+
+#: How long ranks that know that they differ wait to hear what the others called.
+GRACE_S = 1.2
+
+#: How many calls are known at most; then all are forgotten.
+_MOST_KNOWN = 1024
+
+#: How many of its calls a rank's latest post tells of. A rank can be past what another one still compares.
+_POSTED = 4
+
+#: How often a wait looks for what is no news, and how often while messages of this rank move only when it is nudged.
+_LOOK_S, _NUDGE_S = 0.1, 0.001
+
+_TOPIC = "calls"
+
+
+class Call(NamedTuple):
+    """One rank's call. sequence: the operation's number. text: what all ranks must call alike. place: where in the user's code,
+    as 'file:line'; empty where that is not known. moved: whether data may have moved."""
+
+    sequence: int
+    text: str
+    place: str = ""
+    moved: bool = False
+
+
+def first_difference(calls: Iterable[tuple[int, Call]], after: int = -1) -> dict[int, Call]:
+    """Return each rank's call in the first operation beyond number `after` in which they differ; nothing where none does. calls:
+    (rank, call); of two of one rank, that with a place counts."""
+    by_sequence: dict[int, dict[int, Call]] = {}
+    for rank, call in calls:
+        if call.sequence > after:
+            known = by_sequence.setdefault(call.sequence, {})
+            if rank not in known or not known[rank].place:
+                known[rank] = call
+    return next((found for _, found in sorted(by_sequence.items()) if len({c.text for c in found.values()}) > 1), {})
+
+
+def mismatch(calls: Mapping[int, Call], rank: int, operation: str) -> Mismatch:
+    """Return the error that tells of a difference."""
+    texts = {caller: call.text for caller, call in calls.items()}
+    return Mismatch(texts, rank=rank, operation=operation, places={r: c.place for r, c in calls.items() if c.place})
+
+
+class Agreement:
+    """What the ranks of one Communicator call, as far as this rank knows.
+
+    Attributes: known, the signatures that all ranks have agreed upon; settled, the number of the last operation in which ranks
+    differed and no harm was done.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.known: set[str] = set()
+        self.settled = -1
+        self._watch = watch
+        self._said: list[Call] = []
+        self._hear_by = math.inf  # until when to wait for the calls of others, once it is known that they differ
+        self._lock = threading.Lock()
+
+    def say(self, call: Call) -> None:
+        """Tell all ranks what this one calls, unless it has told them of that operation before."""
+        with self._lock:
+            if all(said.sequence != call.sequence for said in self._said):
+                self._said = [*self._said[1 - _POSTED :], call]
+                self._watch.post(_TOPIC, self._said)
+
+    def said(self) -> list[tuple[int, Call]]:
+        """Return what all ranks have told, as (rank, call)."""
+        posts = list(self._watch.posts.get(_TOPIC, {}).items())
+        return [(rank, Call(*fields)) for rank, calls in posts for fields in calls]
+
+    def difference(self) -> dict[int, Call]:
+        """Return first_difference() of what is told and not settled."""
+        return first_difference(self.said(), self.settled)
+
+    def agree(self, call: Call, deadline: float, nudge: Callable[[], bool], in_vain: Callable[[], bool]) -> None:
+        """Return when all ranks have said that they call this.
+
+        nudge: moves what this rank has under way, and returns whether there is anything. in_vain: returns whether some rank will
+        never say what it calls. Raises Mismatch where ranks differ and no data has moved, on all of them alike, and LinkError
+        where they differ in a worse way, or not all came before the deadline.
+        """
+        self.say(call)
+        everyone = self._watch.others | {self._watch.rank}
+
+        def heard() -> tuple[dict[int, Call], set[int], bool]:
+            """Return who called what under this number, who has not come so far, and whether they differ."""
+            said = self.said()
+            calls = {rank: each for rank, each in said if each.sequence == call.sequence}
+            passed = {rank for rank, each in said if each.sequence > call.sequence}  # what it saw was agreement
+            missing = everyone - calls.keys() - passed
+            return calls, missing, any(each.text != call.text for each in calls.values())
+
+        def is_clear() -> bool:
+            _, missing, differ = heard()
+            return not missing or differ or bool(missing & self._watch.lost.keys()) or in_vain()
+
+        def is_complete() -> bool:
+            return not heard()[1] or in_vain()
+
+        self._wait(is_clear, deadline, nudge)
+        if heard()[2]:
+            self._wait(is_complete, min(deadline, time.monotonic() + self.patience_s()), nudge)
+        calls, missing, differ = heard()
+        if differ and not missing and not any(each.moved for each in calls.values()):
+            self.settled = call.sequence
+            self._hear_by = math.inf
+            raise mismatch(calls, self._watch.rank, call.text)
+        if differ:
+            raise LinkError(None, timed_out=False, detail="ranks called different operations")
+        if missing:
+            detail = "not all ranks said what they call"
+            raise LinkError(None, timed_out=time.monotonic() >= deadline, detail=detail, awaited=missing)
+
+    def take(self, signature: str) -> None:
+        """Know a call from now on, by what makes it new."""
+        if len(self.known) == _MOST_KNOWN:
+            self.known.clear()
+        self.known.add(signature)
+
+    def differs_from(self, remembered: Mapping[int, str], tell: Callable[[int], Call]) -> bool:
+        """Return whether another rank said that it called something else than this rank did under the same number. remembered:
+        what this rank has run, by number. tell: returns one of them as a Call, with which the other rank is answered."""
+        differs = False
+        for rank, call in self.said():
+            mine = remembered.get(call.sequence)
+            if rank != self._watch.rank and call.sequence > self.settled and mine is not None:
+                if mine != call.text or all(said.sequence < call.sequence for said in self._said):
+                    self.say(tell(call.sequence))
+                differs = differs or mine != call.text
+        return differs
+
+    def patience_s(self) -> float:
+        """Return for how many seconds more to wait for the calls of others, now that it is known that they differ."""
+        now = time.monotonic()
+        self._hear_by = min(self._hear_by, now + GRACE_S)
+        return max(0.0, self._hear_by - now)
+
+    def places(self, call: Call) -> dict[int, str]:
+        """Return where each rank made a call that all are in; only what they tell in time."""
+        self.say(call)
+
+        def told() -> dict[int, str]:
+            return {rank: each.place for rank, each in self.said() if each.sequence == call.sequence and each.place}
+
+        self._watch.wait_for(lambda: len(told()) == self._watch.size, GRACE_S)
+        return told()
+
+    def _wait(self, condition: Callable[[], bool], deadline: float, nudge: Callable[[], bool]) -> None:
+        while not condition() and (left_s := deadline - time.monotonic()) > 0:
+            self._watch.wait_for(condition, min(left_s, _NUDGE_S if nudge() else _LOOK_S))

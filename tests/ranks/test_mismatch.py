@@ -1,0 +1,296 @@
+"""Ranks that call different things are told so at once: what each called, and where; and they go on where no data has moved."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import pytest
+import torch
+
+from collectives import CollectiveError, Communicator, Mismatch
+from collectives.compression.integers import Int8
+from tests.harness import ON_EVERY_TRANSPORT, Worlds, wide
+
+pytestmark = ON_EVERY_TRANSPORT
+
+SOON_S = 2.0  # within which a mismatch is to be told
+FAR_S = 40.0  # the deadline of an operation, which nothing here is to run into
+SIZES = [2, 3, *wide(4)]
+
+#: How many cases may take longer, or cost the Communicator, because this machine did not let a rank run.
+ALLOWANCE = 0.01
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(*shape, dtype=dtype)
+
+
+def run(result: object) -> None:
+    """Wait for what is asynchronous."""
+    if result is not None:
+        result.wait()  # type: ignore[attr-defined]
+
+
+def prepared(comm: Communicator, tensor: torch.Tensor, *, start: bool) -> None:
+    operation = comm.prepare_allreduce(tensor)
+    if start:
+        operation.start()
+        operation.wait()
+    else:
+        operation()
+
+
+def parts(comm: Communicator, numel: int) -> list[torch.Tensor]:
+    return [ones(numel) for _ in range(comm.size)]
+
+
+def with_feedback(comm: Communicator, tensor: torch.Tensor) -> None:
+    comm.allreduce(tensor, codec="int8", feedback=comm.new_feedback("int8", tensor.numel()))
+
+
+def alltoall_by_splits(comm: Communicator, tensor: torch.Tensor) -> None:
+    splits = [6 // comm.size + (rank < 6 % comm.size) for rank in range(comm.size)]
+    mine = splits[comm.rank]
+    comm.alltoall(ones(mine * comm.size), tensor, [mine] * comm.size, splits)
+
+
+#: (what the error is to quote, the tensor that must stay as it is, the call)
+Way = tuple[str, Callable[[], torch.Tensor], Callable[[Communicator, torch.Tensor], object]]
+
+WAYS: list[Way] = [
+    ("allreduce(float32[6], sum, ", lambda: ones(6), lambda comm, t: comm.allreduce(t)),
+    ("allreduce(float32[7], sum, ", lambda: ones(7), lambda comm, t: comm.allreduce(t, async_op=True)),
+    ("allreduce(float32[2, 3], sum, ", lambda: ones(2, 3), lambda comm, t: comm.allreduce(t)),
+    ("allreduce(float32[70000], sum, ", lambda: ones(70000), lambda comm, t: comm.allreduce(t)),
+    ("allreduce(float64[6], ", lambda: ones(6, dtype=torch.float64), lambda comm, t: comm.allreduce(t)),
+    ("allreduce(int32[6], ", lambda: ones(6, dtype=torch.int32), lambda comm, t: comm.allreduce(t, async_op=True)),
+    ("allreduce(bfloat16[6], ", lambda: ones(6, dtype=torch.bfloat16), lambda comm, t: comm.allreduce(t)),
+    ("allreduce(float32[6], max, ", lambda: ones(6), lambda comm, t: comm.allreduce(t, "max")),
+    ("allreduce(float32[6], average, ", lambda: ones(6), lambda comm, t: comm.allreduce(t, "average", async_op=True)),
+    ("allreduce(float32[8], sum, ring", lambda: ones(8), lambda comm, t: comm.allreduce(t, algorithm="ring")),
+    ("allreduce(float32[8], sum, rsag", lambda: ones(8), lambda comm, t: comm.allreduce(t, algorithm="rsag")),
+    ("prescale=2.0", lambda: ones(6), lambda comm, t: comm.allreduce(t, prescale=2.0)),
+    ("int8(block=256", lambda: ones(6), lambda comm, t: comm.allreduce(t, codec="int8", step=0)),
+    ("int8(block=64", lambda: ones(6), lambda comm, t: comm.allreduce(t, codec=Int8(block=64), step=0, async_op=True)),
+    ("fp16(", lambda: ones(6), lambda comm, t: comm.allreduce(t, codec="fp16")),
+    ("error feedback", lambda: ones(6), with_feedback),
+    ("allreduce(float32[9], ", lambda: ones(9), lambda comm, t: prepared(comm, t, start=False)),
+    ("allreduce(float32[10], ", lambda: ones(10), lambda comm, t: prepared(comm, t, start=True)),
+    ("float32[6], float32[2], sum", lambda: ones(6), lambda comm, t: comm.grouped_allreduce([t, ones(2)])),
+    ("float32[2], float32[6], sum", lambda: ones(6), lambda comm, t: comm.grouped_allreduce([ones(2), t])),
+    ("broadcast(float32[6], src=0", lambda: ones(6), lambda comm, t: comm.broadcast(t, 0)),
+    ("broadcast(float32[6], src=1", lambda: ones(6), lambda comm, t: comm.broadcast(t, 1, async_op=True)),
+    ("broadcast(int64[1]", lambda: ones(1), lambda comm, t: comm.broadcast_object("object", 0)),
+    ("reduce(float32[6], dst=0", lambda: ones(6), lambda comm, t: comm.reduce(t, 0)),
+    ("reduce(float32[6], dst=1", lambda: ones(6), lambda comm, t: comm.reduce(t, 1)),
+    ("reduce_scatter(", lambda: ones(6), lambda comm, t: comm.reduce_scatter(t, parts(comm, 6))),
+    ("allgather(", lambda: ones(6), lambda comm, t: comm.allgather(parts(comm, 6), t, async_op=True)),
+    ("gather(", lambda: ones(6), lambda comm, t: comm.gather(t, parts(comm, 6) if comm.rank == 0 else None, 0)),
+    ("scatter(", lambda: ones(6), lambda comm, t: comm.scatter(t, parts(comm, 6) if comm.rank == 1 else None, 1)),
+    ("alltoall(float32, float32[12]", lambda: ones(12), lambda comm, t: comm.alltoall(ones(12), t)),
+    ("alltoall(float32, splits", lambda: ones(6), alltoall_by_splits),
+    ("barrier(", lambda: ones(1), lambda comm, t: comm.barrier()),
+]
+PAIRS = list(combinations(range(len(WAYS)), 2))
+
+
+@dataclass
+class Tally:
+    """What a rank saw of many cases: what was wrong, how many took long, and how many cost the Communicator."""
+
+    cases: int = 0
+    wrong: list[str] = field(default_factory=list)
+    slow: int = 0
+    spoiled: int = 0
+
+    def judge(self, case: str, call: Callable[[], object], quoted: dict[int, str]) -> Mismatch | None:
+        """Call what must be a Mismatch that quotes so much of what each rank called."""
+        self.cases += 1
+        started = time.monotonic()
+        try:
+            call()
+        except Mismatch as error:
+            self.slow += time.monotonic() - started > SOON_S
+            told = error.calls.keys() == quoted.keys() and all(quoted[rank] in error.calls[rank] for rank in quoted)
+            if not told or any(quote not in str(error) for quote in quoted.values()):
+                self.wrong.append(f"{case}: {error}")
+            return error
+        except CollectiveError as error:
+            self.wrong.append(f"{case}: {error!r}")
+        else:
+            self.wrong.append(f"{case}: no error")
+        return None
+
+
+def differ_in_every_way() -> Tally:
+    comm = Communicator(timeout_s=FAR_S)
+    tally = Tally()
+    for number, pair in enumerate(PAIRS):
+        odd = number % comm.size
+        ways = [WAYS[pair[rank == odd]] for rank in range(comm.size)]
+        _, make, call = ways[comm.rank]
+        tensor = make()
+        case = f"rank {comm.rank} of {comm.size}, pair {pair}"
+        error = tally.judge(case, lambda: run(call(comm, tensor)), {r: way[0] for r, way in enumerate(ways)})  # noqa: B023
+        places = error.places if error is not None else {}
+        if places.keys() != set(range(comm.size)) or not all("test_mismatch.py:" in place for place in places.values()):
+            tally.wrong.append(f"{case}: places {places}")
+        if not torch.equal(tensor, make()):
+            tally.wrong.append(f"{case}: the tensor is {tensor}")
+        right = torch.tensor([number, comm.rank])
+        try:
+            comm.allreduce(right)
+            if right.tolist() != [number * comm.size, sum(range(comm.size))]:
+                tally.wrong.append(f"{case}: afterwards the sum is {right}")
+        except CollectiveError:  # all see it, for none can do it without the others
+            tally.spoiled += 1
+            comm.close()
+            comm = Communicator(timeout_s=FAR_S)
+    comm.close()
+    return tally
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_that_call_something_new_and_different_are_told_and_go_on(ranks: Worlds, size: int) -> None:
+    for tally in ranks(size).run(differ_in_every_way):
+        assert tally.cases == len(PAIRS) > 300
+        assert not tally.wrong, "\n".join(tally.wrong[:20])
+        assert tally.slow <= ALLOWANCE * tally.cases
+        assert tally.spoiled <= ALLOWANCE * tally.cases
+
+
+#: Pairs of WAYS, and which of them all ranks have called before.
+KNOWN = [
+    *((pair, pair) for pair in ((0, 1), (0, 4), (0, 7), (9, 10), (0, 20), (20, 21), (23, 31), (12, 13), (26, 0))),
+    *((pair, pair) for pair in ((31, 20), (29, 25), (16, 18), (17, 3))),
+    *((pair, pair[:1]) for pair in ((0, 1), (20, 0), (31, 12))),
+]
+
+
+def differ_in_known_ways() -> list[Tally]:
+    comms = [Communicator(timeout_s=FAR_S) for _ in KNOWN]
+
+    def differ(comm: Communicator, pair: tuple[int, int], known: tuple[int, ...], odd: int) -> Tally:
+        """In the third call of five."""
+        tally = Tally()
+        for which in (*known, *known):
+            _, make, call = WAYS[which]
+            run(call(comm, make()))
+        ways = [WAYS[pair[rank == odd]] for rank in range(comm.size)]
+        _, make, call = ways[comm.rank]
+        case = f"rank {comm.rank} of {comm.size}, pair {pair} of which {known} are known"
+        quoted = {rank: way[0] for rank, way in enumerate(ways)}
+        if tally.judge(case, lambda: [run(call(comm, make())) for _ in range(3)], quoted) is not None:
+            with pytest.raises(Mismatch, match="broken"):
+                comm.barrier()
+        comm.close()
+        return tally
+
+    with ThreadPoolExecutor(len(KNOWN)) as pool:
+        odds = [number % comms[0].size for number in range(len(KNOWN))]
+        pairs, known = zip(*KNOWN, strict=True)
+        return list(pool.map(differ, comms, pairs, known, odds))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_that_call_what_is_known_in_another_order_are_told_too(ranks: Worlds, size: int) -> None:
+    for tallies in ranks(size).run(differ_in_known_ways):
+        wrong = [text for tally in tallies for text in tally.wrong]
+        assert not wrong, "\n".join(wrong)
+        assert sum(tally.slow for tally in tallies) <= 3  # of ranks that are all busy at the same time
+
+
+def swap_what_is_in_flight() -> None:
+    """Of five operations in flight, the third and the fourth come in another order on rank 0."""
+    with Communicator(timeout_s=FAR_S) as comm:
+        numels = [11, 12, 14, 13, 15] if comm.rank == 0 else [11, 12, 13, 14, 15]
+        tensors = [ones(numel) for numel in numels]
+        works = [comm.allreduce(tensor, async_op=True) for tensor in tensors]
+        for position, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+            assert work is not None
+            if position in (2, 3):
+                with pytest.raises(Mismatch) as caught:
+                    work.wait()
+                assert [call.partition(",")[0] for call in caught.value.calls.values()] == [
+                    f"allreduce(float32[{14 - (rank > 0) if position == 2 else 13 + (rank > 0)}]"
+                    for rank in range(comm.size)
+                ]
+                assert tensor.eq(1).all()
+            else:
+                work.wait()
+                assert tensor.eq(comm.size).all()
+
+
+def come_late() -> float:
+    """The last rank comes when the others have long been told; it is told at once."""
+    with Communicator(timeout_s=FAR_S) as comm:
+        if comm.rank == comm.size - 1:
+            time.sleep(SOON_S)
+        started = time.monotonic()
+        with pytest.raises(Mismatch) as caught:
+            comm.allreduce(ones(20 + comm.rank))
+        assert "float32[20]" in str(caught.value)
+        assert "float32[21]" in str(caught.value)
+        return time.monotonic() - started
+
+
+def send_beside() -> None:
+    """Messages that are under way move on while a new call is compared: the other rank comes only when it has them."""
+    with Communicator(timeout_s=FAR_S) as comm:
+        large = ones(1 << 21)
+        for number, (sends_later, receives_later) in enumerate([(True, False), (False, True)]):
+            work = None
+            if comm.rank == 0:
+                work = comm.send(large, 1, async_op=sends_later)  # type: ignore[call-overload]
+            elif comm.rank == 1:
+                work = comm.recv(large.zero_(), 0, async_op=receives_later)  # type: ignore[call-overload]
+            comm.allreduce(ones(30 + number))
+            if hasattr(work, "wait"):
+                work.wait()
+            assert large.eq(1).all()
+
+
+def differ_in_splits() -> tuple[dict[int, str], int]:
+    with Communicator(timeout_s=FAR_S) as comm:
+        splits = [1] * comm.size if comm.rank else [2] + [1] * (comm.size - 1)
+        call = lambda: comm.alltoall(ones(comm.size), ones(sum(splits)), [1] * comm.size, splits)  # noqa: E731
+        with pytest.raises(Mismatch) as caught:
+            call()
+        comm.barrier()
+        return caught.value.places, call.__code__.co_firstlineno
+
+
+def test_what_is_in_flight_is_told_apart(ranks: Worlds) -> None:
+    ranks(3).run(swap_what_is_in_flight)
+
+
+def test_who_comes_late_to_a_mismatch_is_told_at_once(ranks: Worlds) -> None:
+    assert all(seconds < 2 * SOON_S for seconds in ranks(3).run(come_late))  # on a machine that is busy
+
+
+def test_messages_move_on_while_a_new_call_is_compared(ranks: Worlds) -> None:
+    ranks(3).run(send_beside)
+
+
+def test_splits_that_differ_are_told_with_their_places(ranks: Worlds) -> None:
+    for places, line in ranks(2).run(differ_in_splits):
+        assert places.keys() == {0, 1}
+        assert all(place.endswith(f"test_mismatch.py:{line}") for place in places.values())
+
+
+def known_lines() -> tuple[str, int]:
+    """Differ in what is known, and wait for it."""
+    with Communicator(timeout_s=FAR_S) as comm:
+        for numel in (3, 4, 3, 4):
+            comm.allreduce(ones(numel))
+        call = lambda: comm.allreduce(ones(3 if comm.rank == 0 else 4))  # noqa: E731
+        with pytest.raises(Mismatch) as caught:
+            call()
+        return str(caught.value), call.__code__.co_firstlineno
+
+
+def test_the_line_of_a_known_call_is_told(ranks: Worlds) -> None:
+    for text, line in ranks(2).run(known_lines):
+        assert text.count(f"test_mismatch.py:{line}") == 2
