@@ -9,11 +9,15 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from collectives.diagnostics import whereabouts
+from collectives.diagnostics.excepthook import ExceptHook
 from collectives.diagnostics.postmortem import Report, inquire, verdict
+from collectives.diagnostics.stall import Position, Stalls
 from collectives.errors import CollectiveError, LinkError, Mismatch
 from collectives.link.base import Transport
 from collectives.link.watch import Watch
@@ -68,9 +72,11 @@ class _InVainError(LinkError):
 
 class Operations:
     """Runs operations in the order of issue. watch: belongs to the Operations from now on. timeout_s: seconds that each
-    operation may take from its start."""
+    operation may take from its start. stall_warning_s: as of Stalls."""
 
-    def __init__(self, transport: Transport, watch: Watch, timeout_s: float) -> None:
+    def __init__(
+        self, transport: Transport, watch: Watch, timeout_s: float, stall_warning_s: float | None = None
+    ) -> None:
         self._transport = transport
         self._rank = transport.rank
         self._timeout_s = timeout_s
@@ -80,6 +86,7 @@ class Operations:
         self._calls: list[tuple[int, str]] = [(-1, "")] * _REMEMBERED
         self._running = -1
         self._peers: frozenset[int] = frozenset()  # whose messages are awaited
+        self._message: tuple[str, frozenset[int]] | None = None  # the one that is waited for
         self._vain_since = math.inf
         self._interrupted = False
         self._beside_work = False
@@ -89,6 +96,8 @@ class Operations:
         atexit.register(self._at_exit)
         weakref.finalize(self, _abandon, os.getpid(), self._queue, watch, self._at_exit).atexit = False
         watch.on_news(partial(_on_news, weakref.ref(self)))
+        self._stalls = Stalls(watch, stall_warning_s, partial(_position, weakref.ref(self)))
+        self._hook = ExceptHook.telling(self)
         _all.add(self)
 
     @property
@@ -226,6 +235,7 @@ class Operations:
             self._wait_beside_work(beside_work)
             self._vain_since = math.inf
             self._peers = peers
+            self._message = (call, peers)
             end = deadline
             if self._watch.has_news:
                 if self._watch.failure:
@@ -239,6 +249,7 @@ class Operations:
             raise self._failed(error, call, deadline, peers) from None
         finally:
             self._peers = frozenset()
+            self._message = None
 
     def _wait_beside_work(self, beside_work: bool) -> None:
         if beside_work is not self._beside_work:
@@ -253,6 +264,25 @@ class Operations:
         self._calls[sequence % _REMEMBERED] = (sequence, call)
         self._running = self._sequence = sequence
         return (call_digest + sequence * _SPREAD) % 2**30
+
+    def position(self) -> Position:
+        """Return where this rank is, as of the moment, in whatever thread."""
+        elsewhere: tuple[str, ...] = ()
+        with suppress(RuntimeError):  # while another thread makes a Communicator
+            elsewhere = tuple(call for each in _all if each is not self and (call := each._call))
+        running = self._running
+        begun = running if running >= 0 else self._sequence
+        return Position(begun, running >= 0, dict(self._calls), self._message, elsewhere)
+
+    @property
+    def _call(self) -> str:
+        """What runs; nothing where nothing does."""
+        running, message = self._running, self._message
+        return dict(self._calls).get(running, "") if message is None else message[0]
+
+    def leave(self, why: str) -> None:
+        """Tell the other ranks by what exception this one ends, before it does."""
+        self._watch.say_leaving(self._unfinished, why)
 
     def _absent(self, sequence: int) -> bool:
         """Whether some rank takes no part in an operation: it has left before, or has failed there or earlier."""
@@ -312,13 +342,13 @@ class Operations:
             self._failure = self._explain(error, call, deadline, peers)
             return self._failure
         if not isinstance(error, Mismatch):
-            self._break(call, repr(error), self._sequence + bool(peers))
+            self._break(call, repr(error), self._sequence + bool(peers), whereabouts.of_exception(error))
         return error
 
-    def _break(self, call: str, why: str, sequence: int) -> None:
-        """Take no part in an operation and all after it, and let the others know."""
+    def _break(self, call: str, why: str, sequence: int, said: str = "") -> None:
+        """Take no part in an operation and all after it, and let the others know. said: of the exception that is to blame."""
         self._failure = CollectiveError(f"interrupted by {why}", rank=self._rank, operation=call)
-        self._watch.say_leaving(sequence)
+        self._watch.say_leaving(sequence, said)
         self._transport.abort()
 
     def _explain(self, error: LinkError, call: str, deadline: float, peers: frozenset[int]) -> CollectiveError:
@@ -339,16 +369,21 @@ class Operations:
         )
         self._watch.say_report(report.to_news())
         self._transport.abort()
-        return verdict(inquire(self._watch, report), self._rank, str(error))
+        asked_at = self._stalls.ask()
+        findings = inquire(self._watch, report)
+        where = self._stalls.answers(asked_at, findings.reports.keys())
+        return verdict(replace(findings, whereabouts=where), self._rank, str(error))
 
-    def announce_close(self) -> bool:
+    def announce_close(self, why: str = "") -> bool:
         """Tell the other ranks how many operations this one has issued, and that it issues no more: the first of three steps to
-        the end, which take a few seconds at most, whatever happened. False, with nothing done, the second time."""
+        the end, which take a few seconds at most, whatever happened. False, with nothing done, the second time. why: the
+        exception by which it leaves."""
         promised = None if self._queue.sealed else self._queue.seal()
         if promised is None:
             return False
         atexit.unregister(self._at_exit)
-        self._watch.say_leaving(promised)
+        self._hook.dismiss(self)
+        self._watch.say_leaving(promised, why)
         return True
 
     def drain(self, deadline: float, finish: Callable[[float], None]) -> None:
@@ -379,6 +414,7 @@ class Operations:
         self._failure = CollectiveError("this process is a fork of the rank", rank=self._rank, operation="fork")
         self._queue.sealed = True  # without its lock, which a thread may hold that stayed there
         atexit.unregister(self._at_exit)
+        self._hook.dismiss(self)
         self._watch.disown()
         self._transport.disown()
 
@@ -406,6 +442,11 @@ def _at_exit(operations: weakref.ref[Operations]) -> None:
 def _on_news(operations: weakref.ref[Operations]) -> float | None:
     alive = operations()
     return alive.on_news() if alive is not None else None
+
+
+def _position(operations: weakref.ref[Operations]) -> Position | None:
+    alive = operations()
+    return alive.position() if alive is not None else None
 
 
 def _abandon(owner: int, queue: WorkQueue, watch: Watch, at_exit: Callable[[], None]) -> None:
