@@ -28,7 +28,7 @@ _ASKED, _ANSWERED = "where is everyone", "whereabouts"
 _LOOK_S = 1.0
 
 #: How old an answer may be; so ranks that wait together ask once, not each by itself.
-_FRESH_S = 1.0
+_FRESH_S = 0.3
 
 #: How long a warning waits for answers, which take milliseconds where the machine is not busy with other processes.
 _ANSWER_S = 3.0
@@ -76,7 +76,7 @@ class Position:
 
     def to_news(self) -> dict[str, Any]:
         """Return it for ranks that ask, with where this rank's main thread is."""
-        said = [f"at {whereabouts.of_main_thread()}"]
+        said = [whereabouts.of_main_thread()]
         said += [f"waits in {self.waits_in}"] if self.waits_in else []
         said += [f"waits in {shortened(call)} of another Communicator" for call in self.elsewhere]
         finished = self.begun - self.is_running
@@ -114,6 +114,7 @@ class Stalls:
         if now - self._question_at > _FRESH_S / 2:
             self._question_at = now
             self._watch.post(_ASKED, now)
+            self._answer(now)  # to those who then do not ask
         return now
 
     def answers(self, asked_at: float, spoken: Set[int]) -> dict[int, str]:
@@ -145,10 +146,13 @@ class Stalls:
         questions.pop(self._watch.rank, None)
         if questions != self._questions:
             self._questions, self._question_at = questions, now
-            if now - self._answer_at > _FRESH_S / 2:
-                self._answer_at = now
-                self._watch.post(_ANSWERED, position.to_news())
+            self._answer(now)
         return None if self._warning_s is None else self._look(position, now, self._warning_s)
+
+    def _answer(self, now: float) -> None:
+        if now - self._answer_at > _FRESH_S / 2 and (position := self._position()) is not None:
+            self._answer_at = now
+            self._watch.post(_ANSWERED, position.to_news())
 
     def _look(self, position: Position, now: float, warning_s: float) -> float:
         """Warn if it is time to; return in how many seconds to look again."""
