@@ -86,6 +86,7 @@ class Operations:
         self._calls: list[tuple[int, str]] = [(-1, "")] * _REMEMBERED
         self._running = -1
         self._peers: frozenset[int] = frozenset()  # whose messages are awaited
+        self._call = ""  # what was called last, if not by run_now
         self._message: tuple[str, frozenset[int]] | None = None  # the one that is waited for
         self._vain_since = math.inf
         self._interrupted = False
@@ -215,6 +216,7 @@ class Operations:
         self._check_runs(call)
         deadline = time.monotonic() + self._timeout_s
         try:
+            self._call = call
             tag = self._begin(call, digest(call), beside_work=beside_work)
             if self._watch.has_news:
                 self._check_news(self._sequence)
@@ -266,19 +268,17 @@ class Operations:
         return (call_digest + sequence * _SPREAD) % 2**30
 
     def position(self) -> Position:
-        """Return where this rank is, as of the moment, in whatever thread."""
+        """Return where this rank is, as of the moment, in whatever thread, and what runs in its other Communicators."""
         elsewhere: tuple[str, ...] = ()
         with suppress(RuntimeError):  # while another thread makes a Communicator
-            elsewhere = tuple(call for each in _all if each is not self and (call := each._call))
-        running = self._running
-        begun = running if running >= 0 else self._sequence
-        return Position(begun, running >= 0, dict(self._calls), self._message, elsewhere)
+            elsewhere = tuple(text for each in _all if each is not self and (text := each._position().waits_in))
+        return replace(self._position(), elsewhere=elsewhere)
 
-    @property
-    def _call(self) -> str:
-        """What runs; nothing where nothing does."""
-        running, message = self._running, self._message
-        return dict(self._calls).get(running, "") if message is None else message[0]
+    def _position(self) -> Position:
+        running, calls = self._running, dict(self._calls)
+        if is_running := running >= 0:
+            calls.setdefault(running, self._call)
+        return Position(running if is_running else self._sequence, is_running, calls, self._message)
 
     def leave(self, why: str) -> None:
         """Tell the other ranks by what exception this one ends, before it does."""

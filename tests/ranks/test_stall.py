@@ -106,7 +106,9 @@ def wait_elsewhere(directory: Path) -> None:
     """Ranks 0 and 1 wait for each other, in two Communicators, and rank 1 for a message of rank 0's at last."""
     first, second = (Communicator(timeout_s=TIMEOUT_S, stall_warning_s=WARNING_S) for _ in range(2))
     if first.rank == 0:
-        wanted = r"for rank 1\n *rank 1 is at .*wait_elsewhere.*waits in barrier\(.* of another Communicator"
+        wanted = (
+            r"for rank 1\n *rank 1 is at .*wait_elsewhere.*waits in operation 0, barrier\(.* of another Communicator"
+        )
         with heard(wanted, directory / "elsewhere"):
             first.barrier(async_op=True)
             sleep_until([directory / "elsewhere"])
