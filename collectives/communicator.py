@@ -17,6 +17,7 @@ from collectives import objects, verbs
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.registry import make_codec
+from collectives.diagnostics import whereabouts
 from collectives.environment import LINK
 from collectives.link.connection import connect
 from collectives.link.membership import Membership, membership_of
@@ -42,7 +43,12 @@ class Communicator:
     overhead, smaller ones overlap better; None chooses by topology. link: the name of what moves the bytes: 'auto', 'tcp',
     'process_group' or one that register_link was given; None is what COLLECTIVES_LINK says, else 'auto'. segment_bytes, link
     and the tables of COLLECTIVES_<VERB> must be the same on all ranks, or all get a ValueError that says what differs;
-    timeout_s need not be.
+    the times need not be.
+
+    stall_warning_s: after how long a wait the logger "gradwire" tells, on every rank that waits, which ranks have not come and in
+    what file and line they are instead, and again each time the wait has become twice as long; None never does.
+    stall_shutdown_s: a deadline for waits of operations alone, where timeout_s, which counts for making the Communicator too, is
+    longer.
 
     By the link 'auto', CPU tensors travel through shared memory between ranks of one host, and over TCP between hosts; all else
     goes through the group's backend. Where memory cannot be shared (the log says why), or with COLLECTIVES_SHARED_MEMORY=0 on any
@@ -75,6 +81,8 @@ class Communicator:
         timeout_s: float = 300.0,
         segment_bytes: int | None = None,
         link: str | None = None,
+        stall_warning_s: float | None = 60.0,
+        stall_shutdown_s: float | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
@@ -89,6 +97,9 @@ class Communicator:
             raise ValueError(
                 f"rank {rank}: timeout_s={timeout_s} and segment_bytes={segment_bytes} must be positive and finite"
             )
+        for name, seconds in (("stall_warning_s", stall_warning_s), ("stall_shutdown_s", stall_shutdown_s)):
+            if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
+                raise ValueError(f"rank {rank}: {name}={seconds}: it must be positive and finite, or None for never")
         link = link or os.environ.get(LINK) or AUTO
         check_link(link, os.environ)  # what is wrong is found before anyone connects
         membership = group if isinstance(group, Membership) else membership_of(group, host_id(), timeout_s)
@@ -108,7 +119,8 @@ class Communicator:
                 preferred = connection.transport.preferred
                 tables.setdefault(collective, default_table(collective, self.topology, preferred, quick=quick))
             plans = Plans(self.topology, algorithms, tables, segment_bytes, eager=connection.transport.eager)
-            self._engine = Engine(connection.transport, connection.watch, plans, timeout_s)
+            patience_s = timeout_s if stall_shutdown_s is None else min(timeout_s, stall_shutdown_s)
+            self._engine = Engine(connection.transport, connection.watch, plans, patience_s, stall_warning_s)
         except BaseException:  # or the others would believe that this rank takes part
             connection.close()
             raise
@@ -610,13 +622,14 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        close_all([self], whereabouts.of_exception(error) if error is not None else "")
 
 
-def close_all(communicators: Iterable[Communicator]) -> None:
-    """Close several Communicators as close() does one, in little more time than one takes: all say so before any waits."""
+def close_all(communicators: Iterable[Communicator], why: str = "") -> None:
+    """Close several Communicators as close() does one, in little more time than one takes: all say so before any waits. why: what
+    the other ranks are told of an exception by which this one leaves."""
     engines = [communicator._engine for communicator in communicators]
-    engines = [engine for engine in engines if engine.announce_close()]
+    engines = [engine for engine in engines if engine.announce_close(why)]
     drain_by = time.monotonic() + DRAIN_S
     try:
         for engine in engines:

@@ -38,14 +38,25 @@ class CollectiveError(RuntimeError):
 class PeerLost(CollectiveError):
     """A peer's process ended, or it left before the operation was done. Attribute ranks: those that are lost."""
 
-    def __init__(self, ranks: Iterable[int], *, rank: int, operation: str, has_left: bool) -> None:
-        """has_left: whether they said that they leave, as a script does that ends or raises, rather than ended without a word."""
+    def __init__(
+        self,
+        ranks: Iterable[int],
+        *,
+        rank: int,
+        operation: str,
+        has_left: bool,
+        reasons: Mapping[int, str] | None = None,
+    ) -> None:
+        """has_left: whether they said that they leave, as a script does that ends or raises, rather than ended without a word.
+        reasons: what those raised that said so."""
         self.ranks = tuple(sorted(ranks))
         how = (
             "left at this operation or before, by an exception or at the end of its script: see its own output"
             if has_left
             else "its process was ended, or its host cannot be reached"
         )
+        if reasons:
+            how = "; ".join(f"rank {each} {reason}" for each, reason in reasons.items())
         super().__init__(f"lost {ranks_text(self.ranks)}: {how}", rank=rank, operation=operation)
 
 

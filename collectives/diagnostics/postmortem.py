@@ -9,7 +9,7 @@ nothing does not answer; and when everybody has spoken, what they say differs, o
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -68,7 +68,8 @@ class Findings:
 
     reports: by rank, its own among them. lost: whose process has ended without a word. left: who closes the Communicator, with
     the first operation in which it takes no part, in the order in which that was heard. cut: pairs of ranks that live but are not
-    connected any more. difference: what each rank called in the first operation in which they differ.
+    connected any more. difference: what each rank called in the first operation in which they differ. reasons: by what exceptions
+    ranks left. whereabouts: where ranks are, as far as they told.
     """
 
     reports: Mapping[int, Report]
@@ -76,6 +77,8 @@ class Findings:
     left: Mapping[int, int] = field(default_factory=dict)
     cut: Set[tuple[int, int]] = frozenset()
     difference: Mapping[int, Call] = field(default_factory=dict)
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    whereabouts: Mapping[int, str] = field(default_factory=dict)
 
     def gone(self, sequence: int) -> set[int]:
         """Return who is to blame for not taking part in an operation: whoever ended without a word, else who left first.
@@ -114,7 +117,7 @@ def inquire(watch: Watch, report: Report, agreement: Agreement) -> Findings:
     if watch.lost:
         watch.wait_for(lambda: False, _TOGETHER_S)
     lost, left, cut = frozenset(watch.lost), dict(watch.left), frozenset(watch.cut)
-    return Findings(reports(), lost, left, cut, difference())
+    return Findings(reports(), lost, left, cut, difference(), dict(watch.reasons))
 
 
 def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
@@ -125,7 +128,7 @@ def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
     if findings.difference:
         return mismatch(findings.difference, rank, mine.call)
     if gone := findings.gone(mine.sequence):
-        return PeerLost(gone, rank=rank, operation=mine.call, has_left=not gone & findings.lost)
+        return _lost(findings, gone, rank, has_left=not gone & findings.lost)
     messages = {r: report for r, report in findings.reports.items() if report.is_message}
     if not any(report.gave_up for r, report in findings.reports.items() if r not in messages):
         if messages:
@@ -133,7 +136,19 @@ def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
         pairs = _pairs_text(findings.cut) or "to a living rank"
         return CollectiveError(f"a connection {pairs} broke: {detail}", rank=rank, operation=mine.call)
     waiting_for, why = _unanswered(findings.reports, rank, findings.cut)
-    return CollectiveTimeout(mine.timeout_s, waiting_for, rank=rank, operation=mine.call, detail=why)
+    return _timeout(findings, waiting_for, rank, [why])
+
+
+def _lost(findings: Findings, gone: Set[int], rank: int, *, has_left: bool) -> PeerLost:
+    reasons = {r: findings.reasons[r] for r in sorted(gone & findings.reasons.keys())}
+    return PeerLost(gone, rank=rank, operation=findings.reports[rank].call, has_left=has_left, reasons=reasons)
+
+
+def _timeout(findings: Findings, waiting_for: Set[int], rank: int, said: Sequence[str]) -> CollectiveTimeout:
+    mine = findings.reports[rank]
+    where = [f"rank {r} {findings.whereabouts[r]}" for r in sorted(waiting_for & findings.whereabouts.keys())]
+    detail = "; ".join(filter(None, [*said, *where]))
+    return CollectiveTimeout(mine.timeout_s, waiting_for, rank=rank, operation=mine.call, detail=detail)
 
 
 def _of_message(findings: Findings, rank: int, detail: str) -> CollectiveError:
@@ -142,13 +157,13 @@ def _of_message(findings: Findings, rank: int, detail: str) -> CollectiveError:
     peers = set(mine.waiting_for)
     ended = findings.lost - findings.reports.keys()
     if gone := (peers & ended) or (ended if not mine.gave_up else set()):
-        return PeerLost(gone, rank=rank, operation=mine.call, has_left=False)
+        return _lost(findings, gone, rank, has_left=False)
     if gone := (peers & findings.left.keys()) - findings.reports.keys():
-        return PeerLost(gone, rank=rank, operation=mine.call, has_left=True)
+        return _lost(findings, gone, rank, has_left=True)
     said = _failed_in({peer: findings.reports[peer] for peer in peers & findings.reports.keys()})
     if not mine.gave_up or mine.waited_s < mine.timeout_s / 2:  # it was not worth waiting for longer
         return CollectiveError("; ".join([*said, detail]), rank=rank, operation=mine.call)
-    return CollectiveTimeout(mine.timeout_s, peers, rank=rank, operation=mine.call, detail="; ".join(said))
+    return _timeout(findings, peers, rank, said)
 
 
 def _failed_in(reports: Mapping[int, Report]) -> list[str]:

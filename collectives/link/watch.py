@@ -91,9 +91,9 @@ class Watch:
     Attributes, for reading: lost, the ranks whose process has ended, or whose host does not answer, with the time at which
     that was noticed (time.monotonic()); cut, the pairs of ranks that live but are not connected any more; left, the ranks that
     close their Communicator, with the number of the first operation in which they take no part, in the order in which they said
-    so; done, those of them that nobody needs to wait for; reports, what ranks said of a failure; failure, why this rank
-    hears nothing any more; has_news, whether any of these holds anything; posts, by topic and rank, the latest of what each rank
-    has posted, its own among them.
+    so; reasons, by what exceptions some of them leave; done, those of them that nobody needs to wait for; reports, what ranks
+    said of a failure; failure, why this rank hears nothing any more; has_news, whether any of these holds anything; posts, by
+    topic and rank, the latest of what each rank has posted, its own among them.
     """
 
     def __init__(self, rank: int, size: int, connections: dict[int, socket.socket]) -> None:
@@ -103,6 +103,7 @@ class Watch:
         self.lost: dict[int, float] = {}
         self.cut: set[tuple[int, int]] = set()
         self.left: dict[int, int] = {}
+        self.reasons: dict[int, str] = {}
         self.done: set[int] = set()
         self.reports: dict[int, dict[str, Any]] = {}
         self.failure = ""
@@ -131,9 +132,9 @@ class Watch:
         self._listeners.append(listener)
         self._wake_up()
 
-    def say_leaving(self, sequence: int) -> None:
-        """Tell everyone that this rank takes no part in operations from this number on."""
-        self._say({"kind": "leaving", "rank": self.rank, "sequence": sequence})
+    def say_leaving(self, sequence: int, why: str = "") -> None:
+        """Tell everyone that this rank takes no part in operations from this number on. why: the exception by which it leaves."""
+        self._say({"kind": "leaving", "rank": self.rank, "sequence": sequence, "why": why})
 
     def say_done(self) -> None:
         """Tell everyone that nothing of this rank's is under way any more."""
@@ -221,6 +222,8 @@ class Watch:
             self._note_end(rank, message["by"], is_alive=kind == "alive")
         elif kind == "leaving":
             self.left[rank] = min(message["sequence"], self.left.get(rank, message["sequence"]))
+            if message["why"]:
+                self.reasons.setdefault(rank, message["why"])
         elif kind == "done":
             self.done.add(rank)
         elif kind == "report":

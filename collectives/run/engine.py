@@ -28,7 +28,7 @@ _REMEMBERED_CALLS = 256
 
 
 class Engine:
-    """Runs the operations of one Communicator. timeout_s as there.
+    """Runs the operations of one Communicator. timeout_s and stall_warning_s as there.
 
     Attributes: rank, size; plans, what it runs; messages, between two ranks; shares_memory, with the other ranks of the host;
     routes, as of its Transport; device_types, the kinds of device whose tensors the group carries; control_device, the one where
@@ -41,6 +41,7 @@ class Engine:
         watch: Watch,
         plans: Plans,
         timeout_s: float,
+        stall_warning_s: float | None,
     ) -> None:
         self.rank = transport.rank
         self.size = transport.size
@@ -51,7 +52,7 @@ class Engine:
         self.control_device = self.device_types[0]
         self._posts_together = transport.posts_together
         self._via_host = "cuda" not in transport.device_types
-        self._operations = Operations(transport, watch, timeout_s)
+        self._operations = Operations(transport, watch, timeout_s, stall_warning_s)
         self.messages = Messages(transport, self._operations)
         self.run_now = self._operations.run_now
         self._transport = transport
@@ -278,9 +279,10 @@ class Engine:
         numbers = Numbers(program, source, destination, COMBINE[op], self.rank, self._scratch)
         execute(program, numbers, self._transport, tag=turn.tag, deadline=turn.deadline)
 
-    def announce_close(self) -> bool:
-        """Tell the other ranks that this one issues no more operations; False, with nothing done, the second time."""
-        return self._operations.announce_close()
+    def announce_close(self, why: str = "") -> bool:
+        """Tell the other ranks that this one issues no more operations; False, with nothing done, the second time. why: the
+        exception by which it leaves."""
+        return self._operations.announce_close(why)
 
     def drain(self, deadline: float) -> None:
         """Finish what is queued, but not beyond the deadline (time.monotonic())."""

@@ -10,14 +10,17 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import get_ident
 from typing import TypeVar
 
+from collectives.diagnostics import whereabouts
+from collectives.diagnostics.excepthook import ExceptHook
 from collectives.diagnostics.mismatch import Agreement, Call
-from collectives.diagnostics.place import place_of
 from collectives.diagnostics.postmortem import Report, inquire, verdict
+from collectives.diagnostics.stall import Position, Stalls
 from collectives.errors import CollectiveError, LinkError, Mismatch
 from collectives.link.base import Transport
 from collectives.link.watch import Watch
@@ -76,9 +79,11 @@ class _InVainError(LinkError):
 
 class Operations:
     """Runs operations in the order of issue. watch: belongs to the Operations from now on. timeout_s: seconds that each
-    operation may take from its start."""
+    operation may take from its start. stall_warning_s: as of Stalls."""
 
-    def __init__(self, transport: Transport, watch: Watch, timeout_s: float) -> None:
+    def __init__(
+        self, transport: Transport, watch: Watch, timeout_s: float, stall_warning_s: float | None = None
+    ) -> None:
         self._transport = transport
         self._rank = transport.rank
         self._timeout_s = timeout_s
@@ -92,6 +97,8 @@ class Operations:
         self._looked_at = -1  # what ran at the last look
         self._where: str | int = ""  # of what runs: the place in the user's code, or the thread, which is there
         self._peers: frozenset[int] = frozenset()  # whose messages are awaited
+        self._call = ""  # what was called last, if not by run_now
+        self._message: tuple[str, frozenset[int]] | None = None  # the one that is waited for
         self._vain_since = math.inf
         self._interrupted = False
         self._beside_work = False
@@ -103,6 +110,8 @@ class Operations:
         watch.on_news(partial(_on_news, weakref.ref(self)))
         if transport.size > 1:
             watch.on_news(partial(_compare_calls, weakref.ref(self)))
+        self._stalls = Stalls(watch, stall_warning_s, partial(_position, weakref.ref(self)))
+        self._hook = ExceptHook.telling(self)
         _all.add(self)
 
     @property
@@ -130,7 +139,7 @@ class Operations:
                     return None
             finally:
                 self._queue.leave(turn, self._sequence)
-        place = place_of(sys._getframe())
+        place = whereabouts.of_call(sys._getframe())
         work = Work(self._rank, call, lambda: self._take_turn(call, signature or call, body, place, beside_work=True))
         self._queue.submit(work)
         if async_op:
@@ -227,6 +236,7 @@ class Operations:
         self._check_runs(call)
         deadline = time.monotonic() + self._timeout_s
         try:
+            self._call = call
             is_new = signature not in self._known
             if is_new and self._transport.size == 1:
                 self._agreement.take(signature)
@@ -253,6 +263,7 @@ class Operations:
             self._wait_beside_work(beside_work)
             self._vain_since = math.inf
             self._peers = peers
+            self._message = (call, peers)
             end = deadline
             if self._watch.has_news:
                 if self._watch.failure:
@@ -266,6 +277,7 @@ class Operations:
             raise self._failed(error, call, deadline, peers) from None
         finally:
             self._peers = frozenset()
+            self._message = None
 
     def _wait_beside_work(self, beside_work: bool) -> None:
         if beside_work is not self._beside_work:
@@ -304,11 +316,28 @@ class Operations:
     def _place(self) -> str:
         """Return where in the user's code that was called which runs; nothing where that is not known any more."""
         where = self._where
-        return where if isinstance(where, str) else place_of(sys._current_frames().get(where))
+        return where if isinstance(where, str) else whereabouts.of_call(sys._current_frames().get(where))
 
     def places(self, turn: Turn) -> dict[int, str]:
         """Return where each rank called what runs on all of them, of those that tell in time."""
         return self._agreement.places(Call(turn.sequence, turn.call, self._place()))
+
+    def position(self) -> Position:
+        """Return where this rank is, as of the moment, in whatever thread, and what runs in its other Communicators."""
+        elsewhere: tuple[str, ...] = ()
+        with suppress(RuntimeError):  # while another thread makes a Communicator
+            elsewhere = tuple(text for each in _all if each is not self and (text := each._position().waits_in))
+        return replace(self._position(), elsewhere=elsewhere)
+
+    def _position(self) -> Position:
+        running, calls = self._running, dict(self._calls)
+        if is_running := running >= 0:
+            calls.setdefault(running, self._call)
+        return Position(running if is_running else self._sequence, is_running, calls, self._message)
+
+    def leave(self, why: str) -> None:
+        """Tell the other ranks by what exception this one ends, before it does."""
+        self._watch.say_leaving(self._unfinished, why)
 
     def _absent(self, sequence: int) -> bool:
         """Whether some rank takes no part in an operation: it has left before, or has failed there or earlier."""
@@ -386,13 +415,13 @@ class Operations:
             self._failure = self._explain(error, call, deadline, peers)
             return self._failure
         if not isinstance(error, Mismatch):
-            self._break(call, repr(error), self._sequence + bool(peers))
+            self._break(call, repr(error), self._sequence + bool(peers), whereabouts.of_exception(error))
         return error
 
-    def _break(self, call: str, why: str, sequence: int) -> None:
-        """Take no part in an operation and all after it, and let the others know."""
+    def _break(self, call: str, why: str, sequence: int, said: str = "") -> None:
+        """Take no part in an operation and all after it, and let the others know. said: of the exception that is to blame."""
         self._failure = CollectiveError(f"interrupted by {why}", rank=self._rank, operation=call)
-        self._watch.say_leaving(sequence)
+        self._watch.say_leaving(sequence, said)
         self._transport.abort()
 
     def _explain(self, error: LinkError, call: str, deadline: float, peers: frozenset[int]) -> CollectiveError:
@@ -414,16 +443,21 @@ class Operations:
         )
         self._watch.say_report(report.to_news())
         self._transport.abort()
-        return verdict(inquire(self._watch, report, self._agreement), self._rank, str(error))
+        asked_at = self._stalls.ask()
+        findings = inquire(self._watch, report, self._agreement)
+        where = self._stalls.answers(asked_at, findings.reports.keys())
+        return verdict(replace(findings, whereabouts=where), self._rank, str(error))
 
-    def announce_close(self) -> bool:
+    def announce_close(self, why: str = "") -> bool:
         """Tell the other ranks how many operations this one has issued, and that it issues no more: the first of three steps to
-        the end, which take a few seconds at most, whatever happened. False, with nothing done, the second time."""
+        the end, which take a few seconds at most, whatever happened. False, with nothing done, the second time. why: the
+        exception by which it leaves."""
         promised = None if self._queue.sealed else self._queue.seal()
         if promised is None:
             return False
         atexit.unregister(self._at_exit)
-        self._watch.say_leaving(promised)
+        self._hook.dismiss(self)
+        self._watch.say_leaving(promised, why)
         return True
 
     def drain(self, deadline: float, finish: Callable[[float], None]) -> None:
@@ -454,6 +488,7 @@ class Operations:
         self._failure = CollectiveError("this process is a fork of the rank", rank=self._rank, operation="fork")
         self._queue.sealed = True  # without its lock, which a thread may hold that stayed there
         atexit.unregister(self._at_exit)
+        self._hook.dismiss(self)
         self._watch.disown()
         self._transport.disown()
 
@@ -486,6 +521,11 @@ def _on_news(operations: weakref.ref[Operations]) -> float | None:
 def _compare_calls(operations: weakref.ref[Operations]) -> float | None:
     alive = operations()
     return alive.compare_calls() if alive is not None else None
+
+
+def _position(operations: weakref.ref[Operations]) -> Position | None:
+    alive = operations()
+    return alive.position() if alive is not None else None
 
 
 def _abandon(owner: int, queue: WorkQueue, watch: Watch, at_exit: Callable[[], None]) -> None:

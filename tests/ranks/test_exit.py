@@ -13,6 +13,7 @@ import pytest
 from tests.harness import wide
 
 DEADLINE_S = 30.0
+RAISED = r"lost rank 1: rank 1 raised ValueError: the script's own at .*script\.py:\d+, <module>"
 
 SCRIPT = """
     import sys
@@ -85,6 +86,35 @@ WAITS_FOR_ANOTHER_HOST = """
     began.wait()
 """
 
+OUTLIVES = """
+    import os
+    import sys
+    import threading
+    import time
+    import torch
+    import torch.distributed as dist
+    from collectives import Communicator
+
+    rank, path = int(sys.argv[1]), sys.argv[2]
+    sys.excepthook = lambda kind, error, trace: print("the former hook saw", kind.__name__, file=sys.stderr)
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    comm = Communicator(timeout_s=60)
+    comm.barrier()
+
+    def outlive():
+        while not os.path.exists(path + ".heard"):
+            time.sleep(0.01)
+
+    if rank == 1:
+        threading.Thread(target=outlive).start()
+        raise ValueError("the script's own")
+    try:
+        comm.barrier()
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+    open(path + ".heard", "w").close()
+"""
+
 LEAVES = """
     import os
     import signal
@@ -130,7 +160,7 @@ def start(script: str, directory: Path, *arguments: str) -> list[subprocess.Pope
 @pytest.mark.parametrize(
     ("ending", "codes", "texts"),
     [
-        ("raise", (1, 1), ("PeerLost: rank 0: .*lost rank 1", "ValueError: the script's own")),
+        ("raise", (1, 1), (f"PeerLost: rank 0: .*{RAISED}", "ValueError: the script's own")),
         ("return", (0, 0), ("", "")),
     ],
 )
@@ -189,9 +219,15 @@ def test_a_wait_for_another_host_holds_up_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "code"), [("raise", 1), ("interrupt", -signal.SIGINT), pytest.param("exit", 3, marks=pytest.mark.wide)]
+    ("ending", "code", "said"),
+    [
+        ("raise", 1, RAISED),
+        ("interrupt", -signal.SIGINT, "lost rank 1: rank 1 raised KeyboardInterrupt at "),
+        pytest.param("exit", 3, "lost rank 1: left at this operation", marks=pytest.mark.wide),
+    ],
+    ids=["raise", "interrupt", "exit"],
 )
-def test_a_rank_that_leaves_training_is_heard_of(tmp_path: Path, ending: str, code: int) -> None:
+def test_a_rank_that_leaves_training_is_heard_of(tmp_path: Path, ending: str, code: int, said: str) -> None:
     """It has several Communicators, and it is the last one that the other rank waits in."""
     processes = start(LEAVES, tmp_path, ending)
     try:
@@ -200,5 +236,17 @@ def test_a_rank_that_leaves_training_is_heard_of(tmp_path: Path, ending: str, co
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [1, code], survivor + leaver
-    assert "PeerLost: rank 0: " in survivor
-    assert "lost rank 1" in survivor
+    assert re.search(f"PeerLost: rank 0: .*{said}", survivor), survivor
+
+
+def test_an_exception_is_heard_of_while_other_threads_still_run(tmp_path: Path) -> None:
+    """The interpreter waits for them before it ends; here, until the other rank has heard."""
+    processes = start(OUTLIVES, tmp_path)
+    try:
+        survivor, leaver = (process.communicate(timeout=DEADLINE_S)[1] for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 1], survivor + leaver
+    assert re.search(RAISED, survivor), survivor
+    assert "the former hook saw ValueError" in leaver

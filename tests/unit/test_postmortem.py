@@ -33,6 +33,23 @@ def test_the_dead_rank_is_named_by_all_not_the_neighbour_that_broke_its_connecti
         assert "lost rank 2: its process was ended" in str(error)
 
 
+def test_what_a_rank_raised_is_told() -> None:
+    why = "raised ValueError: no such file at train.py:31, load"
+    error = judged(0, {0: stopped(1)}, left={2: 4}, reasons={2: why, 1: "raised PeerLost"})
+    assert str(error) == f"rank 0: {CALL}: lost rank 2: rank 2 {why}"
+    error = judged(0, {0: message(1)}, left={1: 3}, reasons={1: why})
+    assert str(error).endswith(f"lost rank 1: rank 1 {why}")
+
+
+def test_where_a_rank_is_that_is_waited_for_is_told() -> None:
+    where = {1: "is at train.py:31, load", 2: "is at train.py:40, train"}
+    error = judged(0, {0: stopped(1, gave_up=True), 2: stopped(1)}, whereabouts=where)
+    assert isinstance(error, CollectiveTimeout)
+    assert str(error).endswith("not done after 3 s waiting for rank 1: rank 1 is at train.py:31, load")
+    error = judged(0, {0: message(1, gave_up=True)}, whereabouts=where)
+    assert str(error).endswith("waiting for rank 1: rank 1 is at train.py:31, load")
+
+
 def message(*waiting_for: int, gave_up: bool = False) -> Report:
     call = f"recv(float32[8], src={waiting_for[0]}, tag=0)"
     return Report(5, call, waiting_for, gave_up, SECONDS, SECONDS, before=((4, CALL),), is_message=True)

@@ -1,0 +1,71 @@
+"""Where in a user's program a thread is, or an exception was raised: the file and the line that the user would look at."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Iterable
+from types import FrameType
+
+#: Packages whose lines say less than that of their caller; so do the standard library's and those of installed packages.
+_OURS = {"collectives", "trainer", "torch"}
+
+_INSTALLED = ("site-packages", "dist-packages")
+
+#: The longest text about an exception; messages may hold whole tensors.
+_LONGEST = 300
+
+
+def of_main_thread() -> str:
+    """Return where the main thread is, as any thread may ask that gets the interpreter's lock."""
+    ident = threading.main_thread().ident
+    frame = sys._current_frames().get(ident) if ident is not None else None
+    if frame is None:
+        return "at its end: the main thread has ended"
+    return f"at {_place(traceback.walk_stack(frame))}"
+
+
+def of_exception(error: BaseException) -> str:
+    """Return what was raised, and where, in a line; nothing for the SystemExit of a script that ends in order."""
+    if isinstance(error, SystemExit) and not error.code:
+        return ""
+    said = shortened(" ".join("".join(traceback.format_exception_only(error)).split()))
+    if (trace := error.__traceback__) is None:
+        return f"raised {said}"
+    frames = list(traceback.walk_tb(trace))[::-1]
+    if (caller := trace.tb_frame.f_back) is not None:  # an exception is told of before it has come all the way
+        frames += traceback.walk_stack(caller)
+    return f"raised {said} at {_place(frames)}"
+
+
+def of_call(frame: FrameType | None) -> str:
+    """Return 'file:line' of the innermost call in the user's own code, from a frame outwards; nothing where there is none, as in
+    a thread of this framework's."""
+    frames = traceback.walk_stack(frame) if frame is not None else ()
+    return next((f"{each.f_code.co_filename}:{line}" for each, line in frames if _is_users(each)), "")
+
+
+def shortened(text: str) -> str:
+    """Return a text, but no more of it than tells what it is about."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return the innermost line of the user's, and the innermost of all where that is another. frames: the innermost first."""
+    listed = list(frames)
+    innermost = listed[0]
+    users = next((each for each in listed if _is_users(each[0])), innermost)
+    return _text(users) if users is innermost else f"{_text(users)} (in {_text(innermost)})"
+
+
+def _is_users(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    if package in _OURS or package in sys.stdlib_module_names:
+        return False
+    return not any(folder in frame.f_code.co_filename for folder in _INSTALLED)
+
+
+def _text(place: tuple[FrameType, int]) -> str:
+    frame, line = place
+    return f"{frame.f_code.co_filename}:{line}, {frame.f_code.co_name}"
