@@ -16,6 +16,7 @@ collectives.CollectiveError where the ranks could not finish together.
 from trainer.compression import Compression, ErrorFeedback
 from trainer.ddp import ddp_comm_hook
 from trainer.horovod.handles import Handle, poll, synchronize
+from trainer.horovod.join import join
 from trainer.horovod.movements import (
     allgather,
     allgather_async,
@@ -92,6 +93,7 @@ __all__ = [
     "grouped_allreduce_async_",
     "init",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "poll",

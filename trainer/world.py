@@ -41,6 +41,7 @@ class World:
         self.size = dist.get_world_size()
         self._timeout_s = timeout_s
         self._opened: list[weakref.ref[Communicator]] = []
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._communicators: dict[dist.ProcessGroup | None, Communicator] = {}
         topology = self.communicator().topology
         told = (launch.rank, launch.size) == (self.rank, self.size)
@@ -61,6 +62,20 @@ class World:
         communicator = Communicator(group, timeout_s=self._timeout_s)
         self._opened = [opened for opened in self._opened if opened() is not None] + [weakref.ref(communicator)]
         return communicator
+
+    @property
+    def communicators(self) -> list[Communicator]:
+        """Return those that were opened here and that somebody still uses, in the order in which they were opened."""
+        return [communicator for reference in self._opened if (communicator := reference()) is not None]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the distributed optimizers in use, in the order in which they were made."""
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+
+    def enrol(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let join() know of a distributed optimizer."""
+        self._optimizers = [known for known in self._optimizers if known() is not None] + [weakref.ref(optimizer)]
 
     def close(self) -> None:
         """Close what was opened here."""
