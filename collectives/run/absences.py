@@ -35,6 +35,9 @@ class Call(str):
         call.verb, call.joinable, call.arguments = verb, joinable, arguments
         return call
 
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)  # what is copied or sent is the text
+
 
 @dataclass(frozen=True)
 class Wanted:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 import trainer as hvd
-from collectives import CollectiveError, PeerJoined
+from collectives import PeerJoined, PeerLost
 from collectives.compression import Int8, OneBit, TopK
 from tests.harness import ON_EVERY_TRANSPORT, RUN_TIMEOUT_S, Worlds
 from tests.ranks.training import assert_close, assert_same_on_all_ranks, copies, in_world
@@ -201,7 +200,7 @@ def two_optimizers() -> None:
         loss_of(second, hvd.rank(), step + 10).backward()
         optimizers[1].step()
         shown = hvd.allreduce(torch.ones(()))  # a metric
-        assert shown in ([1.0] if step < 2 else [1 / hvd.size()])
+        assert shown in ([1.0] if step < 2 else [torch.tensor(1 / hvd.size())])
     assert hvd.join() == 0
     for optimizer in optimizers:
         assert_same_on_all_ranks(everything(optimizer))
@@ -277,3 +276,39 @@ def refuse() -> None:
 def test_verbs_and_optimizers_beside_each_other(ranks: Worlds, size: int) -> None:
     for function in (verbs_with_zeros, two_optimizers, losses_of_closures, refuse):
         ranks(size).run(function)
+
+
+def die_or_wait(how: str) -> str:
+    """Rank 0 joins; of the others, one ends while the rest go on. What the survivors are told."""
+    hvd.init(timeout_s=RUN_TIMEOUT_S / 2)
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(momentum(model))
+    victim = hvd.size() - 1
+    with pytest.raises((PeerLost, Abandoned)) as caught:
+        if hvd.rank() == 0:
+            hvd.join()
+        for step in range(1000):
+            if hvd.rank() == victim and step == 3:
+                if how == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise Abandoned
+            plain_step(optimizer, model, hvd.rank(), step)
+    hvd.shutdown()
+    return str(caught.value)
+
+
+class Abandoned(Exception):
+    """What goes wrong on the victim itself."""
+
+
+@pytest.mark.parametrize("how", ["killed", "raising"])
+def test_a_rank_that_ends_while_others_have_joined_is_named(ranks: Worlds, how: str) -> None:
+    world = ranks.fresh(3)
+    try:
+        world.start(die_or_wait, how)
+        outcomes = world.collect(RUN_TIMEOUT_S, ranks=[0, 1])
+        for outcome in outcomes:
+            assert outcome.status == "returned", str(outcome)
+            assert "lost rank 2" in outcome.value
+    finally:
+        world.kill()

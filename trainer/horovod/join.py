@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Collection
+from concurrent.futures import Future
 
 import torch
 
 from collectives import CollectiveTimeout, Communicator
+from collectives.daemon import DaemonThread
+from collectives.run.absences import Wanted
 from trainer.horovod.state import share_optimizer_state
 from trainer.optimizer import DistributedOptimizer
 from trainer.world import World, current_world, here
@@ -51,9 +55,13 @@ class _Join:
         self._optimizers = {optimizer.communicator: optimizer for optimizer in made}
         self._communicators = list(dict.fromkeys([*world.communicators, *self._optimizers]))
         self._device = device
+        self._cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
         self._changed = threading.Event()
+        self._threads: dict[Communicator, DaemonThread] = {}
 
     def run(self) -> int:
+        if self._cuda >= 0:
+            torch.cuda.current_stream().synchronize()  # other threads, with other streams, go on
         for communicator in sorted(self._communicators, key=lambda each: each is self._everyone):
             communicator.absence.leave(self._changed.set)
         self._stand_in()
@@ -66,39 +74,52 @@ class _Join:
         return last
 
     def _stand_in(self) -> None:
-        """Take part with zeros until everyone has joined."""
+        """Take part with zeros until everyone has joined; in several Communicators at a time, as the others may be."""
         absence = self._everyone.absence
+        running: dict[Communicator, Future[None]] = {}
         quiet_since = time.monotonic()
         while True:
             self._changed.clear()
-            if any(self._follow(communicator) for communicator in self._communicators):
-                quiet_since = time.monotonic()
-                continue
-            if absence.everyone_left:
+            for communicator in self._communicators:
+                if communicator in running and running[communicator].done():
+                    running.pop(communicator).result()
+                    quiet_since = time.monotonic()
+                if communicator not in running and (wanted := communicator.absence.wanted()) is not None:
+                    running[communicator] = self._begin(communicator, wanted)
+            if not running and absence.everyone_left:
                 return
-            self._check(has_left=absence.has_leavers)
+            self._check(running)
             left_s = quiet_since + absence.timeout_s - time.monotonic()
-            if left_s <= 0:
+            if left_s <= 0 and not running:
                 missing = set(range(self._everyone.size)) - absence.firsts.keys()
                 raise CollectiveTimeout(absence.timeout_s, missing, rank=self._everyone.rank, operation="join()")
-            self._changed.wait(left_s)
+            self._changed.wait(max(left_s, _LOOK_AGAIN_S))
 
-    def _follow(self, communicator: Communicator) -> bool:
-        """Take part in the next operation of a Communicator, if others wait for it; return whether they did."""
-        wanted = communicator.absence.wanted()
-        if wanted is None:
-            return False
-        optimizer = self._optimizers.get(communicator)
-        if optimizer is None or not optimizer.stand_in(wanted.verb, wanted.numel):
-            communicator.absence.stand_in(wanted, self._device)
+    def _begin(self, communicator: Communicator, wanted: Wanted) -> Future[None]:
+        """Begin to take part in an operation, on a thread."""
+        if communicator not in self._threads:
+            self._threads[communicator] = DaemonThread("gradwire-join")
+        future = self._threads[communicator].submit(lambda: self._take_part(communicator, wanted))
+        future.add_done_callback(lambda _: self._changed.set())
+        return future
+
+    def _take_part(self, communicator: Communicator, wanted: Wanted) -> None:
+        """Take part in an operation, and what belongs to it."""
+        with torch.cuda.device(self._cuda):
+            optimizer = self._optimizers.get(communicator)
+            if optimizer is None or not optimizer.stand_in(wanted.verb, wanted.numel):
+                communicator.absence.stand_in(wanted, self._device)
+            if self._cuda >= 0:
+                torch.cuda.current_stream().synchronize()
         if communicator.absence.wanted() == wanted:
             raise RuntimeError(f"{here()}has joined, and has no part in what the other ranks call: {wanted.call}")
-        return True
 
-    def _check(self, *, has_left: bool) -> None:
-        """Raise the error of whatever has failed on other ranks."""
+    def _check(self, running: Collection[Communicator]) -> None:
+        """Raise the error of whatever has failed on other ranks, but in an operation that runs, which will say so itself."""
         for communicator in self._communicators:
-            if communicator.absence.is_broken or (has_left and communicator is self._everyone):
+            absence = communicator.absence
+            ends = absence.has_leavers and communicator is self._everyone and not absence.everyone_left
+            if communicator not in running and (absence.is_broken or ends):
                 communicator.barrier()  # which cannot be, and says why
 
     def _even_out(self, communicator: Communicator, optimizer: DistributedOptimizer) -> None:
