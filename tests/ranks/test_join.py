@@ -278,21 +278,24 @@ def test_verbs_and_optimizers_beside_each_other(ranks: Worlds, size: int) -> Non
         ranks(size).run(function)
 
 
-def die_or_wait(how: str) -> str:
-    """Rank 0 joins; of the others, one ends while the rest go on. What the survivors are told."""
+def go_on(optimizer: hvd.DistributedOptimizer, model: nn.Module, how: str) -> None:
+    """Join on rank 0, end on the last one, train on the others."""
+    if hvd.rank() == 0:
+        hvd.join()
+    for step in range(1000):
+        if hvd.rank() == hvd.size() - 1 and step == 3:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise Abandoned
+        plain_step(optimizer, model, hvd.rank(), step)
+
+
+def told(how: str) -> str:
+    """What a survivor is told."""
     hvd.init(timeout_s=RUN_TIMEOUT_S / 2)
     model = model_of()
-    optimizer = hvd.DistributedOptimizer(momentum(model))
-    victim = hvd.size() - 1
     with pytest.raises((PeerLost, Abandoned)) as caught:
-        if hvd.rank() == 0:
-            hvd.join()
-        for step in range(1000):
-            if hvd.rank() == victim and step == 3:
-                if how == "killed":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raise Abandoned
-            plain_step(optimizer, model, hvd.rank(), step)
+        go_on(hvd.DistributedOptimizer(momentum(model)), model, how)
     hvd.shutdown()
     return str(caught.value)
 
@@ -305,7 +308,7 @@ class Abandoned(Exception):
 def test_a_rank_that_ends_while_others_have_joined_is_named(ranks: Worlds, how: str) -> None:
     world = ranks.fresh(3)
     try:
-        world.start(die_or_wait, how)
+        world.start(told, how)
         outcomes = world.collect(RUN_TIMEOUT_S, ranks=[0, 1])
         for outcome in outcomes:
             assert outcome.status == "returned", str(outcome)
