@@ -8,7 +8,7 @@ with Communicator() as communicator:
 
 from collectives.communicator import Communicator
 from collectives.compression.registry import register_codec
-from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
+from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerJoined, PeerLost
 from collectives.link.registry import register_link
 from collectives.plan.algorithms import register_algorithm
 from collectives.plan.check import ScheduleError, check_algorithm
@@ -21,6 +21,7 @@ __all__ = [
     "CollectiveTimeout",
     "Communicator",
     "Mismatch",
+    "PeerJoined",
     "PeerLost",
     "PreparedOperation",
     "ScheduleError",

@@ -25,6 +25,11 @@ def described(tensor: torch.Tensor) -> str:
     return f"{dtype_name(tensor)}{list(tensor.shape)}"
 
 
+def kind(tensor: torch.Tensor) -> tuple[torch.dtype, str]:
+    """Return dtype and kind of device, from which zeros of any shape can be made elsewhere."""
+    return tensor.dtype, tensor.device.type
+
+
 def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 

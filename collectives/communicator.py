@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives import objects, verbs
+from collectives.absence import Absence
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.registry import make_codec
@@ -608,6 +609,13 @@ class Communicator:
     def scatter_object(self, objs: Sequence[Any] | None = None, src: int = 0) -> Any:
         """The r-th of rank src's picklable objects, on rank r; what the others pass is ignored."""
         return objects.scatter_object(self._engine, objs, src)
+
+    # Uneven inputs
+
+    @property
+    def absence(self) -> Absence:
+        """This rank's way to take part with zeros in what the others call. See there."""
+        return Absence(self._engine)
 
     # The end
 

@@ -101,6 +101,20 @@ class Mismatch(CollectiveError):
         return f" at {' and '.join(places)}" if places else ""
 
 
+class PeerJoined(CollectiveError):
+    """Ranks have joined, which then take part with zeros in sums, averages and barriers alone. The Communicator is not broken,
+    but what the operation was to write is undefined. Attribute ranks: which."""
+
+    def __init__(self, ranks: Iterable[int], *, rank: int, operation: str) -> None:
+        self.ranks = tuple(sorted(ranks))
+        super().__init__(
+            f"not supported while {ranks_text(self.ranks)} {'has' if len(self.ranks) == 1 else 'have'} joined: until all have, "
+            "only allreduce (sum or average), barrier, and steps of optimizers with the synchronous rule are",
+            rank=rank,
+            operation=operation,
+        )
+
+
 class LinkError(Exception):
     """A transport's own report, turned into one of the errors above by diagnostics.postmortem.
 

@@ -19,6 +19,7 @@ from trainer.alias import alias_horovod
 from trainer.compression import Compression, ErrorFeedback
 from trainer.ddp import ddp_comm_hook
 from trainer.horovod.handles import Handle, poll, synchronize
+from trainer.horovod.join import join
 from trainer.horovod.movements import (
     allgather,
     allgather_async,
@@ -122,6 +123,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",

@@ -23,7 +23,7 @@ from trainer.rules.synchronous import Synchronous
 from trainer.torch_internals import share_hooks
 from trainer.uncompiled import uncompiled
 from trainer.validation import check_arguments, check_named_parameters, check_passes
-from trainer.world import current_settings, current_world, here
+from trainer.world import current_settings, current_world, here, is_initialized
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -122,6 +122,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except BaseException:
             self.close()  # or hooks of what was refused would go on exchanging, as long as anybody keeps the error
             raise
+        self._communicator.absence.allow(lambda _, allowed=made.can_stand_in: allowed)
+        if is_initialized():
+            current_world().enrol(self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -244,6 +247,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         its own.
         """
         self._rule.load_state_dict(state_dict, also)
+
+    @property
+    def communicator(self) -> Communicator:
+        """Return what connects the ranks; it belongs to this optimizer alone."""
+        return self._communicator
+
+    @uncompiled
+    def stand_in(self, verb: str, numel: int) -> bool:
+        """Do as Rule.stand_in, for join()."""
+        return self._rule.stand_in(verb, numel)
+
+    def begin_window(self) -> None:
+        """Count calls of backward() from the start, for join()."""
+        self._passes.ended = 0
 
     def close(self) -> None:
         """Remove the hooks, and close the Communicator unless it was given. The wrapped optimizer lives on."""

@@ -55,6 +55,7 @@ class World:
         self.process_sets: list[ProcessSet] = []
         self._registered = 0
         self._opened: list[weakref.ref[Communicator]] = []
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._communicators: dict[ProcessSet | dist.ProcessGroup, Communicator] = {}
         self._times_opened: Counter[int] = Counter()
         try:
@@ -97,7 +98,12 @@ class World:
         """Return a new Communicator for one user, closed with the world at the latest. Collective over the process set;
         a rank outside of it gets one that joins it with nobody."""
         members = self._checked(process_set)
-        timeout_s = self.settings.timeout_s
+        settings = self.settings
+        patience: dict[str, Any] = {
+            "timeout_s": settings.timeout_s,
+            "stall_warning_s": settings.stall_warning_s,
+            "stall_shutdown_s": settings.stall_shutdown_s,
+        }
         if isinstance(members, ProcessSet):
             identity = members.process_set_id
             assert identity is not None
@@ -107,9 +113,9 @@ class World:
                 subset = self._membership.subset(members.ranks, name)
             else:
                 subset = self._membership.subset([self.rank], f"{name}/without rank {self.rank}")
-            communicator = Communicator(subset, timeout_s=timeout_s)
+            communicator = Communicator(subset, **patience)
         else:
-            communicator = Communicator(members, timeout_s=timeout_s)
+            communicator = Communicator(members, **patience)
         self._opened = [opened for opened in self._opened if opened() is not None] + [weakref.ref(communicator)]
         return communicator
 
@@ -138,6 +144,20 @@ class World:
         """Return the ranks in this world of a Communicator's ranks, None for what is not in it."""
         place = {launched: rank for rank, launched in enumerate(self._membership.global_ranks)}
         return [place.get(launched) for launched in communicator.global_ranks]
+
+    @property
+    def communicators(self) -> list[Communicator]:
+        """Return those that were opened here and that somebody still uses, in the order in which they were opened."""
+        return [communicator for reference in self._opened if (communicator := reference()) is not None]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the distributed optimizers in use, in the order in which they were made."""
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+
+    def enrol(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let join() know of a distributed optimizer."""
+        self._optimizers = [known for known in self._optimizers if known() is not None] + [weakref.ref(optimizer)]
 
     def close(self) -> None:
         """Close what was opened here, and forget the process sets."""

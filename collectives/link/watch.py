@@ -150,6 +150,11 @@ class Watch:
             number = self._post_numbers.get((topic, self.rank), 0) + 1
             self._say({"kind": "post", "rank": self.rank, "topic": topic, "number": number, "body": body})
 
+    def look_again(self) -> None:
+        """Set has_news to what it says of itself, when somebody has set it for the sake of a post."""
+        with self._changed:
+            self.has_news = bool(self._heard or self.failure)
+
     def say_unheard(self, timeout_s: float) -> None:
         """Wait until all neighbours that have reported a failure have confirmed what this rank said. Tell everyone of those that
         have not within timeout_s seconds: they live, but this rank does not reach them, or they do not reach it."""

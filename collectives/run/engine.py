@@ -32,7 +32,7 @@ class Engine:
 
     Attributes: rank, size; plans, what it runs; messages, between two ranks; shares_memory, with the other ranks of the host;
     routes, as of its Transport; device_types, the kinds of device whose tensors the group carries; control_device, the one where
-    what the framework itself sends (tokens, tables, pickled objects) lies.
+    what the framework itself sends (tokens, tables, pickled objects) lies; absences, who has joined.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Engine:
         self._operations = Operations(transport, watch, timeout_s, stall_warning_s)
         self.messages = Messages(transport, self._operations)
         self.run_now = self._operations.run_now
+        self.absences = self._operations.absences
         self._transport = transport
         self._scratch = Scratch()
         self._summed = Scratch()  # what is needed beside it: codes that are added as they are, or sums of codes
@@ -278,6 +279,20 @@ class Engine:
             return
         numbers = Numbers(program, source, destination, COMBINE[op], self.rank, self._scratch)
         execute(program, numbers, self._transport, tag=turn.tag, deadline=turn.deadline)
+
+    @property
+    def issued(self) -> int:
+        """How many operations this rank has issued."""
+        return self._operations.issued
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that each operation may take."""
+        return self._operations.timeout_s
+
+    def settle(self) -> None:
+        """Wait until what has been issued is done, whether well or not."""
+        self._operations.settle()
 
     def announce_close(self, why: str = "") -> bool:
         """Tell the other ranks that this one issues no more operations; False, with nothing done, the second time. why: the

@@ -21,9 +21,10 @@ from collectives.diagnostics.excepthook import ExceptHook
 from collectives.diagnostics.mismatch import Agreement, Call
 from collectives.diagnostics.postmortem import Report, inquire, verdict
 from collectives.diagnostics.stall import Position, Stalls
-from collectives.errors import CollectiveError, LinkError, Mismatch
+from collectives.errors import CollectiveError, LinkError, Mismatch, PeerJoined
 from collectives.link.base import Transport
 from collectives.link.watch import Watch
+from collectives.run.absences import Absences
 from collectives.run.work import Work, WorkQueue
 
 #: How long close() waits for what is queued, and then for the other ranks.
@@ -88,6 +89,7 @@ class Operations:
         self._rank = transport.rank
         self._timeout_s = timeout_s
         self._watch = watch
+        self.absences = Absences(watch)
         self._queue = WorkQueue("gradwire")
         self._sequence = -1  # of the last turn that began
         self._agreement = Agreement(watch)
@@ -118,6 +120,22 @@ class Operations:
     def usable(self) -> bool:
         """Whether anything can still be run."""
         return self._failure is None and not self._queue.sealed
+
+    @property
+    def issued(self) -> int:
+        """How many operations this rank has issued."""
+        return self._queue.issued
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that each operation may take."""
+        return self._timeout_s
+
+    def settle(self) -> None:
+        """Wait until what has been issued is done, whether well or not."""
+        work = Work(self._rank, "join", lambda: None, counted=False)
+        self._queue.submit(work)
+        work.wait()
 
     @property
     def _unfinished(self) -> int:
@@ -210,6 +228,8 @@ class Operations:
                 body(first, second, (call_digest + sequence * _SPREAD) % 2**30, deadline)
                 if self._interrupted:
                     raise LinkError(None, timed_out=False, detail=_ENDED)
+                if self.absences.refused == sequence:
+                    raise PeerJoined(self.absences.absent, rank=self._rank, operation=call)
             except BaseException as error:
                 raise self._failed(error, call, deadline) from None
             finally:
@@ -249,6 +269,8 @@ class Operations:
             body(Turn(self._sequence, call, deadline, tag))
             if self._interrupted:  # of a backend whose wait then ends as if all were well, as NCCL's may
                 raise LinkError(None, timed_out=False, detail=_ENDED)
+            if self.absences.refused == self._sequence:
+                raise PeerJoined(self.absences.absent, rank=self._rank, operation=call)
         except BaseException as error:
             raise self._failed(error, call, deadline) from None
         finally:
@@ -330,10 +352,16 @@ class Operations:
         return replace(self._position(), elsewhere=elsewhere)
 
     def _position(self) -> Position:
+        running = self._running
+        is_running = running >= 0
+        return Position(running if is_running else self._sequence, is_running, self._recent_calls(), self._message)
+
+    def _recent_calls(self) -> dict[int, str]:
+        """Return what was called last, by number, what is not agreed upon yet among it."""
         running, calls = self._running, dict(self._calls)
-        if is_running := running >= 0:
+        if running >= 0:
             calls.setdefault(running, self._call)
-        return Position(running if is_running else self._sequence, is_running, calls, self._message)
+        return calls
 
     def leave(self, why: str) -> None:
         """Tell the other ranks by what exception this one ends, before it does."""
@@ -358,10 +386,14 @@ class Operations:
             raise _InVainError(None, timed_out=False, detail=f"this rank hears nothing of the others: {watch.failure}")
         if watch.lost or self._absent(sequence):
             raise _InVainError(None, timed_out=False, detail="known before it began")
+        self.absences.announce(sequence, self._recent_calls().items())
 
     def on_news(self) -> float | None:
         """End the wait of the running operation if it waits in vain. Returns as Watch.on_news says."""
         running, peers = self._running, self._peers
+        self.absences.hear()
+        if running >= 0:
+            self.absences.announce(running, self._recent_calls().items())
         if self._interrupted:
             return None
         if peers and self.all_gone(peers):
@@ -407,14 +439,14 @@ class Operations:
     def _failed(
         self, error: BaseException, call: str, deadline: float, peers: frozenset[int] = frozenset()
     ) -> BaseException:
-        """Return what to raise for what went wrong in a turn. All but a Mismatch breaks the Communicator: that one was found
-        before any of the data was sent, by all ranks alike. peers: of a message."""
+        """Return what to raise for what went wrong in a turn. All but a Mismatch or a PeerJoined breaks the Communicator:
+        these are found by all ranks alike, and leave nothing on the way. peers: of a message."""
         if self._sequence < self._queue.number:
             return error  # an interrupt before it began
         if isinstance(error, LinkError):
             self._failure = self._explain(error, call, deadline, peers)
             return self._failure
-        if not isinstance(error, Mismatch):
+        if not isinstance(error, (Mismatch, PeerJoined)):
             self._break(call, repr(error), self._sequence + bool(peers), whereabouts.of_exception(error))
         return error
 

@@ -122,13 +122,19 @@ class WorkQueue:
                 if self._queue or self.sealed:
                     self._changed.notify_all()
 
+    @property
+    def issued(self) -> int:
+        """How many turns have been given or are still to be given."""
+        with self._lock:
+            return self.number + 1 + sum(work.counted for work in self._queue)
+
     def seal(self) -> int | None:
         """Take nothing more; return how many turns have been given or are still to be given, None where it was sealed before."""
         with self._lock:
             if self.sealed:
                 return None
             self.sealed = True
-            return self.number + 1 + sum(work.counted for work in self._queue)
+            return self.issued
 
     def busy(self) -> bool:
         """Return True while anything runs or waits to run."""

@@ -8,6 +8,7 @@ import torch
 
 from collectives import arguments
 from collectives.plan.spans import consecutive
+from collectives.run.absences import Call
 from collectives.run.engine import Engine
 from collectives.run.operations import Turn
 from collectives.run.staging import apart
@@ -28,7 +29,8 @@ def allgather(
     lengths = arguments.part_lengths(engine, "output", output, input, "input")
     chosen = engine.plans.choose_for_parts("allgather", algorithm, lengths, input.element_size())
     whole = engine.whole("allgather", chosen, input, input.numel())
-    call = f"allgather({arguments.dtype_name(input)}{lengths}, {chosen})"
+    text = f"allgather({arguments.dtype_name(input)}{lengths}, {chosen})"
+    call = Call(text, "allgather", parts=lengths, like=arguments.kind(input), algorithm=algorithm)
 
     def body(turn: Turn) -> None:
         source = engine.buffer(input).flat

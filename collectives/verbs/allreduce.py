@@ -13,6 +13,7 @@ from collectives.compression.feedback import Feedback
 from collectives.compression.registry import make_codec
 from collectives.link.base import Whole
 from collectives.reduction import Op, check_arithmetic, finish, op_name
+from collectives.run.absences import Call
 from collectives.run.engine import Engine
 from collectives.run.operations import Turn
 from collectives.run.prepared import PreparedOperation
@@ -73,7 +74,16 @@ def _planned(
     chosen = [engine.plans.choose("allreduce", algorithm, sum(t.nbytes for t in group)) for group in fused.values()]
     described = ", ".join(map(arguments.described, tensors))
     scales = f", prescale={prescale}, postscale={postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
-    call = f"allreduce({described}, {name}{scales}, {', '.join(chosen)})"
+    call = Call(
+        f"allreduce({described}, {name}{scales}, {', '.join(chosen)})",
+        "allreduce",
+        joinable=name in ("sum", "average"),
+        shapes=[tensor.shape for tensor in tensors],
+        like=[arguments.kind(tensor) for tensor in tensors],
+        op=name,
+        scales=[prescale, postscale],
+        algorithm=algorithm,
+    )
 
     wholes = [
         engine.whole("allreduce", choice, group[0], sum(t.numel() for t in group), name)
@@ -128,9 +138,23 @@ def allreduce_compressed(
     chosen = engine.plans.choose_for_codec(codec, algorithm, nbytes, with_feedback=with_feedback)
     scales = f", prescale={prescale}, postscale={postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
     corrected = ", error feedback" if with_feedback else ""
-    call, signature = (
+    text, signature = (
         f"allreduce({arguments.described(tensor)}, {name}{scales}, {chosen}, {each.identity}{corrected})"
         for each in (present, codec)  # to one that draws by the step, every step would be new
+    )
+    call = Call(
+        text,
+        "allreduce",
+        joinable=not with_feedback,  # of which a rank that has joined keeps nothing here
+        shapes=[tensor.shape],
+        like=[arguments.kind(tensor)],
+        op=name,
+        scales=[prescale, postscale],
+        algorithm=algorithm,
+        codec=codec,
+        feedback=with_feedback,
+        step=step,
+        seed=seed,
     )
     engine.prepare_codec(codec, tensor.device, with_feedback=with_feedback)
     adds_codes = codec.summable and chosen != TWO_SHOT

@@ -9,6 +9,7 @@ import torch
 from collectives import arguments
 from collectives.errors import Mismatch
 from collectives.plan.spans import consecutive
+from collectives.run.absences import Call
 from collectives.run.engine import Engine
 from collectives.run.operations import Turn
 from collectives.run.staging import apart
@@ -39,7 +40,9 @@ def alltoall(
     chosen = engine.plans.choose("alltoall", algorithm, input.nbytes)
     whole = engine.whole("alltoall", chosen, input, input.numel(), lengths=(outgoing, incoming))
     shape = "splits" if input_splits is not None else arguments.described(input)
-    call = f"alltoall({arguments.dtype_name(input)}, {shape}, {chosen})"
+    text = f"alltoall({arguments.dtype_name(input)}, {shape}, {chosen})"
+    shapes = [input.shape] if input_splits is None else []
+    call = Call(text, "alltoall", shapes=shapes, like=arguments.kind(input), algorithm=algorithm)
 
     def body(turn: Turn) -> None:
         if input_splits is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from collectives.run.absences import Call
 from collectives.run.engine import Engine
 from collectives.run.operations import Turn
 from collectives.run.work import Work
@@ -11,7 +12,7 @@ from collectives.run.work import Work
 
 def barrier(engine: Engine, *, algorithm: str = "auto", async_op: bool = False) -> Work | None:
     chosen = engine.plans.choose("barrier", algorithm, 1)
-    call = f"barrier({chosen})"
+    call = Call(f"barrier({chosen})", "barrier", joinable=True, algorithm=algorithm)
     nothing = torch.empty(0, dtype=torch.uint8, device=engine.control_device)
     whole = engine.whole("barrier", chosen, nothing, 0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from collectives import arguments
+from collectives.run.absences import Call
 from collectives.run.engine import Engine
 from collectives.run.operations import Turn
 from collectives.run.work import Work
@@ -17,7 +18,8 @@ def broadcast(
     arguments.check_root(engine, "src", src)
     chosen = engine.plans.choose("broadcast", algorithm, tensor.nbytes)
     whole = engine.whole("broadcast", chosen, tensor, tensor.numel(), root=src)
-    call = f"broadcast({arguments.described(tensor)}, src={src}, {chosen})"
+    text = f"broadcast({arguments.described(tensor)}, src={src}, {chosen})"
+    call = Call(text, "broadcast", shapes=[tensor.shape], like=arguments.kind(tensor), root=src, algorithm=algorithm)
 
     def body(turn: Turn) -> None:
         buffer = engine.buffer(tensor)

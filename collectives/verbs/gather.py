@@ -8,6 +8,7 @@ import torch
 
 from collectives import arguments
 from collectives.plan.spans import consecutive, only
+from collectives.run.absences import Call
 from collectives.run.engine import Engine
 from collectives.run.operations import Turn
 from collectives.run.staging import apart
@@ -28,7 +29,8 @@ def gather(
     arguments.check_written(engine, *parts)
     chosen = engine.plans.choose("gather", algorithm, input.nbytes * engine.size)
     whole = engine.whole("gather", chosen, input, input.numel(), root=dst)
-    call = f"gather({arguments.described(input)}, dst={dst}, {chosen})"
+    text = f"gather({arguments.described(input)}, dst={dst}, {chosen})"
+    call = Call(text, "gather", shapes=[input.shape], like=arguments.kind(input), root=dst, algorithm=algorithm)
 
     def body(turn: Turn) -> None:
         result = engine.buffer(*(parts or [input.new_empty(0)]), fill=False)

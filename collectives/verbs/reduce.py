@@ -6,6 +6,7 @@ import torch
 
 from collectives import arguments
 from collectives.reduction import Op, check_arithmetic, finish, op_name
+from collectives.run.absences import Call
 from collectives.run.engine import Engine
 from collectives.run.operations import Turn
 from collectives.run.work import Work
@@ -20,7 +21,9 @@ def reduce(
     check_arithmetic(engine.rank, tensor.dtype, name)
     chosen = engine.plans.choose("reduce", algorithm, tensor.nbytes)
     whole = engine.whole("reduce", chosen, tensor, tensor.numel(), name, dst)
-    call = f"reduce({arguments.described(tensor)}, dst={dst}, {name}, {chosen})"
+    text = f"reduce({arguments.described(tensor)}, dst={dst}, {name}, {chosen})"
+    like = arguments.kind(tensor)
+    call = Call(text, "reduce", shapes=[tensor.shape], like=like, op=name, root=dst, algorithm=algorithm)
 
     def body(turn: Turn) -> None:
         buffer = engine.buffer(tensor)

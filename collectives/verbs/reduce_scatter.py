@@ -9,6 +9,7 @@ import torch
 from collectives import arguments
 from collectives.plan.spans import consecutive
 from collectives.reduction import Op, check_arithmetic, finish, op_name
+from collectives.run.absences import Call
 from collectives.run.engine import Engine
 from collectives.run.operations import Turn
 from collectives.run.work import Work
@@ -31,7 +32,8 @@ def reduce_scatter(
     lengths = arguments.part_lengths(engine, "input", input, output, "output")
     chosen = engine.plans.choose_for_parts("reduce_scatter", algorithm, lengths, output.element_size())
     whole = engine.whole("reduce_scatter", chosen, output, sum(lengths), name)
-    call = f"reduce_scatter({arguments.dtype_name(output)}{lengths}, {name}, {chosen})"
+    text = f"reduce_scatter({arguments.dtype_name(output)}{lengths}, {name}, {chosen})"
+    call = Call(text, "reduce_scatter", parts=lengths, like=arguments.kind(output), op=name, algorithm=algorithm)
 
     def body(turn: Turn) -> None:
         source = engine.buffer(*parts)

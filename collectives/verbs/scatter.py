@@ -8,6 +8,7 @@ import torch
 
 from collectives import arguments
 from collectives.plan.spans import consecutive, only
+from collectives.run.absences import Call
 from collectives.run.engine import Engine
 from collectives.run.operations import Turn
 from collectives.run.staging import apart
@@ -28,7 +29,8 @@ def scatter(
     arguments.check_written(engine, output)
     chosen = engine.plans.choose("scatter", algorithm, output.nbytes * engine.size)
     whole = engine.whole("scatter", chosen, output, output.numel() * len(parts), root=src)
-    call = f"scatter({arguments.described(output)}, src={src}, {chosen})"
+    text = f"scatter({arguments.described(output)}, src={src}, {chosen})"
+    call = Call(text, "scatter", shapes=[output.shape], like=arguments.kind(output), root=src, algorithm=algorithm)
 
     def body(turn: Turn) -> None:
         result = engine.buffer(output, fill=False)

@@ -66,6 +66,11 @@ class GradientExchange:
         self._exchanged = False
         self._reduced: set[int] = set()
 
+    @property
+    def has_unreduced(self) -> bool:
+        """Tell whether gradients were accumulated that have not been exchanged."""
+        return self._has_unreduced
+
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """Take in more parameters to exchange, in this window already."""
         self._bucketing.add(names, parameters)

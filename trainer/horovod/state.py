@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from collectives import Communicator
 from trainer.optimizer import DistributedOptimizer
 from trainer.process_sets import ProcessSetLike, global_process_set
 from trainer.torch_internals import map_only
@@ -56,13 +57,17 @@ def broadcast_optimizer_state(
     optimizer of DTensors. `model` is Horovod's, and unused. Of a DistributedOptimizer, that is the wrapped optimizer's;
     what its codecs remember is each rank's own, and stays.
     """
+    communicator = communicator_of(process_set)
+    share_optimizer_state(optimizer, communicator, root_in(communicator, root_rank))
+
+
+def share_optimizer_state(optimizer: torch.optim.Optimizer, communicator: Communicator, root: int) -> None:
+    """Do as broadcast_optimizer_state, among the ranks of a Communicator, within which `root` counts."""
     if isinstance(optimizer, DistributedOptimizer):
         optimizer = optimizer.optimizer
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             check_tensor(parameter)  # of what is no ordinary tensor, neither is the state, and all ranks notice alike
-    communicator = communicator_of(process_set)
-    root = root_in(communicator, root_rank)
     tensors: list[Tensor] = []
 
     def take_out(tensor: Tensor) -> _Outline:

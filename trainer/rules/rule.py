@@ -73,6 +73,16 @@ class Rule:
     def reset(self) -> None:
         """Forget what was accumulated: the gradients have been zeroed."""
 
+    @property
+    def can_stand_in(self) -> bool:
+        """Tell whether stand_in() can do what it says: the same on all ranks."""
+        return False
+
+    def stand_in(self, verb: str, numel: int) -> bool:
+        """Take part, on a rank that has joined, in what the other ranks begin, as one that reaches no gradients. verb and
+        numel: of the first operation of that. False, with nothing done, where zeros are all that is needed."""
+        return False
+
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with what this rank needs to go on exactly as if it had not stopped."""
         return self.setup.optimizer.state_dict()

@@ -56,6 +56,21 @@ class Synchronous(Rule):
     def reset(self) -> None:
         self.exchange.renew(forget=True)
 
+    @property
+    def can_stand_in(self) -> bool:
+        return True
+
+    def stand_in(self, verb: str, numel: int) -> bool:
+        """Rebuild the buckets, where ranks agree on that, or exchange: what was accumulated, then zeros."""
+        if verb == "allgather":
+            self.start()
+        elif numel > 1:  # a bucket has a number for what it counts, beside those of a gradient; a loss is one
+            if not self.exchange.has_unreduced:
+                self.setup.optimizer.zero_grad()
+            self.exchange.renew()
+            self.exchange.flush()
+        return verb == "allgather" or numel > 1
+
     def state_dict(self) -> dict[str, Any]:
         return self._resumption.state_dict()
 

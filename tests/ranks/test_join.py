@@ -1,0 +1,317 @@
+"""join(): ranks that have no more data take part with zeros until all have joined."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainer as hvd
+from collectives import PeerJoined, PeerLost
+from collectives.compression import Int8, OneBit, TopK
+from tests.harness import ON_EVERY_TRANSPORT, RUN_TIMEOUT_S, Worlds
+from tests.ranks.training import assert_close, assert_same_on_all_ranks, copies, in_world
+from trainer.world import current_world
+
+pytestmark = ON_EVERY_TRANSPORT
+
+
+def data(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def model_of(seed: int = 0, width: int = 16) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    inputs, targets = data(rank, step)
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def reference(counts: list[int], epochs: int = 1) -> list[torch.Tensor]:
+    """The same training in one process: what a rank has no data for counts as zero."""
+    model = model_of()
+    optimizer = momentum(model)
+    for epoch in range(epochs):
+        for step in range(max(counts)):
+            optimizer.zero_grad()
+            for rank, count in enumerate(counts):
+                if step < count:
+                    (loss_of(model, rank, 50 * epoch + step) / len(counts)).backward()
+            optimizer.step()
+    return copies(model.parameters())
+
+
+def everything(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Parameters, and all tensors of the optimizer's state."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [t for p in parameters for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
+    return copies([*parameters, *states])
+
+
+@in_world
+def train(counts: list[int], epochs: int) -> None:
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(momentum(model), bucket_bytes=256)
+    for epoch in range(epochs):
+        for step in range(counts[hvd.rank()]):
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), 50 * epoch + step).backward()
+            optimizer.step()
+        last = hvd.join()
+        assert counts[last] == max(counts)
+        assert hvd.allgather_object(last) == [last] * hvd.size()
+        assert_same_on_all_ranks(everything(optimizer))
+    assert_close(model.parameters(), reference(counts, epochs))
+
+
+@pytest.mark.parametrize("counts", [[2, 5], [4, 0], [3, 3], [2, 4, 3], [5, 1, 0, 5]], ids=str)
+def test_uneven_steps_equal_one_process_with_zeros(ranks: Worlds, counts: list[int]) -> None:
+    ranks(len(counts)).run(train, counts, 2)
+
+
+def plain_step(optimizer: hvd.DistributedOptimizer, model: nn.Module, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, rank, step).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+
+
+def two_passes(optimizer: hvd.DistributedOptimizer, model: nn.Module, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, rank, 2 * step).backward()
+    loss_of(model, rank, 2 * step + 1).backward()
+    optimizer.step()
+
+
+def without_sync(optimizer: hvd.DistributedOptimizer, model: nn.Module, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        loss_of(model, rank, 2 * step).backward()
+    loss_of(model, rank, 2 * step + 1).backward()
+    optimizer.step()
+
+
+def with_closure(optimizer: hvd.DistributedOptimizer, model: nn.Module, rank: int, step: int) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def scheduled(optimizer: hvd.DistributedOptimizer, model: nn.Module, rank: int, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 / (step + 1)
+    plain_step(optimizer, model, rank, step)
+
+
+#: How an optimizer is made, and what a step of it is. What codecs are for is small here, so each is asked for by name.
+WAYS: dict[str, tuple[dict[str, Any], Callable[..., None]]] = {
+    "fp16": ({"compression": "fp16"}, plain_step),
+    "int8": ({"policy": {"*weight": hvd.ErrorFeedback(Int8())}}, plain_step),
+    "onebit": ({"policy": {"*weight": OneBit()}}, plain_step),
+    "topk": ({"policy": {"*": TopK(0.1)}, "bucket_bytes": 256}, plain_step),
+    "powersgd": ({"policy": {"*weight": "powersgd"}}, plain_step),
+    "accumulation": ({"backward_passes_per_step": 2}, two_passes),
+    "accumulation, onebit": ({"backward_passes_per_step": 2, "policy": {"*weight": OneBit()}}, two_passes),
+    "no_sync": ({"bucket_bytes": 256}, without_sync),
+    "schedule": ({}, scheduled),
+    "sum": ({"op": hvd.Sum}, plain_step),
+    "predivide": ({"gradient_predivide_factor": 2.0}, plain_step),
+}
+
+
+def steps_taken(way: str, counts: list[int], *, joins: bool) -> tuple[list[torch.Tensor], hvd.DistributedOptimizer]:
+    """What two epochs make of a model: those who have no data join, or step with everyone, without gradients."""
+    options, step_of = WAYS[way]
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), **options)
+    for epoch in range(2):
+        for step in range(max(counts)):
+            if step < counts[hvd.rank()]:
+                step_of(optimizer, model, hvd.rank(), 50 * epoch + step)
+            elif not joins:
+                optimizer.zero_grad()
+                optimizer.synchronize()
+                if way == "schedule":
+                    optimizer.param_groups[0]["lr"] = 0.1 / (50 * epoch + step + 1)
+                if step_of in (plain_step, scheduled):
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+        if joins:
+            hvd.join()
+            assert_same_on_all_ranks(everything(optimizer))
+    return everything(optimizer), optimizer
+
+
+@in_world
+def compare_ways(counts: list[int]) -> None:
+    for way in WAYS:
+        joined, _ = steps_taken(way, counts, joins=True)
+        stepped, _ = steps_taken(way, counts, joins=False)
+        for one, other in zip(joined, stepped, strict=True):
+            assert torch.equal(one, other), way
+
+
+@pytest.mark.parametrize("counts", [[2, 4], [4, 0, 3]], ids=str)
+def test_joined_ranks_do_as_ranks_without_gradients(ranks: Worlds, counts: list[int]) -> None:
+    ranks(len(counts)).run(compare_ways, counts)
+
+
+@in_world
+def losses_of_closures() -> None:
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters(), max_iter=3))
+    for step in range(1 + hvd.rank()):
+        with_closure(optimizer, model, hvd.rank(), step)
+    assert hvd.join() == hvd.size() - 1
+    assert_same_on_all_ranks(model.parameters())
+
+
+@in_world
+def two_optimizers() -> None:
+    """A generator and a discriminator, and one loss through both."""
+    first, second = model_of(1), model_of(2)
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), bucket_bytes=256) for model in (first, second)
+    ]
+    for step in range(2 + 2 * (hvd.rank() == 0)):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (loss_of(first, hvd.rank(), step) + loss_of(second, hvd.rank(), step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        optimizers[1].zero_grad()
+        loss_of(second, hvd.rank(), step + 10).backward()
+        optimizers[1].step()
+        shown = hvd.allreduce(torch.ones(()))  # a metric
+        assert shown in ([1.0] if step < 2 else [torch.tensor(1 / hvd.size())])
+    assert hvd.join() == 0
+    for optimizer in optimizers:
+        assert_same_on_all_ranks(everything(optimizer))
+
+
+@in_world
+def verbs_with_zeros() -> None:
+    size, late = hvd.size(), hvd.size() - 1
+    if hvd.rank() == late:
+        ones = torch.ones(5)
+        for share, op in ((1 / size, hvd.Average), (1.0, hvd.Sum)):
+            assert torch.equal(hvd.allreduce(ones, op=op), torch.full((5,), share))
+            assert torch.equal(hvd.allreduce(ones.clone(), op=op), torch.full((5,), share))  # the quick way
+        assert torch.equal(hvd.allreduce(torch.tensor([6, 9]), op=hvd.Sum), torch.tensor([6, 9]))
+        whole, half = hvd.grouped_allreduce([ones, torch.ones(2, 2, dtype=torch.float16)], op=hvd.Sum)
+        assert whole.tolist() == [1.0] * 5
+        assert half.tolist() == [[1.0, 1.0]] * 2
+        handles = [hvd.allreduce_async(torch.full((n,), 2.0), op=hvd.Sum, name=f"n{n}") for n in (1, 3, 7)]
+        grouped = hvd.grouped_allreduce_async([ones, ones], op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
+        assert [hvd.synchronize(handle).sum() for handle in handles] == [2.0, 6.0, 14.0]
+        assert [output.tolist() for output in hvd.synchronize(grouped)] == [[2.0] * 5] * 2
+        for compression in (hvd.Compression.fp16, "int8"):
+            assert_close([hvd.allreduce(ones, op=hvd.Sum, compression=compression)], [ones], atol=0.02, rtol=0)
+        leaf = torch.ones(3, requires_grad=True)
+        hvd.allreduce(leaf, op=hvd.Average).sum().backward()
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad, torch.full((3,), 1 / size))
+        hvd.barrier()
+        hvd.allreduce_async(torch.ones(4), op=hvd.Sum)  # for whose end join() waits
+    assert hvd.join() == late
+    assert torch.equal(hvd.allreduce(torch.ones(3), op=hvd.Sum), torch.full((3,), float(size)))
+    assert hvd.join(-1) in range(size)  # all at once
+
+
+def refused_verbs() -> list[Callable[[], object]]:
+    communicator, is_root = current_world().communicator(), hvd.rank() == 1
+    values = torch.ones(2 * hvd.size(), 2)
+    parts = [torch.ones(2) for _ in range(hvd.size())]
+    return [
+        lambda: hvd.allgather(values),
+        lambda: hvd.allgather_object({"rank": hvd.rank()}),
+        lambda: hvd.broadcast(values, 1),
+        lambda: hvd.broadcast(values, 0),
+        lambda: hvd.broadcast_object([1], 0),
+        lambda: hvd.alltoall(values),
+        lambda: hvd.alltoall(values, splits=[2] * hvd.size()),
+        lambda: hvd.reducescatter(values),
+        lambda: hvd.allreduce(values, op=hvd.Min),
+        lambda: hvd.allreduce(values, op=hvd.Max),
+        lambda: hvd.allreduce(values, op=hvd.Product),
+        lambda: communicator.reduce(values),
+        lambda: communicator.gather(values[0], parts if is_root else None, 1),
+        lambda: communicator.scatter(values[0].clone(), parts if is_root else None, 1),
+    ]
+
+
+@in_world
+def refuse() -> None:
+    """Rank 0 joins at once; the others call what cannot be, and go on."""
+    if hvd.rank() > 0:
+        for call in refused_verbs():
+            with pytest.raises(PeerJoined, match="not supported while rank 0 has joined") as caught:
+                call()
+            assert caught.value.ranks == (0,)
+            assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size() - 1.0] * 2
+    assert hvd.join() in range(1, hvd.size())
+    hvd.allgather(torch.ones(1))
+    with pytest.raises(ValueError, match="device must be the index"):
+        hvd.join(-2)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_verbs_and_optimizers_beside_each_other(ranks: Worlds, size: int) -> None:
+    for function in (verbs_with_zeros, two_optimizers, losses_of_closures, refuse):
+        ranks(size).run(function)
+
+
+def go_on(optimizer: hvd.DistributedOptimizer, model: nn.Module, how: str) -> None:
+    """Join on rank 0, end on the last one, train on the others."""
+    if hvd.rank() == 0:
+        hvd.join()
+    for step in range(1000):
+        if hvd.rank() == hvd.size() - 1 and step == 3:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise Abandoned
+        plain_step(optimizer, model, hvd.rank(), step)
+
+
+def told(how: str) -> str:
+    """What a survivor is told."""
+    hvd.init(timeout_s=RUN_TIMEOUT_S / 2)
+    model = model_of()
+    with pytest.raises((PeerLost, Abandoned)) as caught:
+        go_on(hvd.DistributedOptimizer(momentum(model)), model, how)
+    hvd.shutdown()
+    return str(caught.value)
+
+
+class Abandoned(Exception):
+    """What goes wrong on the victim itself."""
+
+
+@pytest.mark.parametrize("how", ["killed", "raising"])
+def test_a_rank_that_ends_while_others_have_joined_is_named(ranks: Worlds, how: str) -> None:
+    world = ranks.fresh(3)
+    try:
+        world.start(told, how)
+        outcomes = world.collect(RUN_TIMEOUT_S, ranks=[0, 1])
+        for outcome in outcomes:
+            assert outcome.status == "returned", str(outcome)
+            assert "lost rank 2" in outcome.value
+    finally:
+        world.kill()

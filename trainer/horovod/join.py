@@ -1,0 +1,144 @@
+"""join(): ranks that have no more data wait for the others, and take part with zeros in what these still do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection
+from concurrent.futures import Future
+
+import torch
+
+from collectives import CollectiveTimeout, Communicator
+from collectives.daemon import DaemonThread
+from collectives.run.absences import Wanted
+from trainer.horovod.state import share_optimizer_state
+from trainer.optimizer import DistributedOptimizer
+from trainer.world import World, current_world, here
+
+
+def join(device: int = -1) -> int:
+    """Wait until every rank has called this, and return the rank that came last, the same on all.
+
+    For data that is spread unevenly: a rank that has no more of it calls join(), and until all have, it takes part with
+    zeros in the steps of the other ranks' optimizers, in their allreduces by Average or Sum, and in their barriers. An
+    Average is still one over all ranks. Any other verb raises PeerJoined on the ranks that call it, which may go on. What
+    a rank has accumulated (backward_passes_per_step, no_sync) and not exchanged goes into the first of these steps.
+
+    A rank that waits here does not step. When all have come, each of the optimizers that were stepped without all ranks,
+    and its parameters, become on all ranks what they are on one that missed nothing: replicas are equal bit for bit, and
+    so is what codecs remember in sum. Gradients of the ranks that missed a step are cleared; windows of
+    backward_passes_per_step begin anew. What the optimizers do not know (LR schedulers, GradScaler, buffers of the model)
+    is for the caller to hand on, from the rank returned.
+
+    device: index of the CUDA device for the zeros; -1 for the CPU, or any device where the others' tensors need one.
+
+    It takes as long as the others go on, but waits for their next operation no longer than operations may take. Raises
+    CollectiveError where the ranks could not finish together, ValueError for a device that cannot be meant.
+    """
+    if isinstance(device, bool) or not isinstance(device, int) or device < -1:
+        raise ValueError(f"{here()}device must be the index of a CUDA device, or -1, not {device!r}")
+    place = torch.device("cpu") if device == -1 else torch.device("cuda", device)
+    return _Join(current_world(), place).run()
+
+
+#: How long to wait for news before looking whether there are any.
+_LOOK_AGAIN_S = 0.1
+
+
+class _Join:
+    """Holds what one call of join() goes by: the Communicators in use, and which optimizers have some of them."""
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self._everyone = world.communicator()
+        made = [optimizer for optimizer in world.optimizers if isinstance(optimizer, DistributedOptimizer)]
+        self._optimizers = {optimizer.communicator: optimizer for optimizer in made}
+        self._communicators = list(dict.fromkeys([*world.communicators, *self._optimizers]))
+        self._device = device
+        self._cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+        self._changed = threading.Event()
+        self._threads: dict[Communicator, DaemonThread] = {}
+
+    def run(self) -> int:
+        if self._cuda >= 0:
+            torch.cuda.current_stream().synchronize()  # other threads, with other streams, go on
+        for communicator in sorted(self._communicators, key=lambda each: each is self._everyone):
+            communicator.absence.leave(self._changed.set)
+        self._stand_in()
+        for communicator, optimizer in self._optimizers.items():
+            self._even_out(communicator, optimizer)
+        last = self._everyone.absence.last
+        self._everyone.barrier()  # then all know what they wanted to know
+        for communicator in self._communicators:
+            communicator.absence.resume()
+        return last
+
+    def _stand_in(self) -> None:
+        """Take part with zeros until everyone has joined; in several Communicators at a time, as the others may be."""
+        absence = self._everyone.absence
+        running: dict[Communicator, Future[None]] = {}
+        quiet_since = time.monotonic()
+        while True:
+            self._changed.clear()
+            for communicator in self._communicators:
+                if communicator in running and running[communicator].done():
+                    running.pop(communicator).result()
+                    quiet_since = time.monotonic()
+                if communicator not in running and (wanted := communicator.absence.wanted()) is not None:
+                    running[communicator] = self._begin(communicator, wanted)
+            if not running and absence.everyone_left:
+                return
+            self._check(running)
+            left_s = quiet_since + absence.timeout_s - time.monotonic()
+            if left_s <= 0 and not running:
+                missing = set(range(self._everyone.size)) - absence.firsts.keys()
+                raise CollectiveTimeout(absence.timeout_s, missing, rank=self._everyone.rank, operation="join()")
+            self._changed.wait(max(left_s, _LOOK_AGAIN_S))
+
+    def _begin(self, communicator: Communicator, wanted: Wanted) -> Future[None]:
+        """Begin to take part in an operation, on a thread."""
+        if communicator not in self._threads:
+            self._threads[communicator] = DaemonThread("gradwire-join")
+        future = self._threads[communicator].submit(lambda: self._take_part(communicator, wanted))
+        future.add_done_callback(lambda _: self._changed.set())
+        return future
+
+    def _take_part(self, communicator: Communicator, wanted: Wanted) -> None:
+        """Take part in an operation, and what belongs to it."""
+        with torch.cuda.device(self._cuda):
+            optimizer = self._optimizers.get(communicator)
+            if optimizer is None or not optimizer.stand_in(wanted.verb, wanted.numel):
+                communicator.absence.stand_in(wanted, self._device)
+            if self._cuda >= 0:
+                torch.cuda.current_stream().synchronize()
+        if communicator.absence.wanted() == wanted:
+            raise RuntimeError(f"{here()}has joined, and has no part in what the other ranks call: {wanted.call}")
+
+    def _check(self, running: Collection[Communicator]) -> None:
+        """Raise the error of whatever has failed on other ranks, but in an operation that runs, which will say so itself."""
+        for communicator in self._communicators:
+            absence = communicator.absence
+            ends = absence.has_leavers and communicator is self._everyone and not absence.everyone_left
+            if communicator not in running and (absence.is_broken or ends):
+                communicator.barrier()  # which cannot be, and says why
+
+    def _even_out(self, communicator: Communicator, optimizer: DistributedOptimizer) -> None:
+        """Make an optimizer, and its parameters, what they are on a rank that missed nothing; on all ranks that have it."""
+        absence = communicator.absence
+        deadline = time.monotonic() + absence.timeout_s
+        while not absence.everyone_left:
+            if absence.is_broken or absence.has_leavers or time.monotonic() > deadline:
+                return  # some rank uses it no more
+            self._changed.wait(_LOOK_AGAIN_S)
+            self._changed.clear()
+        optimizer.begin_window()
+        firsts = absence.firsts
+        most = max(firsts.values())
+        source = min(rank for rank, first in firsts.items() if first == most)
+        if min(firsts.values()) < most:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    communicator.broadcast(parameter.detach(), source)
+            share_optimizer_state(optimizer, communicator, source)
+            if firsts[communicator.rank] < most:
+                optimizer.zero_grad()
