@@ -1,13 +1,18 @@
 """Data-parallel training with Horovod's interface: `import trainer as hvd`.
 
-The verbs have Horovod's names, argument names and defaults. What differs, for all of them: `name` is accepted for the
-sake of Horovod's code but unused, since operations are matched by the order in which ranks call them, which must be the
-same on all; `process_set` is None (all ranks), a torch.distributed group or a Communicator, and a root rank counts
-inside of it.
+The verbs have Horovod's names, argument names and defaults. What differs, for all of them: operations are matched by the
+order in which ranks call them, which must be the same on all, and not by `name`; `process_set` is None (all ranks), a
+torch.distributed group or a Communicator, and a root rank counts inside of it.
+
+A `name` stands in errors, and while an operation has it, until its synchronize(), no other one of that verb and process
+set can have it: that is a ValueError.
 
 Tensors may have any shape (at least one dimension where rows are moved) and the dtypes float16, bfloat16, float32,
-float64, int8, uint8, int16, int32, int64, bool; results live on the device of the tensor given. Verbs that are neither
-in place nor asynchronous can be differentiated; their gradients are those of the sum of all ranks' losses.
+float64, int8, uint8, int16, int32, int64, bool; results live on the device of the tensor given; those of a group are on
+one device. Factors multiply integers in float64, and the result is truncated toward zero, as an average of integers is.
+Verbs that are neither in place nor asynchronous can be differentiated, and have Horovod's gradients: through allgather
+and broadcast the average of all ranks' gradients, through reducescatter with op=Sum the number of ranks times what was
+gathered. Each verb says its own.
 
 All raise ValueError or TypeError for arguments that cannot be meant, before anything is sent, and
 collectives.CollectiveError where the ranks could not finish together.
@@ -26,6 +31,8 @@ from trainer.horovod.movements import (
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
 )
 from trainer.horovod.reductions import (
     allreduce,
@@ -36,11 +43,14 @@ from trainer.horovod.reductions import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
 )
+from trainer.horovod.sparse import sparse_allreduce_async
 from trainer.horovod.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from trainer.ops import Average, Max, Min, Product, Sum
+from trainer.ops import Adasum, Average, Max, Min, Product, Sum
 from trainer.optimizer import DistributedOptimizer
 from trainer.rules.rule import Rule
 from trainer.world import (
@@ -56,6 +66,7 @@ from trainer.world import (
 )
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
@@ -86,10 +97,14 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "ddp_comm_hook",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_initialized",
     "local_rank",
@@ -100,5 +115,6 @@ __all__ = [
     "reducescatter_async",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "synchronize",
 ]

@@ -10,6 +10,7 @@ import sys
 import weakref
 from datetime import timedelta
 from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -99,11 +100,14 @@ class _Holder:
     """Knows the world, since Horovod's functions take no handle of it.
 
     store: of the last world that init() made. Rank 0 keeps its server for as long as this process holds it: others may
-    still be leaving that world, or have come for the next one already.
+    still be leaving that world, or have come for the next one already. names: of operations in flight.
     """
 
     world: World | None = None
     store: Store | None = None
+
+    def __init__(self) -> None:
+        self.names: WeakKeyDictionary[Communicator, dict[tuple[str, str | None], object]] = WeakKeyDictionary()
 
 
 _holder = _Holder()
@@ -169,6 +173,11 @@ def here() -> str:
 def communicator_of(process_set: ProcessSet) -> Communicator:
     """Return the Communicator of a process set."""
     return process_set if isinstance(process_set, Communicator) else current_world().communicator(process_set)
+
+
+def names_in_flight(communicator: Communicator) -> dict[tuple[str, str | None], object]:
+    """Return whose each name of a verb is, of the operations that a Communicator has been given and that are not done."""
+    return _holder.names.setdefault(communicator, {})
 
 
 def rank() -> int:
