@@ -155,7 +155,7 @@ def _rows_by_rank(communicator: Communicator, verb: str, tensors: Sequence[Tenso
         if len(kinds) != len(tensors):
             raise ValueError(f"{here()}{verb}: rank {rank} gave {len(kinds)} tensors, this rank {len(tensors)}")
     rows = []
-    for kinds in zip(*everyones, strict=True):
+    for kinds in map(list, zip(*everyones, strict=True)):
         for rank, (shape, _) in enumerate(kinds):
             if not shape:
                 raise ValueError(f"{here()}{verb} needs tensors of at least one dimension; rank {rank} gave a scalar")

@@ -32,8 +32,8 @@ def sparse_allreduce_async(tensor: Tensor, name: str | None, op: str, process_se
     size = communicator.size
     with (call := Call("sparse_allreduce", name, communicator)):
         if not isinstance(tensor, Tensor) or tensor.layout != torch.sparse_coo:
-            kind = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{here()}sparse_allreduce_async needs a tensor of layout torch.sparse_coo, not {kind}")
+            given = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{here()}sparse_allreduce_async needs a tensor of layout torch.sparse_coo, not {given}")
         if op not in (Average, Sum):
             raise ValueError(f"{here()}op of a sparse allreduce must be {Average!r} or {Sum!r}, not {op!r}")
         if op == Average and not tensor.dtype.is_floating_point:
