@@ -43,6 +43,8 @@ from trainer.horovod.reductions import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+)
+from trainer.horovod.scatterings import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,

@@ -164,8 +164,9 @@ def allreduce_arguments() -> None:
     mean, total_ = (size + 1) / 2, size * (size + 1) / 2
     assert hvd.allreduce(own(1)).item() == mean, "the default is Average"
     assert hvd.allreduce(own(1), name="a name").item() == mean
-    with pytest.warns(DeprecationWarning, match="average= is deprecated"):
+    with pytest.warns(DeprecationWarning, match="average= is deprecated") as warned:
         assert hvd.allreduce(own(1), False).item() == total_
+    assert warned[0].filename == __file__, "where the user's line is"
     with pytest.warns(DeprecationWarning, match="average= is deprecated"):
         assert hvd.allreduce(own(1), average=True).item() == mean
     with pytest.raises(ValueError, match="give op or average, not both"):
