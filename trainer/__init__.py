@@ -1,14 +1,20 @@
 """Data-parallel training with Horovod's interface: `import trainer as hvd`.
 
-The verbs have Horovod's names, argument names and defaults. What differs, for all of them: `name` is accepted for the
-sake of Horovod's code but unused, since operations are matched by the order in which ranks call them, which must be the
-same on all; `process_set` may be a torch.distributed group or a Communicator, too. A root rank is one of the world,
-whatever the process set, whose other ranks need not call anything: a verb called outside of its process set raises
-what is a ValueError and a HorovodInternalError.
+The verbs have Horovod's names, argument names and defaults. What differs, for all of them: operations are matched by the
+order in which ranks call them, which must be the same on all, and not by `name`; `process_set` may be a
+torch.distributed group or a Communicator, too. A root rank is one of the world, whatever the process set, whose other
+ranks need not call anything: a verb called outside of its process set raises what is a ValueError and a
+HorovodInternalError.
+
+A `name` stands in errors, and while an operation has it, until its synchronize(), no other one of that verb and process
+set can have it: that is a ValueError.
 
 Tensors may have any shape (at least one dimension where rows are moved) and the dtypes float16, bfloat16, float32,
-float64, int8, uint8, int16, int32, int64, bool; results live on the device of the tensor given. Verbs that are neither
-in place nor asynchronous can be differentiated; their gradients are those of the sum of all ranks' losses.
+float64, int8, uint8, int16, int32, int64, bool; results live on the device of the tensor given; those of a group are on
+one device. Factors multiply integers in float64, and the result is truncated toward zero, as an average of integers is.
+Verbs that are neither in place nor asynchronous can be differentiated, and have Horovod's gradients: through allgather
+and broadcast the average of all ranks' gradients, through reducescatter with op=Sum the number of ranks times what was
+gathered. Each verb says its own.
 
 All raise ValueError or TypeError for arguments that cannot be meant, before anything is sent, and
 collectives.CollectiveError, which is HorovodInternalError here, where the ranks could not finish together.
@@ -30,6 +36,8 @@ from trainer.horovod.movements import (
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
 )
 from trainer.horovod.reductions import (
     allreduce,
@@ -40,11 +48,16 @@ from trainer.horovod.reductions import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+)
+from trainer.horovod.scatterings import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
 )
+from trainer.horovod.sparse import sparse_allreduce_async
 from trainer.horovod.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from trainer.ops import Average, Max, Min, Product, Sum
+from trainer.ops import Adasum, Average, Max, Min, Product, Sum
 from trainer.optimizer import DistributedOptimizer
 from trainer.probes import (
     ccl_built,
@@ -76,6 +89,7 @@ from trainer.world import (
 )
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
@@ -116,10 +130,14 @@ __all__ = [
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -138,5 +156,6 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "synchronize",
 ]

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from collectives.reduction import check_dtype
 from collectives.run.staging import refusal
 from trainer.ops import Average, Sum
 from trainer.world import here
@@ -21,6 +22,19 @@ def check_tensor(value: object) -> Tensor:
     if said := refusal(value):
         raise TypeError(f"{here()}{said}")
     return value
+
+
+def check_group(rank: int, verb: str, tensors: Iterable[object]) -> list[Tensor]:
+    """Return the tensors of a group, which must be ones that can be moved, all on one device. Raises TypeError and
+    ValueError."""
+    checked = [check_tensor(tensor) for tensor in tensors]
+    for tensor in checked:
+        check_dtype(rank, tensor.dtype)
+        if tensor.device != checked[0].device:
+            raise ValueError(
+                f"{here()}{verb} needs all tensors on one device; given are some on {checked[0].device} and on {tensor.device}"
+            )
+    return checked
 
 
 def check_arguments(optimizer: object, passes: object, op: object, predivide: float, bucket_bytes: int) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -236,11 +237,14 @@ class _Holder:
     """Knows the world, since Horovod's functions take no handle of it.
 
     store: of the last world that init() made. Rank 0 keeps its server for as long as this process holds it: others may
-    still be leaving that world, or have come for the next one already.
+    still be leaving that world, or have come for the next one already. names: of operations in flight.
     """
 
     world: World | None = None
     store: Store | None = None
+
+    def __init__(self) -> None:
+        self.names: WeakKeyDictionary[Communicator, dict[tuple[str, str | None], object]] = WeakKeyDictionary()
 
 
 _holder = _Holder()
@@ -381,6 +385,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     world.remove(process_set)
     return True
+
+
+def names_in_flight(communicator: Communicator) -> dict[tuple[str, str | None], object]:
+    """Return whose each name of a verb is, of the operations that a Communicator has been given and that are not done."""
+    return _holder.names.setdefault(communicator, {})
 
 
 def rank() -> int:

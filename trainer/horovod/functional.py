@@ -1,15 +1,32 @@
-"""Collectives that autograd can differentiate. Gradients are the adjoints: those of the sum of all ranks' losses."""
+"""Collectives that autograd can differentiate, with the gradients that Horovod gives them.
+
+With g(r) for the gradient that rank r has of its result, and n ranks, the gradient of a rank's input is
+
+    allreduce       allreduce(g) with the same op, codecs and factors
+    allgather       this rank's rows of the average of all g(r)
+    broadcast       on the root the average of all g(r), elsewhere 0
+    reducescatter   allgather(g) * prescale * postscale, times n where op is Sum
+    alltoall        the rows of all g(r) that come from this rank's rows
+
+Only those of allreduce and alltoall are the adjoints, which are the gradients of the sum of all ranks' losses.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from collectives import Communicator
+from collectives import Communicator, Work
 from collectives.compression.codec import Codec
-from trainer.ops import Average, Sum
+from trainer.horovod.adasum import adasum_
+from trainer.horovod.scaling import scaled, scales_integers, unscaled
+from trainer.ops import Adasum, Average, Sum
+
+Rows = list[int]
+"""How many rows of dimension 0 each rank has of a tensor."""
 
 
 class Allreduce(torch.autograd.Function):
@@ -30,7 +47,8 @@ class Allreduce(torch.autograd.Function):
         outputs = [copied(tensor) for tensor in tensors]
         pairs = list(zip(outputs, codecs, strict=True))
         if plain := [output for output, codec in pairs if codec is None]:
-            communicator.grouped_allreduce(plain, op, prescale=prescale, postscale=postscale)
+            _, finish = begin_allreduce(communicator, plain, op, prescale, postscale, async_op=False)
+            finish()
         for number, (output, codec) in enumerate(pairs):
             if codec is not None:
                 communicator.allreduce(output, op, prescale=prescale, postscale=postscale, codec=codec, seed=number)
@@ -38,53 +56,51 @@ class Allreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        op = ctx.call[1]
-        if op not in (Sum, Average):
-            raise RuntimeError(f"allreduce with op={op!r} has no gradient; only {Sum!r} and {Average!r} have")
+        check_differentiable("allreduce", ctx.call[1])
         return (None, None, None, None, None, *Allreduce.forward(ctx, *ctx.call, *gradients))
 
 
 class Allgather(torch.autograd.Function):
-    """Maps (communicator, rows of every rank, tensor) to all ranks' tensors, one after the other along dimension 0."""
+    """Maps (communicator, rows of every tensor, *tensors) to all ranks' tensors, one after the other along dimension
+    0."""
 
     @staticmethod
-    def forward(ctx: Any, communicator: Communicator, rows: list[int], tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, communicator: Communicator, rows: list[Rows], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = communicator, rows
-        return gather_rows(communicator, rows, tensor)
+        return tuple(begin_allgather(communicator, rows, tensors)[1])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         communicator, rows = ctx.call
-        output = gradient.new_empty((rows[communicator.rank], *gradient.shape[1:]))
-        communicator.reduce_scatter(output, list(gradient.split(rows)), Sum)
-        return None, None, output
+        return (None, None, *begin_reducescatter(communicator, rows, Average, gradients)[1])
 
 
 class ReduceScatter(torch.autograd.Function):
-    """Maps (communicator, rows of every rank, op, prescale, postscale, tensor) to this rank's rows of the reduction."""
+    """Maps (communicator, rows of every tensor, op, prescale, postscale, *tensors) to this rank's rows of the
+    reductions. Differentiable for Sum and Average."""
 
     @staticmethod
     def forward(
         ctx: Any,
         communicator: Communicator,
-        rows: list[int],
+        rows: list[Rows],
         op: str,
         prescale: float,
         postscale: float,
-        tensor: Tensor,
-    ) -> Tensor:
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.call = communicator, rows, op, prescale * postscale
-        output, chunks = scattered(communicator, rows, tensor, prescale)
-        communicator.reduce_scatter(output, chunks, op)
-        return output if postscale == 1 else output.mul_(postscale)
+        _, outputs, finish = begin_scaled_reducescatter(communicator, rows, op, prescale, postscale, tensors)
+        return tuple(finish(outputs))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         communicator, rows, op, scale = ctx.call
-        if op not in (Sum, Average):
-            raise RuntimeError(f"reducescatter with op={op!r} has no gradient; only {Sum!r} and {Average!r} have")
-        gathered = gather_rows(communicator, rows, gradient)
-        return None, None, None, None, None, gathered.mul_(scale / communicator.size if op == Average else scale)
+        check_differentiable("reducescatter", op)
+        if op == Sum:
+            scale *= communicator.size
+        _, gathered = begin_allgather(communicator, rows, gradients)
+        return (None, None, None, None, None, *(scaled(gradient, scale) for gradient in gathered))
 
 
 class Broadcast(torch.autograd.Function):
@@ -100,16 +116,16 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
         communicator, root_rank = ctx.call
-        total = copied(gradient)
-        communicator.reduce(total, root_rank, Sum)
-        return None, None, total if communicator.rank == root_rank else total.zero_()
+        average = copied(gradient)
+        communicator.reduce(average, root_rank, Average)
+        return None, None, average if communicator.rank == root_rank else average.zero_()
 
 
 class Alltoall(torch.autograd.Function):
     """Maps (communicator, rows to every rank, rows from every rank, tensor) to the rows received, in rank order."""
 
     @staticmethod
-    def forward(ctx: Any, communicator: Communicator, sent: list[int], received: list[int], tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, communicator: Communicator, sent: Rows, received: Rows, tensor: Tensor) -> Tensor:
         ctx.call = communicator, sent, received
         output = tensor.new_empty((sum(received), *tensor.shape[1:]))
         communicator.alltoall(output, tensor.detach(), received, sent)
@@ -123,21 +139,78 @@ class Alltoall(torch.autograd.Function):
         return None, None, None, output
 
 
+def check_differentiable(verb: str, op: str) -> None:
+    """Raise RuntimeError for an op that has no gradient."""
+    if op not in (Sum, Average):
+        raise RuntimeError(f"{verb} with op={op!r} has no gradient; only {Sum!r} and {Average!r} have")
+
+
 def copied(tensor: Tensor) -> Tensor:
     """Return a contiguous copy without history."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def scattered(
-    communicator: Communicator, rows: list[int], tensor: Tensor, prescale: float
-) -> tuple[Tensor, list[Tensor]]:
-    """Return output and input of a reduce_scatter: room for this rank's rows, and every rank's rows times prescale."""
-    scaled = tensor.detach() if prescale == 1 else tensor.detach() * prescale
-    return tensor.new_empty((rows[communicator.rank], *tensor.shape[1:])), list(scaled.split(rows))
+def begin_allreduce(
+    communicator: Communicator, tensors: Sequence[Tensor], op: str, prescale: float, postscale: float, *, async_op: bool
+) -> tuple[list[Work], Callable[[], None]]:
+    """Reduce tensors in place; return what goes on, and what is to be called when it is done.
+
+    Of Adasum nothing goes on: each of its steps needs the one before.
+    """
+    if op == Adasum:
+        adasum_(communicator, tensors, prescale, postscale)
+        return [], lambda: None
+    if not scales_integers(tensors, prescale, postscale):
+        work = communicator.grouped_allreduce(tensors, op, prescale=prescale, postscale=postscale, async_op=async_op)
+        return [] if work is None else [work], lambda: None
+    contributions = [copied(tensor) if prescale == 1 else scaled(tensor, prescale) for tensor in tensors]
+    op, factor, divisor = unscaled(op, postscale, communicator.size)
+    work = communicator.grouped_allreduce(contributions, op, async_op=async_op)
+
+    def finish() -> None:
+        for tensor, reduced in zip(tensors, contributions, strict=True):
+            tensor.detach().copy_(scaled(reduced, factor, divisor))
+
+    return [] if work is None else [work], finish
 
 
-def gather_rows(communicator: Communicator, rows: list[int], tensor: Tensor) -> Tensor:
-    """Return all ranks' tensors along dimension 0; rows[r] is what rank r has of it."""
-    output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
-    communicator.allgather(list(output.split(rows)), tensor.detach())
-    return output
+def begin_allgather(
+    communicator: Communicator, rows: Sequence[Rows], tensors: Sequence[Tensor], *, async_op: bool = False
+) -> tuple[list[Work], list[Tensor]]:
+    """Gather tensors along dimension 0; return what goes on, and the results."""
+    works, outputs = [], []
+    for given, tensor in zip(rows, tensors, strict=True):
+        outputs.append(tensor.new_empty((sum(given), *tensor.shape[1:])))
+        works.append(communicator.allgather(list(outputs[-1].split(given)), tensor.detach(), async_op=async_op))
+    return [work for work in works if work is not None], outputs
+
+
+def begin_reducescatter(
+    communicator: Communicator, rows: Sequence[Rows], op: str, tensors: Sequence[Tensor], *, async_op: bool = False
+) -> tuple[list[Work], list[Tensor]]:
+    """Reduce tensors and divide their rows; return what goes on, and this rank's rows."""
+    works, outputs = [], []
+    for given, tensor in zip(rows, tensors, strict=True):
+        outputs.append(tensor.new_empty((given[communicator.rank], *tensor.shape[1:])))
+        chunks = list(tensor.detach().split(given))
+        works.append(communicator.reduce_scatter(outputs[-1], chunks, op, async_op=async_op))
+    return [work for work in works if work is not None], outputs
+
+
+def begin_scaled_reducescatter(
+    communicator: Communicator,
+    rows: Sequence[Rows],
+    op: str,
+    prescale: float,
+    postscale: float,
+    tensors: Sequence[Tensor],
+    *,
+    async_op: bool = False,
+) -> tuple[list[Work], list[Tensor], Callable[[list[Tensor]], list[Tensor]]]:
+    """Do as begin_reducescatter, with factors; return also what is to be done with the rows when all is done."""
+    divisor = 1
+    if scales_integers(tensors, prescale, postscale):
+        op, postscale, divisor = unscaled(op, postscale, communicator.size)
+    contributions = [scaled(tensor, prescale) for tensor in tensors]
+    works, outputs = begin_reducescatter(communicator, rows, op, contributions, async_op=async_op)
+    return works, outputs, lambda reduced: [scaled(tensor, postscale, divisor) for tensor in reduced]

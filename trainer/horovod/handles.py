@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from collectives import Work
+from trainer.horovod.calls import Call
 from trainer.world import here
 
 T = TypeVar("T")
@@ -14,19 +15,29 @@ T = TypeVar("T")
 class Handle(Generic[T]):
     """Stands for an operation under way: what the *_async verbs return, for poll() and synchronize()."""
 
-    def __init__(self, work: Work, result: T, finish: Callable[[T], T] | None = None) -> None:
-        """Take what a Communicator's verb returned with async_op=True. finish: is called once, on the result."""
-        self._work = work
-        self._result = result
-        self._finish = finish
+    def __init__(self, call: Call, works: Sequence[Work], finish: Callable[[], T]) -> None:
+        """Take what a Communicator's verbs returned with async_op=True. finish: is called once, when these are done, and
+        returns the result."""
+        call.goes_on = True
+        self._call = call
+        self._works = works
+        self._finish: Callable[[], T] | None = finish
+        self._result: T
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        if not all(work.is_completed() for work in self._works):
+            return False
+        self._call.release_name()
+        return True
 
     def wait(self) -> T:
-        self._work.wait()
-        if self._finish is not None:
-            self._result, self._finish = self._finish(self._result), None
+        self._call.goes_on = False
+        with self._call:
+            for work in self._works:
+                work.wait()
+            if self._finish is not None:
+                self._result = self._finish()
+                self._finish = None
         return self._result
 
 
@@ -36,7 +47,7 @@ def poll(handle: Handle[T]) -> bool:
 
 
 def synchronize(handle: Handle[T]) -> T:
-    """Wait for an asynchronous operation; return its result, or raise its error."""
+    """Wait for an asynchronous operation; return its result, or raise its error. Again, it does the same."""
     return _checked(handle).wait()
 
 

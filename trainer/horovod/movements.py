@@ -2,45 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from collectives import Communicator
-from trainer.horovod.functional import Allgather, Alltoall, Broadcast, copied
+from trainer.horovod.calls import Call
+from trainer.horovod.functional import Allgather, Alltoall, Broadcast, Rows, begin_allgather, copied
 from trainer.horovod.handles import Handle
 from trainer.process_sets import ProcessSetLike, global_process_set
-from trainer.validation import check_tensor
+from trainer.validation import check_group, check_tensor
 from trainer.world import communicator_of, here, root_in
+
+T = TypeVar("T")
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSetLike = global_process_set) -> Tensor:
-    """Return all ranks' tensors, one after the other along dimension 0, which alone may differ in size."""
-    communicator = communicator_of(process_set)
-    output: Tensor = Allgather.apply(communicator, _rows_by_rank(communicator, tensor), tensor)
-    return output
+    """Return all ranks' tensors, one after the other along dimension 0, which alone may differ in size.
+
+    The gradient is that of Horovod: this rank's rows of the average of all ranks' gradients of their results.
+    """
+    return _allgather("allgather", [tensor], name, process_set)[0]
 
 
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> Handle[Tensor]:
     """Run allgather() in the background, except for the sizes, which are exchanged before this returns."""
-    communicator = communicator_of(process_set)
-    rows = _rows_by_rank(communicator, tensor)
-    output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
-    work = communicator.allgather(list(output.split(rows)), tensor.detach(), async_op=True)
-    return Handle(work, output)
+    return _allgather_async("allgather", [tensor], itemgetter(0), name, process_set)
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSetLike = global_process_set
+) -> list[Tensor]:
+    """Run allgather() of several tensors, whose sizes are exchanged together; return new tensors."""
+    return _allgather("grouped_allgather", tensors, name, process_set)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSetLike = global_process_set
+) -> Handle[list[Tensor]]:
+    """Run grouped_allgather() in the background, except for the sizes, which are exchanged before this returns."""
+    return _allgather_async("grouped_allgather", tensors, list, name, process_set)
 
 
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> Tensor:
-    """Return a new tensor like `tensor` with the values that it has on root_rank."""
+    """Return a new tensor like `tensor` with the values that it has on root_rank.
+
+    The gradient is that of Horovod: on root_rank the average of all ranks' gradients of their results, elsewhere 0.
+    """
     communicator = communicator_of(process_set)
-    output: Tensor = Broadcast.apply(communicator, root_in(communicator, root_rank), check_tensor(tensor))
-    return output
+    with Call("broadcast", name, communicator):
+        output: Tensor = Broadcast.apply(communicator, root_in(communicator, root_rank), check_tensor(tensor))
+        return output
 
 
 def broadcast_async(
@@ -62,9 +81,9 @@ def broadcast_async_(
 ) -> Handle[Tensor]:
     """Run broadcast() in place, in the background: leave `tensor` alone until synchronize(), which returns it."""
     communicator = communicator_of(process_set)
-    root = root_in(communicator, root_rank)
-    work = communicator.broadcast(check_tensor(tensor).detach(), root, async_op=True)
-    return Handle(work, tensor)
+    with (call := Call("broadcast", name, communicator)):
+        work = communicator.broadcast(check_tensor(tensor).detach(), root_in(communicator, root_rank), async_op=True)
+        return Handle(call, [work], lambda: tensor)
 
 
 def alltoall(
@@ -76,12 +95,15 @@ def alltoall(
     """Send a slice of rows to every rank; return the rows received, in rank order.
 
     splits[r] rows go to rank r, all equally many where it is None; rows are alike on all ranks. With splits the result
-    is a pair: the rows, and an int32 tensor (on the CPU) of how many came from each rank.
+    is a pair: the rows, and an int32 tensor of how many came from each rank, on the device of splits.
+
+    The gradient of a row is that of the same row on the rank that received it.
     """
     communicator = communicator_of(process_set)
-    sent, received = _exchange_splits(communicator, tensor, splits)
-    output: Tensor = Alltoall.apply(communicator, sent, received, tensor)
-    return output if splits is None else (output, torch.tensor(received, dtype=torch.int32))
+    with Call("alltoall", name, communicator):
+        sent, received = _exchange_splits(communicator, tensor, splits)
+        output: Tensor = Alltoall.apply(communicator, sent, received, tensor)
+        return output if splits is None else (output, _received_splits(received, splits))
 
 
 def alltoall_async(
@@ -89,13 +111,15 @@ def alltoall_async(
     splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSetLike = global_process_set,
-) -> Handle[Tensor] | Handle[tuple[Tensor, Tensor]]:
-    """Run alltoall() in the background, except for the splits, which are exchanged before this returns."""
+) -> Handle[tuple[Tensor, Tensor]]:
+    """Run alltoall() in the background, except for the splits, which are exchanged before this returns; synchronize()
+    returns the pair, also without splits."""
     communicator = communicator_of(process_set)
-    sent, received = _exchange_splits(communicator, tensor, splits)
-    output = tensor.new_empty((sum(received), *tensor.shape[1:]))
-    work = communicator.alltoall(output, tensor.detach(), received, sent, async_op=True)
-    return Handle(work, output) if splits is None else Handle(work, (output, torch.tensor(received, dtype=torch.int32)))
+    with (call := Call("alltoall", name, communicator)):
+        sent, received = _exchange_splits(communicator, tensor, splits)
+        output = tensor.new_empty((sum(received), *tensor.shape[1:]))
+        work = communicator.alltoall(output, tensor.detach(), received, sent, async_op=True)
+        return Handle(call, [work], lambda: (output, _received_splits(received, splits)))
 
 
 def barrier(process_set: ProcessSetLike = global_process_set) -> None:
@@ -103,39 +127,87 @@ def barrier(process_set: ProcessSetLike = global_process_set) -> None:
     communicator_of(process_set).barrier()
 
 
+def _allgather(verb: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSetLike) -> list[Tensor]:
+    communicator = communicator_of(process_set)
+    with Call(verb, name, communicator):
+        tensors = check_group(communicator.rank, verb, tensors)
+        return list(Allgather.apply(communicator, _rows_by_rank(communicator, verb, tensors), *tensors))
+
+
+def _allgather_async(
+    verb: str,
+    tensors: Sequence[Tensor],
+    result: Callable[[Sequence[Tensor]], T],
+    name: str | None,
+    process_set: ProcessSetLike,
+) -> Handle[T]:
+    """Return the handle of what is `result` of the gathered tensors."""
+    communicator = communicator_of(process_set)
+    with (call := Call(verb, name, communicator)):
+        tensors = check_group(communicator.rank, verb, tensors)
+        rows = _rows_by_rank(communicator, verb, tensors)
+        works, outputs = begin_allgather(communicator, rows, tensors, async_op=True)
+        return Handle(call, works, lambda: result(outputs))
+
+
 _Kind: TypeAlias = tuple[list[int], str]
 """Shape and dtype of a rank's tensor."""
 
 
-def _rows_by_rank(communicator: Communicator, tensor: Tensor) -> list[int]:
-    """Return the size of dimension 0 on every rank. Raises ValueError on all ranks where tensors do not fit."""
-    kinds: list[_Kind] = communicator.allgather_record(_kind(check_tensor(tensor)))
-    for rank, (shape, _) in enumerate(kinds):
-        if not shape:
-            raise ValueError(f"{here()}allgather needs tensors of at least one dimension; rank {rank} gave a scalar")
-    _check_rows_fit("allgather", kinds)
-    return [shape[0] for shape, _ in kinds]
+def _rows_by_rank(communicator: Communicator, verb: str, tensors: Sequence[Tensor]) -> list[Rows]:
+    """Return the size of dimension 0 on every rank, of each tensor. Raises ValueError on all ranks where tensors do not
+    fit."""
+    everyones: list[list[_Kind]] = communicator.allgather_record([_kind(tensor) for tensor in tensors])
+    for rank, kinds in enumerate(everyones):
+        if len(kinds) != len(tensors):
+            raise ValueError(f"{here()}{verb}: rank {rank} gave {len(kinds)} tensors, this rank {len(tensors)}")
+    rows = []
+    for kinds in map(list, zip(*everyones, strict=True)):
+        for rank, (shape, _) in enumerate(kinds):
+            if not shape:
+                raise ValueError(f"{here()}{verb} needs tensors of at least one dimension; rank {rank} gave a scalar")
+        _check_rows_fit(verb, kinds)
+        rows.append([shape[0] for shape, _ in kinds])
+    return rows
 
 
 def _exchange_splits(
     communicator: Communicator, tensor: Tensor, splits: Tensor | Sequence[int] | None
-) -> tuple[list[int], list[int]]:
+) -> tuple[Rows, Rows]:
     """Return rows to every rank, and rows from every rank. Raises ValueError on all ranks where they do not fit."""
-    size = communicator.size
-    if check_tensor(tensor).dim() == 0:
-        raise ValueError(f"{here()}alltoall needs a tensor of at least one dimension, not a scalar")
-    rows = tensor.shape[0]
+    (tensor,) = check_group(communicator.rank, "alltoall", [tensor])
+    given: list[Any] | None = None if splits is None else torch.as_tensor(splits).tolist()
+    everyones: list[tuple[_Kind, list[Any] | None]] = communicator.allgather_record((_kind(tensor), given))
+    for rank, ((shape, _), theirs) in enumerate(everyones):
+        _check_splits(communicator.size, rank, shape, theirs)
+    kinds = [kind for kind, _ in everyones]
+    _check_rows_fit("alltoall", kinds)
+    sent = [[shape[0] // communicator.size] * communicator.size if s is None else s for (shape, _), s in everyones]
+    return sent[communicator.rank], [rows[communicator.rank] for rows in sent]
+
+
+def _check_splits(size: int, rank: int, shape: list[int], splits: list[Any] | None) -> None:
+    """Raise ValueError where a rank's tensor cannot be split so."""
+    if not shape:
+        raise ValueError(f"{here()}alltoall needs a tensor of at least one dimension; rank {rank} gave a scalar")
     if splits is None:
-        if rows % size:
-            raise ValueError(f"{here()}alltoall without splits needs a multiple of {size} rows, not {rows}")
-        sent = [rows // size] * size
-    else:
-        sent = [int(split) for split in splits]
-        if len(sent) != size or min(sent) < 0 or sum(sent) != rows:
-            raise ValueError(f"{here()}splits must be {size} whole numbers >= 0 that add up to {rows} rows, not {sent}")
-    everyones: list[tuple[_Kind, list[int]]] = communicator.allgather_record((_kind(tensor), sent))
-    _check_rows_fit("alltoall", [kind for kind, _ in everyones])
-    return sent, [theirs[communicator.rank] for _, theirs in everyones]
+        if shape[0] % size:
+            raise ValueError(
+                f"{here()}alltoall without splits needs a multiple of {size} rows, not {shape[0]} as on rank {rank}"
+            )
+    elif (
+        not isinstance(splits, list)
+        or not all(isinstance(rows, int) and rows >= 0 for rows in splits)
+        or (len(splits), sum(splits)) != (size, shape[0])
+    ):
+        raise ValueError(
+            f"{here()}splits must be {size} whole numbers >= 0 that add up to {shape[0]} rows; rank {rank} gave {splits}"
+        )
+
+
+def _received_splits(received: Rows, splits: Tensor | Sequence[int] | None) -> Tensor:
+    device = splits.device if isinstance(splits, Tensor) else None
+    return torch.tensor(received, dtype=torch.int32, device=device)
 
 
 def _kind(tensor: Tensor) -> _Kind:

@@ -1,21 +1,24 @@
-"""Horovod's verbs that reduce. What holds for all verbs stands in the package's docstring."""
+"""Horovod's verbs that reduce, all ranks having the result. What holds for all verbs stands in the package's docstring."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import TypeVar
 
 from torch import Tensor
 
-from collectives import Communicator
-from collectives.compression.codec import Codec
-from collectives.reduction import check_arithmetic
 from trainer.compression import Cast, Compression, Compressor, verb_codec
-from trainer.horovod.functional import Allreduce, ReduceScatter, copied, scattered
+from trainer.horovod.calls import Call
+from trainer.horovod.functional import Allreduce, begin_allreduce, copied
 from trainer.horovod.handles import Handle
-from trainer.ops import Average, Sum, resolve_op
+from trainer.horovod.reducible import check_reducible, summing_codec
+from trainer.ops import resolve_op
 from trainer.process_sets import ProcessSetLike, global_process_set
 from trainer.validation import check_tensor
-from trainer.world import communicator_of, here
+from trainer.world import communicator_of
+
+T = TypeVar("T")
 
 
 def allreduce(
@@ -30,14 +33,20 @@ def allreduce(
 ) -> Tensor:
     """Return a new tensor like `tensor`: its reduction over all ranks.
 
-    op: Average (the default), Sum, Min, Max or Product; `average` is Horovod's older word for Average or Sum. The
+    op: Average (the default), Sum, Min, Max, Product or Adasum; `average` is Horovod's older word for Average or Sum. The
     factors multiply before and after the reduction. compression: what floating-point tensors travel as; a codec, or its
     name, is for Average and Sum, without error feedback, and rounds equal tensors alike every time.
+
+    Adasum is for floating-point tensors, on any number of ranks: gradients that are orthogonal are added, equal ones
+    averaged (Maleki et al. 2020). Integers times a factor, and averages of them, are truncated toward zero; so no
+    average of them is a fraction.
+
+    The gradient is allreduce() of the result's gradients, with the same op (Average or Sum), compression and factors.
     """
-    (output,) = grouped_allreduce(
-        [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
+    reduced = _allreduce(
+        "allreduce", [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
     )
-    return output
+    return reduced[0]
 
 
 def allreduce_async(
@@ -77,15 +86,13 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSetLike = global_process_set,
 ) -> Handle[Tensor]:
-    """Run allreduce() in place, in the background: leave `tensor` alone until synchronize(), which returns it."""
-    work = communicator_of(process_set).allreduce(
-        check_tensor(tensor).detach(),
-        resolve_op(op, average),
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        async_op=True,
+    """Run allreduce() in place, in the background: leave `tensor` alone until synchronize(), which returns it.
+
+    Of Adasum, all is done when this returns.
+    """
+    return _allreduce_async_(
+        "allreduce", [tensor], itemgetter(0), average, name, op, prescale_factor, postscale_factor, process_set
     )
-    return Handle(work, tensor)
 
 
 def grouped_allreduce(
@@ -99,14 +106,9 @@ def grouped_allreduce(
     process_set: ProcessSetLike = global_process_set,
 ) -> list[Tensor]:
     """Run allreduce() of several tensors as one operation (those with a codec one by one); return new tensors."""
-    meant = verb_codec(compression)
-    reduction = resolve_op(op, average)
-    cast = meant if isinstance(meant, Cast) else Compression.none
-    codecs = [_summing(meant, check_tensor(tensor), reduction) for tensor in tensors]
-    pairs = zip(tensors, codecs, strict=True)
-    sent = [cast.compress(tensor)[0] if codec is None else tensor for tensor, codec in pairs]
-    reduced = Allreduce.apply(communicator_of(process_set), reduction, codecs, prescale_factor, postscale_factor, *sent)
-    return [cast.decompress(output, tensor.dtype) for output, tensor in zip(reduced, tensors, strict=True)]
+    return _allreduce(
+        "grouped_allreduce", tensors, average, name, compression, op, prescale_factor, postscale_factor, process_set
+    )
 
 
 def grouped_allreduce_async(
@@ -147,72 +149,56 @@ def grouped_allreduce_async_(
     process_set: ProcessSetLike = global_process_set,
 ) -> Handle[list[Tensor]]:
     """Run grouped_allreduce() in place, in the background: leave the tensors alone until synchronize() returns them."""
-    work = communicator_of(process_set).grouped_allreduce(
-        [check_tensor(tensor).detach() for tensor in tensors],
-        resolve_op(op, average),
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        async_op=True,
+    return _allreduce_async_(
+        "grouped_allreduce", tensors, list, average, name, op, prescale_factor, postscale_factor, process_set
     )
-    return Handle(work, list(tensors))
 
 
-def reducescatter(
-    tensor: Tensor,
-    name: str | None = None,
-    compression: Cast = Compression.none,
-    op: str = Average,
-    process_set: ProcessSetLike = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Tensor:
-    """Return this rank's rows of the reduction: dimension 0 is divided evenly, the first ranks taking one more where it
-    must be.
-
-    The tensors have the same shape on all ranks.
-    """
+def _allreduce(
+    verb: str,
+    tensors: Sequence[Tensor],
+    average: bool | None,
+    name: str | None,
+    compression: Compressor,
+    op: str | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSetLike,
+) -> list[Tensor]:
     communicator = communicator_of(process_set)
-    if not isinstance(compression, Cast):
-        raise ValueError(f"{here()}reducescatter has no codecs: compression must be Compression.none, .fp16 or .bf16")
-    reduction = resolve_op(op, None)
-    rows = _even_rows(tensor, communicator)
-    check_arithmetic(communicator.rank, tensor.dtype, reduction, prescale_factor, postscale_factor)
-    codec = _summing(compression, tensor, reduction)
-    headroom = 1.0 if codec is None else codec.headroom(communicator.size)
-    sent, dtype = compression.compress(tensor if headroom == 1 else tensor * headroom)
-    output = ReduceScatter.apply(communicator, rows, reduction, prescale_factor, postscale_factor, sent)
-    result = compression.decompress(output, dtype)
-    return result if headroom == 1 else result / headroom
+    with Call(verb, name, communicator):
+        reduction = resolve_op(op, average)
+        meant = verb_codec(compression)
+        tensors = check_reducible(communicator, verb, tensors, reduction, prescale, postscale)
+        cast = meant if isinstance(meant, Cast) else Compression.none
+        codecs = [summing_codec(meant, tensor, reduction) for tensor in tensors]
+        pairs = zip(tensors, codecs, strict=True)
+        sent = [cast.compress(tensor)[0] if codec is None else tensor for tensor, codec in pairs]
+        reduced = Allreduce.apply(communicator, reduction, codecs, prescale, postscale, *sent)
+        return [cast.decompress(output, tensor.dtype) for output, tensor in zip(reduced, tensors, strict=True)]
 
 
-def reducescatter_async(
-    tensor: Tensor,
-    name: str | None = None,
-    op: str = Average,
-    process_set: ProcessSetLike = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle[Tensor]:
-    """Run reducescatter() in the background; synchronize() returns the new tensor."""
+def _allreduce_async_(
+    verb: str,
+    tensors: Sequence[Tensor],
+    result: Callable[[Sequence[Tensor]], T],
+    average: bool | None,
+    name: str | None,
+    op: str | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSetLike,
+) -> Handle[T]:
+    """Return the handle of what is `result` of the tensors, once these are reduced."""
     communicator = communicator_of(process_set)
-    reduction = resolve_op(op, None)
-    rows = _even_rows(tensor, communicator)
-    check_arithmetic(communicator.rank, tensor.dtype, reduction, prescale_factor, postscale_factor)
-    output, chunks = scattered(communicator, rows, tensor, prescale_factor)
-    work = communicator.reduce_scatter(output, chunks, reduction, async_op=True)
-    return Handle(work, output, None if postscale_factor == 1 else lambda result: result.mul_(postscale_factor))
+    with (call := Call(verb, name, communicator)):
+        reduction = resolve_op(op, average)
+        tensors = check_reducible(communicator, verb, tensors, reduction, prescale, postscale)
+        memories = [tensor.detach() for tensor in tensors]
+        works, finish = begin_allreduce(communicator, memories, reduction, prescale, postscale, async_op=True)
 
+        def finished() -> T:
+            finish()
+            return result(tensors)
 
-def _summing(compression: Cast | Codec, tensor: Tensor, op: str) -> Codec | None:
-    """Return the codec that a tensor is reduced by; None where it is reduced as it is, or cast."""
-    if isinstance(compression, Codec):
-        return compression
-    return compression.codec(tensor.dtype) if op in (Average, Sum) else None
-
-
-def _even_rows(tensor: Tensor, communicator: Communicator) -> list[int]:
-    """Return the rows of dimension 0 for every rank."""
-    if check_tensor(tensor).dim() == 0:
-        raise ValueError(f"{here()}reducescatter needs a tensor of at least one dimension, not a scalar")
-    rows, longer = divmod(tensor.shape[0], communicator.size)
-    return [rows + (rank < longer) for rank in range(communicator.size)]
+        return Handle(call, works, finished)

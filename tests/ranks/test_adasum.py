@@ -1,0 +1,140 @@
+"""Adasum against the definition, worked out on one rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import trainer as hvd
+from collectives import Communicator
+from tests.harness import Worlds
+from tests.ranks.training import assert_same_on_all_ranks, in_world
+
+
+@in_world
+def run(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def gradient(rank: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Gradients that have a part in common, the same on whichever rank one asks."""
+    common = torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    own = torch.randn(shape, generator=torch.Generator().manual_seed(100 + rank), dtype=torch.float64)
+    return (common + own * (rank + 1)).to(dtype)
+
+
+def two(a: Tensor, b: Tensor) -> Tensor:
+    dot, aa, bb = (a * b).sum(), (a * a).sum(), (b * b).sum()
+    return (1 - dot / (2 * aa) if aa > 0 else 1) * a + (1 - dot / (2 * bb) if bb > 0 else 1) * b
+
+
+def by_hand(vectors: list[Tensor]) -> Tensor:
+    """The tree drawn out for every number of ranks that is tested."""
+    v = [vector.double() for vector in vectors]
+    if len(v) == 1:
+        return v[0]
+    if len(v) == 2:
+        return two(v[0], v[1])
+    if len(v) == 3:
+        return two(v[0], two(v[1], v[2]))
+    if len(v) == 4:
+        return two(two(v[0], v[1]), two(v[2], v[3]))
+    assert len(v) == 5
+    return two(two(v[0], v[1]), two(v[2], two(v[3], v[4])))
+
+
+def matches_the_definition() -> None:
+    size = hvd.size()
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for shape in ((1,), (3,), (7, 5), (0,), ()):
+            wanted = by_hand([gradient(rank, dtype, *shape) for rank in range(size)])
+            given = gradient(hvd.rank(), dtype, *shape)
+            before = given.clone()
+            result = hvd.allreduce(given, op=hvd.Adasum)
+            assert torch.equal(given, before), "not in place"
+            assert (result.dtype, result.shape) == (given.dtype, given.shape)
+            # Within one rounding: sums in another order may fall on the other side.
+            spacing = torch.finfo(dtype).eps if dtype != torch.float64 else 1e-13
+            torch.testing.assert_close(result.double(), wanted, rtol=spacing, atol=spacing * 1e-2)
+            assert_same_on_all_ranks([result.view(torch.uint8) if result.dim() else result.double()])
+            assert torch.equal(hvd.allreduce(given, op=hvd.Adasum), result), "the same every time"
+            handle = hvd.allreduce_async_(given, op=hvd.Adasum)
+            assert hvd.poll(handle)
+            assert hvd.synchronize(handle) is given
+            assert torch.equal(given, result)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_adasum_is_as_defined(ranks: Worlds, size: int) -> None:
+    ranks(size).run(run, matches_the_definition)
+
+
+def extremes() -> None:
+    """On four ranks: orthogonal gradients are added, equal ones averaged, opposite ones cancel, and zeros do not count."""
+    rank, size = hvd.rank(), hvd.size()
+    orthogonal = torch.zeros(size)
+    orthogonal[rank] = rank + 1
+    assert hvd.allreduce(orthogonal, op=hvd.Adasum).tolist() == [1, 2, 3, 4]
+    equal = torch.tensor([3.0, -4.0, 0.5])
+    assert torch.equal(hvd.allreduce(equal, op=hvd.Adasum), equal)
+    assert hvd.allreduce(torch.tensor([1.0, 2.0]) * (-1) ** rank, op=hvd.Adasum).tolist() == [0, 0]
+    only_two = torch.tensor([1.0, 2.0]) if rank == 2 else torch.zeros(2)
+    assert hvd.allreduce(only_two, op=hvd.Adasum).tolist() == [1, 2]
+    huge = torch.full((3,), 1e30)  # whose squares are beyond float32
+    assert torch.equal(hvd.allreduce(huge, op=hvd.Adasum), huge)
+    infinite = hvd.allreduce(torch.full((3,), float("inf") if rank == 1 else 1.0), op=hvd.Adasum)
+    assert not infinite.isfinite().any(), "GradScaler is to notice"
+    assert hvd.allreduce(equal, op=hvd.Adasum, prescale_factor=2.0, postscale_factor=3.0).tolist() == [18, -24, 3]
+    strided = torch.arange(12.0).view(3, 4).t()
+    assert torch.equal(hvd.allreduce(strided, op=hvd.Adasum), strided)
+    assert hvd.allreduce_(strided, op=hvd.Adasum) is strided
+    assert torch.equal(strided, torch.arange(12.0).view(3, 4).t())
+    halved = hvd.allreduce(equal, op=hvd.Adasum, compression=hvd.Compression.fp16)
+    assert (halved.dtype, halved.tolist()) == (torch.float32, equal.tolist())
+
+
+def grouped() -> None:
+    """Every tensor of a group has dot products of its own, whatever is beside it."""
+    dtypes = [torch.float32, torch.float16, torch.float32, torch.float64, torch.float32]
+    shapes = [(3, 2), (5,), (0,), (2,), (11,)]
+    given = [gradient(hvd.rank(), dtype, *shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
+    alone = [hvd.allreduce(tensor, op=hvd.Adasum) for tensor in given]
+    for together in (
+        hvd.grouped_allreduce(given, op=hvd.Adasum),
+        hvd.synchronize(hvd.grouped_allreduce_async(given, op=hvd.Adasum)),
+        hvd.grouped_allreduce_([tensor.clone() for tensor in given], op=hvd.Adasum),
+    ):
+        for one, other in zip(together, alone, strict=True):
+            torch.testing.assert_close(one, other, rtol=torch.finfo(one.dtype).eps, atol=0)
+        assert_same_on_all_ranks(together)
+    assert hvd.grouped_allreduce([], op=hvd.Adasum) == []
+
+
+def refusals() -> None:
+    """Found before anything is sent: the rank that gives them does so alone, and the next verb works."""
+    if hvd.rank() == 1:
+        with pytest.raises(TypeError, match=r"op='adasum' needs floating-point tensors, not torch.int32"):
+            hvd.grouped_allreduce([torch.ones(2), torch.ones(2, dtype=torch.int32)], op=hvd.Adasum)
+        with pytest.raises(ValueError, match="codec 'int8' is for the sum or average"):
+            hvd.allreduce(torch.ones(2), op=hvd.Adasum, compression="int8")
+        for verb in (hvd.reducescatter, hvd.reducescatter_async):
+            with pytest.raises(ValueError, match="op must be one of average, sum, min, max, product, not 'adasum'"):
+                verb(torch.ones(4), op=hvd.Adasum)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Adasum).item() == 1
+
+
+def in_a_process_set() -> None:
+    group = torch.distributed.new_group([1, 2, 3])
+    if hvd.rank() > 0:
+        assert isinstance(group, torch.distributed.ProcessGroup)
+        with Communicator(group) as communicator:
+            wanted = by_hand([gradient(rank, torch.float64, 9) for rank in (1, 2, 3)])
+            result = hvd.allreduce(gradient(hvd.rank(), torch.float64, 9), op=hvd.Adasum, process_set=communicator)
+            torch.testing.assert_close(result, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("function", [extremes, grouped, refusals, in_a_process_set])
+def test_adasum_of_four_ranks(ranks: Worlds, function: Callable[[], None]) -> None:
+    ranks(4).run(run, function)

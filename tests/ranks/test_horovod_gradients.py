@@ -1,0 +1,199 @@
+"""Gradients through Horovod's verbs, against closed formulas worked out on every rank by itself, in float64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import trainer as hvd
+from collectives import Communicator
+from tests.harness import Worlds
+from tests.ranks.training import in_world
+
+
+@in_world
+def run(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def values(rank: int, *shape: int, salt: int = 0) -> Tensor:
+    """What a rank has: any rank can say it of any other."""
+    generator = torch.Generator().manual_seed(100 * salt + rank)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def gradients_of(verb: Callable[..., Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
+    """Return the inputs' gradients where the results of verb(*inputs) have the gradients `outputs`."""
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    results = verb(*leaves)
+    torch.autograd.backward(results if isinstance(results, list) else [results], outputs)
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+def close(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def mean(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(tensors).mean(0)
+
+
+def total(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(tensors).sum(0)
+
+
+def of_allreduce(rank: int, size: int, process_set: Any) -> None:
+    """g(r): gradient of rank r's result; the input's is allreduce(g) with the same op and factors."""
+    for op, reduce in ((hvd.Average, mean), (hvd.Sum, total)):
+        one, two = ([values(r, *shape, salt=salt) for r in range(size)] for salt, shape in ((1, (2, 3)), (2, (5,))))
+        options = {"op": op, "process_set": process_set}
+        close(
+            gradients_of(lambda x: hvd.allreduce(x, **options), [values(rank, 2, 3)], [one[rank]]),  # noqa: B023
+            [reduce(one)],
+        )
+        scales = {"prescale_factor": 0.5, "postscale_factor": 3.0}
+        close(
+            gradients_of(lambda x: hvd.allreduce(x, **options, **scales), [values(rank, 5)], [two[rank]]),  # noqa: B023
+            [1.5 * reduce(two)],
+        )
+        grouped = gradients_of(
+            lambda *xs: hvd.grouped_allreduce(list(xs), **options),  # noqa: B023
+            [values(rank, 2, 3), values(rank, 5)],
+            [one[rank], two[rank]],
+        )
+        close(grouped, [reduce(one), reduce(two)])
+
+
+def of_allgather(rank: int, size: int, process_set: Any) -> None:
+    """This rank's rows of the average of all g(r). Rank r has r + 1 rows, or 2 r."""
+    starts, doubled = rank * (rank + 1) // 2, rank * (rank - 1)
+    one = [values(r, size * (size + 1) // 2, 2, salt=3) for r in range(size)]
+    two = [values(r, size * (size - 1), salt=4) for r in range(size)]
+    wanted = [mean(one)[starts : starts + rank + 1], mean(two)[doubled : doubled + 2 * rank]]
+    gathered = gradients_of(
+        lambda x: hvd.allgather(x, process_set=process_set), [values(rank, rank + 1, 2)], [one[rank]]
+    )
+    close(gathered, wanted[:1])
+    grouped = gradients_of(
+        lambda *xs: hvd.grouped_allgather(list(xs), process_set=process_set),
+        [values(rank, rank + 1, 2), values(rank, 2 * rank)],
+        [one[rank], two[rank]],
+    )
+    close(grouped, wanted)
+
+
+def of_broadcast(rank: int, size: int, process_set: Any, ranks: list[int]) -> None:
+    """On the root the average of all g(r), elsewhere 0."""
+    root = size - 1
+    given = [values(r, 3, salt=5) for r in range(size)]
+    # The root is named as the verb wants it, whether within the set or among all.
+    result = hvd.broadcast(torch.tensor([float(rank)]), root, process_set=process_set)
+    assert result.item() == root
+    got = gradients_of(lambda x: hvd.broadcast(x, root, process_set=process_set), [values(rank, 3)], [given[rank]])
+    close(got, [mean(given) if rank == root else torch.zeros(3, dtype=torch.float64)])
+
+
+def of_reducescatter(rank: int, size: int, process_set: Any) -> None:
+    """All g(r) one after the other, times the factors; times the number of ranks under Sum."""
+    lengths = [[(rows + size - 1 - r) // size for r in range(size)] for rows in (5, 2)]
+    one, two = ([values(r, lengths[i][r], 2, salt=6 + i) for r in range(size)] for i in (0, 1))
+    for op, times in ((hvd.Average, 1), (hvd.Sum, size)):
+        options = {"op": op, "process_set": process_set}
+        plain = gradients_of(lambda x: hvd.reducescatter(x, **options), [values(rank, 5, 2)], [one[rank]])  # noqa: B023
+        close(plain, [times * torch.cat(one)])
+        scales = {"prescale_factor": 0.25, "postscale_factor": 3.0}
+        scaled = gradients_of(
+            lambda x: hvd.reducescatter(x, **options, **scales),  # noqa: B023
+            [values(rank, 5, 2)],
+            [one[rank]],
+        )
+        close(scaled, [0.75 * times * torch.cat(one)])
+        grouped = gradients_of(
+            lambda *xs: hvd.grouped_reducescatter(list(xs), **options),  # noqa: B023
+            [values(rank, 5, 2), values(rank, 2, 2)],
+            [one[rank], two[rank]],
+        )
+        close(grouped, [times * torch.cat(one), times * torch.cat(two)])
+
+
+def of_alltoall(rank: int, size: int, process_set: Any) -> None:
+    """The rows of all g(r) that come from this rank's rows. Rank r sends s + 1 rows to rank s, or 2."""
+    own = [values(r, size * (r + 1), 2, salt=8) for r in range(size)]
+    wanted = torch.cat([own[s][rank * (s + 1) : (rank + 1) * (s + 1)] for s in range(size)])
+    splits = list(range(1, size + 1))
+    close(
+        gradients_of(
+            lambda x: hvd.alltoall(x, splits, process_set=process_set)[0], [values(rank, sum(splits), 2)], [own[rank]]
+        ),
+        [wanted],
+    )
+    own = [values(r, 2 * size, salt=9) for r in range(size)]
+    wanted = torch.cat([own[s][2 * rank : 2 * rank + 2] for s in range(size)])
+    close(
+        gradients_of(lambda x: hvd.alltoall(x, process_set=process_set), [values(rank, 2 * size)], [own[rank]]),
+        [wanted],
+    )
+
+
+def every_verb(rank: int, size: int, process_set: Any) -> None:
+    of_allreduce(rank, size, process_set)
+    of_allgather(rank, size, process_set)
+    of_reducescatter(rank, size, process_set)
+    of_alltoall(rank, size, process_set)
+
+
+def in_the_world() -> None:
+    every_verb(hvd.rank(), hvd.size(), None)
+    of_broadcast(hvd.rank(), hvd.size(), None, list(range(hvd.size())))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_gradients_are_horovods(ranks: Worlds, size: int) -> None:
+    ranks(size).run(run, in_the_world)
+
+
+def in_a_process_set() -> None:
+    group = torch.distributed.new_group([1, 2])
+    if hvd.rank() > 0:
+        assert isinstance(group, torch.distributed.ProcessGroup)
+        with Communicator(group) as communicator:
+            every_verb(communicator.rank, communicator.size, communicator)
+
+
+def test_gradients_count_the_ranks_of_the_process_set(ranks: Worlds) -> None:
+    ranks(3).run(run, in_a_process_set)
+
+
+def through_a_cast() -> None:
+    """Powers of two are exact in float16."""
+    size, rank = hvd.size(), hvd.rank()
+    given = torch.full((4,), 2.0**rank)
+    (reduced,) = gradients_of(
+        lambda x: hvd.allreduce(x, compression=hvd.Compression.fp16, op=hvd.Sum), [given], [given]
+    )
+    assert reduced.tolist() == [2.0**size - 1] * 4
+    (scattered,) = gradients_of(
+        lambda x: hvd.reducescatter(x, compression=hvd.Compression.fp16, op=hvd.Sum),
+        [torch.ones(size)],
+        [torch.full((1,), 2.0**rank)],
+    )
+    assert scattered.tolist() == [size * 2.0**r for r in range(size)]
+
+
+def what_has_none() -> None:
+    leaf = torch.ones(hvd.size(), requires_grad=True)
+    for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
+        result = hvd.allreduce(leaf, op=op).sum()
+        with pytest.raises(RuntimeError, match=f"allreduce with op='{op}' has no gradient; only 'sum' and 'average'"):
+            result.backward()
+    result = hvd.grouped_reducescatter([leaf], op=hvd.Max)[0].sum()
+    with pytest.raises(RuntimeError, match="reducescatter with op='max' has no gradient"):
+        result.backward()
+    through_a_cast()
+
+
+def test_ops_without_a_gradient_say_so_and_casts_have_one(ranks: Worlds) -> None:
+    ranks(2).run(run, what_has_none)

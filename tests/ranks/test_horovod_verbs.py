@@ -1,0 +1,324 @@
+"""Horovod's verbs where they are particular: argument order, groups, names, integers, errors found before data moves."""
+
+import inspect
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import trainer as hvd
+from collectives import Communicator, PeerLost
+from tests.harness import Worlds
+from tests.ranks.training import in_world
+
+REDUCING = ["name", "op", "prescale_factor", "postscale_factor", "process_set"]
+SCATTERING = ["op", "process_set", "prescale_factor", "postscale_factor"]
+
+#: The order of arguments in horovod.torch 0.28.1.
+ARGUMENTS = {
+    "allreduce": ["tensor", "average", "name", "compression", *REDUCING[1:]],
+    "allreduce_": ["tensor", "average", *REDUCING],
+    "allreduce_async": ["tensor", "average", *REDUCING],
+    "allreduce_async_": ["tensor", "average", *REDUCING],
+    "grouped_allreduce": ["tensors", "average", "name", "compression", *REDUCING[1:]],
+    "grouped_allreduce_": ["tensors", "average", *REDUCING],
+    "grouped_allreduce_async": ["tensors", "average", *REDUCING],
+    "grouped_allreduce_async_": ["tensors", "average", *REDUCING],
+    "sparse_allreduce_async": ["tensor", "name", "op", "process_set"],
+    "allgather": ["tensor", "name", "process_set"],
+    "allgather_async": ["tensor", "name", "process_set"],
+    "grouped_allgather": ["tensors", "name", "process_set"],
+    "grouped_allgather_async": ["tensors", "name", "process_set"],
+    "broadcast": ["tensor", "root_rank", "name", "process_set"],
+    "broadcast_": ["tensor", "root_rank", "name", "process_set"],
+    "broadcast_async": ["tensor", "root_rank", "name", "process_set"],
+    "broadcast_async_": ["tensor", "root_rank", "name", "process_set"],
+    "alltoall": ["tensor", "splits", "name", "process_set"],
+    "alltoall_async": ["tensor", "splits", "name", "process_set"],
+    "reducescatter": ["tensor", "name", "compression", *SCATTERING],
+    "reducescatter_async": ["tensor", "name", *SCATTERING],
+    "grouped_reducescatter": ["tensors", "name", "compression", *SCATTERING],
+    "grouped_reducescatter_async": ["tensors", "name", *SCATTERING],
+    "poll": ["handle"],
+    "synchronize": ["handle"],
+    "barrier": ["process_set"],
+}
+
+
+@pytest.mark.parametrize("verb", ARGUMENTS)
+def test_arguments_come_in_horovods_order(verb: str) -> None:
+    assert list(inspect.signature(getattr(hvd, verb)).parameters) == ARGUMENTS[verb]
+    assert verb in hvd.__all__
+
+
+@in_world
+def run(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def own(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values that tell the rank: 1, 2, ... times rank + 1."""
+    numel = torch.Size(shape).numel()
+    return (torch.arange(1, numel + 1) * (hvd.rank() + 1)).to(dtype).view(shape)
+
+
+def gathers_groups() -> None:
+    """Rank r gives r rows of the first tensor, 2 of the second, 3 - r of the third, of different dtypes."""
+    rank, size = hvd.rank(), hvd.size()
+    given = [
+        torch.full((rank, 2), float(rank)),
+        torch.full((2,), rank, dtype=torch.int16),
+        torch.full((size - rank, 1, 2), rank, dtype=torch.bfloat16),
+    ]
+    alone = [hvd.allgather(tensor) for tensor in given]
+    assert alone[1].tolist() == [r for r in range(size) for _ in range(2)]
+    for gathered in (hvd.grouped_allgather(given), hvd.synchronize(hvd.grouped_allgather_async(given))):
+        assert isinstance(gathered, list)
+        for one, other in zip(gathered, alone, strict=True):
+            assert one.dtype is other.dtype
+            assert torch.equal(one, other)
+    assert hvd.grouped_allgather([]) == []
+
+
+def scatters_groups() -> None:
+    size = hvd.size()
+    given = [own(7, dtype=torch.float64), own(size, 2), own(2, dtype=torch.int64)]
+    for options in (
+        {"op": hvd.Sum},
+        {"op": hvd.Average},
+        {"op": hvd.Max},
+        {"op": hvd.Sum, "prescale_factor": 0.5, "postscale_factor": 3.0},
+    ):
+        alone = [hvd.reducescatter(tensor, **options) for tensor in given]
+        together = hvd.grouped_reducescatter(given, **options)
+        background = hvd.synchronize(hvd.grouped_reducescatter_async(given, **options))
+        for one, two, three in zip(alone, together, background, strict=True):
+            assert torch.equal(one, two)
+            assert torch.equal(one, three)
+    assert torch.equal(
+        alone[0], 1.5 * sum(range(1, size + 1)) * torch.arange(1.0, 8.0).double().tensor_split(size)[hvd.rank()]
+    )
+    halved = hvd.grouped_reducescatter(given, compression=hvd.Compression.fp16, op=hvd.Sum)
+    assert [tensor.dtype for tensor in halved] == [tensor.dtype for tensor in given]
+    assert torch.equal(halved[1], hvd.reducescatter(given[1], op=hvd.Sum))
+    with pytest.raises(ValueError, match="grouped_reducescatter has no codecs"):
+        hvd.grouped_reducescatter(given, compression="int8")
+
+
+def integers() -> None:
+    """Times a factor in float64, truncated toward zero, before and after; an average with a factor is truncated once."""
+    size = hvd.size()
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+        sign = 1 if dtype is torch.uint8 else -1
+        numbers = [[sign * (3 * rank + i) for i in range(1, 5)] for rank in range(size)]
+        given = torch.tensor(numbers[hvd.rank()], dtype=dtype)
+        for op in (hvd.Sum, hvd.Average, hvd.Max):
+            for prescale, postscale in ((1, 1), (0.5, 1), (1, 0.75), (1.5, 2), (1, 2)):
+                wanted = [of_integers(op, column, prescale, postscale) for column in zip(*numbers, strict=True)]
+                options = {"op": op, "prescale_factor": prescale, "postscale_factor": postscale}
+                assert hvd.allreduce(given, **options).tolist() == wanted, (dtype, options)
+                assert hvd.synchronize(hvd.allreduce_async(given, **options)).tolist() == wanted
+                in_place = given.clone()
+                assert hvd.allreduce_(in_place, **options) is in_place
+                assert in_place.tolist() == wanted
+                mixed = hvd.grouped_allreduce([given.double(), given], **options)
+                assert mixed[1].tolist() == wanted
+                assert mixed[0].dtype is torch.float64
+                mine = list(torch.tensor(wanted).tensor_split(size)[hvd.rank()])
+                assert hvd.reducescatter(given, **options).tolist() == mine
+                assert hvd.synchronize(hvd.reducescatter_async(given, **options)).tolist() == mine
+    exact = hvd.allreduce(torch.tensor([2**53 + 1]), op=hvd.Max)
+    assert exact.item() == 2**53 + 1, "without a factor nothing is rounded"
+    if hvd.rank() == 0:  # alone: before anything is sent
+        for verb in (hvd.allreduce, hvd.allreduce_async, hvd.reducescatter, hvd.reducescatter_async):
+            with pytest.raises(TypeError, match=r"prescale='2' and postscale=1.0; numbers are needed"):
+                verb(own(2, dtype=torch.int32), prescale_factor="2")
+            with pytest.raises(TypeError, match="average of bool"):
+                verb(torch.ones(2, dtype=torch.bool))
+            with pytest.raises(TypeError, match=r"need a floating-point tensor, not torch.bool"):
+                verb(torch.ones(2, dtype=torch.bool), op=hvd.Sum, prescale_factor=2.0)
+
+
+def of_integers(op: str, numbers: tuple[int, ...], prescale: float, postscale: float) -> int:
+    """In exact arithmetic; int() truncates toward zero."""
+    scaled = [int(number * Fraction(prescale)) for number in numbers]
+    if op == hvd.Max:
+        return int(max(scaled) * Fraction(postscale))
+    return int(sum(scaled) * Fraction(postscale) / (len(scaled) if op == hvd.Average else 1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("function", [gathers_groups, scatters_groups, integers])
+def test_groups_and_integers(ranks: Worlds, function: Callable[[], None], size: int) -> None:
+    ranks(size).run(run, function)
+
+
+#: By the name that a verb's errors have for it: an asynchronous form, and the synchronous one.
+NAMED: dict[str, list[Callable[..., Any]]] = {
+    "allreduce": [hvd.allreduce_async, hvd.allreduce_async_, hvd.allreduce, hvd.allreduce_],
+    "grouped_allreduce": [
+        lambda x, **options: hvd.grouped_allreduce_async([x], **options),
+        lambda x, **options: hvd.grouped_allreduce_async_([x], **options),
+        lambda x, **options: hvd.grouped_allreduce([x], **options),
+        lambda x, **options: hvd.grouped_allreduce_([x], **options),
+    ],
+    "allgather": [hvd.allgather_async, hvd.allgather],
+    "grouped_allgather": [
+        lambda x, **options: hvd.grouped_allgather_async([x], **options),
+        lambda x, **options: hvd.grouped_allgather([x], **options),
+    ],
+    "broadcast": [
+        lambda x, **options: hvd.broadcast_async(x, 1, **options),
+        lambda x, **options: hvd.broadcast_async_(x, 1, **options),
+        lambda x, **options: hvd.broadcast(x, 1, **options),
+        lambda x, **options: hvd.broadcast_(x, 1, **options),
+    ],
+    "alltoall": [hvd.alltoall_async, hvd.alltoall],
+    "reducescatter": [hvd.reducescatter_async, hvd.reducescatter],
+    "grouped_reducescatter": [
+        lambda x, **options: hvd.grouped_reducescatter_async([x], **options),
+        lambda x, **options: hvd.grouped_reducescatter([x], **options),
+    ],
+}
+
+
+def names() -> None:
+    """A name in flight is refused, whatever form asks for it; the one that has it ends well; then it is free."""
+    size = hvd.size()
+    for verb, (begin, *others) in NAMED.items():
+        first = begin(own(size), name="loss")
+        for form in (begin, *others):
+            with pytest.raises(
+                ValueError, match=rf"rank \d: {verb}: the name 'loss' is in flight already; synchronize"
+            ):
+                form(own(size), name="loss")
+        other_verb = next(name for name in NAMED if name != verb)
+        hvd.synchronize(NAMED[other_verb][0](own(size), name="loss"))  # a name counts for one verb
+        hvd.synchronize(begin(own(size), name="another"))
+        hvd.synchronize(begin(own(size)))  # and so may have the one that has none
+        result = hvd.synchronize(first)
+        plain = hvd.synchronize(begin(own(size)))
+        for one, two in zip(flat(result), flat(plain), strict=True):
+            assert torch.equal(one, two)
+        for form in (*others, begin):
+            got = form(own(size), name="loss")
+            if isinstance(got, hvd.Handle):
+                while not hvd.poll(got):
+                    pass
+                second = begin(own(size), name="loss")  # free, as poll() has said that it is done
+                hvd.synchronize(got)
+                with pytest.raises(ValueError, match="in flight"):
+                    begin(own(size), name="loss")
+                hvd.synchronize(second)
+                assert all(map(torch.equal, flat(hvd.synchronize(got)), flat(plain))), "again, it does the same"
+
+
+def flat(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def names_of_process_sets() -> None:
+    """A name counts within one process set."""
+    with Communicator() as communicator:
+        handle = hvd.allreduce_async(own(2), name="loss")
+        other = hvd.allreduce_async(own(2), name="loss", process_set=communicator)
+        with pytest.raises(ValueError, match="in flight"):
+            hvd.allreduce_async(own(2), name="loss", process_set=communicator)
+        assert torch.equal(hvd.synchronize(handle), hvd.synchronize(other))
+
+
+def names_in_errors() -> None:
+    if hvd.rank() == 1:
+        with pytest.raises(ValueError, match=r"op must be one of .* \(allreduce, name='loss'\)$"):
+            hvd.allreduce_async(own(2), name="loss", op="mean")
+        with pytest.raises(TypeError, match=r"a torch.Tensor is needed, not int \(grouped_allgather, name='loss'\)$"):
+            hvd.grouped_allgather([5], "loss")
+        with pytest.raises(ValueError, match=r"src=7; allowed are 0 to 1 \(broadcast, name='loss'\)$"):
+            hvd.broadcast(own(2), 7, name="loss")
+    # What has failed gives its name back.
+    assert hvd.allreduce(torch.ones(1), name="loss", op=hvd.Sum).item() == 2
+    assert hvd.broadcast(own(1), 1, name="loss").item() == 2
+
+
+def names_of_the_lost() -> None:
+    if hvd.rank() == 1:
+        hvd.shutdown()
+        return
+    handle = hvd.allreduce_async(own(2), name="loss")
+    for _ in range(2):
+        with pytest.raises(PeerLost, match=r"lost rank 1.*\(allreduce, name='loss'\)$") as error:
+            hvd.synchronize(handle)
+        assert str(error.value).count("loss") == 1
+
+
+@pytest.mark.parametrize("function", [names, names_of_process_sets, names_in_errors, names_of_the_lost])
+def test_names(ranks: Worlds, function: Callable[[], None]) -> None:
+    ranks(2).run(run, function)
+
+
+def found_before_data_moves() -> None:
+    """By one rank alone, or by all where a rank's arguments do not fit the others'; after each the next verb works."""
+    rank, size = hvd.rank(), hvd.size()
+
+    def works() -> None:
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+
+    def splits(mine: Any) -> Any:
+        return mine if rank == 1 else [1, 0, 0]
+
+    for wrong in ([1, 1, 0], [2, -1, 0], [1, 0], [1.0, 0.0, 0.0], torch.tensor([[1, 0, 0]]), torch.tensor(1)):
+        for verb in (hvd.alltoall, hvd.alltoall_async):
+            with pytest.raises(
+                ValueError, match=rf"rank {rank}: splits must be 3 whole numbers >= 0 that add up to 1 .*rank 1"
+            ):
+                verb(own(1), splits(wrong))
+        works()
+    with pytest.raises(ValueError, match="without splits needs a multiple of 3 rows, not 4 as on rank 2"):
+        hvd.alltoall(own(4 if rank == 2 else 3))
+    with pytest.raises(ValueError, match="alltoall needs a tensor of at least one dimension; rank 0 gave a scalar"):
+        hvd.alltoall(own() if rank == 0 else own(3))
+    works()
+    received, from_each = hvd.alltoall(own(3), None if rank == 0 else [1, 1, 1]), [1, 1, 1]
+    if rank > 0:
+        received, from_each = received
+    assert (received.tolist(), list(from_each)) == ([(r + 1) * (rank + 1) for r in range(size)], [1, 1, 1])
+
+    for verb in (hvd.grouped_allgather, hvd.grouped_allgather_async):
+        with pytest.raises(ValueError, match=r"grouped_allgather: rank \d gave \d tensors, this rank \d"):
+            verb([own(1)] * (2 if rank == 1 else 1))
+        with pytest.raises(
+            ValueError, match=r"grouped_allgather needs tensors that agree .* rank 2 gave \[1\] torch.int32"
+        ):
+            verb([own(1), own(1, dtype=torch.int32 if rank == 2 else torch.float32)])
+    works()
+
+    if rank == 0:
+        meta = torch.empty(2, device="meta")
+        for group in (
+            hvd.grouped_allreduce,
+            hvd.grouped_allreduce_,
+            hvd.grouped_allreduce_async,
+            hvd.grouped_allgather,
+            hvd.grouped_allgather_async,
+            hvd.grouped_reducescatter,
+            hvd.grouped_reducescatter_async,
+        ):
+            for other, kind in ((meta, TypeError), (torch.ones(2, dtype=torch.complex64), TypeError), ("x", TypeError)):
+                with pytest.raises(kind, match="rank 0: "):
+                    group([own(2), other])
+        with pytest.raises(ValueError, match="grouped_reducescatter needs tensors of at least one dimension"):
+            hvd.grouped_reducescatter([own(2), own()])
+        with pytest.raises(ValueError, match="codec 'int8' is for the sum or average of floating-point tensors"):
+            hvd.grouped_allreduce([own(2), own(2, dtype=torch.int32)], compression="int8")
+        for root in (-1, size, size + 5):
+            for verb in (hvd.broadcast, hvd.broadcast_, hvd.broadcast_async, hvd.broadcast_async_):
+                with pytest.raises(ValueError, match=f"src={root}; allowed are 0 to 2"):
+                    verb(own(2), root)
+    works()
+
+
+def test_errors_found_before_data_moves(ranks: Worlds) -> None:
+    ranks(3).run(run, found_before_data_moves)

@@ -1,0 +1,62 @@
+"""Horovod's allreduce of sparse tensors, which gathers them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.horovod.calls import Call
+from trainer.horovod.functional import begin_allgather
+from trainer.horovod.handles import Handle
+from trainer.ops import Average, Sum
+from trainer.process_sets import ProcessSetLike, global_process_set
+from trainer.validation import check_group
+from trainer.world import communicator_of, here
+
+
+class SparseHandle(Handle[Tensor]):
+    """Stands for a sparse allreduce under way; Horovod's code calls it where it synchronizes others."""
+
+    def __call__(self) -> Tensor:
+        return self.wait()
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str | None, op: str, process_set: ProcessSetLike = global_process_set
+) -> SparseHandle:
+    """Sum or average sparse COO tensors, such as an embedding's gradient, in the background, except for how many elements
+    there are, which is exchanged before this returns; synchronize(handle), or handle(), returns the new tensor.
+
+    op: Average or Sum; integers have no average. The tensors have the same shape, dtype and sparse dimensions on all
+    ranks, and as many elements as they like, also none, also several of one index, which are added. The result is
+    coalesced. What travels are all ranks' elements: it pays where these are few.
+    """
+    communicator = communicator_of(process_set)
+    size = communicator.size
+    with (call := Call("sparse_allreduce", name, communicator)):
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.sparse_coo:
+            given = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{here()}sparse_allreduce_async needs a tensor of layout torch.sparse_coo, not {given}")
+        if op not in (Average, Sum):
+            raise ValueError(f"{here()}op of a sparse allreduce must be {Average!r} or {Sum!r}, not {op!r}")
+        if op == Average and not tensor.dtype.is_floating_point:
+            raise TypeError(f"{here()}the average of sparse tensors needs floating-point values, not {tensor.dtype}")
+        mine = tensor.detach().coalesce()
+        elements = check_group(communicator.rank, "sparse_allreduce", [mine.indices().t().contiguous(), mine.values()])
+        kind = [list(tensor.shape), tensor.sparse_dim(), str(tensor.dtype)]
+        everyones = communicator.allgather_record([kind, mine.indices().shape[1]])
+        for rank, (theirs, _) in enumerate(everyones):
+            if theirs != kind:
+                raise ValueError(
+                    f"{here()}sparse_allreduce needs tensors that agree in shape, sparse dimensions and dtype: this rank gave "
+                    f"{kind}, rank {rank} {theirs}"
+                )
+        rows = [count for _, count in everyones]
+        works, outputs = begin_allgather(communicator, [rows, rows], elements, async_op=True)
+
+        def finish() -> Tensor:
+            indices, values = outputs
+            values = values / size if op == Average else values
+            return torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce()
+
+        return SparseHandle(call, works, finish)
