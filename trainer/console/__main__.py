@@ -27,9 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     if name == "info":
         return _module("collectives", ["info", *rest])
     if name == "check":
-        from trainer.check import main as check
-
-        return check(rest)
+        return _module("trainer.check", rest)
     if name == "bench":
         return _bench(rest)
     asked = name in ("-h", "--help")

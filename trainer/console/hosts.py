@@ -51,7 +51,9 @@ def place(ranks: int | None, slots: dict[str, int]) -> list[Host]:
         raise ValueError(f"-np must be at least 1, not {ranks}")
     if ranks > total:
         told = ",".join(f"{name}:{number}" for name, number in slots.items())
-        raise ValueError(f"-np {ranks} is more than the {total} slots of {told}: give hosts more slots, or start fewer ranks")
+        raise ValueError(
+            f"-np {ranks} is more than the {total} slots of {told}: give hosts more slots, or start fewer ranks"
+        )
     own = {*_LOOPBACK, socket.gethostname(), socket.gethostname().partition(".")[0]}
     merged: dict[str, int] = {}
     here = next((name for name in slots if name in own), None)
@@ -73,7 +75,7 @@ def _slots(entries: Iterable[str]) -> dict[str, int]:
     slots: dict[str, int] = {}
     for entry in entries:
         match = re.fullmatch(r"(\[[^\]\s]+\]|[^\s:\[\]-][^\s:\[\]]*)(?::(\d+))?", entry)
-        if match is None or match[2] is not None and int(match[2]) < 1:
+        if match is None or (match[2] is not None and int(match[2]) < 1):
             raise ValueError(f"{entry!r} is no host: write HOST:SLOTS, with at least one slot, as in node01:2")
         name = match[1].strip("[]")
         slots[name] = slots.get(name, 0) + int(match[2] or 1)

@@ -48,7 +48,8 @@ class _Agent:
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the launcher, which ends all
         )
-        assert self.process.stdout is not None and self.process.stderr is not None
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
         self.streams: dict[str, IO[bytes]] = {"stdout": self.process.stdout, "stderr": self.process.stderr}
         for stream in self.streams.values():
             os.set_blocking(stream.fileno(), False)
@@ -149,17 +150,17 @@ class _Run:
                     if not agent.is_ready:
                         agent.process.terminate()
                 self._kill_at = now + _END_S
-            if self._kill_at is not None and now >= self._kill_at or len(self._signals) > 1:
+            if (self._kill_at is not None and now >= self._kill_at) or len(self._signals) > 1:
                 return
 
     def _hear(self, agent: _Agent) -> None:
         """Take what an agent has said."""
-        for name, line in [(name, line) for name in ("stdout", "stderr") for line in agent.read(name)]:
-            if name == "stdout" and (match := _OF_A_RANK.fullmatch(line)) is not None:
+        for stream, line in [(name, line) for name in ("stdout", "stderr") for line in agent.read(name)]:
+            if stream == "stdout" and (match := _OF_A_RANK.fullmatch(line)) is not None:
                 self._print(int(match[1]), match[2].decode(), line, match[3])
-            elif name == "stdout" and line.startswith(READY):
+            elif stream == "stdout" and line.startswith(READY):
                 agent.is_ready = True
-            elif name == "stdout" and line.startswith(REPORT):
+            elif stream == "stdout" and line.startswith(REPORT):
                 agent.report = json.loads(line[len(REPORT) :])
             else:
                 text = line.decode(errors="replace")
@@ -195,9 +196,11 @@ class _Run:
             return
         name, code = agent.host.name, agent.process.returncode
         if report is not None and "error" in report:
-            self._fail(Failure(name, None, None, f"the ranks did not start: {report['error'].splitlines()[0]}"), _GRACE_S)
+            self._fail(
+                Failure(name, None, None, f"the ranks did not start: {report['error'].splitlines()[0]}"), _GRACE_S
+            )
         elif not agent.is_ready and not agent.host.is_here:
-            self._fail(Failure(name, None, None, f"ssh: {agent.words.text or f'ended with exit code {code}'}"), 0)
+            self._fail(Failure(name, None, None, f"by ssh: {agent.words.text or f'exit code {code}'}"), 0)
         else:
             self._fail(Failure(name, None, code, agent.words.text), _GRACE_S)
 

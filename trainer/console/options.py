@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -59,7 +60,9 @@ _WITHOUT_MEANING = {
     ),
 }
 
-_ELASTIC = "the number of ranks is fixed while a job runs; torchrun --nnodes 1:4 --max-restarts 3 starts it again with fewer"
+_ELASTIC = (
+    "the number of ranks is fixed while a job runs; torchrun --nnodes 1:4 --max-restarts 3 starts it again with fewer"
+)
 _MPI = "to start ranks by MPI, write mpirun -n 4 python train.py: trainer.init() finds its way there too"
 
 #: horovodrun's flags that would change what happens, and why they cannot be had.
@@ -122,12 +125,14 @@ def parse_job(arguments: list[str]) -> Job:
         elif told.num_proc is None:
             raise ValueError("how many ranks? Give -np, or hosts with their slots: -np 4, -H a:2,b:2")
         else:
-            slots = {"localhost": max(1, told.num_proc)}
+            slots = {"localhost": told.num_proc}
         hosts = place(told.num_proc, slots)
         settings = _settings(told)
     except ValueError as error:
         parser.error(str(error))
-    without = f"gradwire: no meaning here, and ignored: {', '.join(told.without_meaning)}" if told.without_meaning else None
+    without = (
+        f"gradwire: no meaning here, and ignored: {', '.join(told.without_meaning)}" if told.without_meaning else None
+    )
     return Job(
         command=_full_command(command, is_module=told.module),
         hosts=hosts,
@@ -185,21 +190,19 @@ class _Refused(argparse.Action):
         parser.error(f"{option_string} is not to be had: {_REFUSED[option_string]}")
 
 
-def _at_least(least: int, unit: str) -> type[int]:
+def _at_least(least: int) -> Callable[[str], int]:
     def whole_number(text: str) -> int:
-        number = int(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least} {unit}, not {number}".replace("  ", " "))
-        return number
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least} on, not {text}")
+        return int(text)
 
-    return whole_number  # type: ignore[return-value]  # argparse calls it like a type
+    return whole_number
 
 
 def _port(text: str) -> int:
-    port = int(text)
-    if not 0 < port < 1 << 16:
-        raise argparse.ArgumentTypeError(f"must be a port from 1 to 65535, not {port}")
-    return port
+    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"must be a port from 1 to 65535, not {text}")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -211,25 +214,53 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-np", "--num-proc", type=int, metavar="N", help="how many ranks; without it, as many as the hosts have slots")
+    add(
+        "-np",
+        "--num-proc",
+        type=_at_least(1),
+        metavar="N",
+        help="how many ranks; without it, as many as the hosts have slots",
+    )
     add("-H", "--hosts", metavar="a:2,b:2", help="hosts, each with the number of ranks that it takes at most")
-    add("-hostfile", "--hostfile", type=Path, metavar="FILE", help="the same in a file: a line 'a slots=2' for each host")
+    add(
+        "-hostfile",
+        "--hostfile",
+        type=Path,
+        metavar="FILE",
+        help="the same in a file: a line 'a slots=2' for each host",
+    )
     add("-m", "--module", action="store_true", help="what to run is a Python module")
     add("-p", "--ssh-port", type=_port, metavar="PORT", help="ssh's port on all hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="the private key for ssh")
     add("-x", "--export", action="append", default=[], metavar="NAME[=VALUE]", help="hand a variable on to all hosts")
-    add("--master-port", type=_port, default=29500, metavar="PORT", help="where several hosts meet, on the first (29500)")
-    seconds = _at_least(1, "s")
+    add(
+        "--master-port",
+        type=_port,
+        default=29500,
+        metavar="PORT",
+        help="where several hosts meet, on the first (29500)",
+    )
+    seconds = _at_least(1)
     add("--start-timeout", type=seconds, default=30, metavar="S", help="what hosts have to start and to meet (30)")
     add("--network-interfaces", metavar="NAME", help="the network interface between hosts (GLOO_SOCKET_IFNAME)")
     add("--output-filename", type=Path, metavar="DIR", help="also write what ranks print: DIR/rank.0/stdout, ...")
     add("--timeline-filename", metavar="FILE", help="record a timeline (HOROVOD_TIMELINE)")
-    add("--fusion-threshold-mb", type=_at_least(0, ""), metavar="MB", help="the size of buckets (HOROVOD_FUSION_THRESHOLD)")
+    add(
+        "--fusion-threshold-mb",
+        type=_at_least(0),
+        metavar="MB",
+        help="the size of buckets (HOROVOD_FUSION_THRESHOLD)",
+    )
     stalls = parser.add_mutually_exclusive_group()
     stalls.add_argument("--no-stall-check", action="store_true", help="say nothing of ranks that wait for each other")
     stalls.add_argument("--stall-check", action="store_false", dest="no_stall_check", help=argparse.SUPPRESS)
     add("--stall-check-warning-time-seconds", type=seconds, metavar="S", help="when a wait is worth a warning")
-    add("--stall-check-shutdown-time-seconds", type=_at_least(0, "s"), metavar="S", help="when it is an error; 0 for never")
+    add(
+        "--stall-check-shutdown-time-seconds",
+        type=_at_least(0),
+        metavar="S",
+        help="when it is an error; 0 for never",
+    )
     levels = ["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"]
     add("--log-level", type=str.upper, choices=levels, metavar="LEVEL", help=f"one of {', '.join(levels)}")
     add("--verbose", action="store_true", help="print the commands, and what torchrun's agents and ssh say")
@@ -240,5 +271,3 @@ def _parser() -> argparse.ArgumentParser:
     for name in _REFUSED:
         add(name, nargs="?", action=_Refused, help=argparse.SUPPRESS)
     return parser
-
-
