@@ -49,7 +49,7 @@ def two_ranks(deadline_s: float = _DEADLINE_S) -> list[Finding]:
             for rank in range(2)
         ]
         try:
-            return _findings([_said(process, max(0.1, end - time.monotonic())) for process in processes], deadline_s)
+            return _findings([_said(process, max(0.1, end - time.monotonic())) for process in processes])
         finally:
             for process in processes:
                 process.kill()
@@ -73,7 +73,7 @@ def _said(process: subprocess.Popen[str], timeout_s: float) -> tuple[dict[str, s
     return found, ended
 
 
-def _findings(said: list[tuple[dict[str, str], str]], deadline_s: float) -> list[Finding]:
+def _findings(said: list[tuple[dict[str, str], str]]) -> list[Finding]:
     findings = []
     for step in _STEPS:
         texts = [found.get(step) for found, _ in said]

@@ -72,12 +72,11 @@ class _Agent:
             assert self.process.stdin is not None
             self.process.stdin.close()
 
-    def close(self) -> None:
-        """Kill what is left."""
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+    def leave(self) -> None:
+        """Let go of it. An agent of this host that still runs ends its ranks first; an ssh is ended, as its agent then will."""
         self.ask_to_end()
+        if self.process.poll() is None and not (self.is_ready and self.host.is_here):
+            self.process.terminate()
         for stream in self.streams.values():
             stream.close()
 
@@ -109,7 +108,7 @@ class _Run:
                 self._follow(time.monotonic() + self._job.start_timeout_s)
             finally:
                 for agent in self._agents:
-                    agent.close()
+                    agent.leave()
                 for file in self._files.values():
                     file.close()
         for line in told_failures(self._failures):
@@ -150,7 +149,11 @@ class _Run:
                     if not agent.is_ready:
                         agent.process.terminate()
                 self._kill_at = now + _END_S
-            if (self._kill_at is not None and now >= self._kill_at) or len(self._signals) > 1:
+            if self._kill_at is not None and now >= self._kill_at:
+                for agent in self._running:
+                    agent.process.kill()
+                return
+            if len(self._signals) > 1:
                 return
 
     def _hear(self, agent: _Agent) -> None:
@@ -224,7 +227,15 @@ class _Run:
 
 
 def run_job(job: Job) -> int:
-    """Run a job to its end, and return its exit status. Raises ValueError where this host has no address for others."""
+    """Run a job to its end, and return its exit status.
+
+    Raises ValueError where this host has no address for others, lacks a variable to hand on, or a folder cannot be made.
+    """
     if job.notice is not None:
         print(job.notice, file=sys.stderr, flush=True)
+    if job.output_folder is not None:
+        try:
+            job.output_folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--output-filename {job.output_folder}: {error.strerror}") from error
     return _Run(job).run()

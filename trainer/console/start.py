@@ -24,7 +24,9 @@ def commands(job: Job, environment: Mapping[str, str]) -> list[list[str]]:
 
 
 def handed_on(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that go to other hosts."""
+    """Return the variables that go to other hosts. Raises ValueError for a name given with -x that is not set here."""
+    if missing := next((name for name in job.names if name not in environment), None):
+        raise ValueError(f"-x {missing}: it is not set here; write -x {missing}=VALUE")
     names = {name for name in environment if name.startswith(_PREFIXES)} | {*_NAMES, *job.names}
     return {name: environment[name] for name in sorted(names - {*_NOT}) if name in environment} | job.settings
 
