@@ -26,7 +26,7 @@ def test_a_line() -> None:
 
 def test_no_wait_without_an_end() -> None:
     gate = threading.Event()
-    with pytest.raises(TimeoutError, match="no answer within 0.05 s"):
+    with pytest.raises(TimeoutError, match=r"no answer within 0.05 s"):
         bounded(gate.wait, 0.05)
     gate.set()
     assert bounded(lambda: 3, 10) == 3

@@ -128,7 +128,7 @@ class _Run:
 
     def _follow(self, start_by: float) -> None:
         while self._running:
-            wait([stream for agent in self._running for stream in agent.streams.values()], _LOOK_S)
+            wait([stream.fileno() for agent in self._running for stream in agent.streams.values()], _LOOK_S)
             now = time.monotonic()
             for agent in [*self._running]:
                 has_ended = agent.process.poll() is not None  # and what it said is all there
