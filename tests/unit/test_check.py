@@ -122,6 +122,13 @@ def test_a_driver_that_hangs_or_crashes(monkeypatch: pytest.MonkeyPatch) -> None
     assert gpu.gpus() == [Finding("failed", "CUDA: RuntimeError: driver too old", "look at nvidia-smi and dmesg")]
 
 
+def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (found,) = gpu._look()
+    assert found.state == "note"
+    assert "sees no GPU" in found.what
+
+
 WELL = {"gloo": "ok", "TCP": "ok", "shared memory": "ok"}
 
 

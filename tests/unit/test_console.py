@@ -191,6 +191,13 @@ def test_one_host_needs_no_port() -> None:
     assert "--endpoint" not in command
 
 
+def test_output_that_cannot_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["run", "-np", "1", "--output-filename", str(file), *SCRIPT]) == 2
+    assert capsys.readouterr().err == f"gradwire: --output-filename {file}: File exists\n"
+
+
 def heard(text: str) -> str:
     words = LastWords()
     for line in text.splitlines():
@@ -223,6 +230,11 @@ def test_a_line_for_each_failure_and_the_cause_first() -> None:
     assert told_failures([lost]) == [f"gradwire: rank 0 on host a ended with exit code 1: {lost.words}"]
     assert exit_status([Failure("c", None, None, "by ssh: no route")]) == 1
     assert told_failures([Failure("c", None, None, "by ssh: no route")]) == ["gradwire: host c: by ssh: no route"]
+
+
+def test_the_command_is_installed() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'gradwire = "{main.__module__}:{main.__name__}"' in project
 
 
 def test_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
