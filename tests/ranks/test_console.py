@@ -1,0 +1,177 @@
+"""Jobs that `gradwire run` starts: here, and by an ssh that has these hosts on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.test_init import unused_port
+from trainer.console.__main__ import main
+
+ROOT = str(Path(__file__).parents[2])
+DEADLINE_S = 60.0
+
+#: Adds up ranks, on whatever hosts they are.
+SUMS = """
+import torch
+import trainer as hvd
+
+hvd.init(timeout_s=40)
+total = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum)
+print(f"rank {hvd.rank()} of {hvd.size()}: {total.item()}")
+hvd.barrier()
+exec(open("prints.py").read())
+"""
+
+#: Prints what a rank is given.
+PRINTS = """
+import os, sys
+
+names = ("RANK", "WORLD_SIZE", "HOROVOD_TIMELINE", "COLLECTIVES_LINK", "LEFT_HERE", "OMP_NUM_THREADS")
+print([os.environ.get(name) for name in names], sys.argv[1:])
+sys.stderr.write("no end of line")
+"""
+
+#: Rank 1 fails, the others sleep; none loads torch.
+FAILS = """
+import os, sys, time
+
+if os.environ["RANK"] == "1":
+    if sys.argv[1] == "raise":
+        raise ValueError("the script's own")
+    os.kill(os.getpid(), 9)
+time.sleep(100)
+"""
+
+#: Each rank leaves its process id, and stays.
+STAYS = """
+import os, pathlib, sys, time
+
+path = pathlib.Path(sys.argv[1]) / os.environ["RANK"]
+path.with_suffix(".new").write_text(str(os.getpid()))
+path.with_suffix(".new").rename(path)
+time.sleep(100)
+"""
+
+#: Takes ssh's flags, and gives the command nothing of this environment. Host .9 is unknown, host .8 never answers.
+SSH = """#!/bin/sh
+while [ $# -gt 0 ]; do case "$1" in -o|-p|-i) shift 2;; *) break;; esac; done
+case "$1" in
+*.9) echo "ssh: Could not resolve hostname $1" >&2; exit 255;;
+*.8) exec sleep 100;;
+esac
+shift
+exec env -i sh -c "$*"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the scripts and ssh, this process's own."""
+    for name, text in {"sums.py": SUMS, "prints.py": PRINTS, "fails.py": FAILS, "stays.py": STAYS, "ssh": SSH}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", ROOT)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return tmp_path
+
+
+def test_on_this_host(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = folder / "files"
+    flags = ["-np", "2", "--output-filename", str(files), "--timeline-filename", "a b.json"]
+    status = main(["run", *flags, "prints.py", "--lr", "0.1"])
+    out, errors = capsys.readouterr()
+    assert status == 0, errors
+    for rank in range(2):
+        line = f"['{rank}', '2', 'a b.json', None, None, '1'] ['--lr', '0.1']"
+        assert f"[{rank}]<stdout>: {line}\n" in out
+        assert f"[{rank}]<stderr>: no end of line\n" in errors
+        assert (files / f"rank.{rank}" / "stdout").read_text() == f"{line}\n"
+        assert (files / f"rank.{rank}" / "stderr").read_text() == "no end of line\n"
+
+
+def test_on_two_hosts(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLLECTIVES_LINK", "tcp")
+    monkeypatch.setenv("LEFT_HERE", "yes")
+    flags = ["-H", "127.0.0.2:1,127.0.0.3:2", "-p", "22", "--master-port", str(unused_port())]
+    status = main(["run", *flags, "--timeline-filename", "it's $HOME.json", "sums.py"])
+    out, errors = capsys.readouterr()
+    assert status == 0, errors
+    for rank in range(3):
+        assert f"[{rank}]<stdout>: rank {rank} of 3: 6.0\n" in out
+        assert f"""[{rank}]<stdout>: ['{rank}', '3', "it's $HOME.json", 'tcp', None, '1'] []\n""" in out
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "line"),
+    [
+        ("raise", 1, r"rank 1 on host localhost ended with exit code 1: ValueError: the script's own"),
+        pytest.param("kill", 137, r"rank 1 on host localhost was killed by SIGKILL \(9\)", marks=pytest.mark.wide),
+    ],
+)
+def test_a_rank_fails(folder: Path, capsys: pytest.CaptureFixture[str], ending: str, status: int, line: str) -> None:
+    assert main(["run", "-np", "2", "fails.py", ending]) == status
+    errors = capsys.readouterr().err
+    assert re.findall(rf"^gradwire: {line}$", errors, re.MULTILINE), errors
+    assert errors.endswith("gradwire: rank 0 ended because of that\n")
+    assert errors.count("gradwire:") == 2
+
+
+def test_an_unknown_host_ends_the_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = time.monotonic()
+    assert main(["run", "-H", "localhost:1,127.0.0.9:1", "stays.py", str(folder)]) == 1
+    assert time.monotonic() - start < 30  # the start timeout
+    assert capsys.readouterr().err == "gradwire: host 127.0.0.9: by ssh: ssh: Could not resolve hostname 127.0.0.9\n"
+    assert not (folder / "0").exists()
+
+
+def test_a_host_that_never_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-H", "127.0.0.8:1", "--start-timeout", "1", "stays.py"]) == 1
+    assert capsys.readouterr().err == "gradwire: host 127.0.0.8: did not start within 1 s\n"
+
+
+def test_a_command_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-np", "1", "./nowhere.sh"]) == 1
+    assert re.fullmatch(
+        r"gradwire: host localhost: the ranks did not start: FileNotFoundError: .*nowhere.sh'\n",
+        capsys.readouterr().err,
+    )
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_the_launcher(folder: Path, number: signal.Signals) -> None:
+    """It is told to end all, or gone itself before it can."""
+    end = time.monotonic() + DEADLINE_S
+    flags = ["-H", "localhost:1,127.0.0.2:1", "--master-port", str(unused_port()), "-x", "COLLECTIVES_INTERFACE=lo"]
+    launcher = subprocess.Popen([sys.executable, "-m", "trainer.console", "run", *flags, "stays.py", str(folder)])
+    try:
+        files = [folder / str(rank) for rank in range(2)]
+        while not all(file.exists() for file in files):
+            assert launcher.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        launcher.send_signal(number)
+        status = launcher.wait(DEADLINE_S)
+        assert status == (-number if number == signal.SIGKILL else 128 + number)
+        while any(is_running(int(file.read_text())) for file in files):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        launcher.kill()
+        launcher.wait()

@@ -1,0 +1,257 @@
+"""What `python -m trainer.check` finds, and how it says it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks.test_init import listener, unused_port
+from trainer.check import __main__ as command
+from trainer.check import gpu, links, machine, ranks
+from trainer.check.finding import Finding, bounded
+
+
+def test_a_line() -> None:
+    assert str(Finding("ok", "fine")) == "ok      fine"
+    assert str(Finding("failed", "not so", "mend it")) == "failed  not so\n        -> mend it"
+
+
+def test_no_wait_without_an_end() -> None:
+    gate = threading.Event()
+    with pytest.raises(TimeoutError, match=r"no answer within 0.05 s"):
+        bounded(gate.wait, 0.05)
+    gate.set()
+    assert bounded(lambda: 3, 10) == 3
+    with pytest.raises(KeyError):
+        bounded(lambda: {}[1], 10)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "environment", "state", "said"),
+    [
+        (["10.0.0.7"], {}, "ok", "node07, resolves to 10.0.0.7"),
+        (["127.0.1.1"], {}, "note", "resolves to 127.0.1.1, where other hosts find only themselves"),
+        (["10.0.0.7", "::1"], {}, "note", "where other hosts find only themselves"),
+        (["127.0.1.1"], {"GLOO_SOCKET_IFNAME": "eth7"}, "ok", "GLOO_SOCKET_IFNAME=eth7 counts"),
+        (None, {}, "note", "node07, does not resolve: .*Name or service not known"),
+    ],
+)
+def test_own_name(
+    addresses: list[str] | None,
+    environment: dict[str, str],
+    state: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = socket.getaddrinfo
+
+    def resolve(name: Any, *arguments: Any, **named: Any) -> Any:
+        if name != "node07":
+            return real(name, *arguments, **named)
+        if addresses is None:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "node07")
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    found = machine.own_name(environment)
+    assert found.state == state
+    with pytest.raises(AssertionError, match=said):
+        raise AssertionError(found.what)
+    assert (found.do is not None and "export GLOO_SOCKET_IFNAME=" in found.do) == (state == "note")
+
+
+def test_interface() -> None:
+    assert machine.interface({"COLLECTIVES_INTERFACE": "lo"}) == Finding(
+        "note",
+        "ranks here are reached at 127.0.0.1, interface lo: from this host only",
+        "for more than one host: connect this one to a network, or name an interface in COLLECTIVES_INTERFACE",
+    )
+    wrong = machine.interface({"COLLECTIVES_INTERFACE": "eth77"})
+    assert wrong.state == "failed"
+    assert "COLLECTIVES_INTERFACE='eth77' names no interface with an address" in wrong.what
+
+
+@pytest.mark.parametrize(
+    ("environment", "state", "said"),
+    [
+        ({}, "ok", "no launcher has started this"),
+        ({"MASTER_PORT": "29500"}, "note", "MASTER_PORT is set, but RANK is not"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "failed", "does not say where rank 0 listens"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "failed", "RANK=2 is no rank of WORLD_SIZE=2"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"},
+            "ok",
+            "torchrun: rank 1 of 2, meets at a:9",
+        ),
+        ({"SLURM_JOB_ID": "4", "SLURM_NTASKS": "3"}, "note", "srun python train.py"),
+    ],
+)
+def test_launcher(environment: dict[str, str], state: str, said: str) -> None:
+    found = machine.launcher(environment)
+    assert found.state == state
+    assert said in found.what
+
+
+def test_open_files() -> None:
+    assert machine.open_files(1024).state == "ok"
+    assert machine.open_files(-1) == Finding("ok", "a process may open any number of files")
+    assert machine.open_files(256) == Finding(
+        "note", "a process may open 256 files, too few for many ranks", "ulimit -n 65536"
+    )
+
+
+def test_a_driver_that_hangs_or_crashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def hang(*arguments: Any, **named: Any) -> Any:
+        raise subprocess.TimeoutExpired("python", 60)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert "CUDA does not answer within 60 s" in gpu.gpus()[0].what
+    crash = subprocess.CompletedProcess("python", -11, stdout="", stderr="Traceback\nRuntimeError: driver too old\n")
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **named: crash)
+    assert gpu.gpus() == [Finding("failed", "CUDA: RuntimeError: driver too old", "look at nvidia-smi and dmesg")]
+
+
+def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (found,) = gpu._look()
+    assert found.state == "note"
+    assert "sees no GPU" in found.what
+
+
+WELL = {"gloo": "ok", "TCP": "ok", "shared memory": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("said", "states", "last"),
+    [
+        ([(WELL, ""), (WELL, "")], ["ok", "ok", "ok"], "sums are right"),
+        ([(WELL, ""), (WELL | {"TCP": "a wrong sum"}, "")], ["ok", "failed", "ok"], "sums are right"),
+        (
+            [(WELL, ""), (WELL | {"shared memory": "another PID namespace?"}, "")],
+            ["ok", "ok", "note"],
+            "share no memory, and use TCP: another PID namespace?",
+        ),
+        (
+            [(WELL, ""), ({"gloo": "ok"}, "it did not finish in time")],
+            ["ok", "failed"],
+            "TCP: it did not finish in time",
+        ),
+        ([({}, "a rank ended with exit code -11: "), ({}, "")], ["failed"], "gloo: a rank ended with exit code -11"),
+    ],
+)
+def test_two_ranks_are_one_line_each(said: Any, states: list[str], last: str) -> None:
+    findings = ranks._findings(said)
+    assert [finding.state for finding in findings] == states
+    assert last in findings[-1].what
+    assert all(finding.do for finding in findings if finding.state != "ok")
+
+
+@contextmanager
+def listening(port: int, found: list[Finding]) -> Iterator[None]:
+    """Another host, on which the check listens."""
+    thread = threading.Thread(target=lambda: found.extend(links.listen(port, 30)))
+    thread.start()
+    end = time.monotonic() + 20
+    try:
+        while True:  # until it listens
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                assert time.monotonic() < end
+        yield
+    finally:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_links_in_both_directions() -> None:
+    """What connects before, and says nothing, is nobody."""
+    there: list[Finding] = []
+    port = unused_port()
+    with listening(port, there):
+        found = list(links.links("127.0.0.1", port))
+    assert [finding.state for finding in found] == ["ok", "ok", "note", "ok", "ok"], found
+    assert found[0].what == f"to 127.0.0.1 port {port}: open"
+    assert found[1].what.startswith("to 127.0.0.1: ports ")
+    assert found[2].what == f"port {port} is in use here, so 127.0.0.1 could not try it"
+    assert found[3].what.startswith("from 127.0.0.1: ports ")
+    assert "us there and back; one connection carries" in found[4].what
+    assert there == [Finding("ok", "127.0.0.1 has tried all: it says with which result")]
+
+
+def test_blocked_ports_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first knock is this side's, at the first of two ports; all others are answered."""
+    knocks: list[int] = []
+
+    def knock(address: str, port: int) -> str | None:
+        knocks.append(port)
+        return links._why(TimeoutError()) if len(knocks) in (1, 4) else None
+
+    monkeypatch.setattr(links, "_knock", knock)
+    port = unused_port()
+    with listening(port, []):
+        found = list(links.links("127.0.0.1", port))
+    blocked = [finding for finding in found if finding.state == "failed"]
+    why = "no answer within 3 s: a firewall drops it, or the host is down"
+    assert [finding.what for finding in blocked] == [
+        f"to 127.0.0.1: port {knocks[0]}: {why}",
+        f"from 127.0.0.1: port {knocks[3]}: {why}",
+    ]
+    assert blocked[0].do is not None
+    assert "open the ports of 127.0.0.1 in its firewall" in blocked[0].do
+    assert blocked[1].do is not None
+    assert "open the ports of this host in its firewall" in blocked[1].do
+
+
+def test_nobody_listens_and_nobody_comes() -> None:
+    port = unused_port()
+    (found,) = links.links("127.0.0.1", port)
+    assert found == Finding(
+        "failed",
+        f"nobody listens at 127.0.0.1 port {port}",
+        f"run on 127.0.0.1 first: python -m trainer.check --listen --port {port}",
+    )
+    (found,) = links.links("no host.invalid", port)
+    assert found.what.startswith("no host.invalid does not resolve: ")
+    (found,) = links.listen(port, 0.05)
+    assert found.what == "within 0.05 s nobody came"
+    assert found.do is not None
+    assert f"python -m trainer.check --host {socket.gethostname()} --port {port}" in found.do
+    with listener() as silent:
+        (found,) = links.listen(silent.getsockname()[1], 1)
+        assert found.what.startswith("cannot listen at port ")
+
+
+def test_something_else_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the connection and says nothing."""
+    monkeypatch.setattr(links, "_ANSWER_S", 0.05)
+    with listener() as silent:
+        port = silent.getsockname()[1]
+        (found,) = links.links("127.0.0.1", port)
+    assert found.state == "failed"
+    assert found.what == f"127.0.0.1 port {port}: timed out"
+    assert found.do == f"is it this there? python -m trainer.check --listen --port {port}"
+
+
+def test_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for state, status, last in (("note", 0, "all that is needed works"), ("failed", 1, "1 failed")):
+        finding = Finding(state, "it", "mend it")  # type: ignore[arg-type]
+        monkeypatch.setattr(command, "_checks", lambda host, port, finding=finding: iter([finding]))
+        assert command.main([]) == status
+        assert capsys.readouterr().out.splitlines()[-1] == last
+    with pytest.raises(SystemExit):
+        command.main(["--port", "0"])
+    with pytest.raises(SystemExit):
+        command.main(["--host", "a", "--listen"])

@@ -1,0 +1,250 @@
+"""What `gradwire` makes of its arguments, before anything is started."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.console.__main__ import main
+from trainer.console.failure import Failure, LastWords, exit_status, told_failures
+from trainer.console.hosts import Host, parse_hosts, place, read_hostfile
+from trainer.console.options import Job, parse_job
+from trainer.console.start import commands
+
+SCRIPT = ["train.py", "--lr", "0.1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "slots"),
+    [
+        ("a:2,b:3", {"a": 2, "b": 3}),
+        ("a", {"a": 1}),
+        ("a:2, b, a:1", {"a": 3, "b": 1}),
+        ("10.0.0.1:4", {"10.0.0.1": 4}),
+        ("[fe80::1]:2,node-1.example.org:1", {"fe80::1": 2, "node-1.example.org": 1}),
+    ],
+)
+def test_hosts(text: str, slots: dict[str, int]) -> None:
+    assert parse_hosts(text) == slots
+
+
+@pytest.mark.parametrize("text", ["", "a:0", "a:two", "a:2:3", "a,,b", "a b", "-oProxyCommand=x:1", "a:-1"])
+def test_what_is_no_host(text: str) -> None:
+    with pytest.raises(ValueError, match="is no host: write HOST:SLOTS"):
+        parse_hosts(text)
+
+
+def test_hostfile(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# two racks\na slots=2  # new\n\nb slots = 3\nc:4\nd\n")
+    assert read_hostfile(file) == {"a": 2, "b": 3, "c": 4, "d": 1}
+    file.write_text("a slots=2 max_slots=3\n")
+    with pytest.raises(ValueError, match=rf"{file}: 'a:2 max_slots=3' is no host"):
+        read_hostfile(file)
+    file.write_text("# nobody\n")
+    with pytest.raises(ValueError, match="there is no host in it"):
+        read_hostfile(file)
+    with pytest.raises(ValueError, match=r"cannot read the hosts in .*No such file"):
+        read_hostfile(tmp_path / "nowhere")
+
+
+def test_hosts_are_filled_in_turn() -> None:
+    slots = {"a": 2, "localhost": 1, "b": 3, socket.gethostname(): 1}
+    a, here, b = Host("a", 2, 0, False), Host("localhost", 2, 2, True), Host("b", 3, 4, False)
+    assert place(None, slots) == [a, here, b]
+    assert place(3, slots) == [a, Host("localhost", 1, 2, True)]
+    assert place(1, slots) == [Host("a", 1, 0, False)]
+    with pytest.raises(ValueError, match="-np 8 is more than the 7 slots of a:2,localhost:1,b:3"):
+        place(8, slots)
+
+
+def test_what_ranks_run() -> None:
+    assert parse_job(["-np", "2", *SCRIPT]).command == [sys.executable, *SCRIPT]
+    assert parse_job(["-np", "2", "--", "train.py", "-np", "3"]).command == [sys.executable, "train.py", "-np", "3"]
+    assert parse_job(["-np", "2", "python", *SCRIPT]).command == ["python", *SCRIPT]
+    assert parse_job(["-np", "2", "-m", "package", "--lr", "1"]).command == [
+        sys.executable,
+        "-m",
+        "package",
+        "--lr",
+        "1",
+    ]
+    assert parse_job(["-H", "localhost:3", *SCRIPT]).hosts == [Host("localhost", 3, 0, True)]
+
+
+def test_flags_that_set_variables() -> None:
+    flags = "--timeline-filename t.json --fusion-threshold-mb 32 --no-stall-check --log-level debug -x A=b=c -x B"
+    job = parse_job(["-np", "1", *flags.split(), *SCRIPT])
+    assert job.settings == {
+        "HOROVOD_TIMELINE": "t.json",
+        "HOROVOD_FUSION_THRESHOLD": str(32 * 1024 * 1024),
+        "HOROVOD_STALL_CHECK_DISABLE": "1",
+        "HOROVOD_LOG_LEVEL": "debug",
+        "A": "b=c",
+    }
+    assert job.names == ["B"]
+    flags = "--stall-check-warning-time-seconds 5 --stall-check-shutdown-time-seconds 0 --network-interfaces eth1"
+    assert parse_job(["-np", "1", *flags.split(), *SCRIPT]).settings == {
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "5",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0",
+        "GLOO_SOCKET_IFNAME": "eth1",
+    }
+
+
+def test_flags_without_a_meaning_share_one_notice() -> None:
+    job = parse_job(
+        [
+            "-np",
+            "1",
+            "--cycle-time-ms",
+            "3.5",
+            "--autotune",
+            "--cache-capacity",
+            "0",
+            "--gloo",
+            "train.py",
+            "--autotune",
+        ]
+    )
+    assert job.notice == "gradwire: no meaning here, and ignored: --cycle-time-ms, --autotune, --cache-capacity, --gloo"
+    assert job.command[1:] == ["train.py", "--autotune"]
+    assert parse_job(["-np", "1", *SCRIPT]).notice is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("train.py", "how many ranks? Give -np, or hosts"),
+        ("-np 2", "what is to run?"),
+        ("-np 0 train.py", "must be a whole number from 1 on, not 0"),
+        ("-np 5 -H a:2,b:2 train.py", "-np 5 is more than the 4 slots of a:2,b:2"),
+        ("-H a:2 --hostfile f train.py", "give one of them"),
+        ("-np 2 --min-np 1 --max-np 4 train.py", "--min-np is not to be had: the number of ranks is fixed"),
+        ("--host-discovery-script ./d.sh train.py", "--host-discovery-script is not to be had"),
+        ("-np 2 --mpi train.py", "write mpirun -n 4 python train.py"),
+        ("-np 2 --config-file c.yaml train.py", "write its settings as flags"),
+        ("-np 2 --bogus train.py", "--bogus"),
+        ("-np 2 --start-timeout 0 train.py", "must be a whole number from 1 on, not 0"),
+        ("-np 2 -p 70000 train.py", "must be a port from 1 to 65535, not 70000"),
+        ("-np 2 -x 1A=3 train.py", "'1A' is no name of a variable"),
+    ],
+)
+def test_wrong_arguments(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_job(arguments.split())
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_agents_of_several_hosts() -> None:
+    """What goes to another host survives its shell; what is its own stays away."""
+    job = parse_job(
+        ["-H", "a:2,b:3", "-p", "2222", "-i", "key", "-x", "SPACED=it's two words", "-x", "WANDB_MODE", *SCRIPT]
+    )
+    environment = {
+        "COLLECTIVES_INTERFACE": "eth0",
+        "COLLECTIVES_HOST_ID": "mine",
+        "NCCL_DEBUG": "INFO",
+        "WANDB_MODE": "offline",
+        "SECRET": "no",
+        "PATH": "/a b:/bin",
+    }
+    first, second = commands(job, environment)
+    assert first[0] == second[0] == "ssh"
+    assert "BatchMode=yes" in first
+    assert first[first.index("-p") + 1] == "2222"
+    assert first[first.index("-i") + 1] == "key"
+    assert (first[-2], second[-2]) == ("a", "b")
+    words = shlex.split(second[-1])
+    assert words[:5] == ["cd", str(Path.cwd()), "&&", "exec", "env"]
+    python = words.index(sys.executable)
+    assert set(words[5:python]) == {
+        "COLLECTIVES_INTERFACE=eth0",
+        "NCCL_DEBUG=INFO",
+        "PATH=/a b:/bin",
+        "SPACED=it's two words",
+        "WANDB_MODE=offline",
+    }
+    told = " ".join(words[python + 1 :])
+    assert "--nodes 2 --node 1 --slots 3 --first-rank 2" in told
+    assert "--endpoint a:29500" in told
+    assert told.endswith(" ".join(SCRIPT))
+    with pytest.raises(ValueError, match="-x WANDB_MODE: it is not set here"):
+        commands(job, {})
+
+
+def test_the_first_host_is_this_one() -> None:
+    """The others cannot use the name "localhost", so they get an address."""
+    here, there = commands(parse_job(["-H", "localhost:1,b:1", *SCRIPT]), {"COLLECTIVES_INTERFACE": "lo"})
+    assert here[0] == sys.executable
+    assert "127.0.0.1:29500" in here
+    assert "127.0.0.1:29500" in shlex.split(there[-1])
+
+
+def test_one_host_needs_no_port() -> None:
+    (command,) = commands(Job(["run"], place(2, {"localhost": 2})), {})
+    assert "--endpoint" not in command
+
+
+def test_output_that_cannot_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["run", "-np", "1", "--output-filename", str(file), *SCRIPT]) == 2
+    assert capsys.readouterr().err == f"gradwire: --output-filename {file}: File exists\n"
+
+
+def heard(text: str) -> str:
+    words = LastWords()
+    for line in text.splitlines():
+        words.hear(line)
+    return words.text
+
+
+def test_last_words() -> None:
+    traceback = "Traceback (most recent call last):\n  File x\n    f()\nValueError: boom\n"
+    assert heard(traceback + "\nException ignored in: <x>\n") == "ValueError: boom"
+    assert (
+        heard(f"{traceback}\nDuring handling of the above:\n\n{traceback.replace('boom', 'again')}")
+        == "ValueError: again"
+    )
+    assert heard("one\ntwo\n\n") == "two"
+    assert heard("") == ""
+
+
+def test_a_line_for_each_failure_and_the_cause_first() -> None:
+    lost = Failure("a", 0, 1, "collectives.errors.PeerLost: rank 0: lost rank 1")
+    ended = Failure("b", 2, -15, "")
+    cause = Failure("b", 1, 3, "ValueError: boom")
+    assert told_failures([lost, cause, ended]) == [
+        "gradwire: rank 1 on host b ended with exit code 3: ValueError: boom",
+        "gradwire: ranks 0, 2 ended because of that",
+    ]
+    assert exit_status([lost, cause, ended]) == 3
+    assert told_failures([Failure("b", 1, -9, "")]) == ["gradwire: rank 1 on host b was killed by SIGKILL (9)"]
+    assert exit_status([Failure("b", 1, -9, "")]) == 137
+    assert told_failures([lost]) == [f"gradwire: rank 0 on host a ended with exit code 1: {lost.words}"]
+    assert exit_status([Failure("c", None, None, "by ssh: no route")]) == 1
+    assert told_failures([Failure("c", None, None, "by ssh: no route")]) == ["gradwire: host c: by ssh: no route"]
+
+
+def test_the_command_is_installed() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'gradwire = "{main.__module__}:{main.__name__}"' in project
+
+
+def test_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main([]) == 0
+    assert main(["--help"]) == 0
+    assert "gradwire run -np 4" in capsys.readouterr().out
+    assert main(["runn"]) == 2
+    assert "there is no command 'runn'" in capsys.readouterr().err
+    assert main(["bench", "nonsense"]) == 2
+    assert "there is no benchmark 'nonsense'" in capsys.readouterr().err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["bench", "codec"]) == 2
+    assert "bench needs matplotlib and rich: pip install 'gradwire[bench]'" in capsys.readouterr().err

@@ -1,0 +1,83 @@
+"""What is told of a rank or a host that failed, in one line."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+
+#: Errors by which a rank says that another one failed.
+_CONSEQUENCES = re.compile(r"\b(PeerLost|CollectiveTimeout|Mismatch)\b|Connection (closed|reset) by peer")
+_LONGEST = 500
+
+
+class LastWords:
+    """Keeps what a process printed last that says why it ended: the error of its last traceback, else its last line."""
+
+    def __init__(self) -> None:
+        self._line = ""
+        self._error = ""
+        self._in_traceback = False
+
+    def hear(self, line: str) -> None:
+        """Take the next line."""
+        if line.startswith("Traceback (most recent call last):"):
+            self._in_traceback = True
+        elif line.strip():
+            self._line = line.strip()
+            if self._in_traceback and not line[0].isspace():
+                self._error, self._in_traceback = self._line, False
+
+    @property
+    def text(self) -> str:
+        """The line, shortened; nothing where there was none."""
+        return (self._error or self._line)[:_LONGEST]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Holds why a job failed on one host, as far as it is known. rank: None where the host itself failed."""
+
+    host: str
+    rank: int | None
+    exit_code: int | None
+    words: str
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the rank only says that others failed, or was ended for it by torch's agent."""
+        if self.rank is None:
+            return False
+        return self.exit_code == -signal.SIGTERM or _CONSEQUENCES.search(self.words) is not None
+
+    def __str__(self) -> str:
+        who = f"host {self.host}" if self.rank is None else f"rank {self.rank} on host {self.host}"
+        how = "" if self.exit_code is None else f" {ending(self.exit_code)}"
+        return f"{who}{how}: {self.words}" if self.words else f"{who}{how}"
+
+
+def ending(exit_code: int) -> str:
+    """Return how a process ended, in words. exit_code: negative for a signal, as subprocess has it."""
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = "a signal"
+    return f"was killed by {name} ({-exit_code})"
+
+
+def told_failures(failures: list[Failure]) -> list[str]:
+    """Return a line for each failure; those that only follow from others share one."""
+    causes = [failure for failure in failures if not failure.is_consequence] or failures
+    lines = [f"gradwire: {failure}" for failure in causes]
+    if others := [str(failure.rank) for failure in failures if failure not in causes]:
+        lines.append(f"gradwire: rank{'s' * (len(others) > 1)} {', '.join(others)} ended because of that")
+    return lines
+
+
+def exit_status(failures: list[Failure]) -> int:
+    """Return the exit status of a job, as a shell has it: that of its first failure."""
+    causes = sorted(failures, key=lambda failure: failure.is_consequence)
+    code = next((failure.exit_code for failure in causes if failure.exit_code), 1)
+    return 128 - code if code < 0 else code

@@ -1,0 +1,84 @@
+"""Which hosts a job runs on, and which ranks on which of them."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class Host:
+    """Holds a host of a job: its ranks are first_rank, ..., first_rank + slots - 1."""
+
+    name: str
+    slots: int
+    first_rank: int
+    is_here: bool
+
+
+def parse_hosts(text: str) -> dict[str, int]:
+    """Return the slots of each host in 'a:2,b:2'; a host without a number has one. Raises ValueError."""
+    return _slots(part.strip() for part in text.split(","))
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Return the slots of each host in a file with one host a line: 'a slots=2', 'a:2' or 'a'; '#' begins a comment.
+
+    Raises ValueError for a file that cannot be read, for other lines and where there is no host.
+    """
+    try:
+        lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+        return _slots(re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the hosts in {path}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def place(ranks: int | None, slots: dict[str, int]) -> list[Host]:
+    """Return the hosts that get ranks, each in turn filled to its slots; all names of this host are one.
+
+    ranks: how many there are in all; None for as many as there are slots. Raises ValueError where they are too many.
+    """
+    total = sum(slots.values())
+    ranks = total if ranks is None else ranks
+    if ranks < 1:
+        raise ValueError(f"-np must be at least 1, not {ranks}")
+    if ranks > total:
+        told = ",".join(f"{name}:{number}" for name, number in slots.items())
+        raise ValueError(
+            f"-np {ranks} is more than the {total} slots of {told}: give hosts more slots, or start fewer ranks"
+        )
+    own = {*_LOOPBACK, socket.gethostname(), socket.gethostname().partition(".")[0]}
+    merged: dict[str, int] = {}
+    here = next((name for name in slots if name in own), None)
+    for name, number in slots.items():
+        same = here if name in own and here is not None else name
+        merged[same] = merged.get(same, 0) + number
+    hosts: list[Host] = []
+    placed = 0
+    for name, number in merged.items():
+        taken = min(number, ranks - placed)
+        if taken:
+            hosts.append(Host(name, taken, placed, name in own))
+        placed += taken
+    return hosts
+
+
+def _slots(entries: Iterable[str]) -> dict[str, int]:
+    """Return the slots of each host; those of a host that is named again add up."""
+    slots: dict[str, int] = {}
+    for entry in entries:
+        match = re.fullmatch(r"(\[[^\]\s]+\]|[^\s:\[\]-][^\s:\[\]]*)(?::(\d+))?", entry)
+        if match is None or (match[2] is not None and int(match[2]) < 1):
+            raise ValueError(f"{entry!r} is no host: write HOST:SLOTS, with at least one slot, as in node01:2")
+        name = match[1].strip("[]")
+        slots[name] = slots.get(name, 0) + int(match[2] or 1)
+    if not slots:
+        raise ValueError("there is no host in it")
+    return slots
