@@ -17,6 +17,7 @@ from collectives import objects, verbs
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.registry import make_codec
+from collectives.diagnostics.timeline import Lane, Timeline
 from collectives.environment import LINK
 from collectives.link.connection import connect
 from collectives.link.membership import membership_of
@@ -105,6 +106,9 @@ class Communicator:
                 tables.setdefault(collective, default_table(collective, self.topology, preferred, quick=quick))
             plans = Plans(self.topology, algorithms, tables, segment_bytes, eager=connection.transport.eager)
             self._engine = Engine(connection.transport, connection.watch, plans, timeout_s)
+            self._lanes = ""
+            self.timeline: Timeline | None = None
+            """Where operations are recorded at present."""
         except BaseException:  # or the others would believe that this rank takes part
             connection.close()
             raise
@@ -118,6 +122,11 @@ class Communicator:
     def size(self) -> int:
         """The number of ranks in the group."""
         return self._engine.size
+
+    @property
+    def control_device(self) -> str:
+        """Where small tensors of one's own are best: on the CPU, or where the group carries none of those, on the GPU."""
+        return self._engine.control_device
 
     @property
     def routes(self) -> tuple[str, ...]:
@@ -138,9 +147,14 @@ class Communicator:
         """What 'auto' runs by message size, for every verb: built in, or from COLLECTIVES_<VERB>."""
         return dict(self._engine.plans.tables)
 
-    def chosen(self, collective: str, nbytes: int) -> str:
-        """What 'auto' runs for a message of nbytes (allgather, reduce_scatter: of all ranks together)."""
-        return self._engine.plans.choose(collective, "auto", nbytes)
+    def chosen(self, collective: str, nbytes: int, codec: str | Codec | None = None) -> str:
+        """What 'auto' runs for a message of nbytes (allgather, reduce_scatter: of all ranks together); with a codec, for an
+        allreduce of nbytes of float32."""
+        made = make_codec(codec) if codec is not None else None
+        if made is None or made.name == "none":
+            return self._engine.plans.choose(collective, "auto", nbytes)
+        code_bytes = made.wire_bytes(nbytes // 4)
+        return self._engine.plans.choose_for_codec(made, "auto", code_bytes, with_feedback=made.needs_feedback)
 
     def wire_bytes(
         self, collective: str, nbytes: int, algorithm: str = "auto", codec: str | Codec | None = None
@@ -592,6 +606,29 @@ class Communicator:
     def scatter_object(self, objs: Sequence[Any] | None = None, src: int = 0) -> Any:
         """The r-th of rank src's picklable objects, on rank r; what the others pass is ignored."""
         return objects.scatter_object(self._engine, objs, src)
+
+    # What is told beside operations
+
+    def post(self, topic: str, record: Any) -> None:
+        """Tell all ranks a record, as of allgather_record, of which the latest of each topic counts. Returns at once, and is no
+        operation: nobody needs to take part, and it is on its way for as long as it is."""
+        self._engine.watch.post(topic, record)
+
+    def posted(self, topic: str) -> dict[int, Any]:
+        """Return the latest record that came from each rank, this one among them, by rank. Returns at once."""
+        return dict(self._engine.watch.posts.get(topic, {}))
+
+    def record(self, timeline: Timeline | None, name: str = "") -> None:
+        """Record operations in a timeline from now on, in lanes that begin with this name; with None no more. On this rank
+        only."""
+        self._lanes = name
+        self.timeline = timeline
+        self._engine.record(self.lane("operations"))
+
+    def lane(self, of: str) -> Lane | None:
+        """Return the lane for what somebody does with this Communicator; None where nothing is recorded."""
+        timeline = self.timeline
+        return None if timeline is None else timeline.lane(f"{self._lanes}: {of}")
 
     # The end
 

@@ -42,6 +42,9 @@ from trainer.horovod.reductions import (
 from trainer.horovod.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from trainer.ops import Average, Max, Min, Product, Sum
 from trainer.optimizer import DistributedOptimizer
+from trainer.reports.metrics import StepMetrics
+from trainer.reports.stragglers import Stragglers
+from trainer.reports.timeline import start_timeline, stop_timeline
 from trainer.rules.rule import Rule
 from trainer.world import (
     cross_rank,
@@ -65,6 +68,8 @@ __all__ = [
     "Min",
     "Product",
     "Rule",
+    "StepMetrics",
+    "Stragglers",
     "Sum",
     "allgather",
     "allgather_async",
@@ -100,5 +105,7 @@ __all__ = [
     "reducescatter_async",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

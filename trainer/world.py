@@ -9,19 +9,24 @@ import os
 import sys
 import weakref
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from collectives import Communicator
+from collectives import CollectiveError, Communicator
 from collectives.communicator import close_all
 from trainer.launch import ALONE, Launch, read_launch, slurm_hint
 from trainer.meeting import meet
+from trainer.recording import Recorder
 from trainer.torch_internals import HashStore
 
 _log = logging.getLogger("gradwire")
+
+#: How long a rank that leaves waits for the others, to write a timeline with them.
+_TIMELINE_S = 10.0
 
 ProcessSet: TypeAlias = "dist.ProcessGroup | Communicator | None"
 """Which ranks take part: None for all, a torch.distributed group, or a Communicator."""
@@ -40,6 +45,8 @@ class World:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._timeout_s = timeout_s
+        self.recorder = Recorder()
+        """What has a timeline made of all that the Communicators of this world do."""
         self._opened: list[weakref.ref[Communicator]] = []
         self._communicators: dict[dist.ProcessGroup | None, Communicator] = {}
         topology = self.communicator().topology
@@ -59,11 +66,34 @@ class World:
     def open_communicator(self, group: dist.ProcessGroup | None) -> Communicator:
         """Return a new Communicator for one user, closed with the world at the latest. Collective over the group."""
         communicator = Communicator(group, timeout_s=self._timeout_s)
+        self.recorder.add(communicator)
         self._opened = [opened for opened in self._opened if opened() is not None] + [weakref.ref(communicator)]
         return communicator
 
+    def start_timeline(self, file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+        """Record, on this rank, what is going to be written there by rank 0: see trainer.start_timeline."""
+        path = Path(file_path)
+        if self.recorder.path is not None:
+            raise ValueError(f"rank {self.rank}: a timeline for {self.recorder.path} is being recorded: stop it first")
+        if self.rank == 0 and not path.parent.is_dir():
+            raise ValueError(
+                f"rank {self.rank}: there is no folder {path.parent} to write the timeline {path.name!r} in"
+            )
+        self.recorder.start(path, marks_cycles=mark_cycles)
+
+    def stop_timeline(self) -> None:
+        """Have rank 0 write what all ranks have recorded. Collective."""
+        if self.recorder.path is None:
+            raise ValueError(f"rank {self.rank}: no timeline is being recorded: start one first")
+        self.recorder.stop(self.communicator())
+
     def close(self) -> None:
-        """Close what was opened here."""
+        """Close what was opened here. A timeline is written, if the other ranks come for that soon."""
+        if self.recorder.path is not None:
+            try:
+                self.recorder.stop(self.communicator(), _TIMELINE_S)
+            except (CollectiveError, OSError) as error:
+                _log.warning("gradwire: rank %d: there is no timeline of all ranks: %s", self.rank, error)
         close_all(communicator for reference in self._opened if (communicator := reference()) is not None)
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
@@ -169,6 +199,12 @@ def here() -> str:
 def communicator_of(process_set: ProcessSet) -> Communicator:
     """Return the Communicator of a process set."""
     return process_set if isinstance(process_set, Communicator) else current_world().communicator(process_set)
+
+
+def record_in_timelines(communicator: Communicator) -> None:
+    """Have timelines show what a Communicator does that this package has not made."""
+    if _holder.world is not None:
+        _holder.world.recorder.add(communicator)
 
 
 def rank() -> int:

@@ -15,18 +15,19 @@ _OPERATION = "check of replicas"
 
 
 class ReplicaCheck:
-    """Compares parameters and optimizer state of all ranks, every so many steps. name_of: tells a parameter's name."""
+    """Compares parameters and optimizer state of all ranks, every so many steps. all_names: returns the optimizer's
+    parameters with their names."""
 
     def __init__(
         self,
         communicator: Communicator,
         optimizer: torch.optim.Optimizer,
-        name_of: Callable[[Tensor], str],
+        all_names: Callable[[], dict[Tensor, str]],
         every: int,
     ) -> None:
         self._communicator = communicator
         self._optimizer = optimizer
-        self._name_of = name_of
+        self._all_names = all_names
         self._every = every
 
     def after_step(self, step: int) -> None:
@@ -36,7 +37,7 @@ class ReplicaCheck:
 
     def compare(self, step: int) -> None:
         """Compare now: one number of each rank at first, and all hashes only where these differ."""
-        hashes = {name: hash_of(value) for name, value in values_of(self._optimizer, self._name_of)}
+        hashes = {name: hash_of(value) for name, value in values_of(self._optimizer, self._all_names())}
         summary = f"{hash_of(tuple(hashes.items())):016x}"
         if len(set(self._communicator.allgather_record(summary))) == 1:
             return
@@ -55,15 +56,14 @@ class ReplicaCheck:
         )
 
 
-def values_of(optimizer: torch.optim.Optimizer, name_of: Callable[[Tensor], str]) -> Iterator[tuple[str, Any]]:
+def values_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Any]]:
     """Yield names and values of all that is to be equal on all ranks: the parameters, then what the optimizer keeps of
     each, then the settings of its groups."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        yield f"parameter {_quoted(name_of(parameter))}", parameter
-    for parameter in parameters:
+    for parameter, name in names.items():
+        yield _called(name), parameter
+    for parameter, name in names.items():
         for key, value in _leaves(optimizer.state.get(parameter, {})):
-            yield f"state {key!r} of {_quoted(name_of(parameter))}", value
+            yield f"state {key!r} of {_called(name)}", value
     for number, group in enumerate(optimizer.param_groups):
         for key, value in _leaves({key: value for key, value in group.items() if key != "params"}):
             yield f"setting {key!r} of param group {number}", value
@@ -84,5 +84,6 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree
 
 
-def _quoted(name: str) -> str:
-    return name if name.startswith("parameter ") else repr(name)
+def _called(name: str) -> str:
+    """Return what a message calls a parameter; one without a name is "parameter" and its number already."""
+    return name if name.startswith("parameter ") else f"parameter {name!r}"
