@@ -20,8 +20,8 @@ def hash_of(value: Any) -> int:
     """Return 64 bits that stand for what this rank holds of a tensor, or for another value as repr() shows it.
 
     Of a tensor that is the hash of its bytes, in logical order whatever the strides, by
-    collectives.kernels.reference.hashing; what is left behind the last whole word is hashed by itself, with zeros
-    behind. Its dtype, shape and device do not count. Raises TypeError for a sparse one.
+    collectives.kernels.reference.hashing; bytes that fill no word are one with zeros behind. Its dtype, shape and
+    device do not count. Raises TypeError for a sparse one.
     """
     if not isinstance(value, Tensor):
         value = torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)
@@ -31,19 +31,19 @@ def hash_of(value: Any) -> int:
     data = value.contiguous().reshape(-1).view(torch.uint8)
     whole = data.numel() // _WORD * _WORD
     words = data[:whole]
-    if words.data_ptr() % _WORD:
+    if words.data_ptr() % _WORD or words.storage_offset() % _WORD:
         words = words.clone()
-    found = _hash_words(words.view(torch.int64))
+    found = _hash_words(words.view(torch.int64), 1)
     if whole == data.numel():
         return found
     rest = data.new_zeros(_WORD)
     rest[: data.numel() - whole] = data[whole:]
-    return found ^ _hash_words(rest.view(torch.int64))
+    return (found + _hash_words(rest.view(torch.int64), whole // _WORD + 1)) % 2**64
 
 
-def _hash_words(words: Tensor) -> int:
+def _hash_words(words: Tensor, place: int) -> int:
     compiled = _compiled() if words.is_cpu else None
-    number: int = (compiled or reference).hash_words(words)
+    number: int = (compiled or reference).hash_words(words, place)
     return number
 
 

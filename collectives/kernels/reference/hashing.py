@@ -14,12 +14,12 @@ from torch import Tensor
 _WORDS_AT_ONCE = 1 << 20
 
 
-def hash_words(words: Tensor) -> int:
-    """Return the hash of words, int64 of shape (n,) on any device, as a number from 0."""
+def hash_words(words: Tensor, place: int = 1) -> int:
+    """Return the hash of words, int64 of shape (n,) on any device, the first of which has this place."""
     total = 0
     for start in range(0, words.numel(), _WORDS_AT_ONCE):
         piece = words[start : start + _WORDS_AT_ONCE]
-        places = torch.arange(start + 1, start + 1 + piece.numel(), device=words.device)
+        places = torch.arange(place + start, place + start + piece.numel(), device=words.device)
         x = piece ^ (places * _signed(0x9E3779B97F4A7C15))
         x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
         x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
