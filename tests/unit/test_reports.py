@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +18,10 @@ from collectives.diagnostics.clocks import ROUNDS, Offset, measure, offsets
 from collectives.diagnostics.timeline import Recording, Timeline
 from collectives.diagnostics.trace import trace_of, write_trace
 from collectives.kernels.reference import hashing as reference
+from tests.pages import ROOT
 from trainer.gradients.moments import Moment
 from trainer.reports.hashing import hash_of
+from trainer.reports.metrics import BucketChoice, StepMetrics
 from trainer.reports.reports import Wanted
 from trainer.reports.stragglers import Stragglers, StragglerWatch
 
@@ -238,6 +244,60 @@ def test_a_line_is_said_once_and_only_where_it_matters(caplog: pytest.LogCapture
     reported([[0.5, 0.3]] * 21, every=5)
     assert len(caplog.messages) == 4
     assert all("for rank 1 (20% of 1.000 s" in message for message in caplog.messages)
+
+
+# The adapters in the guide
+
+
+METRICS = StepMetrics(
+    step=7,
+    seconds=0.5,
+    wait_s=0.25,
+    exchange_s=0.375,
+    bytes_sent=100,
+    bytes_uncompressed=400,
+    busbw_gb_s=2.5,
+    buckets=(BucketChoice(400, "two_shot", "int8"),),
+    compression_error=None,
+    slowest_rank=1,
+)
+
+
+def adapters() -> list[str]:
+    text = (ROOT / "docs" / "guides" / "reports.md").read_text()
+    return re.findall(r'^```python title="fragment"\n(.*?)^```$', text, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_adapter_for_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: dict[str, tuple[float, int]] = {}
+
+    class SummaryWriter:
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            written[tag] = (value, step)
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter))  # type: ignore[arg-type]
+    namespace: dict[str, Any] = {}
+    exec(adapters()[0], namespace)
+    namespace["to_tensorboard"](METRICS)
+    assert written == {
+        "exchange/seconds": (0.5, 7),
+        "exchange/wait_s": (0.25, 7),
+        "exchange/bytes_sent": (100, 7),
+        "exchange/busbw_gb_s": (2.5, 7),
+    }
+
+
+def test_the_adapter_for_weights_and_biases(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: dict[int, dict[str, float]] = {}
+    wandb = SimpleNamespace(log=lambda numbers, step: logged.update({step: numbers}))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
+    namespace: dict[str, Any] = {}
+    exec(adapters()[1], namespace)
+    namespace["to_wandb"](METRICS)
+    assert set(logged) == {7}
+    assert logged[7]["exchange/bytes_uncompressed"] == 400
+    assert logged[7]["exchange/slowest_rank"] == 1
+    assert not {"exchange/buckets", "exchange/compression_error"} & logged[7].keys()
 
 
 # Arguments
