@@ -25,22 +25,22 @@ class Recorder:
     def __init__(self) -> None:
         self.path: Path | None = None
         self._timeline: Timeline | None = None
-        self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
-        self._seen = 0
+        self._communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+        self._added = 0
 
     def add(self, communicator: Communicator) -> None:
         """Record what one more Communicator does, too, whenever anything is recorded."""
-        if communicator not in self._communicators:
-            self._communicators.add(communicator)
-            self._record(communicator)
+        if communicator not in self._communicators.values():
+            self._communicators[self._added] = communicator
+            self._record(self._added, communicator)
+            self._added += 1
 
     def start(self, path: Path, *, marks_cycles: bool) -> None:
         """Begin to record."""
         self.path = path
         self._timeline = Timeline(marks_cycles=marks_cycles)
-        self._seen = 0
-        for communicator in self._communicators:
-            self._record(communicator)
+        for number, communicator in self._communicators.items():
+            self._record(number, communicator)
 
     def stop(self, communicator: Communicator, timeout_s: float | None = None) -> None:
         """Stop recording, and have rank 0 write what all ranks have recorded. communicator: of all ranks. Collective.
@@ -52,7 +52,7 @@ class Recorder:
         assert self._timeline is not None
         recording, path = self._timeline.recording(), self.path
         self.path = self._timeline = None
-        for recorded in self._communicators:
+        for recorded in self._communicators.values():
             recorded.record(None)
         try:
             work = communicator.barrier(async_op=True)
@@ -68,10 +68,9 @@ class Recorder:
         if recordings:
             write_trace(path, trace_of(dict(enumerate(recordings)), offsets))
 
-    def _record(self, communicator: Communicator) -> None:
+    def _record(self, number: int, communicator: Communicator) -> None:
         if self._timeline is not None:
-            communicator.record(self._timeline, f"communicator {self._seen}" if self._seen else "verbs")
-            self._seen += 1
+            communicator.record(self._timeline, f"communicator {number}" if number else "verbs")
 
 
 def _rows(communicator: Communicator, row: Sequence[int]) -> list[list[int]]:

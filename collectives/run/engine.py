@@ -60,7 +60,7 @@ class Engine:
         self._operations = Operations(transport, watch, timeout_s)
         self.messages = Messages(transport, self._operations)
         self.watch = watch
-        self.run_now = self._operations.run_now
+        self.run_now: Callable[..., bool] = self._operations.run_now
         self._lane: Lane | None = None
         self._transport = transport
         self._scratch = Scratch()

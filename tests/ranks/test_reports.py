@@ -304,6 +304,9 @@ def record(path: Path, compression: Compressor) -> int:
     hvd.allgather(torch.ones(3 + hvd.rank(), 2))
     hvd.broadcast(torch.ones(5), root_rank=0)
     hvd.stop_timeline()
+    engine = optimizer._communicator._engine
+    assert engine._lane is None
+    assert engine.run_now == engine._operations.run_now  # the shortest way, again
     with pytest.raises(ValueError, match="no timeline is being recorded"):
         hvd.stop_timeline()
     again = path.with_name("again.json")
@@ -351,6 +354,7 @@ def test_the_timeline_shows_all_ranks(ranks: Worlds, tmp_path: Path, compression
             assert wait["ts"] + wait["dur"] <= step["ts"] + 1e-3
         operations = [event for where, event in mine if where == "operations"]
         assert {"allreduce", "allgather", "broadcast"} <= {event["name"] for event in operations}
+        assert set(lanes.values()) >= {"verbs: operations", "communicator 1: operations", "communicator 1: training"}
         large = [e for e in named("operations", "allreduce") if e["args"].get("bytes", 0) >= nbytes]
         assert len(large) >= 3 or compression == "fp16"
         assert all(event["args"]["algorithm"] for event in large)
