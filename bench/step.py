@@ -2,7 +2,8 @@
 
 All train the same model from the same weights on the same data, in turns of a few steps each (see `bench.timing`).
 `compute` exchanges nothing: what a step costs at least, and what the others' replicas drift apart without. With codecs, ours
-takes part with each of them too, and DDP with torch's fp16 hook.
+takes part with each of them too, and DDP with torch's fp16 hook. With --reports, ours also takes part with on_step, with a
+check of replicas after every step, and while a timeline is recorded.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from bench.compare import format_interval, speedup_interval
 from bench.meta import software_and_machine
 from bench.options import count_from
 from bench.timing import Protocol, distributed_machine, median_and_p99, slowest_rank, take_turns
+from collectives import Communicator
+from collectives.diagnostics.timeline import Timeline
 from trainer.compression import NAMES
 from trainer.examples import bytes_gpt
 from trainer.examples.loop import Task, Trainee, adamw, choose_device, ddp_trainee, digest, our_trainee, share_cores
@@ -77,6 +80,20 @@ def fp16_trainee(module: nn.Module) -> Trainee:
     return trainee
 
 
+def telling_trainee(module: nn.Module, **options: Any) -> Trainee:
+    """Ours, with options of DistributedOptimizer."""
+    optimizer = hvd.DistributedOptimizer(adamw(module), named_parameters=module.named_parameters(), **options)
+    return Trainee(module, module, optimizer, lambda: optimizer.communication_wait_s, Record())
+
+
+def recorded_trainee(module: nn.Module) -> Trainee:
+    """Ours, with everything that it does recorded for a timeline, which is not written."""
+    communicator = Communicator()
+    trainee = telling_trainee(module, process_set=communicator)
+    communicator.record(Timeline(), OURS)
+    return trainee
+
+
 def compute_trainee(module: nn.Module) -> Trainee:
     """A model whose gradients stay where they are."""
     return Trainee(module, module, adamw(module), lambda: 0.0, Record())
@@ -120,6 +137,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--batch", type=partial(count_from, 1), default=4, help="sequences a rank and step (default 4)")
     add("--context", type=partial(count_from, 1), help="bytes of a sequence (default as the model has it)")
     add("--compression", type=codecs, default=(), metavar="NAMES", help="comma-separated codecs to compare, or all")
+    add("--reports", action="store_true", help="compare what it costs to tell of a step, too")
     add("--steps", type=partial(count_from, 1), default=5, help="steps in one turn (default 5)")
     add("--rounds", type=partial(count_from, 1), default=20, help="timed turns of each competitor (default 20)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (default auto)")
@@ -132,12 +150,18 @@ def configured(chosen: argparse.Namespace) -> bytes_gpt.Config:
     return bytes_gpt.Config(**settings, **({"context": chosen.context} if chosen.context else {}))
 
 
-def builders(compression: Sequence[str]) -> dict[str, Callable[[nn.Module], Trainee]]:
+def builders(compression: Sequence[str], reports: bool = False) -> dict[str, Callable[[nn.Module], Trainee]]:
     """What makes each competitor of its model."""
+    telling: dict[str, Callable[[nn.Module], Trainee]] = {
+        f"{OURS}+on_step": partial(telling_trainee, on_step=lambda metrics: None),
+        f"{OURS}+check": partial(telling_trainee, check_replicas_every=1),
+        f"{OURS}+timeline": recorded_trainee,
+    }
     compressed = {f"{OURS}+{name}": partial(our_trainee, compression=name) for name in compression}
     return {
         OURS: partial(our_trainee, compression="none"),
         **compressed,
+        **(telling if reports else {}),
         DDP: ddp_trainee,
         **({DDP_FP16: fp16_trainee} if compression else {}),
         COMPUTE: compute_trainee,
@@ -149,7 +173,7 @@ def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[Step
     config = configured(chosen)
     task = bytes_gpt.task(config)
     competitors: dict[str, Competitor] = {}
-    for name, build in builders(chosen.compression).items():
+    for name, build in builders(chosen.compression, chosen.reports).items():
         torch.manual_seed(config.seed)
         competitors[name] = Competitor(build(task.build().to(device)), task, config, chosen.steps)
     protocol = Protocol(chosen.rounds, warmup_iters=2, check_iters=0)

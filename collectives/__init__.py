@@ -8,7 +8,14 @@ with Communicator() as communicator:
 
 from collectives.communicator import Communicator
 from collectives.compression.registry import register_codec
-from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerJoined, PeerLost
+from collectives.errors import (
+    CollectiveError,
+    CollectiveTimeout,
+    Mismatch,
+    PeerJoined,
+    PeerLost,
+    ReplicasDiffer,
+)
 from collectives.link.registry import register_link
 from collectives.plan.algorithms import register_algorithm
 from collectives.plan.check import ScheduleError, check_algorithm
@@ -24,6 +31,7 @@ __all__ = [
     "PeerJoined",
     "PeerLost",
     "PreparedOperation",
+    "ReplicasDiffer",
     "ScheduleError",
     "Topology",
     "Work",

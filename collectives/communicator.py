@@ -19,6 +19,7 @@ from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.registry import make_codec
 from collectives.diagnostics import whereabouts
+from collectives.diagnostics.timeline import Lane, Timeline
 from collectives.environment import LINK
 from collectives.link.connection import connect
 from collectives.link.membership import Membership, membership_of
@@ -122,6 +123,9 @@ class Communicator:
             plans = Plans(self.topology, algorithms, tables, segment_bytes, eager=connection.transport.eager)
             patience_s = timeout_s if stall_shutdown_s is None else min(timeout_s, stall_shutdown_s)
             self._engine = Engine(connection.transport, connection.watch, plans, patience_s, stall_warning_s)
+            self._lanes = ""
+            self.timeline: Timeline | None = None
+            """Where operations are recorded at present."""
         except BaseException:  # or the others would believe that this rank takes part
             connection.close()
             raise
@@ -135,6 +139,11 @@ class Communicator:
     def size(self) -> int:
         """The number of ranks in the group."""
         return self._engine.size
+
+    @property
+    def control_device(self) -> str:
+        """Where small tensors of one's own are best: on the CPU, or where the group carries none of those, on the GPU."""
+        return self._engine.control_device
 
     @property
     def routes(self) -> tuple[str, ...]:
@@ -155,9 +164,14 @@ class Communicator:
         """What 'auto' runs by message size, for every verb: built in, or from COLLECTIVES_<VERB>."""
         return dict(self._engine.plans.tables)
 
-    def chosen(self, collective: str, nbytes: int) -> str:
-        """What 'auto' runs for a message of nbytes (allgather, reduce_scatter: of all ranks together)."""
-        return self._engine.plans.choose(collective, "auto", nbytes)
+    def chosen(self, collective: str, nbytes: int, codec: str | Codec | None = None) -> str:
+        """What 'auto' runs for a message of nbytes (allgather, reduce_scatter: of all ranks together); with a codec, for an
+        allreduce of nbytes of float32."""
+        made = make_codec(codec) if codec is not None else None
+        if made is None or made.name == "none":
+            return self._engine.plans.choose(collective, "auto", nbytes)
+        code_bytes = made.wire_bytes(nbytes // 4)
+        return self._engine.plans.choose_for_codec(made, "auto", code_bytes, with_feedback=made.needs_feedback)
 
     def wire_bytes(
         self, collective: str, nbytes: int, algorithm: str = "auto", codec: str | Codec | None = None
@@ -616,6 +630,29 @@ class Communicator:
     def absence(self) -> Absence:
         """This rank's way to take part with zeros in what the others call. See there."""
         return Absence(self._engine)
+
+    # What is told beside operations
+
+    def post(self, topic: str, record: Any) -> None:
+        """Tell all ranks a record, as of allgather_record, of which the latest of each topic counts. Returns at once, and is no
+        operation: nobody needs to take part, and it is on its way for as long as it is."""
+        self._engine.watch.post(topic, record)
+
+    def posted(self, topic: str) -> dict[int, Any]:
+        """Return the latest record that came from each rank, this one among them, by rank. Returns at once."""
+        return dict(self._engine.watch.posts.get(topic, {}))
+
+    def record(self, timeline: Timeline | None, name: str = "") -> None:
+        """Record operations in a timeline from now on, in lanes that begin with this name; with None no more. On this rank
+        only."""
+        self._lanes = name
+        self.timeline = timeline
+        self._engine.record(self.lane("operations"))
+
+    def lane(self, of: str) -> Lane | None:
+        """Return the lane for what somebody does with this Communicator; None where nothing is recorded."""
+        timeline = self.timeline
+        return None if timeline is None else timeline.lane(f"{self._lanes}: {of}")
 
     # The end
 

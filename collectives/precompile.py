@@ -57,9 +57,16 @@ def _parts() -> list[Part]:
         links += [
             (f"sums of {str(dtype).removeprefix('torch.')}", partial(cpu_arithmetic, dtype)) for dtype in _dtypes()
         ]
+    links.append(("hashes", partial(_hash, torch.zeros(1, dtype=torch.int64))))
     device = torch.device("cpu")
     codecs: list[Codec | MatrixCodec] = [*(codec() for codec in CODECS.values()), PowerSGD()]
     return links + [(f"codec {codec.name}", partial(rehearse, codec, device, with_feedback=True)) for codec in codecs]
+
+
+def _hash(words: torch.Tensor) -> None:
+    from collectives.kernels.cpu.hashing import hash_words
+
+    hash_words(words)
 
 
 def _dtypes() -> Sequence[torch.dtype]:

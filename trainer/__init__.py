@@ -73,6 +73,9 @@ from trainer.probes import (
     rocm_built,
 )
 from trainer.process_sets import ProcessSet, global_process_set
+from trainer.reports.metrics import StepMetrics
+from trainer.reports.stragglers import Stragglers
+from trainer.reports.timeline import start_timeline, stop_timeline
 from trainer.rules.rule import Rule
 from trainer.world import (
     add_process_set,
@@ -101,6 +104,8 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Rule",
+    "StepMetrics",
+    "Stragglers",
     "Sum",
     "add_process_set",
     "alias_horovod",
@@ -157,5 +162,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

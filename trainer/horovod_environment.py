@@ -42,6 +42,10 @@ _LEVELS = {
 _T = TypeVar("_T")
 
 
+DYNAMIC_TIMELINE = "DYNAMIC"
+"""Says, in the place of a file, that start_timeline() is going to begin one."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """Holds what the environment, or an argument of init() instead, says of a world.

@@ -18,12 +18,15 @@ from trainer.gradients.exchange import Passes
 from trainer.gradients.traffic import ExchangeStats
 from trainer.ops import Average
 from trainer.process_sets import ProcessSet, ProcessSetLike, global_process_set
+from trainer.reports.metrics import StepMetrics
+from trainer.reports.reports import Reports, Wanted
+from trainer.reports.stragglers import Stragglers
 from trainer.rules.rule import Rule, Setup
 from trainer.rules.synchronous import Synchronous
 from trainer.torch_internals import share_hooks
 from trainer.uncompiled import uncompiled
 from trainer.validation import check_arguments, check_named_parameters, check_passes
-from trainer.world import current_settings, current_world, here, is_initialized
+from trainer.world import current_settings, current_world, here, is_initialized, record_in_timelines
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -65,6 +68,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     bucket_bytes: size up to which gradients are fused; None: what HOROVOD_FUSION_THRESHOLD says, else 25 MB.
     rule: makes the rule that decides what is exchanged and when, of a Setup: a class derived from Rule, or a function.
     What is said here of gradients is done by the default one.
+    on_step: called after each step with its StepMetrics, on each rank. What it raises comes out of step().
+    check_replicas_every: after every so many steps, parameters and optimizer state of all ranks are compared bit for bit,
+    which reads all of them; 0 for never. Where they differ, step() raises ReplicasDiffer on all ranks.
+    straggler_report_every: after every so many exchanges, stragglers() is brought up to date, and rank 0 says who makes
+    the others wait for more than a tenth of a step.
 
     Collective over the process set. Raises ValueError or TypeError for arguments that cannot be meant, RuntimeError
     before init(), and, on all ranks, ValueError where these do not have the same parameters, or hold different shards
@@ -84,9 +92,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         policy: Mapping[str, Compressor] | None = None,
         bucket_bytes: int | None = None,
         rule: Callable[[Setup], Rule] = Synchronous,
+        on_step: Callable[[StepMetrics], object] | None = None,
+        check_replicas_every: int = 0,
+        straggler_report_every: int = 100,
     ) -> None:
         if bucket_bytes is None:
             bucket_bytes = current_settings().fusion_bytes or DEFAULT_BUCKET_BYTES
+        wanted = Wanted(on_step, check_replicas_every, straggler_report_every)
         check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
         if not callable(rule):
             raise TypeError(
@@ -107,6 +119,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._communicator = (
             process_set if isinstance(process_set, Communicator) else current_world().open_communicator(process_set)
         )
+        record_in_timelines(self._communicator)
         self._passes = Passes(backward_passes_per_step)
         self._combination = Combination(self._communicator, op, gradient_predivide_factor)
         setup = Setup(optimizer, self._combination, checked, bucket_bytes, self._passes)
@@ -119,6 +132,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._rule = made
             self._take_in(0, parameters)
             self._rule.start()
+            self._reports = Reports(optimizer, self._combination, self._rule, self._all_names, wanted)
         except BaseException:
             self.close()  # or hooks of what was refused would go on exchanging, as long as anybody keeps the error
             raise
@@ -160,6 +174,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return how many bytes of gradients this rank has sent so far, and would have sent uncompressed."""
         return self._combination.traffic.stats
 
+    def stragglers(self) -> Stragglers | None:
+        """Return who made whom wait in the last straggler_report_every exchanges that all ranks have told of.
+
+        None before that, in a world of one, and with a rule that does not exchange gradients in buckets. Returns at once
+        and is for any rank to call: what ranks tell of themselves travels beside the operations.
+        """
+        return self._reports.stragglers()
+
     @property
     def backward_passes_per_step(self) -> int:
         return self._passes.per_step
@@ -177,12 +199,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         closure: clears gradients, calls backward() and returns the loss; what step() returns is the loss over all
         ranks.
         """
+        self._reports.before_step()
         if closure is None:
             self._rule.synchronize()
             loss = self.optimizer.step()
         else:
             loss = self.optimizer.step(lambda: self._rule.evaluate(closure))
         self._rule.after_step()
+        self._reports.after_step()
         return loss
 
     @uncompiled
@@ -220,6 +244,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Have parameters exchanged, those without a name being numbered from `number` on."""
         names = [self._names.get(parameter, f"parameter {i}") for i, parameter in enumerate(parameters, number)]
         self._rule.add(names, parameters)
+
+    def _all_names(self) -> dict[Tensor, str]:
+        """Return the name of each parameter of the optimizer; "parameter" and its number where it has none."""
+        parameters = _tensors(self.param_groups)
+        return {parameter: self._names.get(parameter, f"parameter {i}") for i, parameter in enumerate(parameters)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's, unchanged: checkpoints do not depend on the wrapper.

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -17,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from collectives import Communicator
+from collectives import CollectiveError, Communicator
 from collectives.communicator import close_all
 from collectives.link.membership import membership_of
 from collectives.plan.topology import host_id
-from trainer.horovod_environment import Settings, notice, read_settings
+from trainer.horovod_environment import DYNAMIC_TIMELINE, Settings, notice, read_settings
 from trainer.launch import ALONE, Launch, read_launch, slurm_hint
 from trainer.meeting import agreed_ranks, meet
 from trainer.process_sets import (
@@ -32,9 +33,13 @@ from trainer.process_sets import (
     global_process_set,
     ranks_of,
 )
+from trainer.recording import Recorder
 from trainer.torch_internals import HashStore
 
 _log = logging.getLogger("gradwire")
+
+#: How long a rank that leaves waits for the others, to write a timeline with them.
+_TIMELINE_S = 10.0
 
 
 class NotInitialized(RuntimeError, ValueError):
@@ -55,6 +60,8 @@ class World:
         self.store = start_torch_distributed(launch, settings.timeout_s) if self._owns_process_group else None
         self.process_sets: list[ProcessSet] = []
         self._registered = 0
+        self.recorder = Recorder()
+        """What has a timeline made of all that the Communicators of this world do."""
         self._opened: list[weakref.ref[Communicator]] = []
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._communicators: dict[ProcessSet | dist.ProcessGroup, Communicator] = {}
@@ -117,6 +124,7 @@ class World:
             communicator = Communicator(subset, **patience)
         else:
             communicator = Communicator(members, **patience)
+        self.recorder.add(communicator)
         self._opened = [opened for opened in self._opened if opened() is not None] + [weakref.ref(communicator)]
         return communicator
 
@@ -160,8 +168,31 @@ class World:
         """Let join() know of a distributed optimizer."""
         self._optimizers = [known for known in self._optimizers if known() is not None] + [weakref.ref(optimizer)]
 
+    def start_timeline(self, file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+        """Record, on this rank, what is going to be written there by rank 0: see trainer.start_timeline."""
+        path = Path(file_path)
+        if self.recorder.path is not None:
+            raise ValueError(f"rank {self.rank}: a timeline for {self.recorder.path} is being recorded: stop it first")
+        if self.rank == 0 and not path.parent.is_dir():
+            raise ValueError(
+                f"rank {self.rank}: there is no folder {path.parent} to write the timeline {path.name!r} in"
+            )
+        self.recorder.start(path, marks_cycles=mark_cycles)
+
+    def stop_timeline(self) -> None:
+        """Have rank 0 write what all ranks have recorded. Collective."""
+        if self.recorder.path is None:
+            raise ValueError(f"rank {self.rank}: no timeline is being recorded: start one first")
+        self.recorder.stop(self.communicator())
+
     def close(self) -> None:
-        """Close what was opened here, and forget the process sets."""
+        """Close what was opened here, and forget the process sets. A timeline is written, if the other ranks come for
+        that soon."""
+        if self.recorder.path is not None:
+            try:
+                self.recorder.stop(self.communicator(), _TIMELINE_S)
+            except (CollectiveError, OSError) as error:
+                _log.warning("gradwire: rank %d: there is no timeline of all ranks: %s", self.rank, error)
         close_all(communicator for reference in self._opened if (communicator := reference()) is not None)
         for process_set in self.process_sets:
             process_set.unregister()
@@ -297,6 +328,8 @@ def init(
     world = World(launch, settings, ranks)
     try:
         world.add(static)
+        if settings.timeline not in (None, DYNAMIC_TIMELINE):
+            world.start_timeline(settings.timeline)
     except BaseException:
         world.close()
         raise
@@ -390,6 +423,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def names_in_flight(communicator: Communicator) -> dict[tuple[str, str | None], object]:
     """Return whose each name of a verb is, of the operations that a Communicator has been given and that are not done."""
     return _holder.names.setdefault(communicator, {})
+
+
+def record_in_timelines(communicator: Communicator) -> None:
+    """Have timelines show what a Communicator does that this package has not made."""
+    if _holder.world is not None:
+        _holder.world.recorder.add(communicator)
 
 
 def rank() -> int:

@@ -61,11 +61,12 @@ class Whole(NamedTuple):
     it anywhere), gather and scatter an empty one in place of all parts on ranks other than the root, barrier empty ones;
     allgather's source may be this rank's part of its destination. tag: of 30 bits, alike on ranks that call the same operation
     and on no others. deadline: time.monotonic() seconds. Raises LinkError. needs_meeting: whether ranks that call different
-    things would come to harm in it, so that they must meet under the tag before.
+    things would come to harm in it, so that they must meet under the tag before. algorithm: its name, for timelines.
     """
 
     run: WholeRun
     needs_meeting: bool
+    algorithm: str = ""
 
 
 class Transport(ABC):

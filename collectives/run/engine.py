@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -10,6 +12,7 @@ from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.partition import effective
 from collectives.compression.rehearsal import rehearse
+from collectives.diagnostics.timeline import Lane
 from collectives.link.base import Request, Transport, Whole, WholeRun
 from collectives.link.watch import Watch
 from collectives.plan.algorithms import PLANNERS
@@ -19,12 +22,15 @@ from collectives.reduction import COMBINE, carried, finish
 from collectives.run.executor import execute
 from collectives.run.messages import Messages
 from collectives.run.operations import Operations, Turn, digest
-from collectives.run.payload import Codes, Numbers, Scratch
+from collectives.run.payload import Codes, Numbers, Payload, Scratch
 from collectives.run.plans import Plans
 from collectives.run.staging import Buffer, plain
+from collectives.run.traced import TracedPayload, TracedTransport, not_now, recorded
 from collectives.run.work import Work
 
 _REMEMBERED_CALLS = 256
+
+_NOT_RECORDED = nullcontext()
 
 
 class Engine:
@@ -32,7 +38,8 @@ class Engine:
 
     Attributes: rank, size; plans, what it runs; messages, between two ranks; shares_memory, with the other ranks of the host;
     routes, as of its Transport; device_types, the kinds of device whose tensors the group carries; control_device, the one where
-    what the framework itself sends (tokens, tables, pickled objects) lies; absences, who has joined.
+    what the framework itself sends (tokens, tables, pickled objects) lies; absences, who has joined; watch, what ranks tell each
+    other beside operations.
     """
 
     def __init__(
@@ -54,7 +61,9 @@ class Engine:
         self._via_host = "cuda" not in transport.device_types
         self._operations = Operations(transport, watch, timeout_s, stall_warning_s)
         self.messages = Messages(transport, self._operations)
-        self.run_now = self._operations.run_now
+        self.watch = watch
+        self.run_now: Callable[..., bool] = self._operations.run_now
+        self._lane: Lane | None = None
         self.absences = self._operations.absences
         self._transport = transport
         self._scratch = Scratch()
@@ -66,6 +75,8 @@ class Engine:
         self, call: str, body: Callable[[Turn], None], *, async_op: bool, signature: str | None = None
     ) -> Work | None:
         """Do as Operations.submit, outside of inference mode, so that the memory which bodies keep serves calls in any mode."""
+        if self._lane is not None:
+            body = recorded(self._lane, call, body)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self._operations.submit(call, body, async_op=async_op, signature=signature)
@@ -74,6 +85,20 @@ class Engine:
     def places(self, turn: Turn) -> dict[int, str]:
         """Do as Operations.places."""
         return self._operations.places(turn)
+
+    def record(self, lane: Lane | None) -> None:
+        """Record operations in a lane from now on, with None no more. None of them runs without preparations then, or in one
+        piece, where it has parts to be told apart."""
+        self._lane = lane
+        self.run_now = self._operations.run_now if lane is None else not_now
+
+    def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
+        """Return what records a part of an operation, where anything is recorded."""
+        return _NOT_RECORDED if self._lane is None else self._lane.during(name, **details)
+
+    def _note(self, algorithm: str, nbytes: int) -> None:
+        if self._lane is not None:
+            self._lane.note(algorithm, nbytes)
 
     def whole(
         self,
@@ -95,9 +120,8 @@ class Engine:
         device_type = "cpu" if self._via_host else like.device.type
         if algorithm not in PLANNERS[verb]:
             outgoing, incoming = map(tuple, lengths)
-            return self._transport.collective(
-                Request(verb, algorithm, like.dtype, device_type, numel, op, root, outgoing, incoming)
-            )
+            request = Request(verb, algorithm, like.dtype, device_type, numel, op, root, outgoing, incoming)
+            return self._transport.collective(request)._replace(algorithm=algorithm)
         if verb != "allreduce" or device_type != "cpu":
             return None
         program = self.plans.of_buffer(verb, algorithm, root, numel, like.element_size(), grouped=False)
@@ -111,7 +135,7 @@ class Engine:
             if op == "average":
                 finish(plain(destination), op, size)
 
-        return Whole(run, needs_meeting=False)
+        return Whole(run, needs_meeting=False, algorithm=algorithm)
 
     def hears_anyone(self, tensor: torch.Tensor) -> bool:
         """Return whether such a tensor can be received without saying from whom."""
@@ -156,6 +180,12 @@ class Engine:
         self, turn: Turn, collective: str, algorithm: str, buffer: torch.Tensor, op: str = "sum", root: int = 0
     ) -> None:
         """Run a schedule in place on a buffer that the algorithm may cut as it likes."""
+        self._note(algorithm, buffer.nbytes)
+        self._over_buffer(turn, collective, algorithm, buffer, op, root)
+
+    def _over_buffer(
+        self, turn: Turn, collective: str, algorithm: str, buffer: torch.Tensor, op: str, root: int = 0
+    ) -> None:
         buffer, op = carried(buffer, op)
         kind = collective, algorithm, root
         program = self.plans.of_buffer(*kind, buffer.numel(), buffer.element_size(), grouped=self._grouped(buffer))
@@ -165,6 +195,12 @@ class Engine:
         self, turn: Turn, collective: str, algorithm: str, buffer: torch.Tensor, layout: Layout, op: str = "sum"
     ) -> None:
         """Run a schedule in place on a buffer of which block r, at layout[r], belongs to rank r."""
+        self._note(algorithm, buffer.nbytes)
+        self._over_blocks(turn, collective, algorithm, buffer, layout, op)
+
+    def _over_blocks(
+        self, turn: Turn, collective: str, algorithm: str, buffer: torch.Tensor, layout: Layout, op: str
+    ) -> None:
         buffer, op = carried(buffer, op)
         kind = collective, algorithm, layout
         program = self.plans.of_blocks(*kind, buffer.element_size(), grouped=self._grouped(buffer))
@@ -182,6 +218,7 @@ class Engine:
         root: int = 0,
     ) -> None:
         """Run a schedule that moves blocks of one buffer into another, reducing nothing."""
+        self._note(algorithm, max(source.nbytes, destination.nbytes))
         kind = collective, algorithm, root
         program = self.plans.of_move(*kind, source_layout, layout, grouped=self._grouped(destination))
         self._execute(turn, program, source, destination, "sum")
@@ -199,6 +236,7 @@ class Engine:
         seed: int,
     ) -> None:
         """Reduce a float32 buffer in place by codes; between hosts only, where the algorithm says so and ranks share hosts."""
+        self._note(algorithm, flat.nbytes)
         partition = self.plans.partition(codec, flat.numel(), algorithm)
         if partition.inside_hosts:
             self._inside(turn, flat, partition.parts, 0)
@@ -218,7 +256,7 @@ class Engine:
                 seed=seed,
                 via_host=self._via_host,
             )
-            execute(program, payload, self._transport, tag=turn.tag, deadline=turn.deadline)
+            self._step_through(turn, program, payload)
         if partition.inside_hosts:
             self._inside(turn, flat, partition.parts, 1)
 
@@ -237,22 +275,25 @@ class Engine:
     def meet(self, turn: Turn, algorithm: str = "recursive_doubling") -> None:
         """Return when every rank has come here."""
         token = torch.zeros(1, dtype=torch.uint8, device=self.control_device)
-        self.over_buffer(turn, "barrier", algorithm, token, "max")
+        self._over_buffer(turn, "barrier", algorithm, token, "max")
 
     def table(self, turn: Turn, row: Sequence[int]) -> list[list[int]]:
         """Return every rank's row of numbers, equally long on all ranks."""
         everything = torch.zeros(self.size, len(row), dtype=torch.int64, device=self.control_device)
         everything[self.rank] = torch.tensor(row, dtype=torch.int64)
         layout = consecutive([len(row)] * self.size)
-        self.over_blocks(turn, "allgather", "rsag", everything.view(-1), layout)
+        self._over_blocks(turn, "allgather", "rsag", everything.view(-1), layout, "sum")
         rows: list[list[int]] = everything.tolist()
         return rows
 
     def run_whole(self, turn: Turn, whole: Whole, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Let the link do what it has made ready."""
         if whole.needs_meeting:
-            self.meet(turn)
-        whole.run(carried(source, "sum")[0], carried(destination, "sum")[0], turn.tag, turn.deadline)
+            with self.span("meet"):
+                self.meet(turn)
+        self._note(whole.algorithm, max(source.nbytes, destination.nbytes))
+        with self.span("exchange"):
+            whole.run(carried(source, "sum")[0], carried(destination, "sum")[0], turn.tag, turn.deadline)
 
     def prepare_codec(self, codec: Codec, device: torch.device, *, with_feedback: bool) -> None:
         """See to it that a codec's kernels are compiled, before anyone's clock runs."""
@@ -275,10 +316,18 @@ class Engine:
     def _execute(self, turn: Turn, program: Program, source: torch.Tensor, destination: torch.Tensor, op: str) -> None:
         sums = "sum" if op == "average" else op  # whoever asked for it divides
         if destination.is_cpu and (run := self._transport.follow(program, destination.dtype, sums)) is not None:
-            run(source, destination, turn.tag, turn.deadline)
+            with self.span("exchange"):
+                run(source, destination, turn.tag, turn.deadline)
             return
         numbers = Numbers(program, source, destination, COMBINE[op], self.rank, self._scratch)
-        execute(program, numbers, self._transport, tag=turn.tag, deadline=turn.deadline)
+        self._step_through(turn, program, numbers)
+
+    def _step_through(self, turn: Turn, program: Program, payload: Payload) -> None:
+        if self._lane is None:
+            execute(program, payload, self._transport, tag=turn.tag, deadline=turn.deadline)
+            return
+        traced = TracedTransport(self._transport, self._lane)
+        execute(program, TracedPayload(payload, self._lane), traced, tag=turn.tag, deadline=turn.deadline)
 
     @property
     def issued(self) -> int:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collectives.link.base import Message, Pending, Transport
+from collections.abc import Sequence
+from typing import Protocol
+
+from collectives.link.base import Message, Pending
 from collectives.plan.program import Kind, Program
 from collectives.run.payload import Payload
 
 
-def execute(program: Program, payload: Payload, transport: Transport, *, tag: int, deadline: float) -> None:
+class Poster(Protocol):
+    """What a transport does for a program."""
+
+    def post(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int
+    ) -> tuple[list[Pending], list[Pending]]:
+        """See Transport."""
+
+
+def execute(program: Program, payload: Payload, transport: Poster, *, tag: int, deadline: float) -> None:
     """Follow a program: messages go through the transport, and what they carry is the payload's business.
 
     Segment i uses the tag `tag + i`, so that its receives can be posted early. deadline: time.monotonic() seconds. Raises

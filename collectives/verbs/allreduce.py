@@ -246,7 +246,8 @@ def _add_codes(
     for tensor in scaled:
         tensor.mul_(shrink)
     wire = engine.wire(codec.wire_bytes(flat.numel()), flat.device)
-    codec.encode(flat, wire, residual=residual)
+    with engine.span("encode", elements=flat.numel()):
+        codec.encode(flat, wire, residual=residual)
     for tensor in scaled[1:]:
         tensor.div_(shrink)
     codes = engine.buffer(wire.view(codec.wire_dtype))
@@ -255,4 +256,5 @@ def _add_codes(
     else:
         engine.over_buffer(turn, "allreduce", choice, codes.flat)
     codes.store()
-    codec.decode(wire, flat, scale=1 / (shrink * (engine.size if op == "average" else 1)))
+    with engine.span("decode", elements=flat.numel()):
+        codec.decode(wire, flat, scale=1 / (shrink * (engine.size if op == "average" else 1)))

@@ -18,4 +18,5 @@ def recv(engine: Engine, tensor: torch.Tensor, src: int | None, tag: int, async_
             f"all of them at once: {'; '.join(engine.routes)}"
         )
     call = f"recv({arguments.described(tensor)}, src={src}, tag={tag})"
-    return engine.messages.receive(call, engine.buffer(tensor, fill=False), src, tag, async_op=async_op)
+    with engine.span("recv", call=call, bytes=tensor.nbytes):
+        return engine.messages.receive(call, engine.buffer(tensor, fill=False), src, tag, async_op=async_op)

@@ -13,4 +13,5 @@ def send(engine: Engine, tensor: torch.Tensor, dst: int, tag: int, async_op: boo
     arguments.check_tensors(engine, tensor)
     arguments.check_message(engine, tensor, "dst", dst, tag)
     call = f"send({arguments.described(tensor)}, dst={dst}, tag={tag})"
-    return engine.messages.send(call, engine.buffer(tensor), dst, tag, async_op=async_op)
+    with engine.span("send", call=call, bytes=tensor.nbytes):
+        return engine.messages.send(call, engine.buffer(tensor), dst, tag, async_op=async_op)

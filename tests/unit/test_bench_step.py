@@ -43,6 +43,8 @@ def test_every_codec_and_the_fp16_hook_take_part_only_where_codecs_do() -> None:
     assert list(builders(())) == ["gradwire", "ddp", "compute"]
     with_codecs = ["gradwire", "gradwire+int8", "gradwire+topk", "ddp", "ddp+fp16", "compute"]
     assert list(builders(("int8", "topk"))) == with_codecs
+    telling = ["gradwire+on_step", "gradwire+check", "gradwire+timeline"]
+    assert list(builders((), parse_arguments(["--reports"]).reports)) == ["gradwire", *telling, "ddp", "compute"]
 
 
 def test_batch_and_context_are_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:

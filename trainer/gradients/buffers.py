@@ -37,6 +37,11 @@ class PlainBuffer:
         self._work: Work | None = None
         self._following: Iterator[Work] = iter(())
 
+    @property
+    def codec(self) -> Codec | MatrixCodec | None:
+        """Return what makes the codes that are exchanged; None where the values travel as they are."""
+        return self._cast
+
     def start(self, step: int) -> None:
         """Begin to combine the values, which nobody may touch until complete(). step: how many exchanges there were."""
         self._combination.traffic.count_uncompressed(self.values.nbytes)
@@ -94,6 +99,10 @@ class CodedBuffer(PlainBuffer, ABC):
         self._gaps = [self.values[start:stop] for start, stop in gaps if start < stop]
         rehearse(encoding.codec, device, with_feedback=encoding.feedback)  # compiles now, not in the first step
         self.restart()
+
+    @property
+    def codec(self) -> Codec | MatrixCodec:
+        return self._encoding.codec
 
     def _operations(self, step: int) -> Iterator[Work]:
         for gap in self._gaps:  # where the last result's code may have left something

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from trainer.gradients.bucket import Bucket
 from trainer.gradients.bucketing import Bucketing
 from trainer.gradients.combination import Combination
+from trainer.gradients.moments import Moments
 from trainer.ops import Sum
 from trainer.torch_internals import OUTSIDE_BACKWARD, graph_task, when_backward_ends
 from trainer.uncompiled import uncompiled
@@ -50,6 +51,7 @@ class GradientExchange:
         """How many exchanges there have been."""
         self.wait_s = 0.0
         """Seconds for which callers were held up by unfinished reductions so far."""
+        self.moments = Moments(combination.communicator)
         self._bucketing = bucketing
         self._combination = combination
         self._passes = passes
@@ -84,6 +86,7 @@ class GradientExchange:
                 if self._started == 0:
                     self._bucketing.extend()
                 self._pass_is_open = False
+                self.moments.flush_begins()
                 self._start(len(self._bucketing.buckets))
                 self._finish()
 
@@ -152,6 +155,7 @@ class GradientExchange:
             self._watch()
             self._bucketing.extend()
             self._pass_is_open = True
+            self.moments.gradients_begin()
             self._arrived.clear()
             self._missing = [len(bucket.items) for bucket in self._bucketing.buckets]
 
@@ -166,6 +170,7 @@ class GradientExchange:
             if not self._pass_is_open:
                 return
             self._pass_is_open = False
+            self.moments.gradients_end()
             if self._passes.paused:
                 return
             is_due = self._passes.is_due()
@@ -192,6 +197,7 @@ class GradientExchange:
         for bucket in self._bucketing.buckets[self._started : count]:
             if self._combination.op == Sum:
                 self._divide_old_sums(bucket)
+            self.moments.bucket_ready(self._started, bucket.buffer.values.nbytes)
             bucket.start(self.step)
             self._started += 1
         if self._started == len(self._bucketing.buckets) and not self._counting:
@@ -208,7 +214,7 @@ class GradientExchange:
     def _finish(self) -> None:
         """Wait for all buckets, hand out the gradients, and close the window."""
         buckets = self._bucketing.buckets
-        begin = time.perf_counter()
+        begin_ns = time.perf_counter_ns()
         try:
             buffers = [*(bucket.buffer for bucket in buckets), *self._bucketing.presence]
             for buffer in buffers:
@@ -218,11 +224,12 @@ class GradientExchange:
             for bucket in buckets:  # when nothing can fail any more
                 bucket.finish()
         finally:
-            self.wait_s += time.perf_counter() - begin
+            self.wait_s += (time.perf_counter_ns() - begin_ns) / 1e9
             for bucket in buckets:
                 bucket.in_flight = False
             self._started, self._counting = 0, False
             self._passes.ended = 0
+        self.moments.exchange_ends(self.step, begin_ns)
         self.step += 1
         self._combination.traffic.count_exchange()
         self._has_unreduced = False

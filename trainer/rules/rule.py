@@ -11,8 +11,10 @@ from torch import Tensor
 
 from collectives import Communicator
 from trainer.compression import Policy
+from trainer.gradients.bucket import Bucket
 from trainer.gradients.combination import Combination
 from trainer.gradients.exchange import Passes
+from trainer.gradients.moments import Moments
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,16 @@ class Rule:
     def wait_s(self) -> float:
         """Tell for how many seconds callers were held up by other ranks so far."""
         return 0.0
+
+    @property
+    def moments(self) -> Moments | None:
+        """Return what takes note of when gradients are exchanged; None where that says nothing of who waits for whom."""
+        return None
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """Return the buckets in which gradients are exchanged at present, if they are."""
+        return ()
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """Take in parameters: those of the optimizer at first, later those of a new param group. Raises ValueError for

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.gradients.bucket import Bucket
 from trainer.gradients.bucketing import Bucketing
 from trainer.gradients.checkpoint import Resumption
 from trainer.gradients.exchange import GradientExchange
+from trainer.gradients.moments import Moments
 from trainer.rules.rule import Rule, Setup
 
 
@@ -26,6 +28,14 @@ class Synchronous(Rule):
     @property
     def wait_s(self) -> float:
         return self.exchange.wait_s
+
+    @property
+    def moments(self) -> Moments:
+        return self.exchange.moments
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        return self.bucketing.buckets
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         self.exchange.add(names, parameters)

@@ -1,0 +1,105 @@
+"""Operations and their parts, recorded in a lane of a timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from collectives.diagnostics.timeline import Lane, now_ns
+from collectives.link.base import Message, Pending, Transport
+from collectives.plan.program import Instruction, Kind
+from collectives.run.operations import Turn
+from collectives.run.payload import Payload
+
+#: What a part of an operation is called that moves no message.
+_NAMES = {
+    Kind.REDUCE: "reduce",
+    Kind.ENCODE: "encode",
+    Kind.DECODE: "decode",
+    Kind.ADD: "decode",
+    Kind.COMPLETE: "divide",
+}
+
+
+def recorded(lane: Lane, call: str, body: Callable[[Turn], None]) -> Callable[[Turn], None]:
+    """Return the body of an operation that records itself, and for how long it was queued."""
+    issued_ns = now_ns()
+
+    def run(turn: Turn) -> None:
+        begin_ns = now_ns()
+        try:
+            body(turn)
+        finally:
+            queued_us = (begin_ns - issued_ns) / 1e3
+            lane.span(call.partition("(")[0], begin_ns, call=call, queued_us=queued_us, **lane.take_notes())
+
+    return run
+
+
+def not_now(*arguments: Any) -> bool:
+    """Do nothing, in place of Operations.run_now: what has no parts cannot be recorded."""
+    return False
+
+
+class TracedPayload:
+    """Records what a payload does."""
+
+    def __init__(self, payload: Payload, lane: Lane) -> None:
+        self._payload = payload
+        self._lane = lane
+
+    def outgoing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
+        return self._payload.outgoing(offset, length, scratch)
+
+    def landing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
+        return self._payload.landing(offset, length, scratch)
+
+    def work(self, instruction: Instruction) -> None:
+        begin_ns = now_ns()
+        self._payload.work(instruction)
+        self._lane.span(_NAMES[Kind(instruction.kind)], begin_ns, elements=instruction.length)
+
+
+class TracedTransport:
+    """Records which messages a transport is given, and how long each is waited for."""
+
+    def __init__(self, transport: Transport, lane: Lane) -> None:
+        self._transport = transport
+        self._lane = lane
+
+    def post(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int
+    ) -> tuple[list[Pending], list[Pending]]:
+        begin_ns = now_ns()
+        sent, received = self._transport.post(sends, receives, tag)
+        if sends:
+            nbytes = sum(tensor.nbytes for _, tensor in sends)
+            self._lane.span("send", begin_ns, bytes=nbytes, to=[peer for peer, _ in sends])
+        return (
+            [_TracedPending(pending, self._lane, "to", peer) for pending, (peer, _) in zip(sent, sends, strict=True)],
+            [
+                _TracedPending(pending, self._lane, "of", peer)
+                for pending, (peer, _) in zip(received, receives, strict=True)
+            ],
+        )
+
+
+class _TracedPending:
+    """Records how long a message is waited for."""
+
+    def __init__(self, pending: Pending, lane: Lane, direction: str, peer: int) -> None:
+        self._pending = pending
+        self._lane = lane
+        self._details = {direction: peer}
+
+    def wait(self, deadline: float) -> None:
+        """See Pending."""
+        begin_ns = now_ns()
+        self._pending.wait(deadline)
+        self._lane.span("wait", begin_ns, **self._details)
+
+    def is_done(self) -> bool:
+        """See Pending."""
+        return self._pending.is_done()

@@ -1,0 +1,416 @@
+"""What training tells of itself: stragglers, replicas that differ, the numbers of a step, a timeline of all ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import trainer as hvd
+from collectives import CollectiveError, ReplicasDiffer
+from tests.harness import Worlds
+from tests.ranks.training import in_world, perceptron, share
+from trainer.compression import Compressor
+
+DEADLINE_S = 20.0
+
+
+def train(optimizer: hvd.DistributedOptimizer, model: nn.Module, steps: int, before: Callable[[int], object]) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        before(step)
+        inputs, targets = share(step)
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def wide() -> nn.Sequential:
+    """With a matrix that is large enough for a codec."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 128), nn.Linear(128, 3))
+
+
+# Stragglers
+
+SLOW_S = 0.2
+
+
+@in_world
+def slow_rank(slow: int) -> tuple[hvd.Stragglers, list[str], list[int | None]]:
+    model = perceptron()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gradwire").addHandler(handler)
+    seen: list[int | None] = []
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        straggler_report_every=4,
+        on_step=lambda metrics: seen.append(metrics.slowest_rank),
+    )
+    try:
+        assert optimizer.stragglers() is None
+        train(optimizer, model, 8, lambda step: time.sleep(SLOW_S if hvd.rank() == slow else 0))
+        deadline = time.monotonic() + DEADLINE_S
+        while ((known := optimizer.stragglers()) is None or known.last < 7) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        hvd.barrier()
+        train(optimizer, model, 1, lambda step: None)  # in which rank 0 says what is known by now
+        report = optimizer.stragglers()
+    finally:
+        logging.getLogger("gradwire").removeHandler(handler)
+    assert report is not None
+    hvd.barrier()
+    return report, said, seen
+
+
+@pytest.mark.parametrize(("size", "slow"), [(2, 1), (3, 0)])
+def test_a_slow_rank_is_named_with_what_it_costs(ranks: Worlds, size: int, slow: int) -> None:
+    results = ranks(size).run(slow_rank, slow)
+    for report, _, seen in results:
+        assert report.slowest == slow
+        assert report.steps == 4
+        assert 0.75 * SLOW_S <= report.cost_s[slow] <= report.worst_s[slow]
+        assert report.step_s >= SLOW_S
+        assert report.share > 0.1
+        for rank in set(range(size)) - {slow}:
+            assert report.waited_s[rank][slow] >= 0.75 * SLOW_S
+            assert report.waited_s[slow][rank] < report.waited_s[rank][slow]
+        assert seen[-1] == slow
+    assert any(f"for rank {slow}" in line for line in results[0][1])
+    assert not [line for _, said, _ in results[1:] for line in said if "waited" in line]
+
+
+@in_world
+def alone_in_reports() -> None:
+    model = perceptron()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), straggler_report_every=1)
+    train(optimizer, model, 3, lambda step: None)
+    assert optimizer.stragglers() is None
+
+
+def test_who_is_alone_waits_for_nobody(ranks: Worlds) -> None:
+    ranks(1).run(alone_in_reports)
+
+
+# Replicas
+
+
+def flip(tensor: torch.Tensor, bit: int = 0) -> None:
+    """Flip one bit of a float32 tensor's last element."""
+    tensor.data.view(-1)[-1:].view(torch.int32).bitwise_xor_(1 << bit)
+
+
+def flip_sign_of_zero(tensor: torch.Tensor) -> None:
+    tensor.data.view(-1)[-1:].fill_(-0.0)
+
+
+@in_world
+def replicas(what: str, culprit: int) -> tuple[str, str, tuple[int, ...], int]:
+    model = perceptron()
+    wrapped = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(wrapped, named_parameters=model.named_parameters(), check_replicas_every=2)
+    train(optimizer, model, 4, lambda step: None)  # which says nothing
+    weight = model[2].weight
+    if what == "zero":
+        weight.data.view(-1)[-1] = 0.0
+    if hvd.rank() == culprit:
+        if what == "parameter":
+            flip(weight)
+        elif what == "state":
+            flip(wrapped.state[weight]["exp_avg_sq"], 31)
+        elif what == "setting":
+            wrapped.param_groups[0]["betas"] = (0.9, 0.99)
+        elif what == "missing":
+            del wrapped.state[weight]["exp_avg"]
+    checks = optimizer._reports._check
+    assert checks is not None
+    if what == "zero" and hvd.rank() == culprit:
+        flip_sign_of_zero(weight)
+    with pytest.raises(ReplicasDiffer) as caught:
+        checks.compare(5)
+    hvd.barrier()
+    assert isinstance(caught.value, CollectiveError)
+    return str(caught.value), caught.value.tensor, caught.value.ranks, caught.value.count
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("parameter", "parameter '2.weight'"),
+        ("zero", "parameter '2.weight'"),
+        ("state", "state 'exp_avg_sq' of parameter '2.weight'"),
+        ("missing", "state 'exp_avg' of parameter '2.weight'"),
+        ("setting", "setting 'betas.1' of param group 0"),
+    ],
+)
+def test_one_bit_that_differs_is_named_on_all_ranks(ranks: Worlds, what: str, name: str) -> None:
+    for message, tensor, differing, count in ranks(3).run(replicas, what, 2):
+        assert (tensor, differing, count) == (name, (2,), 1)
+        assert name in message
+        assert "after step 5" in message
+        assert "random numbers on the CPU" in message
+
+
+@in_world
+def replicas_in_training() -> tuple[int, tuple[int, ...]]:
+    """One rank's parameter is changed before the third step."""
+    model, steps = perceptron(), 0
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), check_replicas_every=2)
+
+    def before(step: int) -> None:
+        nonlocal steps
+        steps = step
+        if step == 2 and hvd.rank() == 1:
+            flip(model[0].weight, 20)
+
+    with pytest.raises(ReplicasDiffer, match=r"parameter 0 is not that of rank 0") as caught:
+        train(optimizer, model, 9, before)
+    total = hvd.allreduce(torch.ones(1), op=hvd.Sum)  # nothing is broken
+    assert total == hvd.size()
+    train(optimizer, model, 1, lambda step: None)  # and no check is due
+    return steps, caught.value.ranks
+
+
+def test_the_check_is_made_every_so_many_steps(ranks: Worlds) -> None:
+    assert ranks(2).run(replicas_in_training) == [(3, (1,))] * 2
+
+
+@in_world
+def sharded_replicas() -> tuple[str, tuple[int, ...]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    fully_shard(model, mesh=mesh["shard"])
+    group = mesh.get_group("replicate")
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(model.parameters()), model.named_parameters(), process_set=group, check_replicas_every=1
+    )
+    train(optimizer, model, 2, lambda step: None)
+    if hvd.rank() in (2, 3):  # both shards of the second replica, or half of the ranks would go on alone
+        flip(next(iter(model.parameters())).to_local())
+    with pytest.raises(ReplicasDiffer) as caught:
+        train(optimizer, model, 1, lambda step: None)
+    hvd.barrier()
+    return caught.value.tensor, caught.value.ranks
+
+
+def test_of_sharded_parameters_each_rank_compares_its_shards(ranks: Worlds) -> None:
+    assert ranks(4).run(sharded_replicas) == [("parameter '0.weight'", (1,))] * 4  # of those that hold the same shards
+
+
+# The numbers of a step
+
+
+@in_world
+def metrics(compression: Compressor) -> None:
+    model = wide()
+    seen: list[hvd.StepMetrics] = []
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01), compression=compression, on_step=seen.append
+    )
+    train(optimizer, model, 12, lambda step: None)
+    assert [of_step.step for of_step in seen] == list(range(1, 13))
+    assert sum(of_step.bytes_uncompressed for of_step in seen) == optimizer.stats.bytes_uncompressed
+    # When buckets are laid out once more, what is owed moves along, which is sent after the first step.
+    assert 0 < sum(of_step.bytes_sent for of_step in seen) <= optimizer.stats.bytes_sent
+    assert sum(of_step.wait_s for of_step in seen) == pytest.approx(optimizer.communication_wait_s)
+    for of_step in seen:
+        assert of_step.seconds >= of_step.wait_s > 0
+        assert of_step.exchange_s is not None
+        assert of_step.seconds >= of_step.exchange_s > 0
+        assert of_step.busbw_gb_s is not None
+        assert of_step.busbw_gb_s > 0
+    gradients = 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert sum(bucket.nbytes for bucket in seen[-1].buckets) >= gradients
+    codecs = {bucket.codec for bucket in seen[-1].buckets}
+    assert codecs == ({"none"} if compression == "none" else {"none", str(compression)})
+    algorithms = {bucket.algorithm for bucket in seen[-1].buckets}
+    if compression == "onebit":
+        assert "two_shot" in algorithms
+        errors = [of_step.compression_error for of_step in seen]
+        assert [error is not None for error in errors] == [step % 10 == 0 for step in range(1, 13)]
+        assert errors[9] is not None
+        assert 0 < errors[9] < 100
+    else:
+        assert all(of_step.compression_error is None for of_step in seen)
+
+
+@pytest.mark.parametrize("compression", ["none", "onebit", "powersgd"])
+def test_the_numbers_of_a_step_are_those_of_the_stats(ranks: Worlds, compression: str) -> None:
+    if compression == "powersgd":
+        ranks(2).run(metrics_of_matrices)
+    else:
+        ranks(2).run(metrics, compression)
+
+
+@in_world
+def metrics_of_matrices() -> None:
+    model = wide()
+    seen: list[hvd.StepMetrics] = []
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01), compression="powersgd", on_step=seen.append
+    )
+    train(optimizer, model, 10, lambda step: None)
+    assert {bucket.codec for bucket in seen[-1].buckets} == {"none", "powersgd"}
+    assert seen[-1].compression_error is not None
+    assert seen[-1].compression_error > 0
+
+
+@in_world
+def failing_callable() -> None:
+    model = perceptron()
+
+    def stop(metrics: hvd.StepMetrics) -> None:
+        raise KeyboardInterrupt(f"after step {metrics.step}")
+
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), on_step=stop)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(KeyboardInterrupt, match="after step 1"):
+        train(optimizer, model, 1, lambda step: None)
+    assert not any(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    hvd.barrier()
+
+
+def test_what_the_callable_raises_comes_out_after_the_step(ranks: Worlds) -> None:
+    ranks(2).run(failing_callable)
+
+
+# The timeline
+
+
+@in_world
+def record(path: Path, compression: Compressor) -> int:
+    model = wide()
+    group = dist.new_group()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01), compression=compression, process_set=group
+    )
+    hvd.start_timeline(path, mark_cycles=True)
+    with pytest.raises(ValueError, match="is being recorded"):
+        hvd.start_timeline(path)
+    train(optimizer, model, 3, lambda step: None)
+    hvd.allreduce(torch.ones(1000))
+    hvd.allgather(torch.ones(3 + hvd.rank(), 2))
+    hvd.broadcast(torch.ones(5), root_rank=0)
+    hvd.stop_timeline()
+    engine = optimizer._communicator._engine
+    assert engine._lane is None
+    assert engine.run_now == engine._operations.run_now  # the shortest way, again
+    with pytest.raises(ValueError, match="no timeline is being recorded"):
+        hvd.stop_timeline()
+    again = path.with_name("again.json")
+    hvd.start_timeline(again)
+    hvd.stop_timeline()
+    hvd.barrier()
+    if hvd.rank() == 0:
+        assert not [e for e in json.loads(again.read_text())["traceEvents"] if e["ph"] != "M"]
+    return model[1].weight.nbytes
+
+
+@pytest.mark.parametrize("compression", ["none", "onebit", "fp16"])
+def test_the_timeline_shows_all_ranks(ranks: Worlds, tmp_path: Path, compression: str) -> None:
+    path = tmp_path / "timeline.json"
+    nbytes, *_ = ranks(3).run(record, path, compression)
+    trace = json.loads(path.read_text())
+    assert sorted(path.parent.iterdir()) == [path.with_name("again.json"), path]
+    told = trace["otherData"]
+    assert set(told) == {f"rank {rank}" for rank in range(3)}
+    assert all(of_rank["events_dropped"] == 0 for of_rank in told.values())
+    events = trace["traceEvents"]
+    assert min(event["ts"] for event in events if event["ph"] != "M") == 0
+    exchanges = []
+    for rank in range(3):
+        lanes = {
+            event["tid"]: event["args"]["name"]
+            for event in events
+            if event["pid"] == rank and event["name"] == "thread_name"
+        }
+        mine = [
+            (lanes[event["tid"]].split(": ")[1], event)
+            for event in events
+            if event["pid"] == rank and event["ph"] != "M"
+        ]
+
+        def named(lane: str, name: str, of: Any = mine) -> list[dict[str, Any]]:
+            return [event for where, event in of if where == lane and event["name"] == name]
+
+        backward, waits, steps = (named("training", name) for name in ("backward", "wait", "step"))
+        assert len(backward) == len(waits) == len(steps) == len(named("training", "exchange begins")) == 3
+        ready = named("buckets", "bucket ready")
+        assert len(ready) >= 3
+        for one, wait, step in zip(backward, waits, steps, strict=True):
+            assert one["ts"] + one["dur"] <= wait["ts"] + 1e-3  # rounding of microseconds
+            assert wait["ts"] + wait["dur"] <= step["ts"] + 1e-3
+        operations = [event for where, event in mine if where == "operations"]
+        assert {"allreduce", "allgather", "broadcast"} <= {event["name"] for event in operations}
+        assert set(lanes.values()) >= {"verbs: operations", "communicator 1: operations", "communicator 1: training"}
+        large = [e for e in named("operations", "allreduce") if e["args"].get("bytes", 0) >= nbytes]
+        assert len(large) >= 3 or compression == "fp16"
+        assert all(event["args"]["algorithm"] for event in large)
+        assert all("float32[" in event["args"]["call"] for event in named("operations", "allreduce"))
+        if compression != "none":
+            assert named("operations", "encode")
+            assert named("operations", "decode")
+        if compression == "onebit":
+            assert named("operations", "send")
+            assert named("operations", "wait")
+        exchanges.append(waits)
+    for step in range(3):  # all end the exchange together, as far as clocks and machine tell
+        ends = [waits[step]["ts"] + waits[step]["dur"] for waits in exchanges]
+        starts = [waits[step]["ts"] for waits in exchanges]
+        assert max(starts) <= min(ends) + 5e6
+
+
+@in_world
+def record_to_the_end(path: Path) -> None:
+    hvd.start_timeline(path)
+    hvd.allreduce(torch.ones(10))
+
+
+@in_world
+def record_nowhere(path: Path) -> None:
+    if hvd.rank() == 0:
+        with pytest.raises(ValueError, match="there is no folder"):
+            hvd.start_timeline(path / "nowhere" / "timeline.json")
+    hvd.barrier()
+
+
+def test_the_timeline_is_written_when_the_world_ends(ranks: Worlds, tmp_path: Path) -> None:
+    ranks(2).run(record_nowhere, tmp_path)
+    ranks(2).run(record_to_the_end, tmp_path / "timeline.json")
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event["name"] == "allreduce"} == {0, 1}
+
+
+@in_world
+def leave_one_by_one(path: Path) -> None:
+    hvd.start_timeline(path)
+    hvd.allreduce(torch.ones(10))
+    world = hvd.world.current_world()
+    communicator = world.communicator()
+    dist.barrier()
+    if hvd.rank() == 1:
+        communicator.close()  # as if it had failed
+    with pytest.raises(CollectiveError):
+        world.stop_timeline()
+    dist.barrier()
+
+
+def test_without_the_others_each_rank_writes_its_own(ranks: Worlds, tmp_path: Path) -> None:
+    ranks(2).run(leave_one_by_one, tmp_path / "timeline.json")
+    assert not (tmp_path / "timeline.json").exists()
+    for rank in range(2):
+        events = json.loads((tmp_path / f"timeline.json.rank{rank}").read_text())["traceEvents"]
+        assert {event["pid"] for event in events} == {rank}
+        assert any(event["name"] == "allreduce" for event in events)

@@ -1,0 +1,317 @@
+"""Hashes, clocks that are put right, and the file of a timeline, without processes."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from collectives import ReplicasDiffer
+from collectives.diagnostics.clocks import ROUNDS, Offset, measure, offsets
+from collectives.diagnostics.timeline import Recording, Timeline
+from collectives.diagnostics.trace import trace_of, write_trace
+from collectives.kernels.reference import hashing as reference
+from tests.pages import ROOT
+from trainer.gradients.moments import Moment
+from trainer.reports.hashing import hash_of
+from trainer.reports.metrics import BucketChoice, StepMetrics
+from trainer.reports.reports import Wanted
+from trainer.reports.stragglers import Stragglers, StragglerWatch
+
+compiled = pytest.importorskip("collectives.kernels.cpu.hashing")
+
+
+# Hashes
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 1000, (1 << 20) + 3])
+def test_the_compiled_hash_is_that_of_torch(count: int) -> None:
+    words = torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(count))
+    assert compiled.hash_words(words) == reference.hash_words(words)
+    assert 0 <= compiled.hash_words(words) < 2**64
+    split = sum(compiled.hash_words(piece, place) for piece, place in ((words[:700], 1), (words[700:], 701)))
+    assert split % 2**64 == reference.hash_words(words)
+
+
+def test_the_hash_is_what_it_is_said_to_be() -> None:
+    """By numbers of any length."""
+    words, total = [5, -7, 2**62], 0
+    for place, word in enumerate(words, 1):
+        x = (word % 2**64) ^ (place * 0x9E3779B97F4A7C15 % 2**64)
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+        total += x ^ (x >> 31)
+    assert compiled.hash_words(torch.tensor(words)) == total % 2**64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("numel", [1, 2, 3, 7, 8, 9, 64, 65])
+def test_every_bit_counts(dtype: torch.dtype, numel: int) -> None:
+    tensor = torch.zeros(numel, dtype=dtype)
+    seen = {hash_of(tensor)}
+    bits = tensor.view(torch.uint8)
+    for byte in range(bits.numel()):
+        for bit in range(8 if dtype is not torch.bool else 1):
+            bits[byte] ^= 1 << bit
+            seen.add(hash_of(tensor))
+            bits[byte] ^= 1 << bit
+    assert len(seen) == 1 + bits.numel() * (8 if dtype is not torch.bool else 1)
+
+
+def test_places_signs_and_payloads_count() -> None:
+    assert hash_of(torch.tensor([1.0, 2.0])) != hash_of(torch.tensor([2.0, 1.0]))
+    assert hash_of(torch.tensor([1.0, 0.0, 2.0, 0.0])) != hash_of(torch.tensor([2.0, 0.0, 1.0, 0.0]))
+    assert hash_of(torch.zeros(4)) != hash_of(-torch.zeros(4))  # signs that change in pairs
+    nan = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert hash_of(nan[:1]) != hash_of(nan[1:])
+    assert hash_of(0.0) != hash_of(-0.0)
+    assert hash_of(1) != hash_of(True)
+
+
+def test_strides_and_addresses_do_not_count() -> None:
+    tensor = torch.arange(35.0).view(5, 7)
+    assert hash_of(tensor.t().contiguous().t()) == hash_of(tensor)
+    for offset in range(1, 4):
+        shifted = torch.empty(35 + offset)[offset:]
+        shifted.copy_(tensor.view(-1))
+        assert hash_of(shifted) == hash_of(tensor)
+    assert hash_of(torch.tensor(3.0)) == hash_of(torch.tensor([3.0]))
+    assert hash_of(torch.nn.Parameter(tensor)) == hash_of(tensor)
+
+
+def test_what_has_no_bits_in_a_row_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"layout torch\.sparse_coo has no hash"):
+        hash_of(torch.eye(3).to_sparse())
+
+
+def test_the_error_names_who_is_not_like_most() -> None:
+    error = ReplicasDiffer("parameter 'a'", [7, 7, 8, None], 2, rank=0, operation="check of replicas")
+    assert error.ranks == (2, 3)
+    assert "ranks 2, 3: parameter 'a' is not that of ranks 0, 1, the first of 2 values that differ" in str(error)
+    assert "rank 2 has one with hash 0000000000000008; rank 3 has none" in str(error)
+    assert ReplicasDiffer("b", [1, 2], 1, rank=1, operation="").ranks == (1,)
+
+
+# Clocks
+
+
+def test_clocks_are_put_right_within_the_error_that_is_told() -> None:
+    """Of ranks whose messages take between 10 and 40 us, and which come up to 2 s late."""
+    draw = random.Random(3)
+    ahead = [0, 5_000_000_000, -3_000, 123]
+    begins: list[list[int]] = [[] for _ in ahead]
+    ends: list[list[int]] = [[] for _ in ahead]
+    now = 10**12
+    for _ in range(ROUNDS):
+        entered = [now + draw.randrange(0, 2_000_000_000 if draw.random() < 0.3 else 1000) for _ in ahead]
+        for rank, shift in enumerate(ahead):
+            left = max(moment + draw.randrange(10_000, 40_000) for moment in entered)
+            begins[rank].append(entered[rank] + shift)
+            ends[rank].append(left + shift)
+            now = max(now, left)
+    for shift, found in zip(ahead, offsets(begins, ends), strict=True):
+        assert abs(found.offset_ns + shift) <= found.error_ns
+        assert found.error_ns <= 40_000
+    assert offsets(begins, ends)[0] == Offset(0, 0)
+
+
+def test_clocks_are_measured_by_gathering_rows() -> None:
+    moments = iter(range(10**6))
+    widths = []
+
+    def gather(row: list[int]) -> list[list[int]]:
+        widths.append(len(row))
+        return [list(row), [moment + 1000 for moment in row]]
+
+    found = measure(lambda: next(moments), gather)  # type: ignore[arg-type]
+    assert widths == [1] * ROUNDS + [2 * ROUNDS]
+    assert abs(found[1].offset_ns + 1000) <= found[1].error_ns <= 2
+
+
+# Timelines
+
+
+def test_a_timeline_keeps_the_last_events_and_counts_the_others() -> None:
+    timeline = Timeline(most_events=3)
+    lane = timeline.lane("one")
+    assert timeline.lane("one") is lane
+    for number in range(5):
+        lane.mark(f"event {number}")
+    with timeline.lane("two").during("inside", bytes=3):
+        lane.note("ring", 8)
+        lane.note("ring", 8)
+        lane.note("tree", 1)
+    assert lane.take_notes() == {"bytes": 17, "algorithm": "ring, tree"}
+    assert lane.take_notes() == {}
+    recording = timeline.recording()
+    assert [name for _, name, *_ in recording.events] == ["event 3", "event 4", "inside"]
+    assert recording.dropped == 3
+    assert recording.lanes == ["one", "two"]
+    assert Recording.from_record(json.loads(json.dumps(recording.to_record()))) == recording
+
+
+def test_a_trace_has_all_ranks_on_one_clock(tmp_path: Path) -> None:
+    first = Recording(["work"], [(0, "b", 2_000_000, 500, {"bytes": 1}), (0, "a", 1_500_000, None, None)], host="here")
+    second = Recording(["work", "more"], [(1, "c", 1_000, 3_000, None)], dropped=7, host="there")
+    trace = trace_of({0: first, 1: second}, [Offset(0, 0), Offset(1_400_000, 250)])
+    write_trace(tmp_path / "trace.json", trace)
+    assert list(tmp_path.iterdir()) == [tmp_path / "trace.json"]
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    events = {event["name"]: event for event in trace["traceEvents"] if event["ph"] != "M"}
+    assert events["c"] == {"name": "c", "pid": 1, "tid": 1, "ts": 0.0, "ph": "X", "dur": 3.0}
+    assert events["a"] == {"name": "a", "pid": 0, "tid": 0, "ts": 99.0, "ph": "i", "s": "t"}
+    assert events["b"] == {"name": "b", "pid": 0, "tid": 0, "ts": 599.0, "ph": "X", "dur": 0.5, "args": {"bytes": 1}}
+    named = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
+    assert named == ["rank 0 on here", "rank 1 on there"]
+    assert trace["otherData"]["rank 1"] == {"clock_error_us": 0.25, "events_dropped": 7}
+
+
+# Stragglers
+
+
+class Ranks:
+    """Stands for the Communicators of all ranks: what one posts all see."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.rank = 0
+        self.bodies: dict[int, object] = {}
+
+    def post(self, topic: str, record: object) -> None:
+        self.bodies[self.rank] = json.loads(json.dumps(record))
+
+    def posted(self, topic: str) -> dict[int, object]:
+        return dict(self.bodies)
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.last: list[Moment] = []
+
+    def keep(self, count: int) -> None:
+        self.kept = count
+
+
+def reported(waits: list[list[float]], every: int) -> tuple[Stragglers | None, list[StragglerWatch]]:
+    """waits[step][rank], in seconds."""
+    ranks, moments = Ranks(len(waits[0])), [Kept() for _ in waits[0]]
+    watches = [StragglerWatch(ranks, of_rank, every) for of_rank in moments]  # type: ignore[arg-type]
+    for number, of_step in enumerate(waits):
+        for rank, waited_s in enumerate(of_step):
+            ranks.rank = rank
+            moments[rank].last.append(Moment(number, int(waited_s * 1e9), 0, 10**9))
+            watches[rank].after_step()
+    ranks.rank = 0
+    return watches[0].report(), watches
+
+
+def test_who_waits_least_is_who_was_waited_for() -> None:
+    first = [[9.0, 0.0, 9.0, 9.0]]  # in which kernels are compiled
+    report, watches = reported([*first, *[[0.5, 0.5, 0.25, 0.5]] * 3, [0.125, 0.5, 0.5, 0.5]], every=5)
+    assert report is not None
+    assert (report.steps, report.last, report.step_s) == (4, 4, 1.0)
+    assert report.cost_s == (0.375 / 4, 0.0, 0.75 / 4, 0.0)
+    assert report.worst_s == (0.375, 0.0, 0.25, 0.0)
+    assert report.slowest == watches[0].slowest() == 2
+    assert report.share == 0.75 / 4
+    assert report.waited_s[1] == (0.375 / 4, 0.0, 0.75 / 4, 0.0)
+    assert report.waited_s[2] == (0.375 / 4, 0.0, 0.0, 0.0)
+    assert report.waited_s[0] == (0.0, 0.0, 0.75 / 4, 0.0)
+    assert "the others waited 0.188 s a step for rank 2 (19% of 1.000 s; at most 0.250 s)" in str(report)
+
+
+def test_two_that_are_slow_alike_are_both_told() -> None:
+    report, _ = reported([[0.0] * 4, *[[0.5, 0.0, 0.5, 0.0]] * 4], every=5)
+    assert report is not None
+    assert report.cost_s == (0.0, 0.5, 0.0, 0.5)
+
+
+def test_nothing_is_known_before_all_have_told() -> None:
+    report, _ = reported([[0.0, 1.0]] * 3, every=5)
+    assert report is None
+
+
+def test_a_line_is_said_once_and_only_where_it_matters(caplog: pytest.LogCaptureFixture) -> None:
+    reported([[0.5, 0.45]] * 21, every=5)
+    assert not caplog.messages
+    reported([[0.5, 0.3]] * 21, every=5)
+    assert len(caplog.messages) == 4
+    assert all("for rank 1 (20% of 1.000 s" in message for message in caplog.messages)
+
+
+# The adapters in the guide
+
+
+METRICS = StepMetrics(
+    step=7,
+    seconds=0.5,
+    wait_s=0.25,
+    exchange_s=0.375,
+    bytes_sent=100,
+    bytes_uncompressed=400,
+    busbw_gb_s=2.5,
+    buckets=(BucketChoice(400, "two_shot", "int8"),),
+    compression_error=None,
+    slowest_rank=1,
+)
+
+
+def adapters() -> list[str]:
+    text = (ROOT / "docs" / "guides" / "reports.md").read_text()
+    return re.findall(r'^```python title="fragment"\n(.*?)^```$', text, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_adapter_for_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: dict[str, tuple[float, int]] = {}
+
+    class SummaryWriter:
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            written[tag] = (value, step)
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter))  # type: ignore[arg-type]
+    namespace: dict[str, Any] = {}
+    exec(adapters()[0], namespace)
+    namespace["to_tensorboard"](METRICS)
+    assert written == {
+        "exchange/seconds": (0.5, 7),
+        "exchange/wait_s": (0.25, 7),
+        "exchange/bytes_sent": (100, 7),
+        "exchange/busbw_gb_s": (2.5, 7),
+    }
+
+
+def test_the_adapter_for_weights_and_biases(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: dict[int, dict[str, float]] = {}
+    wandb = SimpleNamespace(log=lambda numbers, step: logged.update({step: numbers}))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
+    namespace: dict[str, Any] = {}
+    exec(adapters()[1], namespace)
+    namespace["to_wandb"](METRICS)
+    assert set(logged) == {7}
+    assert logged[7]["exchange/bytes_uncompressed"] == 400
+    assert logged[7]["exchange/slowest_rank"] == 1
+    assert not {"exchange/buckets", "exchange/compression_error"} & logged[7].keys()
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "said"),
+    [
+        ({"on_step": 3}, TypeError, "on_step must be a function of a StepMetrics, or None, not 3"),
+        ({"check_replicas_every": -1}, ValueError, "check_replicas_every must be a whole number >= 0, not -1"),
+        ({"check_replicas_every": 1.5}, ValueError, "check_replicas_every must be a whole number >= 0, not 1.5"),
+        ({"straggler_report_every": 0}, ValueError, "straggler_report_every must be a whole number >= 1, not 0"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(given: dict[str, object], kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        Wanted(**given)  # type: ignore[arg-type]

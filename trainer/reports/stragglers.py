@@ -1,0 +1,159 @@
+"""Who makes whom wait.
+
+Under a synchronous exchange every rank takes as long as the slowest one, so no rank's own time tells which that is. But
+the exchange ends at the same time on all ranks, so the rank that waits least from its last gradient to that end is the
+one the others waited for, and it came later than another rank by the difference of what these two waited. Each rank
+measures its wait by its own clock, so clocks need not agree. The error is by how much the end itself comes earlier on one
+rank than on another: what the last messages of the exchange take. On GPUs, where the host runs ahead of its device, what
+is compared is when the hosts came.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from collectives import Communicator
+from trainer.gradients.moments import Moments
+
+_log = logging.getLogger("gradwire")
+
+_TOPIC = "waits"
+
+#: From which share of a step on it is worth a line.
+_WORTH_SAYING = 0.1
+
+#: How many exchanges more than are compared each rank tells of, since what they say of them comes a little apart.
+_MARGIN = 8
+
+
+@dataclass(frozen=True)
+class Stragglers:
+    """Says who made whom wait in `steps` exchanges of gradients, the last of which was exchange number `last`.
+
+    step_s: seconds from one to the next, on average. cost_s[r], worst_s[r]: how many seconds at least half of the ranks
+    were ready before rank r, on average and at most. waited_s[i][r]: how many seconds rank i was ready before rank r, on
+    average, counting nothing where it was not.
+    """
+
+    steps: int
+    last: int
+    step_s: float
+    cost_s: tuple[float, ...]
+    worst_s: tuple[float, ...]
+    waited_s: tuple[tuple[float, ...], ...]
+
+    @property
+    def slowest(self) -> int:
+        """Return the rank that cost the others most."""
+        return max(range(len(self.cost_s)), key=self.cost_s.__getitem__)
+
+    @property
+    def share(self) -> float:
+        """Return how much of a step the others waited for the slowest rank."""
+        return self.cost_s[self.slowest] / self.step_s if self.step_s else 0.0
+
+    def __str__(self) -> str:
+        rank = self.slowest
+        return (
+            f"the others waited {self.cost_s[rank]:.3f} s a step for rank {rank} ({self.share:.0%} of {self.step_s:.3f} s; "
+            f"at most {self.worst_s[rank]:.3f} s) in {self.steps} steps, to the exchange of gradients number {self.last}"
+        )
+
+
+class StragglerWatch:
+    """Has every rank post what it waited, every so many exchanges, and rank 0 say so where one costs the others much."""
+
+    def __init__(self, communicator: Communicator, moments: Moments, every: int) -> None:
+        self._communicator = communicator
+        self._moments = moments
+        self._every = every
+        self._posted: int | None = None  # how many exchanges there had been at the last post
+        self._told = self._first = 0
+        moments.keep(every + _MARGIN)
+
+    def after_step(self) -> None:
+        """Post what is due, and say what is worth it. Waits for nobody."""
+        if not self._moments.last:
+            return
+        count = self._moments.last[-1].number + 1
+        if self._posted is None:  # in the first exchange kernels are compiled
+            self._posted = self._told = self._first = count
+        elif count // self._every > self._posted // self._every:
+            self._posted = count
+            self._communicator.post(_TOPIC, self._to_post())
+        if self._communicator.rank == 0 and self._told < self._posted:
+            self._say(self._posted)
+
+    def report(self) -> Stragglers | None:
+        """Return what is known of the last exchanges that all ranks have posted; None before that."""
+        common = self._common()
+        if common is None:
+            return None
+        last, waited, step = common
+        ahead = np.clip(waited[:, None, :] - waited[None, :, :], 0, None).mean(axis=2)
+        late = _lateness(waited)
+        return Stragglers(
+            steps=waited.shape[1],
+            last=last,
+            step_s=float(step.mean()),
+            cost_s=tuple(late.mean(axis=1).tolist()),
+            worst_s=tuple(late.max(axis=1).tolist()),
+            waited_s=tuple(tuple(row) for row in ahead.tolist()),
+        )
+
+    def slowest(self) -> int | None:
+        """Return who cost the others most in these exchanges; None before that is known."""
+        common = self._common()
+        return None if common is None else int(_lateness(common[1]).mean(axis=1).argmax())
+
+    def _say(self, count: int) -> None:
+        """Say what is worth it of the exchanges up to this one, once all have posted theirs."""
+        common = self._common()
+        if common is None or common[0] + 1 < count:
+            return
+        self._told = count
+        _, waited, step = common
+        if _lateness(waited).mean(axis=1).max() > _WORTH_SAYING * step.mean() and (report := self.report()) is not None:
+            _log.warning("gradwire: %s", report)
+
+    def _to_post(self) -> dict[str, Any]:
+        """Return numbers of exchanges, and for each what this rank waited and how long the step was, in microseconds."""
+        moments = [moment for moment in self._moments.last if moment.number >= self._first]
+        return {
+            "numbers": [moment.number for moment in moments],
+            "waited": [moment.waited_ns // 1000 for moment in moments],
+            "step": [moment.step_ns // 1000 for moment in moments],
+        }
+
+    def _common(self) -> tuple[int, npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
+        """Return the number of the last exchange of which all ranks have posted; seconds waited, (ranks, exchanges), and
+        of the steps."""
+        posted = self._communicator.posted(_TOPIC)
+        if len(posted) < self._communicator.size:
+            return None
+        numbers = set.intersection(*(set(body["numbers"]) for body in posted.values()))
+        compared = sorted(numbers)[-self._every :]
+        if not compared:
+            return None
+        waited, step = (
+            np.array([_picked(posted[rank], key, compared) for rank in sorted(posted)]) / 1e6
+            for key in ("waited", "step")
+        )
+        return compared[-1], waited, step
+
+
+def _picked(body: dict[str, Any], key: str, numbers: list[int]) -> list[int]:
+    values = dict(zip(body["numbers"], body[key], strict=True))
+    return [values[number] for number in numbers]
+
+
+def _lateness(waited: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return by how many seconds each rank came after the first half of them, (ranks, exchanges)."""
+    half = np.sort(waited, axis=0)[waited.shape[0] // 2]
+    late: npt.NDArray[np.float64] = np.clip(half - waited, 0, None)
+    return late
