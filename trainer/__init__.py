@@ -40,9 +40,12 @@ from trainer.horovod.reductions import (
     reducescatter_async,
 )
 from trainer.horovod.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from trainer.ops import Average, Max, Min, Product, Sum
+from trainer.ops import Adasum, Average, Max, Min, Product, Sum
 from trainer.optimizer import DistributedOptimizer
 from trainer.rules.rule import Rule
+from trainer.sampler import ElasticSampler
+from trainer.schedules import WarmupLR
+from trainer.sync_batch_norm import SyncBatchNorm
 from trainer.world import (
     cross_rank,
     cross_size,
@@ -56,9 +59,11 @@ from trainer.world import (
 )
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "ElasticSampler",
     "ErrorFeedback",
     "Handle",
     "Max",
@@ -66,6 +71,8 @@ __all__ = [
     "Product",
     "Rule",
     "Sum",
+    "SyncBatchNorm",
+    "WarmupLR",
     "allgather",
     "allgather_async",
     "allgather_object",

@@ -12,6 +12,7 @@ Sum: Final = "sum"
 Min: Final = "min"
 Max: Final = "max"
 Product: Final = "product"
+Adasum: Final = "adasum"
 
 OPS: Final = (Average, Sum, Min, Max, Product)
 

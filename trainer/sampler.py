@@ -51,7 +51,9 @@ class ElasticSampler(Sampler[int]):
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
         """Return the samples of this rank's batch of this number. Raises ValueError where there can be none such."""
         if batch_idx < 0 or batch_size < 1:
-            raise ValueError(f"{here()}batch_idx must be >= 0 and batch_size >= 1, not {batch_idx!r} and {batch_size!r}")
+            raise ValueError(
+                f"{here()}batch_idx must be >= 0 and batch_size >= 1, not {batch_idx!r} and {batch_size!r}"
+            )
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def state_dict(self) -> dict[str, Any]:

@@ -39,7 +39,9 @@ class WarmupLR(LRScheduler):
         if not (math.isfinite(warmup_epochs) and warmup_epochs >= 0):
             raise ValueError(f"{here()}warmup_epochs must be a finite number >= 0, not {warmup_epochs!r}")
         if factor is not None and not (math.isfinite(factor) and factor > 0):
-            raise ValueError(f"{here()}factor must be a finite number > 0, or None for the number of ranks, not {factor!r}")
+            raise ValueError(
+                f"{here()}factor must be a finite number > 0, or None for the number of ranks, not {factor!r}"
+            )
         self.warmup_steps = round(warmup_epochs * steps_per_epoch)
         self.factor = float(size() if factor is None else factor)
         super().__init__(optimizer, last_epoch)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -76,7 +75,7 @@ class SyncBatchNorm(_BatchNorm):
         communicator = communicator_of(self.process_set) if self.training else None
         if communicator is None or communicator.size == 1:
             own = self.training or (self.running_mean is None and self.running_var is None)
-            return F.batch_norm(input, mean, var, self.weight, self.bias, own, factor, self.eps)
+            return nn.functional.batch_norm(input, mean, var, self.weight, self.bias, own, factor, self.eps)
         output, total_mean, total_var, count = _Normalize.apply(input, self.weight, self.bias, self.eps, communicator)
         if mean is not None and var is not None:
             with torch.no_grad():

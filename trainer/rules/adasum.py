@@ -10,6 +10,8 @@ from torch import Tensor
 
 from trainer.adasum import adasum
 from trainer.compression import Cast, Encoding
+from trainer.gradients.agreement import agree_on_parameters
+from trainer.gradients.dtensors import shard_of
 from trainer.rules.rule import Rule, Setup
 from trainer.world import here
 
@@ -29,15 +31,25 @@ class AdaptiveSummation(Rule):
         super().__init__(setup)
         if setup.policy.encodings:
             raise ValueError(f"{here()}op='adasum' takes the casts of compression= only (none, fp16, bf16), no codec")
+        self._names: list[str] = []
         self._parameters: list[Tensor] = []
         self._casts: list[Cast | Encoding] = []
         self._before: list[Tensor] | None = None
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+        for name, parameter in zip(names, parameters, strict=True):
+            if shard_of(parameter):
+                raise ValueError(f"{here()}op='adasum' needs whole parameters, and {name!r} is sharded")
+        self._names += names
         self._parameters += parameters
         self._casts += [
             self.setup.policy.encoding(name, tensor) for name, tensor in zip(names, parameters, strict=True)
         ]
+
+    def start(self) -> None:
+        trained = [place for place, parameter in enumerate(self._parameters) if parameter.requires_grad]
+        names, parameters = [self._names[i] for i in trained], [self._parameters[i] for i in trained]
+        agree_on_parameters(self.communicator, names, parameters)
 
     def synchronize(self) -> None:
         """Remember the parameters from which the optimizer steps next."""
