@@ -61,6 +61,7 @@ class Bucket:
         self.presence = self._memory[plan.presence_offset :]
         self.in_flight = False
         self._absent: list[int] = []
+        self._present: list[float] = []
 
     @property
     def coded(self) -> CodedBuffer | None:
@@ -109,22 +110,27 @@ class Bucket:
         self.buffer.start(step)
         self.in_flight = True
 
+    @property
+    def is_incomplete(self) -> bool:
+        """Return whether what was started lacks a gradient that is absent here, or sparse."""
+        return bool(self._absent)
+
     def found_sparse(self) -> list[int]:
-        """Return the parameters of which a rank has a sparse gradient, once all has been exchanged; on all ranks."""
-        presence = self.presence.tolist() if self._absent else []
-        return [self.items[slot] for slot in self._absent if presence[slot] < 0]
+        """Return the parameters of which a rank has a sparse gradient, when the exchange is done. All ranks find the same,
+        unless one of them has a dense gradient in place of a sparse one."""
+        self._present = self.presence.tolist() if self._absent else []
+        return [self.items[slot] for slot in self._absent if self._present[slot] < 0]
 
     def finish(self) -> None:
-        """Hand out the result: a parameter without gradient on this rank gets one if any rank has it."""
+        """Hand out the result, after found_sparse(): a parameter without gradient on this rank gets one if any rank has
+        it."""
         if self._memory is not self.buffer.values:
             self._memory.copy_(self.buffer.values)
-        if self._absent:
-            present = self.presence.tolist()
-            for slot in self._absent:
-                if present[slot] > 0:
-                    self._parameters[slot].grad = self._gradients[slot]
-                elif self.coded is not None:  # codes give it a result all the same
-                    self.coded.withhold(slot)
+        for slot in self._absent:
+            if self._present[slot] > 0:
+                self._parameters[slot].grad = self._gradients[slot]
+            elif self.coded is not None:  # codes give it a result all the same
+                self.coded.withhold(slot)
 
 
 def presence_of(buckets: Sequence[Bucket], combination: Combination) -> list[PlainBuffer]:

@@ -76,7 +76,7 @@ class GradientExchange:
         self._arrived: dict[int, None] = {}
         self._missing: list[int] = []
         self._started, self._counting = 0, False
-        self._sparse_started, self._met_sparse = False, False
+        self._sparse_started = False
         self._found = bucketing.sparse_gradients(())
         self._completing: Work | None = None
         self._thread: DaemonThread | None = None
@@ -146,7 +146,7 @@ class GradientExchange:
                 )
             if self._combination.op == Sum and index in self._reduced and bucket.holds_gradient(slot):
                 raise RuntimeError(_ON_A_SUM.format(name))
-            self._met_sparse |= not bucket.collect(slot)
+            bucket.collect(slot)
             self._reduced.discard(index)
             self._has_unreduced = True
             if index not in self._arrived:
@@ -229,7 +229,8 @@ class GradientExchange:
             return
         self._bucketing.sparse.start(self.step)
         self._sparse_started = True
-        if self._met_sparse or any(each.chained for each in self._operations()):
+        incomplete = any(bucket.is_incomplete for bucket in self._bucketing.buckets)  # others may find sparse ones
+        if incomplete or any(each.chained for each in self._operations()):
             self._thread = self._thread or DaemonThread("trainer.exchange")
             self._completing = Work(self._combination.communicator.rank, "exchange of gradients", self._complete)
             self._thread.submit(self._completing.run)
@@ -277,7 +278,7 @@ class GradientExchange:
                 bucket.in_flight = False
             self._bucketing.sparse.in_flight = False
             self._started, self._counting, self._sparse_started = 0, False, False
-            self._met_sparse, self._completing = False, None
+            self._completing = None
             self._passes.ended = 0
         self.step += 1
         self._combination.traffic.count_exchange()
