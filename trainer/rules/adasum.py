@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.adasum import adasum
+from trainer.adasum import adasum_
 from trainer.compression import Cast, Encoding
 from trainer.gradients.agreement import agree_on_parameters
 from trainer.gradients.dtensors import shard_of
@@ -75,6 +75,6 @@ class AdaptiveSummation(Rule):
         for parameter, start, cast in entries:
             assert isinstance(cast, Cast)
             changes.append((parameter - start).to(cast.dtype_on_wire(parameter.dtype)))
-        adasum(self.communicator, changes)
+        adasum_(self.communicator, changes, prescale=1.0, postscale=1.0)
         for (parameter, start, _), change in zip(entries, changes, strict=True):
             parameter.copy_(start + change)
