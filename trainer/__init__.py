@@ -21,6 +21,7 @@ collectives.CollectiveError, which is HorovodInternalError here, where the ranks
 """
 
 from collectives.errors import CollectiveError as HorovodInternalError
+from trainer import elastic as elastic
 from trainer.alias import alias_horovod
 from trainer.compression import Compression, ErrorFeedback
 from trainer.ddp import ddp_comm_hook
@@ -77,6 +78,9 @@ from trainer.reports.metrics import StepMetrics
 from trainer.reports.stragglers import Stragglers
 from trainer.reports.timeline import start_timeline, stop_timeline
 from trainer.rules.rule import Rule
+from trainer.sampler import ElasticSampler
+from trainer.schedules import WarmupLR
+from trainer.sync_batch_norm import SyncBatchNorm
 from trainer.world import (
     add_process_set,
     cross_rank,
@@ -96,6 +100,7 @@ __all__ = [
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "ElasticSampler",
     "ErrorFeedback",
     "Handle",
     "HorovodInternalError",
@@ -107,6 +112,8 @@ __all__ = [
     "StepMetrics",
     "Stragglers",
     "Sum",
+    "SyncBatchNorm",
+    "WarmupLR",
     "add_process_set",
     "alias_horovod",
     "allgather",

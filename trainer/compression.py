@@ -157,6 +157,10 @@ def encoding_of(compression: Compressor) -> Cast | Encoding:
     return Encoding(compression, isinstance(compression, Codec) and compression.needs_feedback)
 
 
+def _described(encoding: Cast | Encoding) -> str:
+    return encoding.identity if isinstance(encoding, Encoding) else str(encoding.wire_dtype or "none")
+
+
 def is_compressible(parameter: Tensor) -> bool:
     """Return whether a codec is for such parameters: two dimensions or more, and LEAST_NUMEL elements or more."""
     return parameter.dim() >= 2 and parameter.numel() >= LEAST_NUMEL
@@ -213,6 +217,12 @@ class Policy:
                     f"{here()}policy: no parameter's name matches {pattern!r}; names are {some or 'none at all'}"
                 )
         return self
+
+    @property
+    def described(self) -> tuple[str, str]:
+        """Return in words what all go by, and which parameters by what else."""
+        by_pattern = {pattern: _described(encoding) for pattern, encoding in self._by_pattern.items()}
+        return _described(self._default), str(by_pattern)
 
     def encoding(self, name: str, parameter: Tensor) -> Cast | Encoding:
         """Return what the gradient of one parameter travels as."""

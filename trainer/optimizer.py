@@ -12,20 +12,22 @@ from torch import Tensor
 
 from collectives import Communicator
 from trainer.compression import Compression, Compressor, Policy
+from trainer.gradients.agreement import check_settings
 from trainer.gradients.bucket_plan import DEFAULT_BUCKET_BYTES
 from trainer.gradients.combination import Combination
 from trainer.gradients.exchange import Passes
 from trainer.gradients.traffic import ExchangeStats
-from trainer.ops import Average
+from trainer.ops import Adasum, Average
 from trainer.process_sets import ProcessSet, ProcessSetLike, global_process_set
 from trainer.reports.metrics import StepMetrics
 from trainer.reports.reports import Reports, Wanted
 from trainer.reports.stragglers import Stragglers
+from trainer.rules.adasum import AdaptiveSummation
 from trainer.rules.rule import Rule, Setup
 from trainer.rules.synchronous import Synchronous
 from trainer.torch_internals import share_hooks
 from trainer.uncompiled import uncompiled
-from trainer.validation import check_arguments, check_named_parameters, check_passes
+from trainer.validation import check_arguments, check_groups, check_named_parameters, check_passes
 from trainer.world import current_settings, current_world, here, is_initialized, record_in_timelines
 
 
@@ -62,7 +64,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     more) of 4096 elements or more; other parameters travel as they are. Casts are for all.
     policy: what goes instead for parameters by name, whatever their size: {"*.bias": "none", "embed*": "topk"}; patterns
     as of file names, of which the first that matches counts. Needs named_parameters.
-    op: Average or Sum. gradient_predivide_factor: f, to sum gradients / f and multiply by f / size after (for Average).
+    op: Average or Sum of gradients; or Adasum, by which each rank steps with its own gradients and the changes are
+    combined after (trainer.rules.adasum). gradient_predivide_factor: f, to sum gradients / f and multiply by f / size
+    after (for Average).
+    num_groups: into how many buckets the gradients are divided evenly, instead of by bucket_bytes. groups: the same, or
+    lists of the parameters of which each is fused into one bucket (one for each dtype and codec in it), whatever its
+    size; the parameters in none of them are fused by bucket_bytes. With groups, num_groups does not count.
+    sparse_as_dense: True has sparse gradients, as of nn.Embedding(sparse=True), made dense. Otherwise all ranks gather
+    their indices and values, and the result is sparse and coalesced: for optimizers that take such gradients.
     process_set: a ProcessSet, a torch.distributed group, or a Communicator that nothing else uses. On a rank outside of
     a ProcessSet, this steps as the wrapped optimizer does by itself.
     bucket_bytes: size up to which gradients are fused; None: what HOROVOD_FUSION_THRESHOLD says, else 25 MB.
@@ -87,6 +96,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         backward_passes_per_step: int = 1,
         op: str = Average,
         gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: int | Sequence[Sequence[Tensor]] | None = None,
+        sparse_as_dense: bool = False,
         process_set: ProcessSetLike = global_process_set,
         *,
         policy: Mapping[str, Compressor] | None = None,
@@ -104,6 +116,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise TypeError(
                 f"{here()}rule must be a class derived from Rule, or a function that makes one, not {rule!r}"
             )
+        if op == Adasum and rule is Synchronous:
+            rule = AdaptiveSummation
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"{here()}optimizer is a DistributedOptimizer already")
         parameters = _tensors(optimizer.param_groups)
@@ -111,6 +125,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         checked = Policy(compression, policy).checked(
             None if named_parameters is None else reversed(self._names.values())
         )
+
+        numbers = check_groups(num_groups, groups, parameters)
 
         self.optimizer = optimizer
         share_hooks(self, optimizer)  # for it is the wrapped optimizer that runs them, each once
@@ -122,9 +138,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         record_in_timelines(self._communicator)
         self._passes = Passes(backward_passes_per_step)
         self._combination = Combination(self._communicator, op, gradient_predivide_factor)
-        setup = Setup(optimizer, self._combination, checked, bucket_bytes, self._passes)
+        setup = Setup(
+            optimizer, self._combination, checked, bucket_bytes, self._passes, numbers, sparse_as_dense=sparse_as_dense
+        )
         self._rule = Rule(setup)  # which does nothing, until there is another
         try:
+            check_settings(self._communicator, _described(setup, rule, parameters))
             outside = isinstance(process_set, ProcessSet) and not process_set.included()
             made = Rule(setup) if outside else rule(setup)
             if not isinstance(made, Rule):
@@ -136,7 +155,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except BaseException:
             self.close()  # or hooks of what was refused would go on exchanging, as long as anybody keeps the error
             raise
-        self._communicator.absence.allow(lambda _, allowed=made.can_stand_in: allowed)
+        can_stand_in = made.can_stand_in
+        self._communicator.absence.allow(lambda _: can_stand_in)
         if is_initialized():
             current_world().enrol(self)
 
@@ -304,6 +324,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a DistributedOptimizer cannot be copied or pickled: save its state_dict()")
+
+
+def _described(setup: Setup, rule: Callable[[Setup], Rule], parameters: Sequence[Tensor]) -> dict[str, str]:
+    """Return in words, by the names of arguments, what must be the same on all ranks."""
+    compression, policy = setup.policy.described
+    return {
+        "rule": getattr(rule, "__qualname__", type(rule).__qualname__),
+        "op": setup.combination.op,
+        "gradient_predivide_factor": str(setup.combination.predivide),
+        "backward_passes_per_step": str(setup.passes.per_step),
+        "compression": compression,
+        "policy": policy,
+        "bucket_bytes": str(setup.bucket_bytes),
+        "groups": str([setup.groups.get(parameter) for parameter in parameters] if setup.groups else None),
+        "sparse_as_dense": str(setup.sparse_as_dense),
+    }
 
 
 def _tensors(param_groups: list[dict[str, Any]]) -> list[Tensor]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from collectives.reduction import check_dtype
 from collectives.run.staging import refusal
-from trainer.ops import Average, Sum
+from trainer.ops import Adasum, Average, Sum
 from trainer.world import here
 
 
@@ -42,8 +42,8 @@ def check_arguments(optimizer: object, passes: object, op: object, predivide: fl
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{here()}optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     check_passes(passes)
-    if op not in (Average, Sum):
-        raise ValueError(f"{here()}op must be {Average!r} or {Sum!r}, not {op!r}")
+    if op not in (Average, Sum, Adasum):
+        raise ValueError(f"{here()}op must be {Average!r}, {Sum!r} or {Adasum!r}, not {op!r}")
     if not (math.isfinite(predivide) and predivide > 0):
         raise ValueError(f"{here()}gradient_predivide_factor must be a finite number > 0, not {predivide!r}")
     if predivide != 1 and op != Average:
@@ -56,6 +56,43 @@ def check_passes(passes: object) -> None:
     """Raise ValueError unless passes is a whole number >= 1."""
     if not isinstance(passes, int) or passes < 1:
         raise ValueError(f"{here()}backward_passes_per_step must be a whole number >= 1, not {passes!r}")
+
+
+def check_groups(num_groups: object, groups: object, parameters: Sequence[Tensor]) -> dict[Tensor, int]:
+    """Return the number of the group of every parameter that is in one.
+
+    num_groups: into how many groups parameters are divided evenly, in their order; frozen ones are in none. groups: the
+    same number, or lists of the parameters of each group; where it is given, num_groups does not count. Raises
+    ValueError for what is neither, and for parameters that are not the optimizer's or in two groups.
+    """
+    if not _is_count(num_groups):
+        raise ValueError(f"{here()}num_groups must be a whole number >= 0, not {num_groups!r}")
+    wanted = num_groups if groups is None else groups
+    if isinstance(wanted, int) and _is_count(wanted):
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        return {parameter: place * wanted // len(trainable) for place, parameter in enumerate(trainable) if wanted}
+    if not isinstance(wanted, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in wanted):
+        raise ValueError(f"{here()}groups must be lists of parameters, or a whole number >= 0, not {groups!r}")
+    numbers: dict[Tensor, int] = {}
+    known = set(parameters)
+    for number, group in enumerate(wanted):
+        for parameter in group:
+            if not isinstance(parameter, Tensor) or parameter not in known:
+                what = (
+                    f"a tensor of shape {list(parameter.shape)}" if isinstance(parameter, Tensor) else repr(parameter)
+                )
+                raise ValueError(f"{here()}groups[{number}] must have parameters of the optimizer, not {what}")
+            if parameter in numbers:
+                raise ValueError(
+                    f"{here()}a parameter of shape {list(parameter.shape)} is in groups[{numbers[parameter]}] and in "
+                    f"groups[{number}]; it can be in one only"
+                )
+            numbers[parameter] = number
+    return numbers
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def check_named_parameters(

@@ -309,19 +309,6 @@ def test_odd_shapes(ranks: Worlds) -> None:
 
 
 @in_world
-def sparse_gradients() -> None:
-    embedding = nn.Embedding(10, 4, sparse=True)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), embedding.named_parameters())
-    with pytest.raises(TypeError, match=r"the gradient of 'weight' is sparse.*sparse=False"):
-        embedding(torch.tensor([1, 2])).sum().backward()
-    optimizer.close()
-
-
-def test_sparse_gradients_are_refused(ranks: Worlds) -> None:
-    ranks(2).run(sparse_gradients)
-
-
-@in_world
 def two_optimizers() -> tuple[list[Tensor], list[Tensor | None]]:
     """Both reached by one backward(), on odd ranks in the other order; then each by its own.
 

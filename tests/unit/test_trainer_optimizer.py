@@ -1,6 +1,7 @@
 """DistributedOptimizer and the verbs in a world of one, which takes no processes; and what is refused."""
 
 import copy
+import inspect
 import io
 import pickle
 import warnings
@@ -24,6 +25,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     hvd.init()
     yield
     hvd.shutdown()
+
+
+WEIGHT = nn.Parameter(torch.zeros(2))
 
 
 def perceptron() -> nn.Sequential:
@@ -129,6 +133,39 @@ def test_checkpoints_are_interchangeable() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
+def test_a_parameter_is_in_one_group() -> None:
+    model = perceptron()
+    with pytest.raises(ValueError, match=r"a parameter of shape \[5, 6\] is in groups\[0\] and in groups\[1\]"):
+        hvd.DistributedOptimizer(sgd(model), groups=[[model[0].weight], [model[0].bias, model[0].weight]])
+
+
+def test_arguments_have_horovods_order() -> None:
+    names = list(inspect.signature(hvd.DistributedOptimizer).parameters)
+    assert names[:10] == [
+        "optimizer",
+        "named_parameters",
+        "compression",
+        "backward_passes_per_step",
+        "op",
+        "gradient_predivide_factor",
+        "num_groups",
+        "groups",
+        "sparse_as_dense",
+        "process_set",
+    ]
+
+
+def test_frozen_integers_are_no_error() -> None:
+    """As buffers that were registered as parameters are: a table of positions, say."""
+    model = perceptron()
+    model.register_parameter("table", nn.Parameter(torch.arange(3), requires_grad=False))
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression="int8", groups=2)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert model.table.tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize("wrapped_first", [True, False])
 def test_schedulers_see_steps_and_set_rates(wrapped_first: bool) -> None:
     model = perceptron()
@@ -194,7 +231,17 @@ def test_nothing_to_train() -> None:
         ({"compression": "fp17"}, ValueError, "rank 0: no codec is called 'fp17'; known are none, fp16, bf16,"),
         ({"backward_passes_per_step": 0}, ValueError, "backward_passes_per_step must be a whole number >= 1, not 0"),
         ({"backward_passes_per_step": 1.5}, ValueError, "must be a whole number >= 1, not 1.5"),
-        ({"op": "max"}, ValueError, "op must be 'average' or 'sum', not 'max'"),
+        ({"op": "max"}, ValueError, "op must be 'average', 'sum' or 'adasum', not 'max'"),
+        ({"num_groups": -1}, ValueError, "num_groups must be a whole number >= 0, not -1"),
+        ({"num_groups": True}, ValueError, "num_groups must be a whole number >= 0, not True"),
+        ({"groups": "all"}, ValueError, "groups must be lists of parameters, or a whole number >= 0, not 'all'"),
+        ({"groups": [WEIGHT]}, ValueError, "groups must be lists of parameters"),
+        (
+            {"groups": [[WEIGHT]]},
+            ValueError,
+            r"groups\[0\] must have parameters of the optimizer, not a tensor of shape \[2\]",
+        ),
+        ({"groups": [["0.weight"]]}, ValueError, r"groups\[0\] must have parameters of the optimizer, not '0.weight'"),
         ({"gradient_predivide_factor": 0.0}, ValueError, "must be a finite number > 0, not 0.0"),
         ({"gradient_predivide_factor": float("inf")}, ValueError, "must be a finite number > 0, not inf"),
         ({"gradient_predivide_factor": 2.0, "op": "sum"}, ValueError, "=2.0 needs op='average', not 'sum'"),

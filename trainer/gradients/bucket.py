@@ -22,8 +22,9 @@ class Bucket:
     names and parameters: all that were planned, of which plan.items picks. kind: what they travel as. number: tells the
     bucket from others. buffer: what is exchanged; where its values have the gradients' dtype, these lie in it, else in
     memory beside it. presence: one number for each gradient: whether this rank has it, and after the exchange, whether
-    any rank has; with codes it is for presence_of() to count, else it is in the same message. in_flight: whether it is
-    being exchanged.
+    any rank has; below zero where a rank has a sparse one, which is not exchanged here. With codes it is for
+    presence_of() to count, else it is in the same message. densifies: whether sparse gradients are made dense. in_flight:
+    whether it is being exchanged.
     """
 
     def __init__(
@@ -34,8 +35,12 @@ class Bucket:
         kind: Cast | Encoding,
         combination: Combination,
         number: int,
+        *,
+        densifies: bool,
     ) -> None:
         self.items = plan.items
+        self._densifies = densifies
+        self._marks_sparse = -(combination.communicator.size + 1)  # which dense ones of other ranks do not outweigh
         self.names = [names[item] for item in plan.items]
         self._parameters = [parameters[item] for item in plan.items]
         held = list(map(held_here, self._parameters))
@@ -56,6 +61,7 @@ class Bucket:
         self.presence = self._memory[plan.presence_offset :]
         self.in_flight = False
         self._absent: list[int] = []
+        self._present: list[float] = []
 
     @property
     def coded(self) -> CodedBuffer | None:
@@ -65,7 +71,7 @@ class Bucket:
     def collect(self, slot: int) -> bool:
         """Bring the gradient of the slot's parameter into the buffer and make parameter.grad what lies there.
 
-        False, with zeros in the buffer, where the parameter has no gradient.
+        False, with zeros in the buffer, where the parameter has no gradient, or one that stays sparse.
         """
         parameter, view = self._parameters[slot], self._views[slot]
         gradient = parameter.grad
@@ -74,10 +80,10 @@ class Bucket:
             return False
         if gradient is not self._gradients[slot]:
             if gradient.layout is not torch.strided:
-                raise TypeError(
-                    f"the gradient of {self.names[slot]!r} is sparse ({gradient.layout}), which cannot be exchanged: "
-                    "make it dense, for example nn.Embedding(..., sparse=False)"
-                )
+                if not self._densifies:
+                    view.zero_()
+                    return False
+                gradient = gradient.to_dense()
             is_sharded = self._gradients[slot] is not view
             view.copy_(held_here(placed_like(gradient, parameter)) if is_sharded else gradient)
             parameter.grad = self._gradients[slot]
@@ -97,24 +103,34 @@ class Bucket:
         """
         self._absent = [slot for slot in range(len(self.items)) if not self.collect(slot)]
         self.presence.fill_(1)
-        if self._absent:
-            self.presence[self._absent] = 0
+        for slot in self._absent:
+            self.presence[slot] = 0 if self._parameters[slot].grad is None else self._marks_sparse
         if self._memory is not self.buffer.values:
             self.buffer.values.copy_(self._memory)
         self.buffer.start(step)
         self.in_flight = True
 
+    @property
+    def is_incomplete(self) -> bool:
+        """Return whether what was started lacks a gradient that is absent here, or sparse."""
+        return bool(self._absent)
+
+    def found_sparse(self) -> list[int]:
+        """Return the parameters of which a rank has a sparse gradient, when the exchange is done. All ranks find the same,
+        unless one of them has a dense gradient in place of a sparse one."""
+        self._present = self.presence.tolist() if self._absent else []
+        return [self.items[slot] for slot in self._absent if self._present[slot] < 0]
+
     def finish(self) -> None:
-        """Hand out the result: a parameter without gradient on this rank gets one if any rank has it."""
+        """Hand out the result, after found_sparse(): a parameter without gradient on this rank gets one if any rank has
+        it."""
         if self._memory is not self.buffer.values:
             self._memory.copy_(self.buffer.values)
-        if self._absent:
-            present = self.presence.tolist()
-            for slot in self._absent:
-                if present[slot]:
-                    self._parameters[slot].grad = self._gradients[slot]
-                elif self.coded is not None:  # codes give it a result all the same
-                    self.coded.withhold(slot)
+        for slot in self._absent:
+            if self._present[slot] > 0:
+                self._parameters[slot].grad = self._gradients[slot]
+            elif self.coded is not None:  # codes give it a result all the same
+                self.coded.withhold(slot)
 
 
 def presence_of(buckets: Sequence[Bucket], combination: Combination) -> list[PlainBuffer]:

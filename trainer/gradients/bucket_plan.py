@@ -16,11 +16,15 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class Item:
-    """Describes a gradient. Only those of one kind (dtype, device, what they travel as) share a bucket."""
+    """Describes a gradient. Only those of one kind (dtype, device, what they travel as, group) share a bucket.
+
+    grouped: whether those of its kind share one bucket whatever its size.
+    """
 
     numel: int
     itemsize: int
     kind: Hashable
+    grouped: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,9 @@ def plan_buckets(
 ) -> tuple[BucketPlan, ...]:
     """Distribute items over buckets, following the order in which gradients are expected; order holds indices of items.
 
-    A bucket holds at most bucket_bytes of gradients, the very first to fill first_bucket_bytes, unless a single
-    gradient is larger: it has a bucket for itself. Buckets come in the order in which they fill up. Pure: equal
-    arguments, equal plans.
+    A bucket holds at most bucket_bytes of gradients, the very first to fill first_bucket_bytes, unless these are grouped,
+    or a single gradient is larger: it has a bucket for itself. Buckets come in the order in which they fill up. Pure:
+    equal arguments, equal plans.
     """
     filling: dict[Hashable, list[int]] = {}
     filled_bytes: dict[Hashable, int] = {}
@@ -52,7 +56,7 @@ def plan_buckets(
     limit = min(first_bucket_bytes, bucket_bytes)
     for index in order:
         kind, wanted = items[index].kind, _padded_bytes(items[index])
-        if kind in filling and filled_bytes[kind] + wanted > limit:
+        if kind in filling and not items[index].grouped and filled_bytes[kind] + wanted > limit:
             full.append(filling.pop(kind))
             limit = bucket_bytes
         if kind not in filling:

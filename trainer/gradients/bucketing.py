@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from trainer.compression import Cast, Encoding, Policy
+from trainer.gradients.agreement import agree_on_parameters
 from trainer.gradients.bucket import Bucket, presence_of
 from trainer.gradients.bucket_plan import BucketPlan, Item, lay_out, plan_buckets
 from trainer.gradients.buffers import CodedBuffer, Owed, PlainBuffer
 from trainer.gradients.combination import Combination
 from trainer.gradients.dtensors import held_here, shard_of
+from trainer.gradients.sparse import SparseGradients
 from trainer.world import here
 
 EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -24,13 +26,28 @@ class Bucketing:
 
     Begins with the parameters in reverse, as backward tends to reach them, and is rebuilt once in the order in which
     they were seen to arrive on rank 0; so again when parameters were frozen, thawed or added. What the codes of old
-    buckets owe goes along, and waits where a parameter is frozen.
+    buckets owe goes along, and waits where a parameter is frozen. Parameters whose gradients are found to be sparse
+    leave the buckets for `sparse`.
+
+    groups: numbers of the groups of parameters, each of which shares a bucket where the dtypes allow it; the others are
+    fused by bucket_bytes. sparse_as_dense: whether sparse gradients are made dense.
     """
 
-    def __init__(self, combination: Combination, policy: Policy, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        combination: Combination,
+        policy: Policy,
+        bucket_bytes: int,
+        groups: Mapping[Tensor, int] | None = None,
+        *,
+        sparse_as_dense: bool = False,
+    ) -> None:
         self._combination = combination
         self._policy = policy
         self._bucket_bytes = bucket_bytes
+        self._groups = groups or {}
+        self._sparse_as_dense = sparse_as_dense
+        self._known_sparse: set[int] = set()
         self._names: list[str] = []
         self._encodings: list[Cast | Encoding] = []
         self._waiting: dict[int, Owed] = {}
@@ -43,6 +60,8 @@ class Bucketing:
         """Of each parameter laid out: index of its bucket, and its slot there."""
         self.presence: list[PlainBuffer] = []
         """To be exchanged after the buckets."""
+        self.sparse = self.sparse_gradients(())
+        """To be exchanged after those."""
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """Take in more parameters, for the next extend() or update(). Raises ValueError for dtypes that cannot be
@@ -70,9 +89,21 @@ class Bucketing:
             self._arrivals = list(arrivals)
             self._learning = False
 
+    def name_of(self, index: int) -> str:
+        return self._names[index]
+
+    def find_sparse(self, items: Iterable[int]) -> None:
+        """Take note that gradients of these parameters are sparse: they leave their buckets with the next update()."""
+        self._known_sparse.update(items)
+
+    def sparse_gradients(self, items: Sequence[int]) -> SparseGradients:
+        """Return what exchanges the sparse gradients of some parameters."""
+        return SparseGradients(self._combination, items, self._names, self.parameters, self._encodings)
+
     def extend(self) -> None:
         """Lay out parameters that require gradients since the last update(), behind the others. Sends nothing."""
-        newcomers = [index for index in reversed(self._trainable()) if index not in self.places]
+        known = self._laid_out()
+        newcomers = [index for index in reversed(self._trainable()) if index not in known]
         if newcomers:
             _check_dtypes((self._names[index], self.parameters[index]) for index in newcomers)
             self._order += newcomers
@@ -85,14 +116,17 @@ class Bucketing:
         Raises ValueError on all ranks alike where they do not have the same parameters.
         """
         trainable = self._trainable()
-        if self._arrivals is None and self.places.keys() == set(trainable):
+        in_buckets = self._known_sparse & self.places.keys()
+        if self._arrivals is None and not in_buckets and self._laid_out() == set(trainable):
             return
         _check_dtypes((self._names[index], self.parameters[index]) for index in trainable)
         known = dict.fromkeys([*(self._arrivals or ()), *self._order, *reversed(trainable)])
-        self._learning = not self.places.keys() >= set(trainable)
+        self._learning = not self._laid_out() >= set(trainable)
         self._arrivals = None
         wanted = set(trainable)
-        self._order = self._agree([index for index in known if index in wanted])
+        agreed = self._agree([index for index in known if index in wanted])
+        self._order = [index for index in agreed if index not in self._known_sparse]
+        self.sparse = self.sparse_gradients([index for index in agreed if index in self._known_sparse])
         for buffer in self.coded:
             self._waiting |= {index: owed for index, owed in zip(buffer.items, buffer.take(), strict=True) if owed}
         self._replace(self._made(self._plan(self._order)))
@@ -106,30 +140,27 @@ class Bucketing:
             bucket, slot = self.places[index]
             self.buckets[bucket].collect(slot)
 
+    def _laid_out(self) -> set[int]:
+        """Return the parameters whose gradients are exchanged."""
+        return self.places.keys() | set(self.sparse.items)
+
     def _trainable(self) -> list[int]:
         return [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
 
     def _agree(self, order: Sequence[int]) -> list[int]:
         """Return rank 0's order. Raises ValueError on all ranks alike where they do not have the same parameters."""
-        shards = {self._names[i]: shard_of(self.parameters[i]) for i in order}
-        mine = [(self._names[i], held_here(self.parameters[i]).shape, str(self.parameters[i].dtype)) for i in order]
-        gathered = self._combination.communicator.allgather_record((shards, mine))
-        for rank, (theirs, _) in enumerate(gathered):
-            _check_shards(rank, theirs, gathered[0][0])
-        everyones = [[(name, tuple(shape), dtype) for name, shape, dtype in theirs] for _, theirs in gathered]
-        for rank, theirs in enumerate(everyones):
-            if difference := set(theirs) ^ set(everyones[0]):
-                name, _, _ = min(difference)
-                raise ValueError(
-                    f"{here()}ranks 0 and {rank} do not train the same parameters: {name!r} "
-                    f"{_described(name, everyones[0])} on rank 0, and {_described(name, theirs)} on rank {rank}"
-                )
-        index = dict(zip((name for name, _, _ in mine), order, strict=True))
-        return [index[name] for name, _, _ in everyones[0]]
+        index = {self._names[i]: i for i in order}
+        parameters = [self.parameters[i] for i in order]
+        return [index[name] for name in agree_on_parameters(self._combination.communicator, list(index), parameters)]
 
     def _items(self) -> list[Item]:
         kinds = zip(map(held_here, self.parameters), self._encodings, strict=True)
-        return [Item(held.numel(), held.element_size(), (held.dtype, held.device, code)) for held, code in kinds]
+        items = []
+        for parameter, (held, code) in zip(self.parameters, kinds, strict=True):
+            group = self._groups.get(parameter)
+            kind = (held.dtype, held.device, code, group)
+            items.append(Item(held.numel(), held.element_size(), kind, grouped=group is not None))
+        return items
 
     def _plan(self, order: Sequence[int]) -> Sequence[BucketPlan]:
         """Return the plans of buckets for parameters in this order."""
@@ -137,7 +168,15 @@ class Bucketing:
 
     def _made(self, plans: Sequence[BucketPlan], first_number: int = 0) -> list[Bucket]:
         return [
-            Bucket(plan, self._names, self.parameters, self._encodings[plan.items[0]], self._combination, number)
+            Bucket(
+                plan,
+                self._names,
+                self.parameters,
+                self._encodings[plan.items[0]],
+                self._combination,
+                number,
+                densifies=self._sparse_as_dense,
+            )
             for number, plan in enumerate(plans, first_number)
         ]
 
@@ -167,6 +206,7 @@ class Bucketing:
             "order": list(self._order),
             "learning": self._learning,
             "arrivals": self._arrivals,
+            "sparse": list(self.sparse.items),
             "buckets": [
                 {"parameters": list(bucket.items)} if bucket.coded is None else bucket.coded.state_dict()
                 for bucket in self.buckets
@@ -196,6 +236,8 @@ class Bucketing:
             for index, owed in state["waiting"].items()
         }
         self._order, self._learning, self._arrivals = list(state["order"]), state["learning"], state["arrivals"]
+        self.sparse = self.sparse_gradients(state.get("sparse", ()))
+        self._known_sparse = set(self.sparse.items)
         self._replace(buckets)
 
     def restart(self, owed: dict[int, Owed]) -> list[str]:
@@ -216,14 +258,6 @@ class Bucketing:
         return max(members) < len(items) and len({items[index].kind for index in members}) == 1
 
 
-def _described(name: str, parameters: Sequence[tuple[str, tuple[int, ...], str]]) -> str:
-    """Return what a rank, which trains these parameters, says of one of them."""
-    for other, shape, dtype in parameters:
-        if other == name:
-            return f"has shape {list(shape)} and dtype {dtype}"
-    return "is not trained"
-
-
 def _check_dtypes(named: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ValueError for a parameter of a dtype that cannot be exchanged."""
     for name, parameter in named:
@@ -231,15 +265,4 @@ def _check_dtypes(named: Iterable[tuple[str, Tensor]]) -> None:
             raise ValueError(
                 f"{here()}parameter {name!r} has dtype {parameter.dtype}; gradients can be exchanged for "
                 f"{', '.join(map(str, EXCHANGEABLE_DTYPES))}"
-            )
-
-
-def _check_shards(rank: int, theirs: Mapping[str, str], first: Mapping[str, str]) -> None:
-    """Raise ValueError where a rank holds other shards than rank 0, whose gradients cannot be averaged."""
-    for name in sorted(theirs.keys() & first.keys()):
-        if theirs[name] != first[name]:
-            raise ValueError(
-                f"{here()}ranks 0 and {rank} of the process_set hold different shards of {name!r} ({first[name] or 'all of it'}; "
-                f"{theirs[name] or 'all of it'}): gradients are exchanged among ranks that hold the same. Beside "
-                "fully_shard(model, mesh=mesh['shard']), that is process_set=mesh.get_group('replicate')"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ from collectives.compression.rehearsal import rehearse
 from trainer.compression import Encoding
 from trainer.gradients.bucket_plan import BucketPlan
 from trainer.gradients.combination import Combination
+from trainer.gradients.operations import Operations
 from trainer.ops import Sum
 
 Owed: TypeAlias = dict[str, Tensor]
@@ -26,16 +27,17 @@ exchange has returned yet, as it would be in the result, flat, in the order of m
 name."""
 
 
-class PlainBuffer:
+class PlainBuffer(Operations):
     """Combines numbers over the ranks in one operation: as they are, or by a codec of which nothing is kept."""
 
+    chained = False
+
     def __init__(self, combination: Combination, values: Tensor, codec: Codec | None = None) -> None:
+        super().__init__()
         self.values = values
         self._combination = combination
         self._cast = codec
         self._prepared: PreparedOperation | None = None
-        self._work: Work | None = None
-        self._following: Iterator[Work] = iter(())
 
     @property
     def codec(self) -> Codec | MatrixCodec | None:
@@ -45,22 +47,9 @@ class PlainBuffer:
     def start(self, step: int) -> None:
         """Begin to combine the values, which nobody may touch until complete(). step: how many exchanges there were."""
         self._combination.traffic.count_uncompressed(self.values.nbytes)
-        self._following = self._operations(step)
-        self._work = next(self._following)
-
-    def wait(self) -> None:
-        """Wait until what start() began is done, and begin what depends on it. Raises its error."""
-        assert self._work is not None
-        self._work.wait()
-        self._work = next(self._following, None)
-
-    def complete(self) -> None:
-        """Wait for what depends on what wait() has waited for. Raises its error."""
-        while self._work is not None:
-            self.wait()
+        super().start(step)
 
     def _operations(self, step: int) -> Iterator[Work]:
-        """Begin one operation after the other: the next is asked for when the last is done."""
         if self._cast is not None:
             yield self._combination.start(self.values, self._cast)
             return
@@ -70,7 +59,7 @@ class PlainBuffer:
         yield self._prepared.start()
 
 
-class CodedBuffer(PlainBuffer, ABC):
+class CodedBuffer(PlainBuffer):
     """Has float32 numbers travel as codes, after a warm-up in which they travel as they are; and keeps what the codes
     owe.
 
@@ -261,6 +250,8 @@ class CodecBuffer(CodedBuffer):
 
 class MatrixBuffer(CodedBuffer):
     """Encodes by a codec of matrices, whose later sums depend on the first. The first starts with the buffer."""
+
+    chained = True
 
     def restart(self) -> None:
         assert isinstance(self._encoding.codec, MatrixCodec)

@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from collectives import Work
+from collectives.daemon import DaemonThread
 from trainer.gradients.bucket import Bucket
 from trainer.gradients.bucketing import Bucketing
 from trainer.gradients.combination import Combination
 from trainer.gradients.moments import Moments
+from trainer.gradients.operations import Operations
 from trainer.ops import Sum
 from trainer.torch_internals import OUTSIDE_BACKWARD, graph_task, when_backward_ends
 from trainer.uncompiled import uncompiled
@@ -35,6 +38,17 @@ class Passes:
         return not self.paused and self.ended + 1 >= self.per_step
 
 
+_IN_FLIGHT = (
+    "a gradient of {!r} arrived while its last one was being exchanged: either an earlier backward() failed midway (go on "
+    "with synchronize(), then zero_grad()), or one backward() reached the parameter twice, as a checkpoint with "
+    "use_reentrant=True can"
+)
+_ON_A_SUM = (
+    "a gradient of {!r} was accumulated onto one already summed over ranks: call zero_grad() of the distributed optimizer "
+    "before, or accumulate by backward_passes_per_step or no_sync()"
+)
+
+
 class GradientExchange:
     """Hooks parameters, to fill buckets and have them exchanged, in the same order on all ranks.
 
@@ -43,7 +57,8 @@ class GradientExchange:
     whether they reach any, but must go through the same windows.
 
     The exchange is done when backward() returns: buckets start as soon as they are full, and callbacks at the end of
-    backward start the others and wait.
+    backward start the others and wait. Where operations depend on others, a thread of this exchange begins them: what
+    one backward() reaches may be of several exchanges, for which ranks may wait in different order.
     """
 
     def __init__(self, bucketing: Bucketing, combination: Combination, passes: Passes) -> None:
@@ -63,6 +78,10 @@ class GradientExchange:
         self._arrived: dict[int, None] = {}
         self._missing: list[int] = []
         self._started, self._counting = 0, False
+        self._sparse_started = False
+        self._found = bucketing.sparse_gradients(())
+        self._completing: Work | None = None
+        self._thread: DaemonThread | None = None
 
         self._has_unreduced = False
         self._exchanged = False
@@ -87,7 +106,7 @@ class GradientExchange:
                     self._bucketing.extend()
                 self._pass_is_open = False
                 self.moments.flush_begins()
-                self._start(len(self._bucketing.buckets))
+                self._start_all()
                 self._finish()
 
     def renew(self, *, forget: bool = False) -> None:
@@ -97,12 +116,15 @@ class GradientExchange:
         if forget:
             self._has_unreduced = False
             self._reduced.clear()
+            self._bucketing.sparse.forget()
         self._watch()
 
     def close(self) -> None:
         """Leave the parameters alone from now on."""
         for hook in self._hooks.values():
             hook.remove()
+        if self._thread is not None:
+            self._thread.close()
 
     def _watch(self) -> None:
         """See to it that every parameter that requires a gradient has a hook. (Torch refuses hooks on the others.)"""
@@ -115,27 +137,23 @@ class GradientExchange:
         """Take the gradient that autograd has just accumulated in parameter.grad. For the hooks."""
         with self._lock:
             self._enter_pass()
+            if index in self._bucketing.sparse.items:
+                self._on_sparse_gradient(index)
+                return
             if index not in self._bucketing.places:
                 return
             number, slot = self._bucketing.places[index]
             bucket = self._bucketing.buckets[number]
             name = bucket.names[slot]
             if bucket.in_flight:
-                raise RuntimeError(
-                    f"a gradient of {name!r} arrived while its last one was being exchanged: either an earlier backward() "
-                    "failed midway (go on with synchronize(), then zero_grad()), or one backward() reached the parameter "
-                    "twice, as a checkpoint with use_reentrant=True can"
-                )
+                raise RuntimeError(_IN_FLIGHT.format(name))
             if parameter.grad is not None and parameter.grad.requires_grad:
                 raise RuntimeError(
                     f"the gradient of {name!r} requires a gradient itself: backward(create_graph=True) cannot be exchanged; "
                     "use torch.autograd.grad(..., create_graph=True) for the inner derivative"
                 )
             if self._combination.op == Sum and index in self._reduced and bucket.holds_gradient(slot):
-                raise RuntimeError(
-                    f"a gradient of {name!r} was accumulated onto one already summed over ranks: call zero_grad() of the "
-                    "distributed optimizer before, or accumulate by backward_passes_per_step or no_sync()"
-                )
+                raise RuntimeError(_ON_A_SUM.format(name))
             bucket.collect(slot)
             self._reduced.discard(index)
             self._has_unreduced = True
@@ -144,6 +162,16 @@ class GradientExchange:
                 self._missing[number] -= 1
             if self._passes.is_due():
                 self._start(self._full_in_order())
+
+    def _on_sparse_gradient(self, index: int) -> None:
+        """Take a gradient that is not for a bucket."""
+        name, sparse = self._bucketing.name_of(index), self._bucketing.sparse
+        if sparse.in_flight:
+            raise RuntimeError(_IN_FLIGHT.format(name))
+        if self._combination.op == Sum and index in self._reduced and sparse.holds(index):
+            raise RuntimeError(_ON_A_SUM.format(name))
+        self._reduced.discard(index)
+        self._has_unreduced = True
 
     def _enter_pass(self) -> None:
         task = graph_task()
@@ -176,7 +204,7 @@ class GradientExchange:
             is_due = self._passes.is_due()
             self._passes.ended += 1
             if is_due:
-                self._start(len(self._bucketing.buckets))
+                self._start_all()
                 # Not here: another optimizer's callback may follow, and all must have started before one waits.
                 when_backward_ends(self._on_all_started)
 
@@ -205,6 +233,37 @@ class GradientExchange:
                 presence.start(self.step)
             self._counting = True
 
+    def _start_all(self) -> None:
+        """Start what is not started yet; where operations will depend on others, have a thread complete it."""
+        self._start(len(self._bucketing.buckets))
+        if self._sparse_started:
+            return
+        self._bucketing.sparse.start(self.step)
+        self._sparse_started = True
+        incomplete = any(bucket.is_incomplete for bucket in self._bucketing.buckets)  # others may find sparse ones
+        if incomplete or any(each.chained for each in self._operations()):
+            self._thread = self._thread or DaemonThread("trainer.exchange")
+            self._completing = Work(self._combination.communicator.rank, "exchange of gradients", self._complete)
+            self._thread.submit(self._completing.run)
+
+    def _operations(self) -> list[Operations]:
+        """Return what is exchanged, in the order in which all ranks begin it."""
+        buckets, sparse = self._bucketing.buckets, self._bucketing.sparse
+        return [*(bucket.buffer for bucket in buckets), *self._bucketing.presence, *([sparse] if sparse.items else [])]
+
+    def _complete(self) -> None:
+        """Wait for what was started, and run what depends on it."""
+        operations = self._operations()
+        for each in operations:
+            each.wait()
+        for each in operations:
+            each.complete()
+        found = [index for bucket in self._bucketing.buckets for index in bucket.found_sparse()]
+        self._found = self._bucketing.sparse_gradients(found)
+        self._found.start(self.step)
+        self._found.complete()
+        self._bucketing.find_sparse(found)
+
     def _divide_old_sums(self, bucket: Bucket) -> None:
         """Divide gradients summed before, to which nothing was added, so that summing again gives the same sums."""
         for slot, index in enumerate(bucket.items):
@@ -216,25 +275,28 @@ class GradientExchange:
         buckets = self._bucketing.buckets
         begin_ns = time.perf_counter_ns()
         try:
-            buffers = [*(bucket.buffer for bucket in buckets), *self._bucketing.presence]
-            for buffer in buffers:
-                buffer.wait()
-            for buffer in buffers:
-                buffer.complete()
+            if self._completing is None:
+                self._complete()
+            else:
+                self._completing.wait()
             for bucket in buckets:  # when nothing can fail any more
                 bucket.finish()
+            self._bucketing.sparse.finish()
+            self._found.finish()
         finally:
             self.wait_s += (time.perf_counter_ns() - begin_ns) / 1e9
             for bucket in buckets:
                 bucket.in_flight = False
-            self._started, self._counting = 0, False
+            self._bucketing.sparse.in_flight = False
+            self._started, self._counting, self._sparse_started = 0, False, False
+            self._completing = None
             self._passes.ended = 0
         self.moments.exchange_ends(self.step, begin_ns)
         self.step += 1
         self._combination.traffic.count_exchange()
         self._has_unreduced = False
         self._exchanged = True
-        self._reduced = set(self._bucketing.places)
+        self._reduced = {*self._bucketing.places, *self._bucketing.sparse.items}
         self._bucketing.learn(self._arrived)
 
 

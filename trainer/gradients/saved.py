@@ -78,6 +78,7 @@ def check_part(part: object, described: Sequence[tuple[Any, ...]] | None = None)
         _need(isinstance(part["learning"], bool), f"learning is {part['learning']!r}")
         if part["arrivals"] is not None:
             _check_indices("arrivals", part["arrivals"], len(numels))
+        _check_indices("sparse", part.get("sparse", []), len(numels))  # which earlier versions did not have
         _check_order(part["order"], [entry["parameters"] for entry in part["buckets"]])
 
 

@@ -75,6 +75,12 @@ class Traffic:
         with self._lock:
             self._sent += self._wire_bytes(nbytes, codec)
 
+    def count_gathered(self, nbytes: int) -> None:
+        """Count nbytes of this rank's that all others have gathered, which are as many uncompressed."""
+        with self._lock:
+            self._sent += nbytes * (self._communicator.size - 1)
+            self._uncompressed += nbytes * (self._communicator.size - 1)
+
     def _wire_bytes(self, nbytes: int, codec: Codec | None) -> int:
         """Return what this rank sends for a message, remembered: reading it off a plan takes longer than a small
         exchange.

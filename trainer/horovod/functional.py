@@ -21,7 +21,7 @@ from torch import Tensor
 
 from collectives import Communicator, Work
 from collectives.compression.codec import Codec
-from trainer.horovod.adasum import adasum_
+from trainer.adasum import adasum_
 from trainer.horovod.scaling import scaled, scales_integers, unscaled
 from trainer.ops import Adasum, Average, Sum
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from collectives import Communicator
 from collectives.compression.codec import Codec
+from trainer.adasum import check_adasum
 from trainer.compression import Cast
-from trainer.horovod.adasum import check_adasum
 from trainer.horovod.scaling import check_scaling
 from trainer.ops import Adasum, Average, Sum
 from trainer.validation import check_group

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ class Setup:
     """Holds what a DistributedOptimizer was made with.
 
     optimizer: the one that it wraps. combination: among whom and by which op. policy: what gradients travel as, in
-    buckets of bucket_bytes. passes: counts calls of backward(), of which passes.per_step come before a step.
+    buckets of bucket_bytes. passes: counts calls of backward(), of which passes.per_step come before a step. groups:
+    numbers of the groups of parameters that are to be exchanged together. sparse_as_dense: whether sparse gradients are
+    to be made dense.
     """
 
     optimizer: torch.optim.Optimizer
@@ -30,6 +32,8 @@ class Setup:
     policy: Policy
     bucket_bytes: int
     passes: Passes
+    groups: Mapping[Tensor, int] = field(default_factory=dict)
+    sparse_as_dense: bool = False
 
 
 class Rule:

@@ -1,0 +1,179 @@
+"""Sparse gradients of embeddings: what one process has of the whole batch, and the same bits on all ranks."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainer as hvd
+from tests.harness import Worlds
+from tests.ranks.training import BATCH, STEPS, assert_close, assert_same_on_all_ranks, copies, in_world
+
+ROWS = 40
+Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+MAKERS: dict[str, Make] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+    "sparse adam": lambda parameters: torch.optim.SparseAdam(list(parameters), lr=0.1),
+}
+
+
+def words(step: int) -> Tensor:
+    """The global batch: of each sample three words, some of them several times."""
+    return torch.randint(0, ROWS, (BATCH, 3), generator=torch.Generator().manual_seed(step))
+
+
+class Bag(nn.Module):
+    """Two tables of words, of which the second is seldom looked into."""
+
+    def __init__(self, *, sparse: bool, dense_too: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(ROWS, 4, sparse=sparse)
+        self.rare = nn.Embedding(ROWS, 2, sparse=sparse)
+        self.out = nn.Linear(4, 2) if dense_too else None
+
+    def forward(self, samples: Tensor, *, rare: bool) -> Tensor:
+        found = self.words(samples).mean(1)
+        out = found[:, :2] if self.out is None else self.out(found)
+        return (out + self.rare(samples[:, 0]) if rare else out).square().sum(1).mean()
+
+
+def losses(model: Bag, step: int, parts: int) -> list[Tensor]:
+    """The rare table is for the first rank's samples alone, and not for every step: its mean has zeros for the others."""
+    rank, size = (hvd.rank(), hvd.size()) if hvd.is_initialized() else (0, 1)
+    result = []
+    if size > 1:
+        own = words(step).chunk(3)[rank].chunk(parts)
+        return [model(part, rare=rank == 0 and step % 2 == 0) for part in own]
+    for rank, samples in enumerate(words(step).chunk(3)):
+        result += [model(part, rare=rank == 0 and step % 2 == 0) / 3 for part in samples.chunk(parts)]
+    return result
+
+
+def train(model: Bag, optimizer: torch.optim.Optimizer, parts: int, set_to_none: bool) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        for loss in losses(model, step, parts):
+            loss.backward()
+        optimizer.step()
+
+
+def expected(name: str, parts: int) -> list[Tensor]:
+    """One process's weights, with dense gradients where that is the same."""
+    model = Bag(sparse=True, dense_too=name != "sparse adam")
+    train(model, MAKERS[name](model.parameters()), parts, True)
+    return copies(model.parameters())
+
+
+@in_world
+def in_ranks(cases: list[tuple[str, dict[str, Any], bool]]) -> list[list[Tensor]]:
+    results = []
+    for name, options, set_to_none in cases:
+        model = Bag(sparse=True, dense_too=name != "sparse adam")
+        inner = MAKERS[name](model.parameters())
+        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), **options)
+        train(model, optimizer, options.get("backward_passes_per_step", 1), set_to_none)
+        assert_same_on_all_ranks(model.parameters())
+        gradient = model.words.weight.grad
+        assert gradient is not None
+        assert gradient.is_sparse is not options.get("sparse_as_dense", False)
+        if gradient.is_sparse:
+            assert gradient.is_coalesced()
+            assert_same_on_all_ranks([gradient.indices(), gradient.values()])
+            in_buckets = sum(bucket.buffer.values.numel() for bucket in optimizer._rule.bucketing.buckets)  # type: ignore[attr-defined]
+            assert in_buckets < model.words.weight.numel(), "the table is still exchanged as a dense one, too"
+        results.append(copies(model.parameters()))
+        optimizer.close()
+    return results
+
+
+def test_as_one_process(ranks: Worlds) -> None:
+    """Ranks have other numbers of rows, and of one table some have no gradient."""
+    cases = [
+        ("sgd", {}, True),
+        ("sgd", {}, False),
+        ("adagrad", {}, True),
+        ("sparse adam", {}, True),
+        ("sgd", {"backward_passes_per_step": 4}, True),
+        ("sgd", {"sparse_as_dense": True}, True),
+        ("sgd", {"sparse_as_dense": True, "backward_passes_per_step": 4}, False),
+        ("adagrad", {"gradient_predivide_factor": 4.0}, True),
+        ("sgd", {"policy": {"out.*": "none", "*": hvd.ErrorFeedback("int8")}}, True),
+        ("sgd", {"groups": 2}, True),
+    ]
+    for results in ranks(3).run(in_ranks, cases):
+        for (name, options, _), weights in zip(cases, results, strict=True):
+            parts = options.get("backward_passes_per_step", 1)
+            wanted = expected(name, parts)
+            assert_close(
+                weights, wanted, rtol=1e-4, atol=1e-5, msg=lambda said, case=(name, options): f"{case}: {said}"
+            )
+
+
+def test_casts_and_sums(ranks: Worlds) -> None:
+    cases = [("sgd", {"compression": "bf16"}, True), ("sgd", {"op": hvd.Sum}, True)]
+    for cast, _ in ranks(3).run(in_ranks, cases):
+        assert_close(cast, expected("sgd", 1), rtol=0.05, atol=0.02)
+        assert any(not torch.equal(a, b) for a, b in zip(cast, expected("sgd", 1), strict=True)), "nothing was rounded"
+
+
+@in_world
+def sums() -> None:
+    table = nn.Embedding(4, 1, sparse=True)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), op=hvd.Sum)
+    for _ in range(2):  # in the first step nobody knows yet that it is sparse
+        optimizer.zero_grad()
+        table(torch.tensor([hvd.rank(), 3])).sum().backward()
+        gradient = table.weight.grad
+        assert gradient is not None
+        assert gradient.to_dense().flatten().tolist() == [1, 1, 0, 2]
+        optimizer.step()
+    optimizer.synchronize()  # a sum that is summed again stays what it is
+    assert table.weight.grad is not None
+    assert table.weight.grad.to_dense().flatten().tolist() == [1, 1, 0, 2]
+    with pytest.raises(RuntimeError, match="accumulated onto one already summed"):
+        table(torch.tensor([0])).sum().backward()
+    optimizer.close()
+
+
+@in_world
+def averages_that_grow() -> None:
+    """A backward() after the exchange adds to the average; frozen tables keep out of it, and come back."""
+    tables = nn.ModuleList(nn.Embedding(4, 1, sparse=True) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(tables.parameters(), lr=1.0))
+
+    def run() -> None:
+        sum(table(torch.tensor([2 * hvd.rank()])).sum() for table in tables).backward()  # type: ignore[union-attr]
+
+    def rows(table: nn.Module) -> list[float] | None:
+        gradient = table.weight.grad
+        return None if gradient is None else gradient.to_dense().flatten().tolist()  # type: ignore[operator, union-attr]
+
+    run()
+    run()
+    assert [rows(table) for table in tables] == [[1, 0, 1, 0]] * 2
+    optimizer.step()
+    optimizer.zero_grad()
+    tables[0].weight.requires_grad_(False)  # type: ignore[operator, union-attr]
+    run()
+    assert [rows(table) for table in tables] == [None, [0.5, 0, 0.5, 0]]
+    optimizer.step()
+    tables[0].weight.requires_grad_(True)  # type: ignore[operator, union-attr]
+    for _ in range(2):
+        optimizer.zero_grad()
+        run()
+        assert [rows(table) for table in tables] == [[0.5, 0, 0.5, 0]] * 2
+        optimizer.step()
+    optimizer.close()
+
+
+def test_sums(ranks: Worlds) -> None:
+    ranks(2).run(sums)
+
+
+def test_accumulation_and_freezing(ranks: Worlds) -> None:
+    ranks(2).run(averages_that_grow)

@@ -1,0 +1,118 @@
+"""Gradients that are sparse, as those of nn.Embedding(sparse=True): exchanged as the rows that they have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from collectives import Work
+from trainer.compression import Cast, Encoding
+from trainer.gradients.combination import Combination
+from trainer.gradients.operations import Operations
+from trainer.ops import Sum
+from trainer.world import here
+
+ABSENT = -1
+
+
+class SparseGradients(Operations):
+    """Combines the sparse gradients of some parameters: every rank gathers the indices and values of all, and adds up.
+
+    items: numbers of the parameters. A rank may have any number of rows, or no gradient; where it has a dense one, the
+    rows that are not zero are taken. Values travel as the parameter's cast has it, and uncompressed where there is a
+    codec. in_flight: whether they are being exchanged.
+    """
+
+    def __init__(
+        self,
+        combination: Combination,
+        items: Sequence[int],
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        encodings: Sequence[Cast | Encoding],
+    ) -> None:
+        super().__init__()
+        self.items = list(items)
+        self.in_flight = False
+        self._combination = combination
+        self._names = [names[item] for item in items]
+        self._parameters = [parameters[item] for item in items]
+        self._encodings = [encodings[item] for item in items]
+        self._results: list[Tensor | None] = [None] * len(self.items)
+
+    def start(self, step: int) -> None:
+        self.in_flight = True
+        super().start(step)
+
+    def holds(self, item: int) -> bool:
+        """Return whether a parameter's gradient is what an exchange has left, with or without additions."""
+        slot = self.items.index(item)
+        result = self._results[slot]
+        return result is not None and self._parameters[slot].grad is result
+
+    def forget(self) -> None:
+        """Keep no gradient any longer."""
+        self._results = [None] * len(self.items)
+
+    def finish(self) -> None:
+        """Hand out the results: a parameter without gradient on this rank gets one if any rank has it."""
+        for parameter, result in zip(self._parameters, self._results, strict=True):
+            if result is not None:
+                parameter.grad = result
+
+    def _operations(self, step: int) -> Iterator[Work]:
+        if not self.items:
+            return
+        communicator = self._combination.communicator
+        mine = [self._rows_here(slot) for slot in range(len(self.items))]
+        sizes = [[ABSENT, 0] if rows is None else [rows._nnz(), rows.sparse_dim()] for rows in mine]
+        told = torch.tensor(sizes, device=self._parameters[0].device)
+        everyones = told.new_empty(communicator.size, *told.shape)
+        yield communicator.allgather(everyones, told, async_op=True)
+        for slot, (rows, sizes) in enumerate(zip(mine, everyones.transpose(0, 1).tolist(), strict=True)):
+            yield from self._gathered(slot, rows, sizes)
+
+    def _gathered(self, slot: int, rows: Tensor | None, sizes: Sequence[Sequence[int]]) -> Iterator[Work]:
+        """Combine the gradients of one parameter. sizes: of each rank, how many rows it has, of how many dimensions."""
+        counts = [max(0, count) for count, _ in sizes]
+        dimensions = {dimension for count, dimension in sizes if count != ABSENT}
+        if not dimensions:
+            self._results[slot] = None
+            return
+        if len(dimensions) > 1:
+            raise ValueError(
+                f"{here()}the gradient of {self._names[slot]!r} is sparse in {sorted(dimensions)} dimensions, depending "
+                "on the rank"
+            )
+        parameter, (dimension,) = self._parameters[slot], dimensions
+        cast = self._encodings[slot]
+        wire = cast.dtype_on_wire(parameter.dtype) if isinstance(cast, Cast) else parameter.dtype
+        indices = parameter.new_empty((sum(counts), dimension), dtype=torch.int64)
+        values = parameter.new_empty((sum(counts), *parameter.shape[dimension:]), dtype=wire)
+        if sum(counts):
+            own_indices, own_values = indices[:0], values[:0]
+            if rows is not None:
+                own_indices = rows.indices().t().contiguous()
+                own_values = (rows.values() / self._combination.predivide).to(wire).contiguous()
+            yield from self._gather(indices, own_indices, counts)
+            yield from self._gather(values, own_values, counts)
+        values = values.to(parameter.dtype)
+        total = torch.sparse_coo_tensor(indices.t(), values, parameter.shape, check_invariants=False).coalesce()
+        total._values().mul_(self._combination.predivide / self._combination.inputs)
+        self._results[slot] = total
+
+    def _gather(self, output: Tensor, rows: Tensor, counts: Sequence[int]) -> Iterator[Work]:
+        """Gather rows of all ranks."""
+        self._combination.traffic.count_gathered(rows.nbytes)
+        yield self._combination.communicator.allgather(list(output.split(list(counts))), rows, async_op=True)
+
+    def _rows_here(self, slot: int) -> Tensor | None:
+        """Return this rank's gradient, coalesced; None where there is none."""
+        gradient = self._parameters[slot].grad
+        if gradient is None:
+            return None
+        rows = gradient.detach().to_sparse(1) if gradient.layout is torch.strided else gradient.detach().coalesce()
+        untouched = self._combination.op == Sum and gradient is self._results[slot]
+        return rows / self._combination.communicator.size if untouched else rows
