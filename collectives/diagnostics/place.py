@@ -13,6 +13,7 @@ _OURS = (
     *(os.path.join(_ROOT, package) + os.sep for package in ("collectives", "trainer")),
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     threading.__file__,
+    "<frozen ",
 )
 
 
