@@ -11,7 +11,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from collectives import Communicator
 from trainer.ops import Sum
-from trainer.world import ProcessSet, communicator_of, here
+from trainer.process_sets import ProcessSetLike, global_process_set
+from trainer.world import communicator_of, here
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -34,7 +35,7 @@ class SyncBatchNorm(_BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_set: ProcessSet = None,
+        process_set: ProcessSetLike = global_process_set,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -42,7 +43,9 @@ class SyncBatchNorm(_BatchNorm):
         self.process_set = process_set
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: _Module, process_set: ProcessSet = None) -> _Module | SyncBatchNorm:
+    def convert_sync_batchnorm(
+        cls, module: _Module, process_set: ProcessSetLike = global_process_set
+    ) -> _Module | SyncBatchNorm:
         """Return a module with every BatchNorm layer in it replaced, in place, by one of these that has its parameters
         and statistics; where the module is such a layer itself, its replacement."""
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
@@ -52,7 +55,7 @@ class SyncBatchNorm(_BatchNorm):
         return module
 
     @classmethod
-    def _like(cls, layer: _BatchNorm, process_set: ProcessSet) -> SyncBatchNorm:
+    def _like(cls, layer: _BatchNorm, process_set: ProcessSetLike) -> SyncBatchNorm:
         """Return a layer with the parameters and buffers of another, themselves and not copies."""
         made = cls(
             layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, process_set, "meta"

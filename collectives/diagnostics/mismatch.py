@@ -21,7 +21,7 @@ from collectives.link.watch import Watch
 GRACE_S = 1.2
 
 #: How many calls are known at most; then all are forgotten.
-_MOST_KNOWN = 1024
+_MOST_KNOWN = 4096
 
 #: How many of its calls a rank's latest post tells of. A rank can be past what another one still compares.
 _POSTED = 4

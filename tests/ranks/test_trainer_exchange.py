@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import trainer as hvd
-from collectives import CollectiveError, Communicator
+from collectives import CollectiveError, Communicator, Mismatch
 from tests.harness import Worlds
 from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, loss_of, perceptron, share, spy
 
@@ -172,6 +172,9 @@ def out_of_step() -> list[str]:
     model = perceptron()
     communicator = Communicator(timeout_s=2.0)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), process_set=communicator)
+    loss_of(
+        model, share(0)
+    ).backward()  # so that the exchange is known, and has begun when the ranks find that they differ
     errors = []
     if hvd.rank() == 1:
         with pytest.raises(CollectiveError) as error:
@@ -191,6 +194,31 @@ def test_failures_surface_from_backward(ranks: Worlds) -> None:
     for first, *later in ranks(2).run(out_of_step):
         assert "the ranks do not agree" in first
         assert all("broken" in message for message in later)
+
+
+@in_world
+def out_of_step_at_first() -> None:
+    """Rank 1 does something else than rank 0 before anything is known: both say so, and training goes on."""
+    model = perceptron()
+    communicator = Communicator(timeout_s=20.0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), process_set=communicator)
+    other = lambda: communicator.allreduce(torch.zeros(3))  # noqa: E731
+    with pytest.raises(Mismatch, match=r"float32\[3\]"):
+        (loss_of(model, share(0)).backward if hvd.rank() == 0 else other)()
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(model, share(hvd.rank())).backward()
+        optimizer.step()
+    mine = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    everyones = [torch.empty_like(mine) for _ in range(communicator.size)]
+    communicator.allgather(everyones, mine)
+    assert all(torch.equal(other, mine) for other in everyones)
+    optimizer.close()
+    communicator.close()
+
+
+def test_training_goes_on_after_a_mismatch_before_data_moved(ranks: Worlds) -> None:
+    ranks(2).run(out_of_step_at_first)
 
 
 @in_world

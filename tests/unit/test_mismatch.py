@@ -1,0 +1,104 @@
+"""What ranks call, compared over their watches, all in this process."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from collectives.diagnostics import mismatch, place
+from collectives.diagnostics.mismatch import Agreement, Call, first_difference
+from collectives.errors import LinkError, Mismatch
+from tests.unit.test_watch import DEADLINE_S, end_abruptly, watches
+
+
+def outcome(agreement: Agreement, call: Call, patience_s: float = DEADLINE_S) -> Exception | None:
+    try:
+        agreement.agree(call, time.monotonic() + patience_s, lambda: False, lambda: False)
+    except (LinkError, Mismatch) as error:
+        return error
+    return None
+
+
+def outcomes(agreements: list[Agreement], calls: list[Call]) -> list[Exception | None]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(outcome, agreements, calls))
+
+
+def test_ranks_that_call_the_same_agree_and_those_that_differ_are_all_told() -> None:
+    with watches(3) as all_watches:
+        agreements = [Agreement(watch) for watch in all_watches]
+        assert outcomes(agreements, [Call(0, "sum")] * 3) == [None] * 3
+        told = outcomes(agreements, [Call(1, "sum", "a.py:1"), Call(1, "max", "b.py:2"), Call(1, "sum", "a.py:1")])
+        for error in told:
+            assert isinstance(error, Mismatch)
+            assert error.calls == {0: "sum", 1: "max", 2: "sum"}
+            assert "ranks 0, 2 called sum at a.py:1; rank 1 called max at b.py:2" in str(error)
+        assert outcomes(agreements, [Call(2, "sum")] * 3) == [None] * 3  # the old difference is settled
+        assert not any(
+            agreement.differs_from({2: "sum"}, lambda number: Call(number, "sum")) for agreement in agreements
+        )
+
+
+def test_a_rank_that_has_moved_data_makes_it_worse_for_all() -> None:
+    with watches(2) as all_watches:
+        agreements = [Agreement(watch) for watch in all_watches]
+        agreements[1].say(Call(5, "max", "b.py:2", moved=True))
+        assert isinstance(outcome(agreements[0], Call(5, "sum")), LinkError)
+
+
+def test_a_rank_that_runs_something_else_answers() -> None:
+    with watches(2) as all_watches:
+        agreements = [Agreement(watch) for watch in all_watches]
+        agreements[0].say(Call(7, "sum"))
+        assert all_watches[1].wait_for(lambda: bool(all_watches[1].posts), DEADLINE_S)
+        assert not agreements[1].differs_from({6: "max"}, lambda number: Call(number, "max", moved=True))
+        assert agreements[1].differs_from({6: "max", 7: "max"}, lambda number: Call(number, "max", moved=True))
+        assert all_watches[0].wait_for(lambda: len(agreements[0].said()) == 2, DEADLINE_S)
+        assert (1, Call(7, "max", moved=True)) in agreements[0].said()
+
+
+def test_who_waits_for_a_rank_that_ends_or_does_not_come_is_told_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mismatch, "GRACE_S", 0.1)
+    with watches(3) as all_watches:
+        agreements = [Agreement(watch) for watch in all_watches]
+        late = outcome(agreements[0], Call(0, "sum"), patience_s=0.1)
+        assert isinstance(late, LinkError)
+        assert late.timed_out
+        assert late.awaited == {1, 2}
+        agreements[1].say(Call(1, "max"))
+        differs = outcome(agreements[0], Call(1, "sum"))  # which rank 2 never says anything of
+        assert isinstance(differs, LinkError)
+        assert not differs.timed_out
+        end_abruptly(all_watches[2])
+        gone = outcome(agreements[0], Call(2, "sum"))
+        assert isinstance(gone, LinkError)
+        assert not gone.timed_out
+
+
+def test_what_is_known_is_forgotten_when_it_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mismatch, "_MOST_KNOWN", 2)
+    with watches(1) as (watch,):
+        agreement = Agreement(watch)
+        for signature in "abc":
+            agreement.take(signature)
+        assert agreement.known == {"c"}
+
+
+def test_the_first_difference_is_told_with_places() -> None:
+    calls = [(0, Call(3, "a")), (1, Call(3, "a")), (0, Call(4, "a")), (0, Call(4, "a", "x.py:1")), (1, Call(4, "b"))]
+    assert first_difference(calls) == {0: Call(4, "a", "x.py:1"), 1: Call(4, "b")}
+    assert first_difference(calls, after=4) == {}
+
+
+def test_the_place_is_that_of_the_caller_not_of_the_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    def called(ours: Callable[[], str]) -> str:
+        return ours()
+
+    here = sys._getframe().f_lineno + 1
+    assert called(lambda: place.place_of(sys._getframe())) == f"{__file__}:{here}"
+    monkeypatch.setattr(place, "_OURS", ("/", "<frozen "))
+    assert place.place_of(sys._getframe()) == ""
