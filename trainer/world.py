@@ -77,12 +77,12 @@ class World:
         ranks = agreed_ranks(launched, comm, self.settings.timeout_s)
         self._membership = launched.subset(ranks, f"world of {ranks}")
         self.rank, self.size = self._membership.rank, self._membership.size
-        self._is_whole = self.size == launched.size
+        self._is_whole = ranks == list(range(launched.size))
         global_process_set.ranks = list(range(self.size))
         self._register(global_process_set)
         topology = self.communicator().topology
         self.hosts = topology.hosts
-        told = (launch.rank, launch.size) == (self.rank, self.size)
+        told = self._is_whole and (launch.rank, launch.size) == (self.rank, self.size)
         local_rank, local_size = (launch.local_rank, launch.local_size) if told else (None, None)
         self.local_rank = topology.local_rank if local_rank is None else local_rank
         self.local_size = topology.local_size if local_size is None else local_size

@@ -290,6 +290,14 @@ def wrong_worlds() -> None:
     hvd.init(comm=[] if rank else None)
     assert hvd.size() == SIZE
     hvd.shutdown()
+    order = [3, 1, 0, 2]
+    hvd.init(comm=order)
+    assert (hvd.rank(), hvd.local_rank()) == (order.index(rank), order.index(rank))
+    assert hvd.allgather(torch.tensor([rank])).tolist() == order
+    assert hvd.broadcast(torch.tensor([rank]), 0, process_set=torch.distributed.group.WORLD).tolist() == [3]
+    with pytest.raises(ValueError, match=r"after init\(comm=\), a process set is made of a list of ranks"):
+        hvd.add_process_set(hvd.ProcessSet(torch.distributed.group.WORLD))  # type: ignore[arg-type]
+    hvd.shutdown()
 
 
 def test_smaller_worlds(ranks: Worlds) -> None:
