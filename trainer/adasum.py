@@ -34,7 +34,7 @@ def adasum_(communicator: Communicator, tensors: Sequence[Tensor], prescale: flo
     """Replace each tensor by its Adasum over the ranks, times postscale, of what they have times prescale.
 
     The tensors are of floating point. All that is computed is computed in float64, and rounded once, at the end; every
-    rank gets the same bits.
+    rank gets the same bits. A rank sends about as much as in an allreduce, and needs some 24 bytes an element meanwhile.
     """
     fused: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:

@@ -85,11 +85,10 @@ def of_allgather(rank: int, size: int, process_set: Any) -> None:
     close(grouped, wanted)
 
 
-def of_broadcast(rank: int, size: int, process_set: Any, ranks: list[int]) -> None:
+def of_broadcast(rank: int, size: int, process_set: Any) -> None:
     """On the root the average of all g(r), elsewhere 0."""
     root = size - 1
     given = [values(r, 3, salt=5) for r in range(size)]
-    # The root is named as the verb wants it, whether within the set or among all.
     result = hvd.broadcast(torch.tensor([float(rank)]), root, process_set=process_set)
     assert result.item() == root
     got = gradients_of(lambda x: hvd.broadcast(x, root, process_set=process_set), [values(rank, 3)], [given[rank]])
@@ -147,7 +146,7 @@ def every_verb(rank: int, size: int, process_set: Any) -> None:
 
 def in_the_world() -> None:
     every_verb(hvd.rank(), hvd.size(), None)
-    of_broadcast(hvd.rank(), hvd.size(), None, list(range(hvd.size())))
+    of_broadcast(hvd.rank(), hvd.size(), None)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -156,11 +155,13 @@ def test_gradients_are_horovods(ranks: Worlds, size: int) -> None:
 
 
 def in_a_process_set() -> None:
-    group = torch.distributed.new_group([1, 2])
-    if hvd.rank() > 0:
-        assert isinstance(group, torch.distributed.ProcessGroup)
-        with Communicator(group) as communicator:
-            every_verb(communicator.rank, communicator.size, communicator)
+    """Of ranks 0 and 1, the root is rank 1 however roots are counted."""
+    for ranks, verbs in (([1, 2], every_verb), ([0, 1], of_broadcast)):
+        group = torch.distributed.new_group(ranks)
+        if hvd.rank() in ranks:
+            assert isinstance(group, torch.distributed.ProcessGroup)
+            with Communicator(group) as communicator:
+                verbs(communicator.rank, communicator.size, communicator)
 
 
 def test_gradients_count_the_ranks_of_the_process_set(ranks: Worlds) -> None:

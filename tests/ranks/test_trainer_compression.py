@@ -273,6 +273,7 @@ def test_every_bucket_is_rounded_in_its_own_way(ranks: Worlds) -> None:
 
 @in_world
 def which_are_encoded() -> None:
+    torch.manual_seed(0)
     model = nn.ModuleDict(
         {"embed": nn.Embedding(100, 64), "big": nn.Linear(64, 64), "small": nn.Linear(8, 8), "wide": nn.Linear(1, 5000)}
     )
