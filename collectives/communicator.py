@@ -18,7 +18,6 @@ from collectives.absence import Absence
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.registry import make_codec
-from collectives.diagnostics import whereabouts
 from collectives.diagnostics.timeline import Lane, Timeline
 from collectives.environment import LINK
 from collectives.link.connection import connect
@@ -667,14 +666,14 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        close_all([self], whereabouts.of_exception(error) if error is not None else "")
+        close_all([self], error)
 
 
-def close_all(communicators: Iterable[Communicator], why: str = "") -> None:
-    """Close several Communicators as close() does one, in little more time than one takes: all say so before any waits. why: what
-    the other ranks are told of an exception by which this one leaves."""
+def close_all(communicators: Iterable[Communicator], error: BaseException | None = None) -> None:
+    """Close several Communicators as close() does one, in little more time than one takes: all say so before any waits. error:
+    the exception by which this rank leaves, of which the others are told."""
     engines = [communicator._engine for communicator in communicators]
-    engines = [engine for engine in engines if engine.announce_close(why)]
+    engines = [engine for engine in engines if engine.announce_close(error)]
     drain_by = time.monotonic() + DRAIN_S
     try:
         for engine in engines:

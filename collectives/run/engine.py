@@ -343,10 +343,10 @@ class Engine:
         """Wait until what has been issued is done, whether well or not."""
         self._operations.settle()
 
-    def announce_close(self, why: str = "") -> bool:
-        """Tell the other ranks that this one issues no more operations; False, with nothing done, the second time. why: the
+    def announce_close(self, error: BaseException | None) -> bool:
+        """Tell the other ranks that this one issues no more operations; False, with nothing done, the second time. error: the
         exception by which it leaves."""
-        return self._operations.announce_close(why)
+        return self._operations.announce_close(error)
 
     def drain(self, deadline: float) -> None:
         """Finish what is queued, but not beyond the deadline (time.monotonic())."""

@@ -480,16 +480,16 @@ class Operations:
         where = self._stalls.answers(asked_at, findings.reports.keys())
         return verdict(replace(findings, whereabouts=where), self._rank, str(error))
 
-    def announce_close(self, why: str = "") -> bool:
+    def announce_close(self, error: BaseException | None = None) -> bool:
         """Tell the other ranks how many operations this one has issued, and that it issues no more: the first of three steps to
-        the end, which take a few seconds at most, whatever happened. False, with nothing done, the second time. why: the
+        the end, which take a few seconds at most, whatever happened. False, with nothing done, the second time. error: the
         exception by which it leaves."""
         promised = None if self._queue.sealed else self._queue.seal()
         if promised is None:
             return False
         atexit.unregister(self._at_exit)
         self._hook.dismiss(self)
-        self._watch.say_leaving(promised, why)
+        self._watch.say_leaving(promised, "" if error is None else whereabouts.of_exception(error))
         return True
 
     def drain(self, deadline: float, finish: Callable[[float], None]) -> None:

@@ -358,8 +358,8 @@ class _Steps:
     def __init__(self, name: str, steps: list[str]) -> None:
         self._engine, self._name, self._steps = self, name, steps
 
-    def announce_close(self, why: str) -> bool:
-        self._steps.append(f"announce {self._name} {why}")
+    def announce_close(self, error: BaseException | None) -> bool:
+        self._steps.append(f"announce {self._name}, {error}")
         return True
 
     def drain(self, deadline: float) -> None:
@@ -371,5 +371,5 @@ class _Steps:
 
 def test_all_say_that_they_close_before_any_waits() -> None:
     steps: list[str] = []
-    close_all([_Steps(name, steps) for name in "ab"], "why")  # type: ignore[misc]
-    assert steps == ["announce a why", "announce b why", "drain a", "drain b", "part a", "part b"]
+    close_all([_Steps(name, steps) for name in "ab"], ValueError("why"))  # type: ignore[misc]
+    assert steps == ["announce a, why", "announce b, why", "drain a", "drain b", "part a", "part b"]
