@@ -274,6 +274,11 @@ class Engine:
         execute(program, numbers, self._transport, tag=turn.tag, deadline=turn.deadline)
 
     @property
+    def usable(self) -> bool:
+        """Whether anything can still be run."""
+        return self._operations.usable
+
+    @property
     def issued(self) -> int:
         """How many operations this rank has issued."""
         return self._operations.issued
