@@ -33,6 +33,11 @@ class Absence:
         return self._engine.timeout_s
 
     @property
+    def is_usable(self) -> bool:
+        """Whether the Communicator is neither closed nor broken, as far as this rank has noticed."""
+        return self._engine.usable
+
+    @property
     def everyone_left(self) -> bool:
         """Whether all ranks have joined."""
         return self._absences.everyone_joined

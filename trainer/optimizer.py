@@ -155,8 +155,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except BaseException:
             self.close()  # or hooks of what was refused would go on exchanging, as long as anybody keeps the error
             raise
-        can_stand_in = made.can_stand_in
-        self._communicator.absence.allow(lambda _: can_stand_in)
+        is_allowed = made.can_stand_in
+        self._communicator.absence.allow(lambda _: is_allowed)
         if is_initialized():
             current_world().enrol(self)
 

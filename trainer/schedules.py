@@ -46,7 +46,7 @@ class WarmupLR(LRScheduler):
         self.factor = float(size() if factor is None else factor)
         super().__init__(optimizer, last_epoch)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | Tensor]:
         """Return the rates of this step, for step(): those of the step before, times what has been added since."""
         before = self._multiplier(self.last_epoch - 1) if self.last_epoch > 0 else 1.0
         change = self._multiplier(self.last_epoch) / before

@@ -330,6 +330,11 @@ class Engine:
         execute(program, TracedPayload(payload, self._lane), traced, tag=turn.tag, deadline=turn.deadline)
 
     @property
+    def usable(self) -> bool:
+        """Whether anything can still be run."""
+        return self._operations.usable
+
+    @property
     def issued(self) -> int:
         """How many operations this rank has issued."""
         return self._operations.issued

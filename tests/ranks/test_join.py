@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import trainer as hvd
-from collectives import PeerJoined, PeerLost
+from collectives import CollectiveTimeout, PeerJoined, PeerLost
 from collectives.compression import Int8, OneBit, TopK
 from tests.harness import ON_EVERY_TRANSPORT, RUN_TIMEOUT_S, Worlds
 from tests.ranks.training import assert_close, assert_same_on_all_ranks, copies, in_world
@@ -272,9 +273,70 @@ def refuse() -> None:
         hvd.join(-2)
 
 
+@in_world
+def leftovers() -> None:
+    """What rank 0 has accumulated goes into the step of the others, and windows begin anew."""
+    weight = nn.Parameter(torch.zeros(3))
+    sgd = torch.optim.SGD([weight], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd, backward_passes_per_step=2, op=hvd.Sum)
+    closed = hvd.DistributedOptimizer(momentum(model_of()))
+    closed.close()
+    weight.sum().backward()
+    if hvd.rank() > 0:
+        weight.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        weight.sum().backward()  # of a step that is given up
+    assert hvd.join() > 0
+    expected = -(1.0 + 2 * (hvd.size() - 1))
+    assert weight.tolist() == [expected] * 3
+    optimizer.zero_grad()
+    for _ in range(2):
+        weight.sum().backward()
+    optimizer.step()
+    assert weight.tolist() == [expected - 2 * hvd.size()] * 3
+
+
+class Averaging(hvd.Rule):
+    """Averages parameters after every step, and knows nothing of joining."""
+
+    def after_step(self) -> None:
+        for parameter in self.setup.optimizer.param_groups[0]["params"]:
+            self.communicator.allreduce(parameter.detach(), "average")
+
+
+@in_world
+def own_rule() -> None:
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(momentum(model), rule=Averaging)
+    if hvd.rank() > 0:
+        with pytest.raises(PeerJoined):
+            optimizer.step()
+    assert hvd.join() > 0
+    optimizer.step()
+
+
+@in_world
+def quiet() -> None:
+    """Rank 0 gives up when the others do nothing."""
+    communicator = current_world().communicator()
+    if hvd.rank() == 0:
+        communicator._engine._operations._timeout_s = 0.5
+        with pytest.raises(CollectiveTimeout) as caught:
+            hvd.join()
+        assert caught.value.waiting_for == tuple(range(1, hvd.size()))
+        return
+    give_up = time.monotonic() + RUN_TIMEOUT_S / 2
+    while not communicator.absence.has_leavers:
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+    with pytest.raises(PeerLost):
+        hvd.join()
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_verbs_and_optimizers_beside_each_other(ranks: Worlds, size: int) -> None:
-    for function in (verbs_with_zeros, two_optimizers, losses_of_closures, refuse):
+    for function in (verbs_with_zeros, two_optimizers, losses_of_closures, refuse, leftovers, own_rule, quiet):
         ranks(size).run(function)
 
 

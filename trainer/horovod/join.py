@@ -53,7 +53,11 @@ class _Join:
         self._everyone = world.communicator()
         made = [optimizer for optimizer in world.optimizers if isinstance(optimizer, DistributedOptimizer)]
         self._optimizers = {optimizer.communicator: optimizer for optimizer in made}
-        self._communicators = list(dict.fromkeys([*world.communicators, *self._optimizers]))
+        self._communicators = [
+            communicator
+            for communicator in dict.fromkeys([*world.communicators, *self._optimizers])
+            if communicator.absence.is_usable or communicator is self._everyone
+        ]
         self._device = device
         self._cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
         self._changed = threading.Event()
@@ -66,7 +70,8 @@ class _Join:
             communicator.absence.leave(self._changed.set)
         self._stand_in()
         for communicator, optimizer in self._optimizers.items():
-            self._even_out(communicator, optimizer)
+            if communicator in self._communicators:
+                self._even_out(communicator, optimizer)
         last = self._everyone.absence.last
         self._everyone.barrier()  # then all know what they wanted to know
         for communicator in self._communicators:
