@@ -35,9 +35,9 @@ _MARGIN = 8
 class Stragglers:
     """Says who made whom wait in `steps` exchanges of gradients, the last of which was exchange number `last`.
 
-    step_s: seconds from one to the next, on average. cost_s[r], worst_s[r]: how many seconds at least half of the ranks
-    were ready before rank r, on average and at most. waited_s[i][r]: how many seconds rank i was ready before rank r, on
-    average, counting nothing where it was not.
+    step_s: seconds from one to the next, on average. cost_s and worst_s, by rank: how many seconds at least half of the
+    ranks were ready before this one, on average and at most. waited_s, by rank and then by the rank that it waited for:
+    how many seconds the one was ready before the other, on average, counting nothing where it was not.
     """
 
     steps: int
