@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.world import here, size
