@@ -42,6 +42,8 @@ from trainer.horovod.reductions import (
 from trainer.horovod.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from trainer.ops import Average, Max, Min, Product, Sum
 from trainer.optimizer import DistributedOptimizer
+from trainer.optimizers.lamb import LAMB
+from trainer.optimizers.lars import LARS
 from trainer.rules.rule import Rule
 from trainer.world import (
     cross_rank,
@@ -56,6 +58,8 @@ from trainer.world import (
 )
 
 __all__ = [
+    "LAMB",
+    "LARS",
     "Average",
     "Compression",
     "DistributedOptimizer",
