@@ -8,7 +8,7 @@ with Communicator() as communicator:
 
 from collectives.communicator import Communicator
 from collectives.compression.registry import register_codec
-from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
+from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost, ReplicasDiffer
 from collectives.link.registry import register_link
 from collectives.plan.algorithms import register_algorithm
 from collectives.plan.check import ScheduleError, check_algorithm
@@ -23,6 +23,7 @@ __all__ = [
     "Mismatch",
     "PeerLost",
     "PreparedOperation",
+    "ReplicasDiffer",
     "ScheduleError",
     "Topology",
     "Work",

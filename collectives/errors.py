@@ -5,7 +5,7 @@ A caller's mistake (a wrong argument) is a ValueError or TypeError, raised befor
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -77,6 +77,40 @@ class Mismatch(CollectiveError):
             by_call.setdefault(call, []).append(caller)
         said = "; ".join(f"{ranks_text(callers)} called {call}" for call, callers in by_call.items())
         super().__init__(f"the ranks do not agree: {said}", rank=rank, operation=operation)
+
+
+class ReplicasDiffer(CollectiveError):
+    """Ranks that train one model do not hold the same numbers any more. The Communicator can still be used.
+
+    Attributes: tensor (the name of the first value that differs), ranks (those that have another value than most ranks; where
+    no value is that of most, than the lowest rank), count (how many values differ).
+    """
+
+    def __init__(
+        self, tensor: str, hashes: Sequence[int | None], count: int, *, rank: int, operation: str, detail: str = ""
+    ) -> None:
+        """hashes: of the value, by rank; None where a rank has no such value."""
+        by_hash: dict[int | None, list[int]] = {}
+        for holder, hashed in enumerate(hashes):
+            by_hash.setdefault(hashed, []).append(holder)
+        most = max(by_hash.values(), key=len)
+        self.tensor = tensor
+        self.ranks = tuple(sorted(holder for holders in by_hash.values() if holders is not most for holder in holders))
+        self.count = count
+        held = "; ".join(
+            f"{ranks_text(holders)} {'have' if len(holders) > 1 else 'has'} {_hash_text(hashed)}"
+            for hashed, holders in by_hash.items()
+        )
+        others = f", the first of {count} values that differ" if count > 1 else ""
+        super().__init__(
+            f"{ranks_text(self.ranks)}: {tensor} is not that of {ranks_text(most)}{others} ({held})" + detail,
+            rank=rank,
+            operation=operation,
+        )
+
+
+def _hash_text(hashed: int | None) -> str:
+    return "none" if hashed is None else f"one with hash {hashed:016x}"
 
 
 class LinkError(Exception):

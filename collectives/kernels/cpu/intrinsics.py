@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import float32, int8, int32, njit, types, uint8, uint16
+from numba import float32, int8, int32, njit, types, uint8, uint16, uint64
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -27,7 +27,9 @@ def _pointer_to(kind: Any) -> Any:
 
 
 #: Return the numbers of a dtype that begin at an address, as something to index.
-uint8_at, int8_at, uint16_at, int32_at, float32_at = map(_pointer_to, (uint8, int8, uint16, int32, float32))
+uint8_at, int8_at, uint16_at, int32_at, float32_at, uint64_at = map(
+    _pointer_to, (uint8, int8, uint16, int32, float32, uint64)
+)
 
 
 def splat(builder: Any, number: Any, lanes: int) -> Any:

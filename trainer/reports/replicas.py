@@ -1,0 +1,88 @@
+"""Whether the ranks that train one model still hold the same numbers, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collectives import Communicator, ReplicasDiffer
+from trainer.reports.hashing import hash_of
+
+_OPERATION = "check of replicas"
+
+
+class ReplicaCheck:
+    """Compares parameters and optimizer state of all ranks, every so many steps. name_of: tells a parameter's name."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        optimizer: torch.optim.Optimizer,
+        name_of: Callable[[Tensor], str],
+        every: int,
+    ) -> None:
+        self._communicator = communicator
+        self._optimizer = optimizer
+        self._name_of = name_of
+        self._every = every
+
+    def after_step(self, step: int) -> None:
+        """Compare, where that is due after this step. Collective. Raises ReplicasDiffer on all ranks alike."""
+        if step % self._every == 0:
+            self.compare(step)
+
+    def compare(self, step: int) -> None:
+        """Compare now: one number of each rank at first, and all hashes only where these differ."""
+        hashes = {name: hash_of(value) for name, value in values_of(self._optimizer, self._name_of)}
+        summary = f"{hash_of(tuple(hashes.items())):016x}"
+        if len(set(self._communicator.allgather_record(summary))) == 1:
+            return
+        random = f"{hash_of(torch.get_rng_state()):016x}"
+        gathered: list[tuple[dict[str, int], str]] = self._communicator.allgather_record((hashes, random))
+        every_name = dict.fromkeys(name for theirs, _ in gathered for name in theirs)
+        differing = [name for name in every_name if len({theirs.get(name) for theirs, _ in gathered}) > 1]
+        are = "differ too" if len({theirs for _, theirs in gathered}) > 1 else "are equal"
+        raise ReplicasDiffer(
+            differing[0],
+            [theirs.get(differing[0]) for theirs, _ in gathered],
+            len(differing),
+            rank=self._communicator.rank,
+            operation=f"{_OPERATION} after step {step}",
+            detail=f". The states of torch's random numbers on the CPU {are}",
+        )
+
+
+def values_of(optimizer: torch.optim.Optimizer, name_of: Callable[[Tensor], str]) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of all that is to be equal on all ranks: the parameters, then what the optimizer keeps of
+    each, then the settings of its groups."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        yield f"parameter {_quoted(name_of(parameter))}", parameter
+    for parameter in parameters:
+        for key, value in _leaves(optimizer.state.get(parameter, {})):
+            yield f"state {key!r} of {_quoted(name_of(parameter))}", value
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in _leaves({key: value for key, value in group.items() if key != "params"}):
+            yield f"setting {key!r} of param group {number}", value
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield tensors, numbers, strings and None in nested dicts, lists and tuples, with the way to them; whatever else an
+    optimizer keeps says nothing that could be compared."""
+    items: Iterable[tuple[Any, Any]] | None = None
+    if isinstance(tree, Mapping):
+        items = tree.items()
+    elif isinstance(tree, (list, tuple)):
+        items = enumerate(tree)
+    if items is not None:
+        for key, value in items:
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    elif tree is None or isinstance(tree, (Tensor, int, float, complex, str)):
+        yield path, tree
+
+
+def _quoted(name: str) -> str:
+    return name if name.startswith("parameter ") else repr(name)
