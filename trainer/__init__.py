@@ -40,6 +40,7 @@ from trainer.horovod.reductions import (
     reducescatter_async,
 )
 from trainer.horovod.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from trainer.local_updates import LocalReport, LocalUpdates
 from trainer.ops import Average, Max, Min, Product, Sum
 from trainer.optimizer import DistributedOptimizer
 from trainer.optimizers.lamb import LAMB
@@ -65,6 +66,8 @@ __all__ = [
     "DistributedOptimizer",
     "ErrorFeedback",
     "Handle",
+    "LocalReport",
+    "LocalUpdates",
     "Max",
     "Min",
     "Product",
