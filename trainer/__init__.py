@@ -58,8 +58,11 @@ from trainer.horovod.scatterings import (
 )
 from trainer.horovod.sparse import sparse_allreduce_async
 from trainer.horovod.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from trainer.local_updates import LocalReport, LocalUpdates
 from trainer.ops import Adasum, Average, Max, Min, Product, Sum
 from trainer.optimizer import DistributedOptimizer
+from trainer.optimizers.lamb import LAMB
+from trainer.optimizers.lars import LARS
 from trainer.probes import (
     ccl_built,
     cuda_built,
@@ -96,6 +99,8 @@ from trainer.world import (
 )
 
 __all__ = [
+    "LAMB",
+    "LARS",
     "Adasum",
     "Average",
     "Compression",
@@ -104,6 +109,8 @@ __all__ = [
     "ErrorFeedback",
     "Handle",
     "HorovodInternalError",
+    "LocalReport",
+    "LocalUpdates",
     "Max",
     "Min",
     "ProcessSet",

@@ -20,7 +20,7 @@ from collectives.diagnostics.trace import trace_of, write_trace
 from collectives.kernels.reference import hashing as reference
 from tests.pages import ROOT
 from trainer.gradients.moments import Moment
-from trainer.reports.hashing import hash_of
+from trainer.hashing import hash_of
 from trainer.reports.metrics import BucketChoice, StepMetrics
 from trainer.reports.reports import Wanted
 from trainer.reports.stragglers import Stragglers, StragglerWatch

@@ -12,8 +12,8 @@ from torch import Tensor
 from collectives.diagnostics.timeline import now_ns
 from trainer.gradients.bucket import Bucket
 from trainer.gradients.combination import Combination
+from trainer.replicas import ReplicaCheck
 from trainer.reports.metrics import ERROR_EVERY, BucketChoice, StepMetrics, choices, compression_error
-from trainer.reports.replicas import ReplicaCheck
 from trainer.reports.stragglers import Stragglers, StragglerWatch
 from trainer.rules.rule import Rule
 from trainer.world import here

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from collectives import Communicator, ReplicasDiffer
-from trainer.reports.hashing import hash_of
+from trainer.hashing import hash_of
 
 _OPERATION = "check of replicas"
 

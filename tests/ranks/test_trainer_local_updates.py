@@ -1,0 +1,335 @@
+"""Local updates: against the same training simulated in one process, resumed, with codecs, in fragments, in groups."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainer as hvd
+from collectives import ReplicasDiffer
+from tests.harness import ON_EVERY_TRANSPORT, Worlds, wide
+from tests.ranks.training import assert_same_on_all_ranks, in_world, loss_of
+
+pytestmark = ON_EVERY_TRANSPORT
+
+STEPS, WARMUP = 14, 3
+
+
+def model_of(seed: int = 0, width: int = 16) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)).double()
+
+
+def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(4, 6, generator=generator).double(), torch.randn(4, 3, generator=generator).double()
+
+
+def outer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def wrapped(model: nn.Module, *, outer: bool = True, **options: Any) -> hvd.LocalUpdates:
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    return hvd.LocalUpdates(
+        inner, model.named_parameters(), outer=outer_of(list(model.parameters())) if outer else None, **options
+    )
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, batch_of(step, hvd.rank())).backward()
+        optimizer.step()
+
+
+@in_world
+def trained(**options: Any) -> list[Tensor]:
+    """Return this rank's parameters after some steps."""
+    model = model_of()
+    optimizer = wrapped(model, **options)
+    train(model, optimizer, range(STEPS))
+    optimizer.close()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def simulated(
+    size: int,
+    *,
+    every: int,
+    outer: bool = True,
+    warmup_steps: int = 0,
+    fragments: int = 1,
+    delay: int = 0,
+    alpha: float = 0.5,
+) -> list[list[Tensor]]:
+    """Return every rank's parameters after the same steps, taken one rank after the other."""
+    models = [model_of() for _ in range(size)]
+    ranks = [list(model.parameters()) for model in models]
+    inners = [torch.optim.SGD(parameters, lr=0.1, momentum=0.5) for parameters in ranks]
+    parts = [[0], [1, 2, 3]] if fragments == 2 else [[0, 1, 2, 3]]
+    common: list[Tensor] = []
+    outers: list[torch.optim.Optimizer] = []
+    late: dict[int, int] = {}
+    for step in range(STEPS):
+        alone = step - warmup_steps  # how many steps have been taken alone
+        if alone == 0:
+            common = [nn.Parameter(parameter.detach().clone()) for parameter in ranks[0]]
+            made = outer_of if outer else (lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+            outers = [made([common[i] for i in part]) for part in parts]
+        for rank, model in enumerate(models):
+            inners[rank].zero_grad()
+            loss_of(model, batch_of(step, rank)).backward()
+        if alone < 0:
+            for together in zip(*ranks, strict=True):
+                mean = torch.stack([parameter.grad for parameter in together]).mean(0)  # type: ignore[misc]
+                for parameter in together:
+                    parameter.grad = mean.clone()
+        for inner in inners:
+            inner.step()
+        if alone < 0:
+            continue
+        if step in late:
+            for parameters in ranks:
+                for i in parts[late[step]]:
+                    parameters[i].data.copy_(torch.lerp(common[i].detach(), parameters[i].detach(), alpha))
+        for number, part in enumerate(parts):
+            if (alone + 1 - (number + 1) * every // fragments) % every:
+                continue
+            for i in part:
+                common[i].grad = torch.stack([common[i].detach() - each[i].detach() for each in ranks]).mean(0)
+            outers[number].step()
+            if delay:
+                late[step + delay] = number
+            else:
+                for parameters in ranks:
+                    for i in part:
+                        parameters[i].data.copy_(common[i].detach())
+    return [[parameter.detach() for parameter in parameters] for parameters in ranks]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "averaging": {"every": 4, "outer": False},
+    "every step": {"every": 1},
+    "Nesterov": {"every": 4},
+    "after a warm-up": {"every": 3, "warmup_steps": WARMUP},
+    "two fragments": {"every": 4, "fragments": 2},
+    "late": {"every": 5, "delay": 2, "alpha": 0.25},
+    "two fragments, late, after a warm-up": {"every": 4, "fragments": 2, "delay": 1, "warmup_steps": WARMUP},
+    "late, taken whole": {"every": 4, "delay": 3, "alpha": 0.0},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size", [2, *wide(1, 3)])
+def test_steps_are_those_of_a_simulation(ranks: Worlds, case: str, size: int) -> None:
+    found, expected = ranks(size).run(trained, **CASES[case]), simulated(size, **CASES[case])
+    for mine, theirs in zip(found, expected, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+@in_world
+def trained_as_usual_at_first() -> None:
+    first, second = model_of(), model_of()
+    local = wrapped(first, every=5, warmup_steps=STEPS)
+    usual = hvd.DistributedOptimizer(
+        torch.optim.SGD(second.parameters(), lr=0.1, momentum=0.5), second.named_parameters()
+    )
+    train(first, local, range(STEPS))
+    train(second, usual, range(STEPS))
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
+    local.close()
+    usual.close()
+
+
+def test_the_warm_up_is_synchronous_training(ranks: Worlds) -> None:
+    ranks(2).run(trained_as_usual_at_first)
+
+
+def big_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 700), nn.Tanh(), nn.Linear(700, 3))
+
+
+def big_batch(step: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = batch_of(step, hvd.rank())
+    return inputs.float(), targets.float()
+
+
+def train_big(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, big_batch(step)).backward()
+        optimizer.step()
+
+
+def big_wrapped(model: nn.Module, **options: Any) -> hvd.LocalUpdates:
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return hvd.LocalUpdates(inner, model.named_parameters(), **options)
+
+
+CODED: dict[str, dict[str, Any]] = {
+    "int8": {"every": 3, "codec": "int8"},
+    "onebit": {"every": 3, "codec": "onebit"},
+    "topk, by name": {"every": 3, "codec": "int4", "policy": {"0.*": "topk"}},
+    "int8, warm-up with fp16": {"every": 3, "codec": "int8", "warmup_steps": WARMUP, "warmup_codec": "fp16"},
+    "onebit, late fragments": {"every": 4, "codec": "onebit", "fragments": 2, "delay": 1},
+    "onebit, warm-up with powersgd": {
+        "every": 4,
+        "codec": "onebit",
+        "warmup_steps": WARMUP,
+        "warmup_codec": "powersgd",
+    },
+}
+
+
+@in_world
+def resumed(options: dict[str, Any], at: int) -> None:
+    """Train, save, train on; then do that last part again from what was saved."""
+
+    def with_outer(model: nn.Module) -> dict[str, Any]:
+        return {**options, "outer": outer_of(list(model.parameters()))}
+
+    model = big_model()
+    optimizer = big_wrapped(model, **with_outer(model))
+    train_big(model, optimizer, range(at))
+    saved = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+    train_big(model, optimizer, range(at, STEPS))
+    optimizer.close()
+
+    saved.seek(0)
+    state = torch.load(saved, weights_only=True)
+    again = big_model()
+    again.load_state_dict(state["model"])
+    optimizer = big_wrapped(again, **with_outer(again))
+    optimizer.load_state_dict(state["optimizer"])
+    train_big(again, optimizer, range(at, STEPS))
+    optimizer.close()
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("case", [*CODED, "none"])
+def test_training_goes_on_bit_for_bit(ranks: Worlds, case: str) -> None:
+    options = CODED.get(case, {"every": 4, "warmup_steps": WARMUP})
+    for at in (2, WARMUP, 8, 9):
+        ranks(2).run(resumed, options, at)
+
+
+@in_world
+def met(options: dict[str, Any]) -> tuple[float, float]:
+    """Return how many times fewer bytes were sent, and the share of time spent waiting."""
+    model = big_model()
+    optimizer = big_wrapped(model, **options)
+    train_big(model, optimizer, range(options.get("warmup_steps", 0) + 3 * options["every"]))
+    if not options.get("delay"):
+        assert_same_on_all_ranks(model.parameters())
+    report = optimizer.report(batch_per_rank=4)
+    assert (report.batch_per_rank, report.global_batch) == (4, 4 * hvd.size())
+    assert f"a batch of 4 a rank, {4 * hvd.size()} in all" in str(report)
+    optimizer.close()
+    return report.bytes_saved, report.wait_share
+
+
+@pytest.mark.parametrize("case", CODED)
+def test_ranks_that_meet_hold_the_same(ranks: Worlds, case: str) -> None:
+    for size in (2, 3):
+        for saved, wait_share in ranks(size).run(met, CODED[case]):
+            assert saved > 2
+            assert 0 <= wait_share <= 1
+
+
+@in_world
+def moved_to(states: list[dict[str, Any]] | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Train from states of another number of ranks, all of which this rank is given, or from the beginning."""
+    model = big_model()
+    optimizer = big_wrapped(model, **options)
+    if states is not None:
+        own, *others = states[hvd.rank() % len(states) :] + states[: hvd.rank() % len(states)]
+        model.load_state_dict(own["model"])
+        optimizer.load_state_dict(own["optimizer"], also=[other["optimizer"] for other in others])
+    train_big(model, optimizer, range(6))
+    assert_same_on_all_ranks(model.parameters())
+    state = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    optimizer.close()
+    return state
+
+
+@pytest.mark.filterwarnings("ignore:.*saved on 2 ranks")
+def test_another_number_of_ranks_goes_on(ranks: Worlds) -> None:
+    options = {"every": 3, "codec": "onebit"}
+    states = ranks(2).run(moved_to, None, options)
+    ranks(3).run(moved_to, states, options)
+
+
+@in_world
+def in_groups() -> None:
+    """Two ranks average every step, and meet the other two every third."""
+    groups = [torch.distributed.new_group(pair) for pair in ([0, 1], [2, 3])]
+    mine = groups[hvd.rank() // 2]
+    model = model_of()
+    optimizer = wrapped(model, every=3, inner=mine)
+    for step in range(STEPS):
+        train(model, optimizer, range(step, step + 1))
+        vector = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        all_of_them = hvd.allgather_object(vector)
+        assert torch.equal(all_of_them[0], all_of_them[1])
+        assert torch.equal(all_of_them[2], all_of_them[3])
+        assert torch.equal(all_of_them[0], all_of_them[2]) == ((step + 1) % 3 == 0)
+    optimizer.close()
+
+
+def test_groups_average_inside_and_meet_outside(ranks: Worlds) -> None:
+    ranks(4).run(in_groups)
+
+
+@in_world
+def refuse() -> None:
+    model = model_of()
+    other = model_of()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    for options, message in (
+        ({"every": 0}, "every must be a whole number >= 1, not 0"),
+        ({"every": 2, "warmup_steps": -1}, "warmup_steps must be"),
+        ({"every": 2, "fragments": 3}, "fragments=3 must be at most every=2"),
+        ({"every": 4, "fragments": 2, "delay": 2}, "delay=2 must be less than every // fragments = 2"),
+        ({"every": 2, "alpha": 1.0}, "alpha must be"),
+        ({"every": 2, "outer": outer_of(list(other.parameters()))}, "the same parameters"),
+        ({"every": 2, "policy": {"nothing*": "int8"}}, "no parameter's name matches"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hvd.LocalUpdates(inner, model.named_parameters(), **options)
+    with pytest.raises(TypeError, match="outer must be a torch"):
+        hvd.LocalUpdates(inner, every=2, outer="sgd")  # type: ignore[arg-type]
+    optimizer = hvd.LocalUpdates(inner, every=2)
+    with pytest.raises(ValueError, match="cannot be added"):
+        optimizer.add_param_group({"params": list(other.parameters())})
+    later = hvd.LocalUpdates(inner, every=3, fragments=2)
+    with pytest.raises(ValueError, match="saved with 1 fragments"):
+        later.load_state_dict(optimizer.state_dict())
+
+
+def test_what_cannot_be_meant_is_refused(ranks: Worlds) -> None:
+    ranks(2).run(refuse)
+
+
+@in_world
+def diverge() -> None:
+    """One rank begins elsewhere, so that its common parameters differ."""
+    model = model_of(seed=hvd.rank())
+    optimizer = wrapped(model, every=2)
+    with pytest.raises(ReplicasDiffer, match="weight"):
+        train(model, optimizer, range(STEPS))
+
+
+def test_replicas_that_start_unequal_are_told(ranks: Worlds) -> None:
+    ranks(2).run(diverge)

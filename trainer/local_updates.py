@@ -1,0 +1,167 @@
+"""LocalUpdates: a torch optimizer whose ranks step alone, and exchange what they have learnt every so many steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from collectives import Communicator
+from trainer.compression import Compression, Compressor, Policy
+from trainer.gradients.bucket_plan import DEFAULT_BUCKET_BYTES
+from trainer.optimizer import DistributedOptimizer
+from trainer.rules import local_updates as rule
+from trainer.world import ProcessSet, current_world, here
+
+
+@dataclass(frozen=True)
+class LocalReport:
+    """Says what local updates have cost this rank so far.
+
+    steps: of the optimizer. bytes_per_step: that this rank has sent of movements, spread over all steps since the
+    warm-up. bytes_saved: how many times fewer these are than uncompressed movements. wait_share: of the time since
+    the optimizer was made, in which this rank waited for others. batch_per_rank, global_batch: of a step, where the
+    caller has told; while a rank steps alone, its gradient is that of its own batch.
+    """
+
+    steps: int
+    bytes_per_step: float
+    bytes_saved: float
+    wait_share: float
+    batch_per_rank: int | None
+    global_batch: int | None
+
+    def __str__(self) -> str:
+        batches = (
+            ""
+            if self.batch_per_rank is None
+            else f"; a batch of {self.batch_per_rank} a rank, {self.global_batch} in all"
+        )
+        return (
+            f"{self.steps} steps: {self.bytes_per_step / 1e3:.1f} KB a step, {self.bytes_saved:.1f} times fewer than "
+            f"uncompressed; {self.wait_share:.1%} of the time waiting{batches}"
+        )
+
+
+class LocalUpdates(DistributedOptimizer):
+    """Wraps an optimizer so that every rank steps alone, and all meet every `every` steps.
+
+    For `warmup_steps` first, gradients are averaged, as by DistributedOptimizer. From then on ranks exchange no
+    gradients. Every `every` steps they average how far their parameters have moved since they last met, and the outer
+    optimizer applies that to the parameters which they have in common: DiLoCo (Douillard et al. 2023) with an outer
+    Nesterov SGD of rate 0.7 and momentum 0.9; averaging of the parameters with outer=None. All ranks' common parameters
+    are compared by a hash after each exchange; ReplicasDiffer says which differ. Replicas must start equal
+    (broadcast_parameters).
+
+    optimizer, named_parameters, process_set, backward_passes_per_step, bucket_bytes: as DistributedOptimizer takes them.
+    outer: an optimizer of the same parameters, of which class, settings and state are taken; itself it is not used.
+    codec, policy: what movements travel as, of all parameters, whatever their size: as compression= and policy= of
+    DistributedOptimizer; "chunktopk" brings the error feedback that takes the place of outer momentum (SparseLoCo, 2025).
+    warmup_codec: what gradients travel as during the warm-up, and among inner ranks.
+    fragments: the parameters are cut into so many parts, which are exchanged in turn, each every `every` steps. delay:
+    ranks go on for so many steps while a part is on its way, and then keep the share `alpha` of their own parameters
+    (Streaming DiLoCo, Douillard et al. 2025).
+    inner: a process set that averages gradients in every step, such as the ranks of a host; different ranks name
+    different ones.
+
+    Checkpoints: state_dict() holds where this rank stands; every rank saves its own, and its parameters. On as many
+    ranks, training goes on bit for bit. On another number, every rank loads any; what error feedback owes is handed
+    over as by DistributedOptimizer.
+
+    Collective. Raises ValueError or TypeError for arguments that cannot be meant.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        *,
+        every: int,
+        outer: torch.optim.Optimizer | None = None,
+        warmup_steps: int = 0,
+        warmup_codec: Compressor = Compression.none,
+        codec: Compressor = Compression.none,
+        policy: Mapping[str, Compressor] | None = None,
+        fragments: int = 1,
+        delay: int = 0,
+        alpha: float = 0.5,
+        inner: ProcessSet = None,
+        backward_passes_per_step: int = 1,
+        process_set: ProcessSet = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"{here()}optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        parameters = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
+        _check(every, warmup_steps, fragments, delay, alpha, len(parameters))
+        outer = torch.optim.SGD(parameters, lr=1.0) if outer is None else outer
+        if not isinstance(outer, torch.optim.Optimizer):
+            raise TypeError(f"{here()}outer must be a torch.optim.Optimizer or None, not {type(outer).__name__}")
+        if {p for group in outer.param_groups for p in group["params"]} != set(parameters):
+            raise ValueError(f"{here()}outer must be an optimizer of the same parameters as optimizer")
+        pairs = None if named_parameters is None else list(named_parameters)
+        by_name = Policy(Compression.none, {**(policy or {}), "*": codec})
+        self._began = time.perf_counter()
+        self._world = current_world()
+        locality = rule.Locality(
+            every, outer, warmup_steps, by_name, fragments, delay, alpha, None if inner is None else self._opened(inner)
+        )
+        made: list[rule.LocalUpdates] = []
+
+        def make(setup: rule.Setup) -> rule.LocalUpdates:
+            made.append(rule.LocalUpdates(setup, locality))
+            return made[0]
+
+        super().__init__(
+            optimizer,
+            pairs,
+            warmup_codec,
+            backward_passes_per_step,
+            process_set=process_set,
+            bucket_bytes=bucket_bytes,
+            rule=make,
+        )
+        if policy is not None:
+            by_name.checked(None if pairs is None else [name for name, _ in pairs])
+        (self._local,) = made
+
+    def _opened(self, inner: ProcessSet) -> Communicator:
+        return inner if isinstance(inner, Communicator) else self._world.open_communicator(inner)
+
+    def report(self, batch_per_rank: int | None = None) -> LocalReport:
+        """Return what local updates have cost so far. batch_per_rank: of a step, to have both batches told."""
+        sent, uncompressed = self._local.exchange_stats
+        alone = max(1, self._local.step - self._local.warmup_steps)
+        return LocalReport(
+            steps=self._local.step,
+            bytes_per_step=sent / alone,
+            bytes_saved=uncompressed / sent if sent else 1.0,
+            wait_share=self.communication_wait_s / (time.perf_counter() - self._began),
+            batch_per_rank=batch_per_rank,
+            global_batch=None if batch_per_rank is None else batch_per_rank * self._communicator.size,
+        )
+
+
+def _check(every: int, warmup_steps: int, fragments: int, delay: int, alpha: float, parameters: int) -> None:
+    for name, value, least in (
+        ("every", every, 1),
+        ("warmup_steps", warmup_steps, 0),
+        ("fragments", fragments, 1),
+        ("delay", delay, 0),
+    ):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{here()}{name} must be a whole number >= {least}, not {value!r}")
+    if fragments > min(every, parameters):
+        raise ValueError(
+            f"{here()}fragments={fragments} must be at most every={every} and the number of parameters, {parameters}"
+        )
+    if delay >= every // fragments:
+        raise ValueError(
+            f"{here()}delay={delay} must be less than every // fragments = {every // fragments}: one fragment is on its way "
+            "at a time"
+        )
+    if not 0 <= alpha < 1:
+        raise ValueError(f"{here()}alpha must be at least 0 and less than 1, not {alpha!r}")

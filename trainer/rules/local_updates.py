@@ -1,0 +1,330 @@
+"""The rule of local updates: ranks step alone, and meet every so many steps.
+
+Each rank trains a copy of its own. Every `every` steps the ranks average what their parameters have moved by since they
+last met, and an outer optimizer applies that, as if it were a gradient, to the outer parameters, of which all ranks
+hold the same (DiLoCo, Douillard et al. 2023). With an outer SGD of rate 1 that is averaging the parameters (local SGD,
+Stich 2018). The outer optimizer is exchanged for like any other, by the synchronous rule, with its buckets, codecs and
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from collectives import Communicator
+from collectives.daemon import DaemonThread
+from trainer.compression import Policy
+from trainer.gradients.combination import Combination
+from trainer.gradients.exchange import Passes
+from trainer.ops import Average
+from trainer.replicas import ReplicaCheck
+from trainer.rules.rule import Rule, Setup
+from trainer.rules.synchronous import Synchronous
+from trainer.world import here
+
+KEY = "gradwire_local"
+"""In the state_dict() of an optimizer with local updates."""
+
+
+@dataclass(frozen=True)
+class Locality:
+    """Says how far ranks go alone.
+
+    every: steps between two exchanges of the same parameters. outer: an optimizer of the same parameters, whose class,
+    settings and state the outer one begins with. warmup_steps: in which gradients are averaged first. policy: what
+    movements travel as. fragments: into how many parts the parameters are cut, which are exchanged one after the other.
+    delay: for how many steps ranks go on while a fragment is exchanged. alpha: the share of its own parameters that a
+    rank keeps of a fragment that is so late. inner: ranks that average their gradients in every step; None for none.
+    """
+
+    every: int
+    outer: torch.optim.Optimizer
+    warmup_steps: int
+    policy: Policy
+    fragments: int
+    delay: int
+    alpha: float
+    inner: Communicator | None
+
+
+class LocalUpdates(Rule):
+    """Averages gradients during the warm-up (and among inner ranks after it), and movements from then on."""
+
+    def __init__(self, setup: Setup, locality: Locality) -> None:
+        super().__init__(setup)
+        self._locality = locality
+        self._outer_combination = replace(setup.combination, op=Average, predivide=1.0)
+        self._names: list[str] = []
+        self._parameters: list[Tensor] = []
+        self._fragments: list[Fragment] = []
+        self._averaging: Synchronous | None = None
+        self._pending: _Pending | None = None
+        self._thread = DaemonThread("gradwire-local") if locality.delay else None
+        self._waited_s = 0.0
+        self.step = 0
+        """How many steps the optimizer has taken."""
+
+    @property
+    def wait_s(self) -> float:
+        rules = [fragment.rule for fragment in self._fragments if not self._locality.delay]
+        return self._waited_s + sum(rule.wait_s for rule in (*rules, *filter(None, [self._averaging])))
+
+    @property
+    def exchange_stats(self) -> tuple[int, int]:
+        """Return the bytes that this rank has sent of movements, and would have sent without a codec."""
+        stats = self._outer_combination.traffic.stats
+        return stats.bytes_sent, stats.bytes_uncompressed
+
+    def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+        if self._fragments or self._averaging is not None:
+            raise ValueError(f"{here()}parameters cannot be added to an optimizer with local updates once it is made")
+        self._names += names
+        self._parameters += parameters
+
+    def start(self) -> None:
+        self._enter(0)
+
+    def synchronize(self) -> None:
+        if self._averaging is not None:
+            self._averaging.synchronize()
+
+    def evaluate(self, closure: Callable[[], Any]) -> Any:
+        return super().evaluate(closure) if self._averaging is None else self._averaging.evaluate(closure)
+
+    def reset(self) -> None:
+        if self._averaging is not None:
+            self._averaging.reset()
+
+    def after_step(self) -> None:
+        self.step += 1
+        if self._averaging is not None:
+            self._averaging.after_step()
+        if self.step <= self._locality.warmup_steps:
+            if self.step == self._locality.warmup_steps:
+                self._enter(self.step)
+            return
+        if self._pending is not None and self._pending.merge_at == self.step:
+            self._merge()
+        for number, fragment in enumerate(self._fragments):
+            if self._is_due(number):
+                self._exchange(fragment)
+
+    def _is_due(self, number: int) -> bool:
+        """Return whether a fragment is exchanged after this step: fragments take turns, evenly spread over `every`."""
+        every, fragments = self._locality.every, self._locality.fragments
+        return (self.step - self._locality.warmup_steps - (number + 1) * every // fragments) % every == 0
+
+    def _enter(self, step: int) -> None:
+        """Enter the phase to which a step belongs: that of averaging gradients, or that of local updates."""
+        self.step = step
+        if self._averaging is not None:
+            self._averaging.close()
+            self._averaging = None
+        for fragment in self._fragments:
+            fragment.rule.close()
+        self._fragments = []
+        locality = self._locality
+        if step < locality.warmup_steps:
+            self._averaging = self._averaged(self.setup.combination)
+            return
+        if locality.inner is not None:
+            self._averaging = self._averaged(replace(self.setup.combination, communicator=locality.inner))
+        setup = replace(self.setup, combination=self._outer_combination, policy=locality.policy, passes=Passes(1))
+        cut = _cut(self._parameters, locality.fragments)
+        self._fragments = [Fragment(self._names[part], self._parameters[part], locality.outer, setup) for part in cut]
+
+    def _averaged(self, combination: Combination) -> Synchronous:
+        """Return the rule that averages gradients among these ranks."""
+        rule = Synchronous(replace(self.setup, combination=combination))
+        rule.add(self._names, self._parameters)
+        rule.start()
+        return rule
+
+    def _exchange(self, fragment: Fragment) -> None:
+        movements, step = fragment.movements(), self.step
+        if self._thread is None:
+            fragment.exchange(movements, step)
+            fragment.hand_out(0.0)
+        else:
+            done = self._thread.submit(lambda: fragment.exchange(movements, step))
+            self._pending = _Pending(self._fragments.index(fragment), step + self._locality.delay, done)
+
+    def _merge(self) -> None:
+        """Wait for the fragment that is on its way, and hand it out."""
+        pending = self._settled()
+        if pending is not None:
+            self._pending = None
+            self._fragments[pending.fragment].hand_out(self._locality.alpha)
+
+    def _settled(self) -> _Pending | None:
+        """Return what is on its way, once it has been exchanged."""
+        if self._pending is not None and self._pending.done is not None:
+            begin = time.perf_counter()
+            try:
+                self._pending.done.result()  # within the deadlines of its operations
+            finally:
+                self._waited_s += time.perf_counter() - begin
+            self._pending = replace(self._pending, done=None)
+        return self._pending
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's, and under KEY where this rank stands: another on every rank where there is a codec."""
+        pending = self._settled()
+        state = self.setup.optimizer.state_dict() if self._averaging is None else self._averaging.state_dict()
+        return {
+            **state,
+            KEY: {
+                "step": self.step,
+                "pending": None if pending is None else (pending.fragment, pending.merge_at),
+                "fragments": [fragment.state_dict() for fragment in self._fragments],
+            },
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
+        """Go on from a state_dict(), collectively; without KEY, begin anew. Raises ValueError on all ranks where they
+        were given different steps, or other fragments than these."""
+        self._settled()
+        part: dict[str, Any] | None = state_dict.get(KEY)
+        told = None if part is None else [part["step"], part["pending"], len(part["fragments"])]
+        for rank, theirs in enumerate(everyones := self.communicator.allgather_record(told)):
+            if theirs != everyones[0]:
+                raise ValueError(
+                    f"{here()}load_state_dict: ranks 0 and {rank} were given states of different steps or settings "
+                    f"(step, fragment on its way, fragments: {everyones[0]} and {theirs})"
+                )
+        step = 0 if part is None else part["step"]
+        if part is not None and len(part["fragments"]) != (
+            self._locality.fragments if step >= self.warmup_steps else 0
+        ):
+            raise ValueError(
+                f"{here()}load_state_dict: saved with {len(part['fragments'])} fragments after step {step}, "
+                f"which is not what warmup_steps={self.warmup_steps} and fragments={self._locality.fragments} make"
+            )
+        self._pending = None
+        self._enter(step)
+        if self._averaging is not None:
+            self._averaging.load_state_dict(state_dict, also)
+        else:
+            self.setup.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != KEY})
+        if part is None:
+            return
+        for number, fragment in enumerate(self._fragments):
+            others = [other[KEY]["fragments"][number] for other in also]
+            fragment.load_state_dict(part["fragments"][number], others)
+        if part["pending"] is not None:
+            self._pending = _Pending(*part["pending"], None)
+
+    @property
+    def warmup_steps(self) -> int:
+        return self._locality.warmup_steps
+
+    def close(self) -> None:
+        if self._averaging is not None:
+            self._averaging.close()
+        for fragment in self._fragments:
+            fragment.rule.close()
+        if self._thread is not None:
+            self._thread.close()
+        if self._locality.inner is not None:
+            self._locality.inner.close()
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """Stands for a fragment on its way: which, after which step it is merged, and what tells that it has come."""
+
+    fragment: int
+    merge_at: int
+    done: Future[None] | None
+
+
+class Fragment:
+    """Holds some parameters' outer copies, with the outer optimizer that steps them."""
+
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[Tensor], outer: torch.optim.Optimizer, setup: Setup
+    ) -> None:
+        self._parameters = list(parameters)
+        self._outer = [nn.Parameter(_widened(parameter)) for parameter in parameters]
+        self._optimizer = _of_copies(outer, dict(zip(parameters, self._outer, strict=True)))
+        self.rule = Synchronous(replace(setup, optimizer=self._optimizer))
+        self.rule.add(names, self._outer)
+        self.rule.start()
+        named = dict(zip(self._outer, names, strict=True))
+        self._check = ReplicaCheck(setup.combination.communicator, self._optimizer, named.__getitem__, every=1)
+
+    def movements(self) -> list[Tensor]:
+        """Return by how much this rank's parameters are below the outer ones: what a gradient would be."""
+        pairs = zip(self._outer, self._parameters, strict=True)
+        return [outer.detach() - parameter.detach() for outer, parameter in pairs]
+
+    def exchange(self, movements: Sequence[Tensor], step: int) -> None:
+        """Step the outer parameters by all ranks' movements. Raises ReplicasDiffer where ranks then hold different
+        ones."""
+        torch.autograd.backward(self._outer, list(movements))  # which gives them to the leaves, and exchanges them
+        self.rule.synchronize()
+        self._optimizer.step()
+        self.rule.after_step()
+        self._optimizer.zero_grad()
+        self.rule.reset()
+        self._check.compare(step)
+
+    @torch.no_grad()
+    def hand_out(self, alpha: float) -> None:
+        """Give the parameters the outer ones' values, but for the share alpha of their own."""
+        for parameter, outer in zip(self._parameters, self._outer, strict=True):
+            parameter.copy_(outer if alpha == 0 else torch.lerp(outer, parameter.to(outer.dtype), alpha))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the outer parameters and what the outer optimizer and its exchange remember."""
+        return {"outer": [outer.detach().clone() for outer in self._outer], "optimizer": self.rule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
+        """Go on from a state_dict(), and `also` of ranks that are no more. Raises ValueError for other parameters."""
+        shapes = [list(saved.shape) for saved in state["outer"]], [list(outer.shape) for outer in self._outer]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"{here()}load_state_dict: saved outer parameters of shapes {shapes[0]}, not {shapes[1]}")
+        with torch.no_grad():
+            for outer, saved in zip(self._outer, state["outer"], strict=True):
+                outer.copy_(saved)
+        self.rule.load_state_dict(state["optimizer"], [other["optimizer"] for other in also])
+
+
+def _widened(parameter: Tensor) -> Tensor:
+    """Return a copy in which small steps are not lost: in float32 at least."""
+    wide = torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
+    return parameter.detach().to(wide, copy=True)
+
+
+def _of_copies(outer: torch.optim.Optimizer, copies: dict[Tensor, nn.Parameter]) -> torch.optim.Optimizer:
+    """Return an optimizer as `outer` is, of the copies of those of its parameters that have one."""
+    mine: dict[int, Any] = {id(parameter): parameter for group in outer.param_groups for parameter in group["params"]}
+    mine |= {id(parameter): made for parameter, made in copies.items()}
+    made = copy.deepcopy(outer, mine)
+    wanted = set(copies.values())
+    for group in made.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter in wanted]
+    made.param_groups = [group for group in made.param_groups if group["params"]]
+    return made
+
+
+def _cut(parameters: Sequence[Tensor], fragments: int) -> list[slice]:
+    """Return so many parts of the list, none of them empty, about equal in the number of elements."""
+    total = sum(parameter.numel() for parameter in parameters)
+    cuts, before = [0], 0
+    for index, parameter in enumerate(parameters):
+        left = len(parameters) - index
+        if index > cuts[-1] and (before >= len(cuts) * total / fragments or left == fragments - len(cuts)):
+            cuts.append(index)
+        if len(cuts) == fragments:
+            break
+        before += parameter.numel()
+    return [slice(start, stop) for start, stop in zip(cuts, (*cuts[1:], len(parameters)), strict=True)]
