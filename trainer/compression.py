@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from collectives.compression.casts import BFloat16, Float16
+from collectives.compression.chunktopk import ChunkTopK
 from collectives.compression.codec import Codec
 from collectives.compression.dgc import DGC
 from collectives.compression.fp8 import Float8
@@ -108,6 +109,7 @@ class Compression:
     threshold = ErrorFeedback(Threshold())
     randomk = ErrorFeedback(RandomK())
     dgc = ErrorFeedback(DGC())
+    chunktopk = ErrorFeedback(ChunkTopK())
     powersgd = PowerSGD()
 
 

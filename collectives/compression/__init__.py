@@ -1,6 +1,7 @@
 """Gradient codecs: what makes a chunk small before it is sent."""
 
 from collectives.compression.casts import BFloat16, Float16
+from collectives.compression.chunktopk import ChunkTopK
 from collectives.compression.codec import Codec
 from collectives.compression.dgc import DGC
 from collectives.compression.feedback import Feedback
@@ -20,6 +21,7 @@ __all__ = [
     "DGC",
     "QSGD",
     "BFloat16",
+    "ChunkTopK",
     "Codec",
     "Feedback",
     "Float8",

@@ -6,6 +6,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from collectives.compression.casts import BFloat16, Float16
+from collectives.compression.chunktopk import ChunkTopK
 from collectives.compression.codec import Codec
 from collectives.compression.dgc import DGC
 from collectives.compression.fp8 import Float8
@@ -38,6 +39,7 @@ CODECS: dict[str, type[Codec]] = {
         Threshold,
         RandomK,
         DGC,
+        ChunkTopK,
     )
 }
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from collectives.compression.casts import BFloat16, Float16
+from collectives.compression.chunktopk import ChunkTopK
 from collectives.compression.dense import Dense
 from collectives.compression.dgc import DGC
 from collectives.compression.fp8 import Float8
@@ -44,6 +45,8 @@ SPARSE: tuple[Sparse, ...] = (TopK(), TopK(0.4), DGC(), Threshold(0.05), RandomK
 
 #: Around the ends of lanes, vectors, blocks and tiles; of more than one block of threads.
 DENSE_NUMELS = (1, 3, 4, 17, 127, 128, 129, 511, 512, 513, 1024, 1500, 9001)
+CHUNKED: tuple[ChunkTopK, ...] = (ChunkTopK(), ChunkTopK(4), ChunkTopK(1024))
+CHUNK_NUMELS = (1, 31, 4095, 4097, 9001)
 SPARSE_NUMELS = (1, 31, 33, 1024, 1025, 8192, 20_001)
 KINDS = ("gaussian", "wide", "ties", "few", "constant", "denormal", "large", "not finite", "any bits")
 SEED = 0xFEDC_BA98
@@ -101,6 +104,25 @@ class Pair:
         room = torch.empty(tensor.numel() + shift, dtype=tensor.dtype, device=self.device)
         room[shift:] = tensor
         return room[shift:]
+
+
+def check_chunks(
+    kernels: CudaKernels | TorchKernels,
+    device: str,
+    codec: ChunkTopK,
+    numels: tuple[int, ...] = CHUNK_NUMELS,
+    kinds: tuple[str, ...] = KINDS,
+) -> list[str]:
+    """What differs."""
+    pair = Pair(kernels, device)
+    for turn, numel in enumerate(numels):
+        for place, kind in enumerate(kinds if numel > 4095 else (kinds[turn % len(kinds)],)):
+            residual = numbers(numel, "gaussian", turn + 2) if (turn + place) % 2 else None
+            encoded = (numbers(numel, kind, turn), residual, _unwritten(codec.wire_bytes(numel)), codec.k)
+            wire = pair.both("chunktopk_encode", *encoded, at=numel % 3)[-1]
+            for add in (False, True):
+                pair.both("chunktopk_decode", wire, numbers(numel, "wide"), codec.k, add, 0.3)
+    return pair.failures
 
 
 def _unwritten(nbytes: int) -> Tensor:

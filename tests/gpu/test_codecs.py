@@ -10,12 +10,22 @@ import sys
 import pytest
 import torch
 
+from collectives.compression.chunktopk import ChunkTopK
 from collectives.compression.dense import Dense
 from collectives.compression.integers import Int8
 from collectives.compression.sparse import Sparse
 from collectives.kernels.cpu import quantize as cpu_quantize
 from collectives.kernels.cuda.kernels import CudaKernels, TorchKernels, cuda_kernels
-from tests.cuda_machine.cases import DENSE, SPARSE, check_dense, check_many, check_sparse, numbers
+from tests.cuda_machine.cases import (
+    CHUNKED,
+    DENSE,
+    SPARSE,
+    check_chunks,
+    check_dense,
+    check_many,
+    check_sparse,
+    numbers,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -47,6 +57,13 @@ def test_sparse(kernels: CudaKernels, codec: Sparse) -> None:
     assert check_sparse(kernels, "cuda", codec, (10 * LARGE,), ("gaussian",)) == []
 
 
+@pytest.mark.parametrize("codec", CHUNKED, ids=repr)
+def test_chunks(kernels: CudaKernels, codec: ChunkTopK) -> None:
+    assert check_chunks(kernels, "cuda", codec) == []
+    assert check_chunks(kernels, "cuda", codec, (LARGE,), ("gaussian", "ties", "few", "not finite")) == []
+    assert check_chunks(TorchKernels(), "cuda", codec, (1, 9001)) == []
+
+
 @pytest.mark.parametrize("codec", DENSE + SPARSE, ids=ids)
 def test_plain_torch(codec: Dense | Sparse) -> None:
     """What does the work where there is no CuPy."""
@@ -61,7 +78,7 @@ def test_plain_torch(codec: Dense | Sparse) -> None:
 def test_under_the_sanitizer(tool: str) -> None:
     check = """if True:
         from collectives.kernels.cuda.kernels import cuda_kernels
-        from tests.cuda_machine.cases import DENSE, SPARSE, check_dense, check_sparse
+        from tests.cuda_machine.cases import CHUNKED, DENSE, SPARSE, check_chunks, check_dense, check_sparse
         kernels = cuda_kernels()
         for codec in DENSE:
             assert check_dense(kernels, "cuda", codec, (3, 1500)) == []

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from collectives.compression import kernels_for
+from collectives.compression.chunktopk import ChunkTopK
 from collectives.compression.dense import Dense
 from collectives.compression.integers import Int8
 from collectives.compression.sparse import Sparse
@@ -24,12 +25,15 @@ from collectives.kernels.cuda.launch import CupyLaunch
 from collectives.kernels.cuda.source import source
 from tests.cuda_machine import MachineLaunch, Order
 from tests.cuda_machine.cases import (
+    CHUNK_NUMELS,
+    CHUNKED,
     DENSE,
     DENSE_NUMELS,
     KINDS,
     SPARSE,
     SPARSE_NUMELS,
     Pair,
+    check_chunks,
     check_dense,
     check_many,
     check_sparse,
@@ -71,6 +75,15 @@ def test_sparse(codec: Sparse, order: Order) -> None:
     assert check_sparse(CudaKernels(launch), "cpu", codec, numels, kinds) == []
 
 
+@pytest.mark.parametrize("order", [Order.TOGETHER, *wide(Order.EVEN, Order.ODD)])
+@pytest.mark.parametrize("codec", [CHUNKED[0], *wide(*CHUNKED[1:])], ids=repr)
+def test_chunks(codec: ChunkTopK, order: Order) -> None:
+    together = order is Order.TOGETHER
+    launch = MachineLaunch(f"compute_{ARCHITECTURES[together]}", order)
+    numels, kinds = (CHUNK_NUMELS if together else (4097,)), ("gaussian", "ties", "not finite")
+    assert check_chunks(CudaKernels(launch), "cpu", codec, numels, kinds) == []
+
+
 class FewBlocks(CudaKernels):
     blocks = 2
 
@@ -102,6 +115,7 @@ def test_nothing_is_done_for_nothing() -> None:
         assert pair.failures == []
     for sparse in SPARSE:
         assert check_sparse(CudaKernels(MachineLaunch()), "cpu", sparse, (0,)) == []
+    assert check_chunks(CudaKernels(MachineLaunch()), "cpu", CHUNKED[0], (0,)) == []
 
 
 @pytest.mark.parametrize("architecture", [ARCHITECTURES[0], *wide(*ARCHITECTURES[1:])])
@@ -112,6 +126,7 @@ def test_every_kernel_compiles_without_a_warning(architecture: str) -> None:
         check_dense(CudaKernels(launch), "cpu", codec, (1, 3))
     for codec in SPARSE:
         check_sparse(CudaKernels(launch), "cpu", codec, (1,))
+    check_chunks(CudaKernels(launch), "cpu", CHUNKED[0], (1, 3))
     launched = {("quantize" if "code<" in kernel else "sparse", kernel) for kernel in launch.launched}
     for family in ("quantize", "sparse"):
         written = set(re.findall(r"__global__ void __launch_bounds__\(THREADS\) (\w+)\(", source(family)))

@@ -14,7 +14,7 @@ from collectives.kernels.wire import pad16
 
 
 @njit
-def _clear(out, n):
+def clear(out, n):
     """Set numbers to zero, many of them past the caches."""
     zeros, to = room(), float32_at(out)
     if not streams(out, n):
@@ -33,7 +33,7 @@ def _scatter(wire_indices, wire_values, count, out, n, add, scale):
     places, numbers, to = int32_at(wire_indices), float32_at(wire_values), float32_at(out)
     outside = 0
     if add == 0:
-        _clear(out, n)
+        clear(out, n)
     for e in range(count):
         i = int64(places[e])
         if i < 0 or i >= n:

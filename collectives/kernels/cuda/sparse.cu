@@ -4,3 +4,4 @@
 #include "sums.cuh"
 #include "topk.cuh"
 #include "randomk.cuh"
+#include "chunks.cuh"

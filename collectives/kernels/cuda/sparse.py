@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from collectives.kernels.cuda.source import THREADS, Launch, literal
+from collectives.kernels.reference.chunks import CHUNK
 from collectives.kernels.reference.powersgd import powersgd_multiply, powersgd_orthonormalize
 
 # As in sums.cuh.
@@ -87,6 +88,17 @@ class Sparse:
     def randomk_decode(self, wire: torch.Tensor, out: torch.Tensor, k: int, seed: int, add: bool, scale: float) -> None:
         self._scatter(f"place<{literal(add)}>", wire, out, add, k=k, seed=seed & 0xFFFFFFFF, scale=scale)
 
+    def chunktopk_encode(self, values: torch.Tensor, residual: torch.Tensor | None, wire: torch.Tensor, k: int) -> None:
+        if values.numel() > 0:
+            tensors = {"values": values, "residual": residual, "wire": wire}
+            parameters = _parameters(tensors, numel=values.numel(), k=k)
+            kernel = f"encode_chunk<{literal(residual is not None)}>"
+            self._launch("sparse", kernel, -(-values.numel() // CHUNK), parameters, _present(tensors))
+
+    def chunktopk_decode(self, wire: torch.Tensor, out: torch.Tensor, k: int, add: bool, scale: float) -> None:
+        entries = -(-out.numel() // CHUNK) * k
+        self._scatter(f"scatter_chunks<{literal(add)}>", wire, out, add, k=k, entries=entries, scale=scale)
+
     powersgd_orthonormalize = staticmethod(powersgd_orthonormalize)
     powersgd_multiply = staticmethod(powersgd_multiply)
 
@@ -140,13 +152,23 @@ class Sparse:
         each = -(-chunks // self.blocks)
         return -(-chunks // each), each
 
-    def _scatter(self, kernel: str, wire: torch.Tensor, out: torch.Tensor, add: bool, k: int, **numbers: float) -> None:
+    def _scatter(
+        self,
+        kernel: str,
+        wire: torch.Tensor,
+        out: torch.Tensor,
+        add: bool,
+        k: int,
+        entries: int | None = None,
+        **numbers: float,
+    ) -> None:
+        """Have every entry of the wire, k of them where `entries` does not say, put where it belongs."""
         if not add:
             out.zero_()
-        if k > 0:
+        if (entries := k if entries is None else entries) > 0:
             tensors = {"residual": out, "wire": wire}
             parameters = _parameters(tensors, numel=out.numel(), k=k, **numbers)
-            self._launch("sparse", kernel, -(-k // THREADS), parameters, _present(tensors))
+            self._launch("sparse", kernel, -(-entries // THREADS), parameters, _present(tensors))
 
 
 def _parameters(tensors: Mapping[str, torch.Tensor | None], **numbers: float) -> NDArray[np.void]:

@@ -12,6 +12,7 @@ Sections of a wire: int32 indices, ascending, then float32 values, each filled u
 
 from __future__ import annotations
 
+from collectives.kernels.reference.chunks import chunktopk_decode, chunktopk_encode
 from collectives.kernels.reference.powersgd import powersgd_multiply, powersgd_orthonormalize
 from collectives.kernels.reference.randomk import randomk_decode, randomk_encode
 from collectives.kernels.reference.topk import dgc_encode, threshold_decode, threshold_encode, topk_decode, topk_encode
