@@ -24,14 +24,14 @@ class ProcessSet:
     registered).
     """
 
-    def __init__(self, ranks: Iterable[int] | dist.ProcessGroup | Communicator) -> None:
+    def __init__(self, ranks_or_comm: Iterable[int] | dist.ProcessGroup | Communicator) -> None:
         """Take ranks of the world, or those of a torch.distributed group, a Communicator or an mpi4py communicator.
 
         The latter three are of no use in a world that init(comm=) made smaller, since they count all processes that were
         launched. Raises ValueError for anything else.
         """
-        self.ranks = sorted(ranks_of(ranks))
-        self.counts_launched = not isinstance(ranks, Iterable)
+        self.ranks = sorted(ranks_of(ranks_or_comm))
+        self.counts_launched = not isinstance(ranks_or_comm, Iterable)
         self.process_set_id: int | None = None
         self._rank = -1
 

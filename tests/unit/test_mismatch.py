@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from collectives.diagnostics import mismatch, place
+from collectives.diagnostics import mismatch, whereabouts
 from collectives.diagnostics.mismatch import Agreement, Call, first_difference
 from collectives.errors import LinkError, Mismatch
 from tests.unit.test_watch import DEADLINE_S, end_abruptly, watches
@@ -99,6 +99,6 @@ def test_the_place_is_that_of_the_caller_not_of_the_framework(monkeypatch: pytes
         return ours()
 
     here = sys._getframe().f_lineno + 1
-    assert called(lambda: place.place_of(sys._getframe())) == f"{__file__}:{here}"
-    monkeypatch.setattr(place, "_OURS", ("/", "<frozen "))
-    assert place.place_of(sys._getframe()) == ""
+    assert called(lambda: whereabouts.of_call(sys._getframe())) == f"{__file__}:{here}"
+    monkeypatch.setattr(whereabouts, "_is_users", lambda frame: False)
+    assert whereabouts.of_call(sys._getframe()) == ""
