@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.world import here, size
@@ -47,7 +47,7 @@ class WarmupLR(LRScheduler):
         self.factor = float(size() if factor is None else factor)
         super().__init__(optimizer, last_epoch)
 
-    def get_lr(self) -> list[float | Tensor]:
+    def get_lr(self) -> list[Any]:  # of float | Tensor, in some versions of torch of float alone
         """Return the rates of this step, for step(): those of the step before, times what has been added since."""
         before = self._multiplier(self.last_epoch - 1) if self.last_epoch > 0 else 1.0
         change = self._multiplier(self.last_epoch) / before
