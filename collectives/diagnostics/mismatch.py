@@ -87,10 +87,6 @@ class Agreement:
         posts = list(self._watch.posts.get(_TOPIC, {}).items())
         return [(rank, Call(*fields)) for rank, calls in posts for fields in calls]
 
-    def difference(self) -> dict[int, Call]:
-        """Return first_difference() of what is told and not settled."""
-        return first_difference(self.said(), self.settled)
-
     def agree(self, call: Call, deadline: float, nudge: Callable[[], bool], in_vain: Callable[[], bool]) -> None:
         """Return when all ranks have said that they call this.
 

@@ -43,8 +43,8 @@ LAST_WORDS_S = 0.5
 #: ahead; most ranks are one apart.
 _REMEMBERED = 16
 
-#: How often it is looked whether the operation still runs that ran at the last look: then the other ranks are told of it.
-_LOOK_S = 0.25
+#: How often it is looked what runs, and for how long that must have been the same before the other ranks are told of it.
+_LOOK_S, _LONG_S = 0.25, 0.2
 
 #: Odd, and far from regular in binary (Knuth 1973, 6.4): numbers that follow each other give tags that lie far apart.
 _SPREAD = 0x9E3779B1
@@ -96,7 +96,7 @@ class Operations:
         self._known = self._agreement.known
         self._calls: list[tuple[int, str]] = [(-1, "")] * _REMEMBERED  # that all agreed upon, or are known
         self._running = -1
-        self._looked_at = -1  # what ran at the last look
+        self._seen = (-1, 0.0)  # what ran at the last look, and since when that has been seen
         self._where: str | int = ""  # of what runs: the place in the user's code, or the thread, which is there
         self._peers: frozenset[int] = frozenset()  # whose messages are awaited
         self._call = ""  # what was called last, if not by run_now
@@ -425,9 +425,11 @@ class Operations:
         def tell(sequence: int) -> Call:
             return Call(sequence, calls[sequence], self._place() if sequence == self._running else "", moved=True)
 
-        if running == self._looked_at and running in calls:
+        now = time.monotonic()
+        if running != self._seen[0]:
+            self._seen = (running, now)
+        elif running in calls and now - self._seen[1] >= _LONG_S:
             self._agreement.say(tell(running))
-        self._looked_at = running
         if self._agreement.differs_from(calls, tell):
             self._interrupt()
         return _LOOK_S
