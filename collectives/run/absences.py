@@ -70,6 +70,7 @@ class Absences:
         self._watch = watch
         self._round = 0  # how many are over
         self._announced = -1
+        self._missed: list[list[Any]] = []  # what has been announced and may not have been heard
         self._begun = 0  # the number of the first operation of this round
 
     # Of a rank that has not joined
@@ -85,13 +86,13 @@ class Absences:
         if not absent:
             return
         first = min(joined[rank][0] for rank in absent)
-        missed = [
-            _told(number, call, self.allows(call)) for number, call in sorted(calls) if first <= number <= sequence
-        ]
-        if not missed[-1][-1]:
+        told = max([first - 1, *(entry[0] for entry in self._missed)])
+        news = [_told(number, call, self.allows(call)) for number, call in sorted(calls) if told < number <= sequence]
+        self._missed = _since_met([entry for entry in self._missed if entry[0] >= first] + news)
+        if not self._missed[-1][-1]:
             self.absent, self.refused = absent, sequence
         self._announced = sequence
-        self._watch.post(_CALLS, [self._round, missed])
+        self._watch.post(_CALLS, [self._round, self._missed])
 
     def hear(self) -> None:
         """Take note of news: from now on every operation is announced, where a rank has joined."""
@@ -159,6 +160,13 @@ class Absences:
         """Return who has joined in this round: the first operation of each, and how late that was."""
         posted = list(self._watch.posts.get(_JOINED, {}).items())
         return {rank: (first, late) for rank, (number, first, late) in posted if number > self._round}
+
+
+def _since_met(entries: list[list[Any]]) -> list[list[Any]]:
+    """Return what may still be news: when an operation that is allowed, and so needs everyone, is followed by another, everyone
+    has taken part in it, and in all before it."""
+    met = [place for place, entry in enumerate(entries[:-1]) if entry[-1]]
+    return entries[met[-1] + 1 :] if met else entries
 
 
 def _told(number: int, call: str, is_allowed: bool) -> list[Any]:
