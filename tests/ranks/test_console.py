@@ -36,6 +36,8 @@ import os, sys
 
 names = ("RANK", "WORLD_SIZE", "HOROVOD_TIMELINE", "COLLECTIVES_LINK", "LEFT_HERE", "OMP_NUM_THREADS")
 print([os.environ.get(name) for name in names], sys.argv[1:])
+if sys.argv[1:]:
+    sys.stdout.buffer.write(b"\\xff\\r\\xc3\\xa9\\n")
 sys.stderr.write("no end of line")
 """
 
@@ -64,7 +66,7 @@ time.sleep(100)
 SSH = """#!/bin/sh
 while [ $# -gt 0 ]; do case "$1" in -o|-p|-i) shift 2;; *) break;; esac; done
 case "$1" in
-*.9) echo "ssh: Could not resolve hostname $1" >&2; exit 255;;
+*.9) printf "ssh: Could not resolve hostname $1" >&2; exit 255;;
 *.8) exec sleep 100;;
 esac
 shift
@@ -85,17 +87,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_on_this_host(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_this_host(folder: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     files = folder / "files"
     flags = ["-np", "2", "--output-filename", str(files), "--timeline-filename", "a b.json"]
     status = main(["run", *flags, "prints.py", "--lr", "0.1"])
-    out, errors = capsys.readouterr()
+    out, errors = capfdbinary.readouterr()
     assert status == 0, errors
     for rank in range(2):
         line = f"['{rank}', '2', 'a b.json', None, None, '1'] ['--lr', '0.1']"
-        assert f"[{rank}]<stdout>: {line}\n" in out
-        assert f"[{rank}]<stderr>: no end of line\n" in errors
-        assert (files / f"rank.{rank}" / "stdout").read_text() == f"{line}\n"
+        for text in (line.encode(), b"\xff", b"\xc3\xa9"):  # whatever its encoding
+            assert b"[%d]<stdout>: %s\n" % (rank, text) in out
+        assert b"[%d]<stderr>: no end of line\n" % rank in errors
+        assert (files / f"rank.{rank}" / "stdout").read_bytes() == line.encode() + b"\n\xff\n\xc3\xa9\n"
         assert (files / f"rank.{rank}" / "stderr").read_text() == "no end of line\n"
 
 

@@ -64,8 +64,8 @@ class _Output:
         for path in sorted(self._folder.glob("*/attempt_*/*/std*.log")):
             if path not in self._files:
                 self._files[path] = path.open("rb")
-            new = self._files[path].read()
-            *lines, self._rests[path] = (self._rests.get(path, b"") + new.replace(b"\r", b"\n")).split(b"\n")
+            new = self._files[path].read().replace(b"\r\n", b"\n").replace(b"\r", b"\n")  # a progress bar, too
+            *lines, self._rests[path] = (self._rests.get(path, b"") + new).split(b"\n")
             if lines:
                 self._write(path, lines)
 

@@ -63,6 +63,7 @@ class _Agent:
             while piece := os.read(self.streams[name].fileno(), 1 << 16):
                 pieces.append(piece)
             self.streams.pop(name).close()
+            pieces.append(b"\n")  # at the end, what is there is a line
         *lines, self._rests[name] = b"".join(pieces).split(b"\n")
         return lines
 
@@ -141,7 +142,7 @@ class _Run:
                     why = f"did not start within {self._job.start_timeout_s} s"
                     words = f"{why}: {agent.words.text}" if agent.words.text else why
                     self._fail(Failure(agent.host.name, None, None, words), 0)
-            if self._signals and self._end_at is None:
+            if self._signals:
                 self._end_at = now
             if self._end_at is not None and now >= self._end_at and self._kill_at is None:
                 for agent in self._running:
@@ -173,8 +174,8 @@ class _Run:
 
     def _print(self, rank: int, stream: str, line: bytes, text: bytes) -> None:
         to = sys.stdout if stream == "stdout" else sys.stderr
-        to.write(line.decode(errors="replace") + "\n")
-        to.flush()
+        to.buffer.write(line + b"\n")  # as it came, whatever the encoding
+        to.buffer.flush()
         if stream == "stderr":
             self._words.setdefault(rank, LastWords()).hear(text.decode(errors="replace"))
         if self._job.output_folder is not None:
