@@ -13,8 +13,10 @@ from collectives import Communicator
 from trainer.compression import Compression, Compressor, Policy
 from trainer.gradients.bucket_plan import DEFAULT_BUCKET_BYTES
 from trainer.optimizer import DistributedOptimizer
+from trainer.process_sets import ProcessSetLike, global_process_set
 from trainer.rules import local_updates as rule
-from trainer.world import ProcessSet, current_world, here
+from trainer.rules.rule import Setup
+from trainer.world import current_world, here
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,9 @@ class LocalUpdates(DistributedOptimizer):
         fragments: int = 1,
         delay: int = 0,
         alpha: float = 0.5,
-        inner: ProcessSet = None,
+        inner: ProcessSetLike = None,
         backward_passes_per_step: int = 1,
-        process_set: ProcessSet = None,
+        process_set: ProcessSetLike = global_process_set,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -111,7 +113,7 @@ class LocalUpdates(DistributedOptimizer):
         )
         made: list[rule.LocalUpdates] = []
 
-        def make(setup: rule.Setup) -> rule.LocalUpdates:
+        def make(setup: Setup) -> rule.LocalUpdates:
             made.append(rule.LocalUpdates(setup, locality))
             return made[0]
 
@@ -128,7 +130,7 @@ class LocalUpdates(DistributedOptimizer):
             by_name.checked(None if pairs is None else [name for name, _ in pairs])
         (self._local,) = made
 
-    def _opened(self, inner: ProcessSet) -> Communicator:
+    def _opened(self, inner: ProcessSetLike) -> Communicator:
         return inner if isinstance(inner, Communicator) else self._world.open_communicator(inner)
 
     def report(self, batch_per_rank: int | None = None) -> LocalReport:

@@ -151,7 +151,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._rule = made
             self._take_in(0, parameters)
             self._rule.start()
-            self._reports = Reports(optimizer, self._combination, self._rule, self._all_names, wanted)
+            shared = self._communicator
+            if not isinstance(process_set, Communicator) and not outside and check_replicas_every:
+                shared = current_world().communicator(process_set)
+            self._reports = Reports(optimizer, self._combination, self._rule, self._all_names, wanted, shared)
         except BaseException:
             self.close()  # or hooks of what was refused would go on exchanging, as long as anybody keeps the error
             raise
@@ -310,6 +313,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def begin_window(self) -> None:
         """Count calls of backward() from the start, for join()."""
         self._passes.ended = 0
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps were taken; join() sets it on ranks that missed some."""
+        return self._reports.step
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self._reports.step = value
 
     def close(self) -> None:
         """Remove the hooks, and close the Communicator unless it was given. The wrapped optimizer lives on."""

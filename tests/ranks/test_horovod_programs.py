@@ -112,11 +112,11 @@ def test_adasum_fits(ranks: Worlds) -> None:
 
 
 def test_two_sets_train_two_models(ranks: Worlds) -> None:
-    for size in (1, 2, 4):
+    for size in (2, 3, 4):
         ended = ranks(size).run(run, "process_sets", [], ["members", "objects"])
         for rank, (state, variables) in enumerate(ended):
             members = list(range(rank % 2, size, 2))
             assert variables["members"] == members
             assert [entry["rank"] for entry in variables["objects"]] == list(range(size))
             assert all(torch.equal(state, ended[member][0]) for member in members)
-        assert size == 1 or not torch.equal(ended[0][0], ended[1][0])
+        assert not torch.equal(ended[0][0], ended[1][0])

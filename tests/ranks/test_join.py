@@ -382,3 +382,41 @@ def test_a_rank_that_ends_while_others_have_joined_is_named(ranks: Worlds, how: 
             assert "lost rank 2" in outcome.value
     finally:
         world.kill()
+
+
+@in_world
+def with_checks_of_replicas() -> None:
+    """Checks are left out while somebody has joined, and come at the same steps on all ranks afterwards."""
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(momentum(model), check_replicas_every=2)
+    for epoch in range(3):
+        for step in range(3 + hvd.rank()):
+            plain_step(optimizer, model, hvd.rank(), 50 * epoch + step)
+        hvd.join()
+        assert hvd.allgather_object(optimizer.steps) == [(epoch + 1) * (2 + hvd.size())] * hvd.size()
+        assert_same_on_all_ranks(everything(optimizer))
+
+
+def test_replicas_are_checked_when_nobody_has_joined(ranks: Worlds) -> None:
+    ranks(3).run(with_checks_of_replicas)
+
+
+@in_world
+def with_sparse_gradients(*, dense_too: bool) -> None:
+    torch.manual_seed(0)
+    table = nn.Embedding(20, 4, sparse=True)
+    head = nn.Linear(4, 2) if dense_too else nn.Identity()
+    model = nn.Sequential(table, head)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _epoch in range(2):
+        for step in range(2 + 2 * hvd.rank()):
+            optimizer.zero_grad()
+            model(torch.tensor([step, hvd.rank() + 5])).square().sum().backward()
+            optimizer.step()
+        hvd.join()
+        assert_same_on_all_ranks(model.parameters())
+
+
+@pytest.mark.parametrize("dense_too", [True, False])
+def test_sparse_gradients_go_on(ranks: Worlds, dense_too: bool) -> None:
+    ranks(2).run(with_sparse_gradients, dense_too=dense_too)

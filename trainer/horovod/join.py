@@ -145,5 +145,6 @@ class _Join:
                 for parameter in group["params"]:
                     communicator.broadcast(parameter.detach(), source)
             share_optimizer_state(optimizer, communicator, source)
+            optimizer.steps = max(communicator.allgather_record(optimizer.steps))
             if firsts[communicator.rank] < most:
                 optimizer.zero_grad()

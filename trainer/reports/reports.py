@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from collectives import Communicator, PeerJoined
 from collectives.diagnostics.timeline import now_ns
 from trainer.gradients.bucket import Bucket
 from trainer.gradients.combination import Combination
@@ -41,7 +43,8 @@ class Wanted:
 
 
 class Reports:
-    """Tells what is wanted. all_names: returns the optimizer's parameters with their names."""
+    """Tells what is wanted. all_names: returns the optimizer's parameters with their names. compared_on: connects the ranks
+    for the check of replicas; not the combination's Communicator, where a rank that has joined takes it for an exchange."""
 
     def __init__(
         self,
@@ -50,12 +53,14 @@ class Reports:
         rule: Rule,
         all_names: Callable[[], dict[Tensor, str]],
         wanted: Wanted,
+        compared_on: Communicator,
     ) -> None:
         self._combination = combination
         self._communicator = combination.communicator
         self._rule = rule
         self._on_step = wanted.on_step
-        self._step = 0
+        self.step = 0
+        """How many steps there have been."""
         self._began_ns = 0
         self._ended = time.perf_counter()
         self._wait_s, self._stats, self._exchanged = rule.wait_s, combination.traffic.stats, -1
@@ -65,7 +70,7 @@ class Reports:
             self._stragglers = StragglerWatch(self._communicator, rule.moments, wanted.straggler_report_every)
         self._check: ReplicaCheck | None = None
         if wanted.check_replicas_every:
-            self._check = ReplicaCheck(self._communicator, optimizer, all_names, wanted.check_replicas_every)
+            self._check = ReplicaCheck(compared_on, optimizer, all_names, wanted.check_replicas_every)
 
     def before_step(self) -> None:
         """Take note that the wrapped optimizer steps."""
@@ -75,16 +80,17 @@ class Reports:
     def after_step(self) -> None:
         """Tell what is to be told of the step. With a check of replicas that is due, collective. Raises ReplicasDiffer on all
         ranks alike, and what on_step raises."""
-        self._step += 1
+        self.step += 1
         lane = self._communicator.lane("training")
         if lane is not None and self._began_ns:
-            lane.span("step", self._began_ns, step=self._step)
+            lane.span("step", self._began_ns, step=self.step)
         self._began_ns = 0
         if self._stragglers is not None:
             self._stragglers.after_step()
         metrics = self._metrics() if self._on_step is not None else None
         if self._check is not None:
-            self._check.after_step(self._step)
+            with suppress(PeerJoined):  # who has joined holds an older model, until join() brings it up to date
+                self._check.after_step(self.step)
         if self._on_step is not None and metrics is not None:
             self._on_step(metrics)
 
@@ -104,7 +110,7 @@ class Reports:
         size = self._communicator.size
         on_bus = 2 * (size - 1) / size * sum(bucket.buffer.values.nbytes for bucket in buckets) * len(exchanges)
         metrics = StepMetrics(
-            step=self._step,
+            step=self.step,
             seconds=now - self._ended,
             wait_s=wait_s - self._wait_s,
             exchange_s=exchange_s,
@@ -112,7 +118,7 @@ class Reports:
             bytes_uncompressed=stats.bytes_uncompressed - self._stats.bytes_uncompressed,
             busbw_gb_s=on_bus / exchange_s / 1e9 if exchange_s else None,
             buckets=self._chosen[1],
-            compression_error=compression_error(buckets) if self._step % ERROR_EVERY == 0 else None,
+            compression_error=compression_error(buckets) if self.step % ERROR_EVERY == 0 else None,
             slowest_rank=None if self._stragglers is None else self._stragglers.slowest(),
         )
         self._ended, self._wait_s, self._stats = now, wait_s, stats

@@ -220,7 +220,8 @@ class LocalUpdates(Rule):
             others = [other[KEY]["fragments"][number] for other in also]
             fragment.load_state_dict(part["fragments"][number], others)
         if part["pending"] is not None:
-            self._pending = _Pending(*part["pending"], None)
+            fragment_number, merge_at = part["pending"]
+            self._pending = _Pending(fragment_number, merge_at, None)
 
     @property
     def warmup_steps(self) -> int:
@@ -258,8 +259,8 @@ class Fragment:
         self.rule = Synchronous(replace(setup, optimizer=self._optimizer))
         self.rule.add(names, self._outer)
         self.rule.start()
-        named = dict(zip(self._outer, names, strict=True))
-        self._check = ReplicaCheck(setup.combination.communicator, self._optimizer, named.__getitem__, every=1)
+        named: dict[Tensor, str] = dict(zip(self._outer, names, strict=True))
+        self._check = ReplicaCheck(setup.combination.communicator, self._optimizer, lambda: named, every=1)
 
     def movements(self) -> list[Tensor]:
         """Return by how much this rank's parameters are below the outer ones: what a gradient would be."""

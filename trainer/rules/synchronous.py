@@ -74,14 +74,16 @@ class Synchronous(Rule):
 
     def stand_in(self, verb: str, numel: int) -> bool:
         """Rebuild the buckets, where ranks agree on that, or exchange: what was accumulated, then zeros."""
-        if verb == "allgather":
+        if verb == "allgather" and self.bucketing.buckets:  # where all is sparse, an exchange begins with one
             self.start()
-        elif numel > 1:  # a bucket has a number for what it counts, beside those of a gradient; a loss is one
-            if not self.exchange.has_unreduced:
-                self.setup.optimizer.zero_grad()
-            self.exchange.renew()
-            self.exchange.flush()
-        return verb == "allgather" or numel > 1
+            return True
+        if verb != "allgather" and numel <= 1:  # a loss; a bucket has a number for what it counts, beside a gradient's
+            return False
+        if not self.exchange.has_unreduced:
+            self.setup.optimizer.zero_grad()
+        self.exchange.renew()
+        self.exchange.flush()
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         return self._resumption.state_dict()

@@ -7,7 +7,7 @@ import trainer as hvd
 
 hvd.init(process_sets="dynamic")
 even_ranks = hvd.add_process_set(range(0, hvd.size(), 2))
-odd_ranks = hvd.add_process_set(range(1, hvd.size(), 2)) if hvd.size() > 1 else even_ranks
+odd_ranks = hvd.add_process_set(range(1, hvd.size(), 2))
 mine, root = (even_ranks, 0) if hvd.rank() % 2 == 0 else (odd_ranks, 1)
 
 torch.manual_seed(21 + hvd.rank())
@@ -22,6 +22,5 @@ for _step in range(3):
     optimizer.step()
 members = hvd.allgather(torch.tensor([hvd.rank()]), name="members", process_set=mine).tolist()
 objects = hvd.allgather_object({"rank": hvd.rank()}, name="objects")
-if hvd.size() > 1:
-    hvd.remove_process_set(odd_ranks)
+hvd.remove_process_set(odd_ranks)
 hvd.remove_process_set(even_ranks)
