@@ -101,10 +101,10 @@ def the_same_call_in_all_sets() -> None:
     sets = [hvd.global_process_set, *(hvd.add_process_set(ranks) for ranks in ([0, 2], [1, 3], [1, 2, 3], [2]))]
     ours = [ps for ps in sets if ps.included()]
     handles = []
-    for _ in range(3):
+    for turn in range(3):
         ours.append(ours.pop(0))
         for ps in ours[hvd.rank() % 2 :] + ours[: hvd.rank() % 2]:
-            handles.append((ps, hvd.allreduce_async(mine(), name="same", op=hvd.Sum, process_set=ps)))
+            handles.append((ps, hvd.allreduce_async(mine(), name=f"same {turn}", op=hvd.Sum, process_set=ps)))
     for ps, handle in reversed(handles):
         assert hvd.synchronize(handle).item() == sum(ps.ranks), ps
 

@@ -191,10 +191,10 @@ def leave_by_an_exception(how: str) -> None:
     comm.barrier()
     if comm.rank == 1:
         with pytest.raises(ValueError, match="a batch"), comm:
-            comm._engine.submit("allreduce", fails, async_op=False) if how == "in an operation" else fails()
+            comm._engine.submit("a meeting", fails, async_op=False) if how == "in an operation" else fails()
         return
     with pytest.raises(PeerLost) as caught:
-        comm.allreduce(torch.ones(3))
+        comm._engine.submit("a meeting", comm._engine.meet, async_op=False)
     said = r"rank 1 raised ValueError: a batch of nothing .{200,300}\.\.\. at .*test_stall\.py:\d+, fails"
     assert re.search(rf"lost rank 1: {said}$", str(caught.value)), str(caught.value)
     assert caught.value.ranks == (1,)
