@@ -178,6 +178,7 @@ def big_wrapped(model: nn.Module, **options: Any) -> hvd.LocalUpdates:
 
 CODED: dict[str, dict[str, Any]] = {
     "int8": {"every": 3, "codec": "int8"},
+    "chunktopk": {"every": 3, "codec": "chunktopk"},
     "onebit": {"every": 3, "codec": "onebit"},
     "topk, by name": {"every": 3, "codec": "int4", "policy": {"0.*": "topk"}},
     "int8, warm-up with fp16": {"every": 3, "codec": "int8", "warmup_steps": WARMUP, "warmup_codec": "fp16"},
