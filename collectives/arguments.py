@@ -30,6 +30,11 @@ def kind(tensor: torch.Tensor) -> tuple[torch.dtype, str]:
     return tensor.dtype, tensor.device.type
 
 
+def signature(text: str, lengths: Sequence[int]) -> str:
+    """Return what makes a call new: its text, but without lengths that depend on the rank, which may be others each time."""
+    return text if len(set(lengths)) <= 1 else text.replace(str(lengths), "[...]", 1)
+
+
 def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 

@@ -43,6 +43,7 @@ def alias_horovod() -> None:
     modules = {f"horovod.torch.{name}": ours for name in _OF_TORCH} | {
         "horovod": {},
         "horovod.torch": ours,
+        "horovod.torch.elastic": {"ElasticSampler": trainer.ElasticSampler},
         "horovod.common": {},
         "horovod.common.exceptions": {"HorovodInternalError": trainer.HorovodInternalError},
         "horovod.common.process_sets": {

@@ -17,15 +17,24 @@ STALL_SHUTDOWN_TIME = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 LOG_LEVEL = "HOROVOD_LOG_LEVEL"
 TIMELINE = "HOROVOD_TIMELINE"
 INTERFACE = "HOROVOD_GLOO_IFACE"
-TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
+MARK_CYCLES = "HOROVOD_TIMELINE_MARK_CYCLES"
 
-_MEANT = (FUSION_THRESHOLD, STALL_CHECK_TIME, STALL_CHECK_DISABLE, STALL_SHUTDOWN_TIME, LOG_LEVEL, TIMELINE, INTERFACE)
-_HONOURED = (*_MEANT, TIMEOUT)
+_HONOURED = (
+    FUSION_THRESHOLD,
+    STALL_CHECK_TIME,
+    STALL_CHECK_DISABLE,
+    STALL_SHUTDOWN_TIME,
+    LOG_LEVEL,
+    TIMELINE,
+    MARK_CYCLES,
+    INTERFACE,
+)
 
 #: What horovodrun tells a process of itself, which trainer.launch reads or nobody needs, and what concerns its building.
 _OF_THE_LAUNCHER = (
     *(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")),
     *(f"HOROVOD_{name}" for name in ("HOSTNAME", "CONTROLLER", "CPU_OPERATIONS", "SECRET_KEY")),
+    "HOROVOD_GLOO_TIMEOUT_SECONDS",  # 30 s, always, which would be short for an operation here
     *(f"HOROVOD_GLOO_RENDEZVOUS_{name}" for name in ("ADDR", "PORT")),
     *("HOROVOD_WITH_PYTORCH", "HOROVOD_DYNAMIC_PROCESS_SETS"),
 )
@@ -53,8 +62,8 @@ class Settings:
     fusion_bytes: size of the buckets of optimizers that are not given one; None: their default. stall_warning_s,
     stall_shutdown_s: after which a rank that waits for others says so, and gives up; None: never. log_level: of the
     logger `gradwire`; None: as it is. timeline: the file that one is written to, or "DYNAMIC" for one that
-    start_timeline() begins; None: none. interface: through which this rank is reached; None: found out. timeout_s: what
-    joining and each operation may take.
+    start_timeline() begins; None: none. marks_cycles: whether it shows where exchanges begin. interface: through which
+    this rank is reached; None: found out. timeout_s: what joining and each operation may take.
     """
 
     fusion_bytes: int | None = None
@@ -62,6 +71,7 @@ class Settings:
     stall_shutdown_s: float | None = None
     log_level: int | None = None
     timeline: str | None = None
+    marks_cycles: bool = False
     interface: str | None = None
     timeout_s: float = 300.0
 
@@ -105,8 +115,8 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         stall_shutdown_s=value(STALL_SHUTDOWN_TIME, _seconds, "a number of seconds >= 0", 0.0) or None,
         log_level=value(LOG_LEVEL, lambda text: _LEVELS[text.lower()], f"one of {', '.join(_LEVELS)}", None),
         timeline=environment.get(TIMELINE) or None,
+        marks_cycles=value(MARK_CYCLES, _flag, "0 or 1", False),
         interface=environment.get(INTERFACE) or None,
-        timeout_s=value(TIMEOUT, _positive_seconds, "a number of seconds > 0", 300.0),
     )
 
 
@@ -129,12 +139,6 @@ def _size(text: str) -> int:
 def _seconds(text: str) -> float:
     number = float(text)
     if not (math.isfinite(number) and number >= 0):
-        raise ValueError
-    return number
-
-
-def _positive_seconds(text: str) -> float:
-    if (number := _seconds(text)) == 0:
         raise ValueError
     return number
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from collectives import Communicator
 from trainer.compression import Compression, Compressor, Policy
-from trainer.gradients.bucket_plan import DEFAULT_BUCKET_BYTES
-from trainer.optimizer import DistributedOptimizer
+from trainer.optimizer import DistributedOptimizer, tensors_of
 from trainer.process_sets import ProcessSetLike, global_process_set
 from trainer.rules import local_updates as rule
 from trainer.rules.rule import Setup
@@ -93,11 +92,11 @@ class LocalUpdates(DistributedOptimizer):
         inner: ProcessSetLike = None,
         backward_passes_per_step: int = 1,
         process_set: ProcessSetLike = global_process_set,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"{here()}optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-        parameters = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
+        parameters = tensors_of(optimizer.param_groups)
         _check(every, warmup_steps, fragments, delay, alpha, len(parameters))
         outer = torch.optim.SGD(parameters, lr=1.0) if outer is None else outer
         if not isinstance(outer, torch.optim.Optimizer):
@@ -105,11 +104,17 @@ class LocalUpdates(DistributedOptimizer):
         if {p for group in outer.param_groups for p in group["params"]} != set(parameters):
             raise ValueError(f"{here()}outer must be an optimizer of the same parameters as optimizer")
         pairs = None if named_parameters is None else list(named_parameters)
-        by_name = Policy(Compression.none, {**(policy or {}), "*": codec})
+        wanted = dict(policy or {})
+        by_name = Policy(Compression.none, wanted if "*" in wanted else {**wanted, "*": codec})
+        by_name.checked([name for name, _ in pairs] if pairs is not None else (None if policy else [""]))
         self._began = time.perf_counter()
         self._world = current_world()
+        owns_inner = inner is not None and not isinstance(inner, Communicator)
+        connects_inner = (
+            inner if inner is None or isinstance(inner, Communicator) else self._world.open_communicator(inner)
+        )
         locality = rule.Locality(
-            every, outer, warmup_steps, by_name, fragments, delay, alpha, None if inner is None else self._opened(inner)
+            every, outer, warmup_steps, by_name, fragments, delay, alpha, connects_inner, owns_inner
         )
         made: list[rule.LocalUpdates] = []
 
@@ -117,28 +122,30 @@ class LocalUpdates(DistributedOptimizer):
             made.append(rule.LocalUpdates(setup, locality))
             return made[0]
 
-        super().__init__(
-            optimizer,
-            pairs,
-            warmup_codec,
-            backward_passes_per_step,
-            process_set=process_set,
-            bucket_bytes=bucket_bytes,
-            rule=make,
-        )
-        if policy is not None:
-            by_name.checked(None if pairs is None else [name for name, _ in pairs])
-        (self._local,) = made
-
-    def _opened(self, inner: ProcessSetLike) -> Communicator:
-        return inner if isinstance(inner, Communicator) else self._world.open_communicator(inner)
+        try:
+            super().__init__(
+                optimizer,
+                pairs,
+                warmup_codec,
+                backward_passes_per_step,
+                process_set=process_set,
+                bucket_bytes=bucket_bytes,
+                rule=make,
+            )
+        except BaseException:
+            if owns_inner and connects_inner is not None:
+                connects_inner.close()
+            raise
+        self._local = made[0] if made else None
 
     def report(self, batch_per_rank: int | None = None) -> LocalReport:
         """Return what local updates have cost so far. batch_per_rank: of a step, to have both batches told."""
-        sent, uncompressed = self._local.exchange_stats
-        alone = max(1, self._local.step - self._local.warmup_steps)
+        local = self._local
+        sent, uncompressed = (0, 0) if local is None else local.exchange_stats
+        steps = self.steps if local is None else local.step
+        alone = max(1, steps - (0 if local is None else local.warmup_steps))
         return LocalReport(
-            steps=self._local.step,
+            steps=steps,
             bytes_per_step=sent / alone,
             bytes_saved=uncompressed / sent if sent else 1.0,
             wait_share=self.communication_wait_s / (time.perf_counter() - self._began),

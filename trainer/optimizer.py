@@ -120,7 +120,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             rule = AdaptiveSummation
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"{here()}optimizer is a DistributedOptimizer already")
-        parameters = _tensors(optimizer.param_groups)
+        parameters = tensors_of(optimizer.param_groups)
         self._names = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
         checked = Policy(compression, policy).checked(
             None if named_parameters is None else reversed(self._names.values())
@@ -143,7 +143,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         self._rule = Rule(setup)  # which does nothing, until there is another
         try:
-            check_settings(self._communicator, _described(setup, rule, parameters))
+            check_settings(
+                self._communicator,
+                "DistributedOptimizer",
+                {**_described(setup, rule, parameters), "check_replicas_every": str(check_replicas_every)},
+            )
             outside = isinstance(process_set, ProcessSet) and not process_set.included()
             made = Rule(setup) if outside else rule(setup)
             if not isinstance(made, Rule):
@@ -259,9 +263,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group to the wrapped optimizer, and its parameters to the exchange."""
-        known = set(_tensors(self.param_groups))
+        known = set(tensors_of(self.param_groups))
         self.optimizer.add_param_group(param_group)
-        self._take_in(len(known), [parameter for parameter in _tensors(self.param_groups) if parameter not in known])
+        self._take_in(len(known), [parameter for parameter in tensors_of(self.param_groups) if parameter not in known])
 
     def _take_in(self, number: int, parameters: Sequence[Tensor]) -> None:
         """Have parameters exchanged, those without a name being numbered from `number` on."""
@@ -270,7 +274,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _all_names(self) -> dict[Tensor, str]:
         """Return the name of each parameter of the optimizer; "parameter" and its number where it has none."""
-        parameters = _tensors(self.param_groups)
+        parameters = tensors_of(self.param_groups)
         return {parameter: self._names.get(parameter, f"parameter {i}") for i, parameter in enumerate(parameters)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -354,6 +358,6 @@ def _described(setup: Setup, rule: Callable[[Setup], Rule], parameters: Sequence
     }
 
 
-def _tensors(param_groups: list[dict[str, Any]]) -> list[Tensor]:
+def tensors_of(param_groups: list[dict[str, Any]]) -> list[Tensor]:
     """Return all parameters, each once, in order."""
     return list(dict.fromkeys(parameter for group in param_groups for parameter in group["params"]))

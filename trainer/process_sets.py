@@ -62,6 +62,10 @@ class ProcessSet:
         """Forget the world; the set can be registered again."""
         self.process_set_id = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:
+        """Return this one: a copy, as of a model that holds it, has the same members."""
+        return self
+
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 

@@ -15,8 +15,8 @@ _OPERATION = "check of replicas"
 
 
 class ReplicaCheck:
-    """Compares parameters and optimizer state of all ranks, every so many steps. all_names: returns the optimizer's
-    parameters with their names."""
+    """Compares parameters of all ranks and, with_state, what the optimizer keeps, every so many steps. all_names: returns the
+    optimizer's parameters with their names."""
 
     def __init__(
         self,
@@ -24,11 +24,18 @@ class ReplicaCheck:
         optimizer: torch.optim.Optimizer,
         all_names: Callable[[], dict[Tensor, str]],
         every: int,
+        *,
+        with_state: bool = True,
     ) -> None:
         self._communicator = communicator
         self._optimizer = optimizer
         self._all_names = all_names
         self._every = every
+        self._with_state = with_state
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        names = self._all_names()
+        return values_of(self._optimizer, names) if self._with_state else parameters_of(names)
 
     def after_step(self, step: int) -> None:
         """Compare, where that is due after this step. Collective. Raises ReplicasDiffer on all ranks alike."""
@@ -37,7 +44,7 @@ class ReplicaCheck:
 
     def compare(self, step: int) -> None:
         """Compare now: one number of each rank at first, and all hashes only where these differ."""
-        hashes = {name: hash_of(value) for name, value in values_of(self._optimizer, self._all_names())}
+        hashes = {name: hash_of(value) for name, value in self._values()}
         summary = f"{hash_of(tuple(hashes.items())):016x}"
         if len(set(self._communicator.allgather_record(summary))) == 1:
             return
@@ -67,6 +74,12 @@ def values_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> 
     for number, group in enumerate(optimizer.param_groups):
         for key, value in _leaves({key: value for key, value in group.items() if key != "params"}):
             yield f"setting {key!r} of param group {number}", value
+
+
+def parameters_of(names: dict[Tensor, str]) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of the parameters alone."""
+    for parameter, name in names.items():
+        yield _called(name), parameter
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -131,13 +131,13 @@ class World:
     def add(self, process_sets: Sequence[ProcessSet]) -> None:
         """Register process sets. Collective over the world. Raises ValueError, on all ranks, where one cannot be, and
         where ranks give different ones."""
+        self._agree("add_process_set", [process_set.ranks for process_set in process_sets])
         registered = list(self.process_sets)
-        for process_set in process_sets:
+        for process_set in process_sets:  # on all ranks alike, since they are the same
             if process_set.counts_launched and not self._is_whole:
                 raise ValueError(f"rank {self.rank}: after init(comm=), a process set is made of a list of ranks")
             check_ranks(self.rank, process_set.ranks, self.size, registered)
             registered.append(process_set)
-        self._agree("add_process_set", [process_set.ranks for process_set in process_sets])
         for process_set in process_sets:
             self._register(process_set)
 
@@ -329,7 +329,7 @@ def init(
     try:
         world.add(static)
         if settings.timeline not in (None, DYNAMIC_TIMELINE):
-            world.start_timeline(settings.timeline)
+            world.start_timeline(settings.timeline, settings.marks_cycles)
     except BaseException:
         world.close()
         raise

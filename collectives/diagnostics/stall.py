@@ -135,6 +135,14 @@ class Stalls:
         return rank in self._answers and self._answers[rank][0] > asked_at - _FRESH_S
 
     def _on_news(self) -> float | None:
+        """Look about, on the Watch's thread, to which an error here must not do any harm."""
+        try:
+            return self._look_about()
+        except Exception:
+            _log.exception("gradwire: rank %d cannot say where ranks are", self._watch.rank)
+            return None
+
+    def _look_about(self) -> float | None:
         position = self._position()
         if position is None:
             return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -70,6 +71,7 @@ class Absences:
         self._watch = watch
         self._round = 0  # how many are over
         self._announced = -1
+        self._lock = threading.Lock()
         self._missed: list[list[Any]] = []  # what has been announced and may not have been heard
         self._begun = 0  # the number of the first operation of this round
 
@@ -80,6 +82,10 @@ class Absences:
 
         calls: the operations that began last, with their numbers. A rank that only sends may be ahead of one that has joined.
         """
+        with self._lock:  # the thread that calls and that of the Watch may both come here
+            self._announce(sequence, calls)
+
+    def _announce(self, sequence: int, calls: Iterable[tuple[int, str]]) -> None:
         if sequence == self._announced or not (joined := self._joined()) or self._watch.rank in joined:
             return
         absent = tuple(sorted(rank for rank, (first, _) in joined.items() if first <= sequence))
@@ -89,6 +95,8 @@ class Absences:
         told = max([first - 1, *(entry[0] for entry in self._missed)])
         news = [_told(number, call, self.allows(call)) for number, call in sorted(calls) if told < number <= sequence]
         self._missed = _since_met([entry for entry in self._missed if entry[0] >= first] + news)
+        if not self._missed:  # what was under way has ended meanwhile
+            return
         if not self._missed[-1][-1]:
             self.absent, self.refused = absent, sequence
         self._announced = sequence

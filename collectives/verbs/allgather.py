@@ -46,4 +46,4 @@ def allgather(
             engine.over_blocks(turn, "allgather", chosen, result.flat, layout)
         result.store()
 
-    return engine.submit(call, body, async_op=async_op)
+    return engine.submit(call, body, async_op=async_op, signature=arguments.signature(text, lengths))

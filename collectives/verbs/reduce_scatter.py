@@ -48,4 +48,4 @@ def reduce_scatter(
             finish(result.flat, name, engine.size)
         result.store()
 
-    return engine.submit(call, body, async_op=async_op)
+    return engine.submit(call, body, async_op=async_op, signature=arguments.signature(text, lengths))

@@ -414,3 +414,33 @@ def test_without_the_others_each_rank_writes_its_own(ranks: Worlds, tmp_path: Pa
         events = json.loads((tmp_path / f"timeline.json.rank{rank}").read_text())["traceEvents"]
         assert {event["pid"] for event in events} == {rank}
         assert any(event["name"] == "allreduce" for event in events)
+
+
+@in_world
+def each_with_a_state_of_its_own() -> None:
+    """With Adasum each rank steps by itself, so that only the parameters are to be equal."""
+    model = perceptron()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(inner, op=hvd.Adasum, check_replicas_every=1)
+    train(optimizer, model, 3, lambda step: None)
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += hvd.rank()
+    with pytest.raises(ReplicasDiffer, match="parameter 0"):
+        train(optimizer, model, 1, lambda step: None)
+
+
+def test_parameters_alone_are_compared_with_adasum(ranks: Worlds) -> None:
+    ranks(2).run(each_with_a_state_of_its_own)
+
+
+@in_world
+def checked_on_one_rank_only() -> None:
+    model = perceptron()
+    with pytest.raises(ValueError, match="check_replicas_every is 5 on rank 0; 0 on rank 1"):
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), check_replicas_every=5 if hvd.rank() == 0 else 0
+        )
+
+
+def test_ranks_that_check_differently_are_told(ranks: Worlds) -> None:
+    ranks(2).run(checked_on_one_rank_only)

@@ -127,3 +127,15 @@ def refusals() -> None:
 
 def test_refusals(ranks: Worlds) -> None:
     ranks(2).run(refusals)
+
+
+@in_world
+def copied() -> None:
+    model = hvd.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    twin = copy.deepcopy(model)
+    inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(hvd.rank()))
+    assert torch.equal(model(inputs), twin(inputs))
+
+
+def test_a_copy_works_as_the_layer_does(ranks: Worlds) -> None:
+    ranks(2).run(copied)

@@ -334,3 +334,34 @@ def diverge() -> None:
 
 def test_replicas_that_start_unequal_are_told(ranks: Worlds) -> None:
     ranks(2).run(diverge)
+
+
+@in_world
+def with_other_settings() -> None:
+    for name, values in {"every": (2, 3), "alpha": (0.25, 0.5), "codec": ("int8", "none")}.items():
+        options = {"every": 2, name: values[hvd.rank()]}
+        with pytest.raises(
+            ValueError, match=rf"do not make the same LocalUpdates: {name} is .* on rank 0; .* on rank 1"
+        ):
+            wrapped(model_of(), **options)
+
+
+def test_ranks_with_other_settings_are_told(ranks: Worlds) -> None:
+    ranks(2).run(with_other_settings)
+
+
+@in_world
+def on_some_ranks() -> None:
+    pair = hvd.add_process_set([0, 2])
+    model = model_of()
+    optimizer = wrapped(model, every=2, process_set=pair)
+    train(model, optimizer, range(4))
+    assert optimizer.report().steps == 4
+    vectors = hvd.allgather_object(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.equal(vectors[0], vectors[2])
+    assert not torch.equal(vectors[0], vectors[1])
+    optimizer.close()
+
+
+def test_a_rank_outside_of_the_set_trains_by_itself(ranks: Worlds) -> None:
+    ranks(3).run(on_some_ranks)

@@ -44,7 +44,11 @@ HOROVODRUN = {
         ({"HOROVOD_LOG_LEVEL": "WARNING"}, Settings(log_level=logging.WARNING)),
         ({"HOROVOD_TIMELINE": "/tmp/t.json"}, Settings(timeline="/tmp/t.json")),
         ({"HOROVOD_GLOO_IFACE": "eth1"}, Settings(interface="eth1")),
-        ({"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"}, Settings(timeout_s=30.0)),
+        ({"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"}, Settings()),  # gloo's, and horovodrun always sets it
+        (
+            {"HOROVOD_TIMELINE": "t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"},
+            Settings(timeline="t.json", marks_cycles=True),
+        ),
         (HOROVODRUN, Settings()),
     ],
 )
@@ -62,7 +66,7 @@ def test_settings(environment: dict[str, str], settings: Settings) -> None:
         ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "inf", "a number of seconds >= 0"),
         ("HOROVOD_STALL_CHECK_DISABLE", "yes", "0 or 1"),
         ("HOROVOD_LOG_LEVEL", "loud", "one of trace, debug, info, warning, error, fatal"),
-        ("HOROVOD_GLOO_TIMEOUT_SECONDS", "0", "a number of seconds > 0"),
+        ("HOROVOD_TIMELINE_MARK_CYCLES", "yes", "0 or 1"),
     ],
 )
 def test_values_that_cannot_be_meant(name: str, text: str, allowed: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +103,6 @@ def test_init(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture)
         ("FUSION_THRESHOLD", "4096"),
         ("STALL_CHECK_TIME_SECONDS", "7"),
         ("STALL_SHUTDOWN_TIME_SECONDS", "8"),
-        ("GLOO_TIMEOUT_SECONDS", "9"),
         ("GLOO_IFACE", "lo"),
         ("LOG_LEVEL", "info"),
         ("CACHE_CAPACITY", "5"),
@@ -107,7 +110,7 @@ def test_init(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture)
         monkeypatch.setenv(f"HOROVOD_{name}", text)
     hvd.init()
     try:
-        assert current_world().settings == Settings(4096, 7.0, 8.0, logging.INFO, None, "lo", 9.0)
+        assert current_world().settings == Settings(4096, 7.0, 8.0, logging.INFO, None, False, "lo")
         assert logger.level == logging.INFO
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))

@@ -37,8 +37,6 @@ _WITHOUT_MEANING = {
             "--mpi-threads-disable",
             "--no-mpi-threads-disable",
             "--tcp",
-            "--timeline-mark-cycles",
-            "--no-timeline-mark-cycles",
         ),
         0,
     ),
@@ -159,6 +157,7 @@ def _settings(told: argparse.Namespace) -> dict[str, str]:
     """Return the environment variables that flags stand for, under the names that Horovod has for them."""
     settings = {
         "HOROVOD_TIMELINE": told.timeline_filename,
+        "HOROVOD_TIMELINE_MARK_CYCLES": "1" if told.timeline_mark_cycles else None,
         "HOROVOD_FUSION_THRESHOLD": None if told.fusion_threshold_mb is None else told.fusion_threshold_mb << 20,
         "HOROVOD_STALL_CHECK_DISABLE": 1 if told.no_stall_check else None,
         "HOROVOD_STALL_CHECK_TIME_SECONDS": told.stall_check_warning_time_seconds,
@@ -245,6 +244,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--network-interfaces", metavar="NAME", help="the network interface between hosts (GLOO_SOCKET_IFNAME)")
     add("--output-filename", type=Path, metavar="DIR", help="also write what ranks print: DIR/rank.0/stdout, ...")
     add("--timeline-filename", metavar="FILE", help="record a timeline (HOROVOD_TIMELINE)")
+    add(
+        "--timeline-mark-cycles",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="show where exchanges begin",
+    )
     add(
         "--fusion-threshold-mb",
         type=_at_least(0),

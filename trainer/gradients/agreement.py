@@ -9,15 +9,16 @@ from typing import TypeAlias
 from torch import Tensor
 
 from collectives import Communicator
+from collectives.errors import ranks_text
 from trainer.gradients.dtensors import held_here, shard_of
 from trainer.world import here
 
 _Described: TypeAlias = tuple[str, tuple[int, ...], str]
 
 
-def check_settings(communicator: Communicator, settings: Mapping[str, str]) -> None:
+def check_settings(communicator: Communicator, of: str, settings: Mapping[str, str]) -> None:
     """Raise ValueError on all ranks alike where they do not have the same settings, with the values and who has which.
-    Collective. settings: values in words, by name; the same names on all ranks."""
+    Collective. of: what they are the settings of. settings: values in words, by name; the same names on all ranks."""
     everyones = communicator.allgather_record(dict(settings))
     faults = []
     for name in settings:
@@ -25,10 +26,10 @@ def check_settings(communicator: Communicator, settings: Mapping[str, str]) -> N
         for rank, theirs in enumerate(everyones):
             ranks[theirs.get(name)].append(rank)
         if len(ranks) > 1:
-            said = "; ".join(f"{value} on {_ranks(who)}" for value, who in ranks.items())
+            said = "; ".join(f"{value} on {ranks_text(who)}" for value, who in ranks.items())
             faults.append(f"{name} is {said}")
     if faults:
-        raise ValueError(f"{here()}the ranks do not make the same DistributedOptimizer: {'. '.join(faults)}")
+        raise ValueError(f"{here()}the ranks do not make the same {of}: {'. '.join(faults)}")
 
 
 def agree_on_parameters(communicator: Communicator, names: Sequence[str], parameters: Sequence[Tensor]) -> list[str]:
@@ -49,10 +50,6 @@ def agree_on_parameters(communicator: Communicator, names: Sequence[str], parame
                 f"{_described(name, everyones[0])} on rank 0, and {_described(name, theirs)} on rank {rank}"
             )
     return [name for name, _, _ in everyones[0]]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _described(name: str, parameters: Sequence[_Described]) -> str:

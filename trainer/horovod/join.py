@@ -45,6 +45,9 @@ def join(device: int = -1) -> int:
 #: How long to wait for news before looking whether there are any.
 _LOOK_AGAIN_S = 0.1
 
+#: And how long at most, where a Watch may have ended, which is no news.
+_LOOK_FOR_FAILURES_S = 1.0
+
 
 class _Join:
     """Holds what one call of join() goes by: the Communicators in use, and which optimizers have some of them."""
@@ -98,7 +101,7 @@ class _Join:
             if left_s <= 0 and not running:
                 missing = set(range(self._everyone.size)) - absence.firsts.keys()
                 raise CollectiveTimeout(absence.timeout_s, missing, rank=self._everyone.rank, operation="join()")
-            self._changed.wait(max(left_s, _LOOK_AGAIN_S))
+            self._changed.wait(min(max(left_s, _LOOK_AGAIN_S), _LOOK_FOR_FAILURES_S))
 
     def _begin(self, communicator: Communicator, wanted: Wanted) -> Future[None]:
         """Begin to take part in an operation, on a thread."""

@@ -70,7 +70,8 @@ class Reports:
             self._stragglers = StragglerWatch(self._communicator, rule.moments, wanted.straggler_report_every)
         self._check: ReplicaCheck | None = None
         if wanted.check_replicas_every:
-            self._check = ReplicaCheck(compared_on, optimizer, all_names, wanted.check_replicas_every)
+            every = wanted.check_replicas_every
+            self._check = ReplicaCheck(compared_on, optimizer, all_names, every, with_state=rule.shares_state)
 
     def before_step(self) -> None:
         """Take note that the wrapped optimizer steps."""

@@ -30,6 +30,9 @@ _WORTH_SAYING = 0.1
 #: How many exchanges more than are compared each rank tells of, since what they say of them comes a little apart.
 _MARGIN = 8
 
+#: Of how many exchanges a rank posts at most: a post is one message.
+_MOST_POSTED = 1000
+
 
 @dataclass(frozen=True)
 class Stragglers:
@@ -74,7 +77,7 @@ class StragglerWatch:
         self._every = every
         self._posted: int | None = None  # how many exchanges there had been at the last post
         self._told = self._first = 0
-        moments.keep(every + _MARGIN)
+        moments.keep(min(every, _MOST_POSTED) + _MARGIN)
 
     def after_step(self) -> None:
         """Post what is due, and say what is worth it. Waits for nobody."""
@@ -124,6 +127,7 @@ class StragglerWatch:
     def _to_post(self) -> dict[str, Any]:
         """Return numbers of exchanges, and for each what this rank waited and how long the step was, in microseconds."""
         moments = [moment for moment in self._moments.last if moment.number >= self._first]
+        moments = moments[-_MOST_POSTED:]
         return {
             "numbers": [moment.number for moment in moments],
             "waited": [moment.waited_ns // 1000 for moment in moments],

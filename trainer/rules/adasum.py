@@ -46,6 +46,10 @@ class AdaptiveSummation(Rule):
             self.setup.policy.encoding(name, tensor) for name, tensor in zip(names, parameters, strict=True)
         ]
 
+    @property
+    def shares_state(self) -> bool:
+        return False
+
     def start(self) -> None:
         trained = [place for place, parameter in enumerate(self._parameters) if parameter.requires_grad]
         names, parameters = [self._names[i] for i in trained], [self._parameters[i] for i in trained]
@@ -53,7 +57,10 @@ class AdaptiveSummation(Rule):
 
     def synchronize(self) -> None:
         """Remember the parameters from which the optimizer steps next."""
-        self._before = [parameter.detach().clone() for parameter in self._parameters]
+        self._before = [
+            parameter.detach().clone() if parameter.requires_grad else parameter.detach()
+            for parameter in self._parameters
+        ]
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
         """Return this rank's own loss: it steps by itself, however often it asks."""

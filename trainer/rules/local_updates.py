@@ -10,6 +10,7 @@ checkpoints.
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from collectives import Communicator
+from collectives import CollectiveError, Communicator
 from collectives.daemon import DaemonThread
 from trainer.compression import Policy
+from trainer.gradients.agreement import check_settings
 from trainer.gradients.combination import Combination
 from trainer.gradients.exchange import Passes
 from trainer.ops import Average
@@ -29,6 +31,8 @@ from trainer.replicas import ReplicaCheck
 from trainer.rules.rule import Rule, Setup
 from trainer.rules.synchronous import Synchronous
 from trainer.world import here
+
+_log = logging.getLogger("gradwire")
 
 KEY = "gradwire_local"
 """In the state_dict() of an optimizer with local updates."""
@@ -43,6 +47,7 @@ class Locality:
     movements travel as. fragments: into how many parts the parameters are cut, which are exchanged one after the other.
     delay: for how many steps ranks go on while a fragment is exchanged. alpha: the share of its own parameters that a
     rank keeps of a fragment that is so late. inner: ranks that average their gradients in every step; None for none.
+    owns_inner: whether nobody else uses that Communicator.
     """
 
     every: int
@@ -53,6 +58,20 @@ class Locality:
     delay: int
     alpha: float
     inner: Communicator | None
+    owns_inner: bool
+
+    @property
+    def described(self) -> dict[str, str]:
+        """Return in words, by the names of arguments, what must be the same on all ranks."""
+        codec, policy = self.policy.described
+        settings = [{name: group[name] for name in group if name != "params"} for group in self.outer.param_groups]
+        return {
+            **{name: str(getattr(self, name)) for name in ("every", "warmup_steps", "fragments", "delay", "alpha")},
+            "codec": codec,
+            "policy": policy,
+            "outer": f"{type(self.outer).__name__} {settings}",
+            "inner": "none" if self.inner is None else "a process set",
+        }
 
 
 class LocalUpdates(Rule):
@@ -90,6 +109,7 @@ class LocalUpdates(Rule):
         self._parameters += parameters
 
     def start(self) -> None:
+        check_settings(self.communicator, "LocalUpdates", self._locality.described)
         self._enter(0)
 
     def synchronize(self) -> None:
@@ -228,13 +248,17 @@ class LocalUpdates(Rule):
         return self._locality.warmup_steps
 
     def close(self) -> None:
+        try:
+            self._settled()
+        except CollectiveError as error:
+            _log.warning("gradwire: %sthe last exchange of local updates has failed: %s", here(), error)
         if self._averaging is not None:
             self._averaging.close()
         for fragment in self._fragments:
             fragment.rule.close()
         if self._thread is not None:
             self._thread.close()
-        if self._locality.inner is not None:
+        if self._locality.inner is not None and self._locality.owns_inner:
             self._locality.inner.close()
 
 

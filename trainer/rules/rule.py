@@ -62,6 +62,11 @@ class Rule:
         return None
 
     @property
+    def shares_state(self) -> bool:
+        """Tell whether all ranks' optimizers keep the same state, as those do that step with the same gradients."""
+        return True
+
+    @property
     def buckets(self) -> Sequence[Bucket]:
         """Return the buckets in which gradients are exchanged at present, if they are."""
         return ()
