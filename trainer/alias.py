@@ -27,7 +27,8 @@ def alias_horovod() -> None:
     """Have `import horovod.torch as hvd`, in code that runs after this, find this package. Again does nothing.
 
     What else they find: horovod.torch.mpi_ops, .compression, .functions, .optimizer and .sync_batch_norm, with all names
-    of this package; horovod.common.exceptions, .process_sets and .util, with those of theirs that mean something here.
+    of this package, and .elastic with the sampler; horovod.common.exceptions, .process_sets and .util, with those of
+    theirs that mean something here.
     Any other part of Horovod is a ModuleNotFoundError. horovod.__version__ is VERSION. Raises RuntimeError where Horovod
     itself has been imported.
     """

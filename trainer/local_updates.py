@@ -55,7 +55,12 @@ class LocalUpdates(DistributedOptimizer):
     optimizer applies that to the parameters which they have in common: DiLoCo (Douillard et al. 2023) with an outer
     Nesterov SGD of rate 0.7 and momentum 0.9; averaging of the parameters with outer=None. All ranks' common parameters
     are compared by a hash after each exchange; ReplicasDiffer says which differ. Replicas must start equal
-    (broadcast_parameters).
+    (broadcast_parameters before the first step).
+
+    Ranks hold the same parameters right after an exchange, with fragments or a delay only about the same: end training,
+    and validate, after warmup_steps and a multiple of `every` steps. docs/guides/local-updates.md has an example, and
+    says which settings are for which situation. `stats` counts gradients, of the warm-up and among inner ranks; report()
+    counts movements.
 
     optimizer, named_parameters, process_set, backward_passes_per_step, bucket_bytes: as DistributedOptimizer takes them.
     outer: an optimizer of the same parameters, of which class, settings and state are taken; itself it is not used.

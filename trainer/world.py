@@ -364,7 +364,7 @@ def is_initialized() -> bool:
 def current_world() -> World:
     """Return the world that init() joined. Raises NotInitialized before that."""
     if _holder.world is None:
-        raise NotInitialized("call trainer.init() first")
+        raise NotInitialized("call hvd.init() first (import trainer as hvd)")
     return _holder.world
 
 

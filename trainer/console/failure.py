@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 #: Errors by which a rank says that another one failed.
 _CONSEQUENCES = re.compile(r"\b(PeerLost|CollectiveTimeout|Mismatch)\b|Connection (closed|reset) by peer")
+#: The last line of a traceback, perhaps with torchrun's word for the rank before it.
+_RAISED = re.compile(r"(\[rank\d+\]: )?[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
 _LONGEST = 500
 
 
@@ -48,7 +50,9 @@ class Failure:
         """Whether the rank only says that others failed, or was ended for it by torch's agent."""
         if self.rank is None:
             return False
-        return self.exit_code == -signal.SIGTERM or _CONSEQUENCES.search(self.words) is not None
+        if self.exit_code == -signal.SIGTERM and not _RAISED.match(self.words):
+            return True  # torch's agent ended it; but not a rank that was on its way out by an error of its own
+        return _CONSEQUENCES.search(self.words) is not None
 
     def __str__(self) -> str:
         who = f"host {self.host}" if self.rank is None else f"rank {self.rank} on host {self.host}"

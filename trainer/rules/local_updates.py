@@ -88,6 +88,7 @@ class LocalUpdates(Rule):
         self._pending: _Pending | None = None
         self._thread = DaemonThread("gradwire-local") if locality.delay else None
         self._waited_s = 0.0
+        self._has_common = False  # whether the outer parameters are what all ranks have in common
         self.step = 0
         """How many steps the optimizer has taken."""
 
@@ -113,10 +114,19 @@ class LocalUpdates(Rule):
         self._enter(0)
 
     def synchronize(self) -> None:
+        self._begin()
         if self._averaging is not None:
             self._averaging.synchronize()
 
+    def _begin(self) -> None:
+        """Take the parameters for the common ones before the first step, which may have been broadcast or loaded since."""
+        if not self._has_common:
+            for fragment in self._fragments:
+                fragment.take_over()
+            self._has_common = True
+
     def evaluate(self, closure: Callable[[], Any]) -> Any:
+        self._begin()
         return super().evaluate(closure) if self._averaging is None else self._averaging.evaluate(closure)
 
     def reset(self) -> None:
@@ -229,6 +239,7 @@ class LocalUpdates(Rule):
                 f"which is not what warmup_steps={self.warmup_steps} and fragments={self._locality.fragments} make"
             )
         self._pending = None
+        self._has_common = step > 0
         self._enter(step)
         if self._averaging is not None:
             self._averaging.load_state_dict(state_dict, also)
@@ -301,6 +312,12 @@ class Fragment:
         self._optimizer.zero_grad()
         self.rule.reset()
         self._check.compare(step)
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Set the outer parameters to this rank's own."""
+        for parameter, outer in zip(self._parameters, self._outer, strict=True):
+            outer.copy_(parameter)
 
     @torch.no_grad()
     def hand_out(self, alpha: float) -> None:
