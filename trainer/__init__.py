@@ -63,6 +63,7 @@ from trainer.ops import Adasum, Average, Max, Min, Product, Sum
 from trainer.optimizer import DistributedOptimizer
 from trainer.optimizers.lamb import LAMB
 from trainer.optimizers.lars import LARS
+from trainer.parameter_server import ParameterServer, ServerReport
 from trainer.probes import (
     ccl_built,
     cuda_built,
@@ -81,6 +82,7 @@ from trainer.reports.metrics import StepMetrics
 from trainer.reports.stragglers import Stragglers
 from trainer.reports.timeline import start_timeline, stop_timeline
 from trainer.rules.rule import Rule
+from trainer.rules.server import QuorumLost
 from trainer.sampler import ElasticSampler
 from trainer.schedules import WarmupLR
 from trainer.sync_batch_norm import SyncBatchNorm
@@ -113,9 +115,12 @@ __all__ = [
     "LocalUpdates",
     "Max",
     "Min",
+    "ParameterServer",
     "ProcessSet",
     "Product",
+    "QuorumLost",
     "Rule",
+    "ServerReport",
     "StepMetrics",
     "Stragglers",
     "Sum",

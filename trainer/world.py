@@ -125,8 +125,19 @@ class World:
         else:
             communicator = Communicator(members, **patience)
         self.recorder.add(communicator)
-        self._opened = [opened for opened in self._opened if opened() is not None] + [weakref.ref(communicator)]
+        self._note_opened(communicator)
         return communicator
+
+    def open_pair(self, first: int, second: int, name: str) -> Communicator:
+        """Return a new Communicator of two ranks of the world, in this order, for messages, closed with the world at the latest.
+        Collective over the two. name: what both say, and nobody has said before."""
+        pair = self._membership.subset([first, second], name)
+        communicator = Communicator(pair, timeout_s=self.settings.timeout_s, stall_warning_s=None)
+        self._note_opened(communicator)
+        return communicator
+
+    def _note_opened(self, communicator: Communicator) -> None:
+        self._opened = [opened for opened in self._opened if opened() is not None] + [weakref.ref(communicator)]
 
     def add(self, process_sets: Sequence[ProcessSet]) -> None:
         """Register process sets. Collective over the world. Raises ValueError, on all ranks, where one cannot be, and

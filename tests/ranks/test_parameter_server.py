@@ -1,0 +1,285 @@
+"""The parameter server: against the same training simulated in one process, with backups, asynchronous, and with losses."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import trainer as hvd
+from collectives import CollectiveError, PeerLost
+from tests.harness import ON_EVERY_TRANSPORT, World, Worlds
+from tests.ranks.training import assert_close, assert_same_on_all_ranks, copies, in_world, loss_of
+
+STEPS = 6
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(4, 6, generator=generator).double(), torch.randn(4, 3, generator=generator).double()
+
+
+def adam_of(model: nn.Sequential) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[2].parameters()}], lr=0.01
+    )
+
+
+def sgd_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+
+def weight_of(rank: int) -> float:
+    return 1.0 + rank
+
+
+def train(model: nn.Module, optimizer: hvd.ParameterServer, steps: range, scheduler: Any = None) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, batch_of(step, hvd.rank())).backward()
+        optimizer.step(weight=weight_of(hvd.rank()))
+        if scheduler is not None:
+            scheduler.step()
+
+
+def simulated(size: int) -> list[Tensor]:
+    """Return the parameters after the same steps, by the weighted average of all ranks' gradients."""
+    model = model_of()
+    optimizer = adam_of(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    total = sum(map(weight_of, range(size)))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(size):
+            (loss_of(model, batch_of(step, rank)) * (weight_of(rank) / total)).backward()
+        optimizer.step()
+        scheduler.step()
+    return copies(model.parameters())
+
+
+@in_world
+def train_synchronously(servers: list[int] | None) -> None:
+    model = model_of()
+    optimizer = hvd.ParameterServer(adam_of(model), model.named_parameters(), servers=servers)
+    train(model, optimizer, range(STEPS), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    assert_close(model.parameters(), simulated(hvd.size()), rtol=1e-9, atol=1e-12)
+    assert_same_on_all_ranks(model.parameters())
+    report = optimizer.report()
+    count = min(4, hvd.size()) if servers is None else len(servers)  # as many as there are parameters, at most
+    assert set(optimizer.versions) == {STEPS}
+    assert (report.servers, report.updates, report.late) == (count, STEPS * count, 0)
+    assert report.staleness == {0: STEPS * count * hvd.size()}
+    assert report.contributions == dict.fromkeys(range(hvd.size()), STEPS * count)
+    assert "0 late" in str(report)
+    hvd.barrier()
+    optimizer.close()
+    optimizer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        optimizer.step()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gradwire-server")]
+
+
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize(("size", "servers"), [(1, None), (2, None), (3, None), (3, [2]), (4, [0, 3])])
+def test_with_all_ranks_as_quorum_it_is_the_average(ranks: Worlds, size: int, servers: list[int] | None) -> None:
+    ranks(size).run(train_synchronously, servers)
+
+
+@in_world
+def resume() -> None:
+    def made() -> tuple[nn.Module, hvd.ParameterServer]:
+        model = model_of()
+        return model, hvd.ParameterServer(adam_of(model))
+
+    model, optimizer = made()
+    train(model, optimizer, range(2))
+    saved, parameters = optimizer.state_dict(), copies(model.parameters())
+    train(model, optimizer, range(2, STEPS))
+    again, resumed = made()
+    with pytest.raises(ValueError, match="not so on rank 1"):
+        resumed.load_state_dict(saved if hvd.rank() == 0 else {})
+    with torch.no_grad():
+        for parameter, value in zip(again.parameters(), parameters, strict=True):
+            parameter.copy_(value)
+    resumed.load_state_dict(saved)
+    assert set(resumed.versions) == {2}
+    train(again, resumed, range(2, STEPS))
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+    optimizer.close()
+    resumed.close()
+
+
+def test_a_checkpoint_goes_on_bit_for_bit(ranks: Worlds) -> None:
+    ranks(2).run(resume)
+
+
+@in_world
+def go_on_without_the_slow(late: str) -> None:
+    """The last rank begins its second step only when the others have made three more, so that it is three versions late."""
+    model = model_of()
+    optimizer = hvd.ParameterServer(sgd_of(model), quorum=3, late=late, servers=[0])
+    slow = hvd.rank() == 3
+    if slow:
+        loss_of(model, batch_of(0, 3)).backward()
+    else:
+        train(model, optimizer, range(3))
+        assert optimizer.versions == (3,)
+    hvd.barrier()
+    if slow:
+        optimizer.step()
+        assert optimizer.versions == (3,)
+    hvd.barrier()
+    train(model, optimizer, range(3, 4))
+    assert optimizer.versions[0] >= 4
+    hvd.barrier()
+    report = optimizer.report()
+    assert report.staleness[3] == 1
+    assert report.late >= 1
+    assert report.dropped == (report.late if late == "drop" else 0)
+    assert report.contributions == {0: 4, 1: 4, 2: 4, 3: 2}
+    assert report.lead == 3
+    hvd.barrier()
+    optimizer.close()
+
+
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("late", ["weight", "drop", "next"])
+def test_three_of_four_go_on_and_what_is_late_is_counted(ranks: Worlds, late: str) -> None:
+    ranks(4).run(go_on_without_the_slow, late)
+
+
+@in_world
+def train_asynchronously(staleness: int | None) -> None:
+    """Every version is a contribution, so that the version says how far all ranks together are."""
+    steps = 30
+    model = model_of()
+    optimizer = hvd.ParameterServer(sgd_of(model), quorum=1, late="next", staleness=staleness, servers=[1])
+    before = loss_of(model, batch_of(0, hvd.rank())).item()
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        loss_of(model, batch_of(0, hvd.rank())).backward()
+        optimizer.step()
+        (version,) = optimizer.versions
+        if staleness is not None:  # the others have taken at least as many steps as this one, but for so many
+            assert version >= step + (hvd.size() - 1) * (step - staleness)
+    assert loss_of(model, batch_of(0, hvd.rank())).item() < before
+    hvd.barrier()
+    report = optimizer.report()
+    assert report.updates == steps * hvd.size()
+    assert report.contributions == dict.fromkeys(range(hvd.size()), steps)
+    assert sum(report.staleness.values()) == steps * hvd.size()
+    assert report.late == sum(count for age, count in report.staleness.items() if age > 0)
+    assert staleness is None or report.lead <= staleness
+    hvd.barrier()
+    optimizer.close()
+
+
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("staleness", [None, 0, 2])
+def test_asynchronous_training_keeps_to_the_bound(ranks: Worlds, staleness: int | None) -> None:
+    ranks(3).run(train_asynchronously, staleness)
+
+
+@in_world
+def finish_unevenly() -> None:
+    """Ranks that are done are waited for no more, but those that serve go on to do so."""
+    model = model_of()
+    optimizer = hvd.ParameterServer(sgd_of(model), servers=[0])
+    train(model, optimizer, range(2 + hvd.rank()))
+    assert optimizer.versions == (2 + hvd.rank(),)
+    optimizer.close()
+
+
+def test_who_is_done_is_waited_for_no_more(ranks: Worlds) -> None:
+    ranks(3).run(finish_unevenly)
+
+
+@in_world
+def refuse() -> None:
+    model = model_of()
+
+    def made(**options: Any) -> hvd.ParameterServer:
+        return hvd.ParameterServer(sgd_of(model), **options)
+
+    for options, said in (
+        ({"quorum": 0}, "quorum must be a whole number from 1 to 2"),
+        ({"quorum": 3}, "quorum must be a whole number from 1 to 2"),
+        ({"grace_s": -1}, "grace_s must be"),
+        ({"staleness": -1}, "staleness must be"),
+        ({"late": "never"}, "late must be one of 'weight', 'drop', 'next'"),
+        ({"servers": []}, "servers must be"),
+        ({"servers": [0, 0]}, "servers must be"),
+        ({"servers": [2]}, "servers must be ranks from 0 to 1"),
+        ({"quorum": 1 + hvd.rank()}, "quorum is 1 on rank 0; 2 on rank 1"),
+        ({"named_parameters": []}, "must name all parameters"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            made(**options)
+    with pytest.raises(TypeError, match="must be a torch"):
+        hvd.ParameterServer(model)  # type: ignore[arg-type]
+    optimizer = made(quorum=1)
+    for weight in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="weight must be"):
+            optimizer.step(weight=weight)
+    with pytest.raises(ValueError, match="needs quorum=2"):
+        optimizer.state_dict()
+    with pytest.raises(ValueError, match="cannot be added"):
+        optimizer.add_param_group({"params": []})
+    optimizer.close()
+
+
+def test_what_cannot_be_meant_is_refused(ranks: Worlds) -> None:
+    ranks(2).run(refuse)
+
+
+def lose_one(dies: int, quorum: int, steps_before: int) -> float:
+    """Return how long the survivors took from the death to the end of two more steps, or to their error."""
+    hvd.init(timeout_s=60)
+    model = model_of()
+    optimizer = hvd.ParameterServer(sgd_of(model), quorum=quorum, servers=[0], late="next")
+    train(model, optimizer, range(steps_before))
+    dist.barrier()
+    if hvd.rank() == dies:
+        os._exit(0)
+    began = time.monotonic()
+    if dies != 0 and quorum < 4:
+        train(model, optimizer, range(steps_before, steps_before + 3))
+        assert optimizer.versions[0] >= steps_before + 3
+        until = time.monotonic() + 20
+        while optimizer.report().lost != (dies,):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    else:
+        expected = PeerLost if dies == 0 else hvd.QuorumLost
+        with pytest.raises(expected, match=f"rank {dies}" if dies else "lost") as caught:
+            train(model, optimizer, range(steps_before, steps_before + 3))
+        assert isinstance(caught.value, CollectiveError)
+        with pytest.raises(CollectiveError, match="broken by an earlier failure"):
+            optimizer.step()
+    took_s = time.monotonic() - began
+    optimizer.close(timeout_s=20)
+    return took_s
+
+
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize(("dies", "quorum"), [(3, 3), (2, 4), (0, 3)])
+def test_a_rank_that_is_killed(failing_world: Callable[[int], World], dies: int, quorum: int) -> None:
+    world = failing_world(4)
+    world.start(lose_one, dies, quorum, 2)
+    outcomes = world.collect(50, ranks=[rank for rank in range(4) if rank != dies])
+    for outcome in outcomes:
+        assert outcome.status == "returned", str(outcome)
+        assert outcome.value < 15

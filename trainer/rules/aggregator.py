@@ -1,0 +1,198 @@
+"""What a parameter server decides: which contributions make an update, when, and who may go on. No tensors, no I/O.
+
+Four numbers give the classic schemes. With the quorum at the number of workers every update is a synchronous one; below
+it, the slowest are not waited for (backup workers, Chen et al. 2016); at 1 every contribution is applied when it comes
+(Downpour, Dean et al. 2012). staleness bounds how far the workers are apart (stale synchronous parallel, Ho et al. 2013).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar, get_args
+
+Late = Literal["weight", "drop", "next"]
+LATE = get_args(Late)
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Says what became of all contributions to one server.
+
+    updates: how many were made. staleness: how many contributions came how many versions late; those of age 0 were in time.
+    contributions: how many came from each worker. late: how many were late, the dropped ones among them. dropped: how many
+    of those were not used. pending: how many wait for their update. lead: how many steps a worker that went on was ahead of
+    the slowest at most. lost: the workers that are left out.
+    """
+
+    updates: int
+    staleness: dict[int, int]
+    contributions: dict[int, int]
+    late: int
+    dropped: int
+    pending: int
+    lead: int
+    lost: tuple[int, ...]
+
+    def to_record(self) -> dict[str, Any]:
+        """Return it as JSON can have it."""
+        return {
+            **vars(self),
+            "staleness": list(self.staleness.items()),
+            "contributions": list(self.contributions.items()),
+        }
+
+    @staticmethod
+    def from_record(record: dict[str, Any]) -> Counts:
+        """Return what to_record() was made of."""
+        tables = {name: dict(map(tuple, record[name])) for name in ("staleness", "contributions")}
+        return Counts(**{**record, **tables, "lost": tuple(record["lost"])})
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Says what makes an update.
+
+    quorum: how many workers must have contributed to it. grace_s: for how many seconds after that others are waited for.
+    staleness: how many steps a worker may be ahead of the slowest; None for any number. late: what a contribution to an
+    old version is: "weight", part of the next update, by 1 / (1 + age); "next", part of it like any other; "drop", nothing.
+    """
+
+    quorum: int
+    grace_s: float
+    staleness: int | None
+    late: Late
+
+
+@dataclass(frozen=True)
+class _Contribution(Generic[_Value]):
+    worker: int
+    weight: float
+    age: int
+    value: _Value
+
+
+class Aggregator(Generic[_Value]):
+    """Collects what workers contribute, and says what makes the next update.
+
+    Attribute version: how many updates have been made. Times are those of one clock, in seconds.
+    """
+
+    def __init__(self, workers: Iterable[int], policy: Policy, version: int = 0) -> None:
+        self.version = version
+        self._policy = policy
+        self._clocks = dict.fromkeys(workers, 0)  # contributions of each worker that takes part
+        self._versions: dict[int, int] = {}  # to which each has contributed last
+        self._lost: set[int] = set()
+        self._quorum = policy.quorum
+        self._pending: list[_Contribution[_Value]] = []
+        self._complete_at: float | None = None  # since when the quorum is there
+        self._ages: Counter[int] = Counter()
+        self._contributed: Counter[int] = Counter(self._clocks)
+        self._late = self._dropped = self._updates = self._lead = 0
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The workers that have been lost."""
+        return tuple(sorted(self._lost))
+
+    @property
+    def holds_quorum(self) -> bool:
+        """Whether those that still take part are enough for an update."""
+        return len(self._clocks) >= self._quorum
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """The workers that have contributed nothing to the next update yet."""
+        return tuple(sorted(self._clocks.keys() - self._contributors()))
+
+    def push(self, worker: int, version: int, weight: float, value: _Value, now: float) -> None:
+        """Take a contribution that was computed with the parameters of a version."""
+        age = self.version - version
+        if age < 0:
+            raise ValueError(f"worker {worker} contributes to version {version}, but the newest is {self.version}")
+        self._clocks[worker] += 1
+        self._versions[worker] = version
+        self._contributed[worker] += 1
+        self._ages[age] += 1
+        self._late += age > 0
+        if age > 0 and self._policy.late == "drop":
+            self._dropped += 1
+        else:
+            self._pending.append(_Contribution(worker, weight, age, value))
+        self._look(now)
+
+    def due_at(self, now: float) -> float | None:
+        """Return when the next update is to be made, as things stand; None where more has to come first."""
+        if self._complete_at is None:
+            return None
+        return now if not self.awaited else self._complete_at + self._policy.grace_s
+
+    def take(self, now: float) -> list[tuple[_Value, float]] | None:
+        """Return what the next update is made of, with factors, ordered by worker; None where it is not due.
+
+        A factor is the contribution's share of all weights, and for a late one less by its age.
+        """
+        due_at = self.due_at(now)
+        if due_at is None or now < due_at:
+            return None
+        pending, self._pending, self._complete_at = self._pending, [], None
+        self.version += 1
+        self._updates += 1
+        total = sum(each.weight for each in pending)
+        return [
+            (each.value, each.weight / total * self._discount(each.age))
+            for each in sorted(pending, key=lambda each: each.worker)
+        ]
+
+    def may_go(self, worker: int) -> bool:
+        """Return whether a worker may take the newest parameters and go on: an update was made since the version to which it
+        contributed, and it is not too far ahead."""
+        return self.version > self._versions.get(worker, -1) and self._ahead(worker)
+
+    def went(self, worker: int) -> None:
+        """Note that a worker goes on."""
+        self._lead = max(self._lead, self._clocks[worker] - min(self._clocks.values()))
+
+    def leave(self, worker: int, now: float) -> None:
+        """Go on without a worker that has no more to contribute: the quorum is at most the number of the others."""
+        if self._clocks.pop(worker, None) is not None:
+            self._quorum = min(self._quorum, len(self._clocks) + len(self._lost))
+            self._look(now)
+
+    def lose(self, worker: int, now: float) -> None:
+        """Go on without a worker that has failed. What it has contributed counts."""
+        if self._clocks.pop(worker, None) is not None:
+            self._lost.add(worker)
+            self._look(now)
+
+    def counts(self) -> Counts:
+        """Return what became of all contributions."""
+        return Counts(
+            updates=self._updates,
+            staleness=dict(sorted(self._ages.items())),
+            contributions=dict(sorted(self._contributed.items())),
+            late=self._late,
+            dropped=self._dropped,
+            pending=len(self._pending),
+            lead=self._lead,
+            lost=self.lost,
+        )
+
+    def _contributors(self) -> set[int]:
+        return {each.worker for each in self._pending}
+
+    def _look(self, now: float) -> None:
+        """Note when the quorum is there."""
+        if self._complete_at is None and self._pending and len(self._contributors()) >= self._quorum:
+            self._complete_at = now
+
+    def _discount(self, age: int) -> float:
+        return 1 / (1 + age) if self._policy.late == "weight" else 1.0
+
+    def _ahead(self, worker: int) -> bool:
+        bound = self._policy.staleness
+        return bound is None or self._clocks[worker] - min(self._clocks.values()) <= bound
