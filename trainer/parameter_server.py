@@ -134,9 +134,8 @@ class ParameterServer(torch.optim.Optimizer):
             size = self._communicator.size
             self._policy = _checked(Policy(size if quorum is None else quorum, grace_s, staleness, late), size)
             listed = _checked_servers(servers, size)
-            check_settings(
-                self._communicator, {**{k: repr(v) for k, v in vars(self._policy).items()}, "servers": repr(listed)}
-            )
+            settings = {name: repr(value) for name, value in vars(self._policy).items()}
+            check_settings(self._communicator, "ParameterServer", {**settings, "servers": repr(listed)})
             agree_on_parameters(self._communicator, names, parameters)
             self._connect([parameter for parameter in parameters if parameter.requires_grad], listed)
         except BaseException:
@@ -146,7 +145,9 @@ class ParameterServer(torch.optim.Optimizer):
     def _connect(self, parameters: Sequence[Tensor], servers: Sequence[int]) -> None:
         """Make the servers, and what joins this rank with them."""
         world, rank, size = current_world(), self._communicator.rank, self._communicator.size
-        ranks = world.ranks_of(self._communicator)
+        ranks = [place for place in world.ranks_of(self._communicator) if place is not None]
+        if len(ranks) != size:
+            raise ValueError(f"{here()}process_set is a Communicator of ranks that are not in this world")
         token = self._communicator.allgather_record(secrets.token_hex(8))[0]
         self._parts = cut(parameters, servers)
         parts: list[tuple[Remote | Local, Sequence[Tensor]]] = []
@@ -280,6 +281,7 @@ class ParameterServer(torch.optim.Optimizer):
         self.optimizer.load_state_dict({name: value for name, value in state_dict.items() if name != KEY})
         if self._shard is not None:
             self._shard.load_state_dict(saved["shard"])
+        assert version is not None  # a fault, else
         worker.versions = [version] * len(worker.versions)
         self._communicator.barrier()  # nobody contributes before all servers know the version
 
