@@ -279,7 +279,7 @@ def lose_one(dies: int, quorum: int, steps_before: int) -> float:
 def test_a_rank_that_is_killed(failing_world: Callable[[int], World], dies: int, quorum: int) -> None:
     world = failing_world(4)
     world.start(lose_one, dies, quorum, 2)
-    outcomes = world.collect(50, ranks=[rank for rank in range(4) if rank != dies])
+    outcomes = world.collect(100, ranks=[rank for rank in range(4) if rank != dies])
     for outcome in outcomes:
         assert outcome.status == "returned", str(outcome)
         assert outcome.value < 15
