@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from collectives.compression.casts import BFloat16, Float16
+from collectives.compression.chunktopk import ChunkTopK
 from collectives.compression.codec import Codec
 from collectives.compression.dense import Blocked
 from collectives.compression.fp8 import Float8
@@ -17,6 +18,7 @@ from collectives.compression.randomk import RandomK
 from collectives.compression.sparse import Sparse
 from collectives.compression.stochastic import QSGD, Natural, TernGrad
 from collectives.compression.threshold import Threshold
+from collectives.kernels.reference.chunks import CHUNK
 
 #: Bounds are exact in real numbers; codes are computed in float32.
 _ROUNDING = 1 + 1e-3
@@ -26,6 +28,8 @@ _ULP = 2.0**-23
 
 def count_outside(codec: Codec, values: Tensor, decoded: Tensor) -> int:
     """How many of the decoded numbers the codec cannot have made of `values` (float32, finite, whole blocks)."""
+    if isinstance(codec, ChunkTopK):
+        return _count_unlike_in_chunks(codec, values.view(-1, CHUNK), decoded.view(-1, CHUNK))
     if isinstance(codec, Sparse):
         return _count_unlike(codec, values, decoded)
     if isinstance(codec, OneBit):
@@ -87,4 +91,14 @@ def _count_unlike(codec: Sparse, values: Tensor, decoded: Tensor) -> int:
         return unlike
     magnitudes = values.abs()
     least = float(magnitudes.masked_fill(~sent, math.inf).min())
+    return unlike + int(((magnitudes > least) & ~sent).sum())
+
+
+def _count_unlike_in_chunks(codec: ChunkTopK, chunks: Tensor, decoded: Tensor) -> int:
+    """In each chunk k are sent, with their signs, none of them larger than the largest, and the others are no larger."""
+    sent, magnitudes = decoded != 0, chunks.abs()
+    unlike = int((sent.sum(1) - codec.k).abs().sum())
+    unlike += int((sent & (decoded.sign() != chunks.sign())).sum())
+    unlike += int((sent & ~(decoded.abs() <= magnitudes.amax(1, keepdim=True) * (1 + 2.0**-8))).sum())
+    least = magnitudes.masked_fill(~sent, math.inf).amin(1, keepdim=True)
     return unlike + int(((magnitudes > least) & ~sent).sum())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from collectives.compression.codec import Codec
+from collectives.kernels.reference.chunks import CHUNK
 
 #: Magnitudes are taken to be at least this, so that nothing is divided by 0.
 _LEAST = 1e-30
@@ -294,6 +295,35 @@ class DGCPeer(SparsePeer):
         self.momentum.index_fill_(0, self.indices, 0)
 
 
+class ChunkTopKPeer(Contender):
+    """Of every chunk of 4096 the largest, each as one of two magnitudes a chunk, with its sign."""
+
+    places: Tensor
+    sent: Tensor
+
+    def encode(self, values: Tensor) -> None:
+        chunks = values.view(-1, CHUNK)
+        largest = torch.topk(chunks.abs(), self.codec.k, dim=1, sorted=False)
+        self.places, magnitudes = largest.indices, largest.values
+        reaches = magnitudes >= magnitudes.mean(1, keepdim=True)
+        scales = [
+            (magnitudes * part).sum(1, keepdim=True) / part.sum(1, keepdim=True).clamp(min=1)
+            for part in (~reaches, reaches)
+        ]
+        low, high = (scale.to(torch.bfloat16).to(torch.float32) for scale in scales)
+        self.sent = torch.where(reaches, high, low).copysign(chunks.gather(1, self.places))
+
+    def encode_ef(self, values: Tensor, residual: Tensor) -> None:
+        self.encode(residual.add_(values))
+        residual.view(-1, CHUNK).scatter_add_(1, self.places, -self.sent)
+
+    def decode(self, out: Tensor) -> None:
+        out.zero_().view(-1, CHUNK).scatter_(1, self.places, self.sent)
+
+    def decode_add(self, out: Tensor) -> None:
+        out.view(-1, CHUNK).scatter_add_(1, self.places, self.sent)
+
+
 PEERS: dict[str, type[Contender]] = {
     "fp16": CastPeer,
     "bf16": CastPeer,
@@ -308,4 +338,5 @@ PEERS: dict[str, type[Contender]] = {
     "threshold": SparsePeer,
     "randomk": RandomKPeer,
     "dgc": DGCPeer,
+    "chunktopk": ChunkTopKPeer,
 }

@@ -23,7 +23,7 @@ KINDS = (
     ("8 and 4 bits", ("int8", "fp8", "int4")),
     ("random rounding", ("natural", "qsgd", "terngrad")),
     ("one bit, error feedback", ("onebit",)),
-    ("few numbers, error feedback", ("topk", "threshold", "randomk", "dgc")),
+    ("few numbers, error feedback", ("topk", "threshold", "randomk", "dgc", "chunktopk")),
     ("low rank", ("powersgd",)),
 )
 COLUMNS = 3

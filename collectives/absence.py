@@ -73,6 +73,10 @@ class Absence:
         self._absences.on_change = on_change
         self._absences.join(self._engine.issued, time.time())
 
+    def fail(self) -> None:
+        """Raise what has failed on other ranks, where is_broken or has_leavers says that something has."""
+        self._engine.fail()
+
     def wanted(self) -> Wanted | None:
         """Return the next operation, if others wait for this rank in it."""
         return self._absences.wanted(self._engine.issued)

@@ -32,6 +32,10 @@ _LOOK_S, _NUDGE_S = 0.1, 0.001
 _TOPIC = "calls"
 
 
+#: What a rank that has joined calls where it only wants to be told what has failed: it agrees with any other call.
+ANY_CALL = "join()"
+
+
 class Call(NamedTuple):
     """One rank's call. sequence: the operation's number. text: what all ranks must call alike. place: where in the user's code,
     as 'file:line'; empty where that is not known. moved: whether data may have moved."""
@@ -47,7 +51,7 @@ def first_difference(calls: Iterable[tuple[int, Call]], after: int = -1) -> dict
     (rank, call); of two of one rank, that with a place counts."""
     by_sequence: dict[int, dict[int, Call]] = {}
     for rank, call in calls:
-        if call.sequence > after:
+        if call.sequence > after and call.text != ANY_CALL:
             known = by_sequence.setdefault(call.sequence, {})
             if rank not in known or not known[rank].place:
                 known[rank] = call
@@ -138,7 +142,7 @@ class Agreement:
         differs = False
         for rank, call in self.said():
             mine = remembered.get(call.sequence)
-            if rank != self._watch.rank and call.sequence > self.settled and mine is not None:
+            if rank != self._watch.rank and call.sequence > self.settled and mine not in (None, ANY_CALL):
                 if mine != call.text or all(said.sequence < call.sequence for said in self._said):
                     self.say(tell(call.sequence))
                 differs = differs or mine != call.text

@@ -131,6 +131,9 @@ def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
         return _lost(findings, gone, rank, has_left=not gone & findings.lost)
     messages = {r: report for r, report in findings.reports.items() if report.is_message}
     if not any(report.gave_up for r, report in findings.reports.items() if r not in messages):
+        # What a rank had under way when it raised may fail, and be reported, while it ends.
+        if (first := next((r for r in findings.left if r in findings.reasons and r != rank), None)) is not None:
+            return _lost(findings, {first}, rank, has_left=True)
         if messages:
             return CollectiveError("; ".join(_failed_in(messages)), rank=rank, operation=mine.call)
         pairs = _pairs_text(findings.cut) or "to a living rank"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import traceback
@@ -20,10 +21,25 @@ _LONGEST = 300
 def of_main_thread() -> str:
     """Return where the main thread is, as any thread may ask that gets the interpreter's lock."""
     ident = threading.main_thread().ident
-    frame = sys._current_frames().get(ident) if ident is not None else None
+    frame = frame_of(ident) if ident is not None else None
     if frame is None:
         return "at its end: the main thread has ended"
     return f"at {_place(traceback.walk_stack(frame))}"
+
+
+def frame_of(ident: int) -> FrameType | None:
+    """Return where a thread is; None where it has ended.
+
+    sys._current_frames() holds a lock of the interpreter's. Were garbage collected meanwhile, a finalizer could give way to
+    a thread that needs the same lock, and both would wait for ever (as they did in CPython 3.11).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(ident)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def of_exception(error: BaseException) -> str:

@@ -344,6 +344,10 @@ class Engine:
         """Seconds that each operation may take."""
         return self._operations.timeout_s
 
+    def fail(self) -> None:
+        """Do as Operations.fail."""
+        self._operations.fail()
+
     def settle(self) -> None:
         """Wait until what has been issued is done, whether well or not."""
         self._operations.settle()

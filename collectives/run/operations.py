@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from collectives.diagnostics import whereabouts
 from collectives.diagnostics.excepthook import ExceptHook
-from collectives.diagnostics.mismatch import Agreement, Call
+from collectives.diagnostics.mismatch import ANY_CALL, Agreement, Call
 from collectives.diagnostics.postmortem import Report, inquire, verdict
 from collectives.diagnostics.stall import Position, Stalls
 from collectives.errors import CollectiveError, LinkError, Mismatch, PeerJoined
@@ -130,6 +130,15 @@ class Operations:
     def timeout_s(self) -> float:
         """Seconds that each operation may take."""
         return self._timeout_s
+
+    def fail(self) -> None:
+        """Raise what has failed on other ranks, of which this one has heard. For one that has joined, and so calls nothing."""
+
+        def in_vain(turn: Turn) -> None:
+            raise _InVainError(None, timed_out=False, detail="known before it began")
+
+        self._agreement.take(ANY_CALL)
+        self.submit(ANY_CALL, in_vain, async_op=False)
 
     def settle(self) -> None:
         """Wait until what has been issued is done, whether well or not."""
@@ -338,7 +347,9 @@ class Operations:
     def _place(self) -> str:
         """Return where in the user's code that was called which runs; nothing where that is not known any more."""
         where = self._where
-        return where if isinstance(where, str) else whereabouts.of_call(sys._current_frames().get(where))
+        if isinstance(where, str):
+            return where
+        return whereabouts.of_call(sys._getframe() if where == get_ident() else whereabouts.frame_of(where))
 
     def places(self, turn: Turn) -> dict[int, str]:
         """Return where each rank called what runs on all of them, of those that tell in time."""

@@ -236,7 +236,10 @@ def names_in_errors() -> None:
             hvd.allreduce_async(own(2), name="loss", op="mean")
         with pytest.raises(TypeError, match=r"a torch.Tensor is needed, not int \(grouped_allgather, name='loss'\)$"):
             hvd.grouped_allgather([5], "loss")
-        with pytest.raises(ValueError, match=r"src=7; allowed are 0 to 1 \(broadcast, name='loss'\)$"):
+        with pytest.raises(
+            ValueError,
+            match=r"root_rank=7 does not take part; ranks of the world that do are 0, 1 \(broadcast, name='loss'\)$",
+        ):
             hvd.broadcast(own(2), 7, name="loss")
     # What has failed gives its name back.
     assert hvd.allreduce(torch.ones(1), name="loss", op=hvd.Sum).item() == 2
@@ -315,7 +318,9 @@ def found_before_data_moves() -> None:
             hvd.grouped_allreduce([own(2), own(2, dtype=torch.int32)], compression="int8")
         for root in (-1, size, size + 5):
             for verb in (hvd.broadcast, hvd.broadcast_, hvd.broadcast_async, hvd.broadcast_async_):
-                with pytest.raises(ValueError, match=f"src={root}; allowed are 0 to 2"):
+                with pytest.raises(
+                    ValueError, match=f"root_rank={root} does not take part; ranks of the world that do are 0, 1, 2"
+                ):
                     verb(own(2), root)
     works()
 

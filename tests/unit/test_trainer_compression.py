@@ -19,7 +19,7 @@ from collectives.compression.topk import TopK
 from trainer.compression import LEAST_NUMEL, NAMES, Cast, Encoding, ErrorFeedback, Policy, encoding_of, verb_codec
 from trainer.gradients.saved import KEY
 
-NEED_FEEDBACK = {"onebit", "topk", "threshold", "randomk", "dgc"}
+NEED_FEEDBACK = {"onebit", "topk", "threshold", "randomk", "dgc", "chunktopk"}
 
 
 @pytest.fixture

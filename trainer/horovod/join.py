@@ -128,7 +128,7 @@ class _Join:
             absence = communicator.absence
             ends = absence.has_leavers and communicator is self._everyone and not absence.everyone_left
             if communicator not in running and (absence.is_broken or ends):
-                communicator.barrier()  # which cannot be, and says why
+                absence.fail()
 
     def _even_out(self, communicator: Communicator, optimizer: DistributedOptimizer) -> None:
         """Make an optimizer, and its parameters, what they are on a rank that missed nothing; on all ranks that have it."""

@@ -159,8 +159,10 @@ class Aggregator(Generic[_Value]):
 
     def leave(self, worker: int, now: float) -> None:
         """Go on without a worker that has no more to contribute: the quorum is at most the number of the others."""
+        held = self.holds_quorum
         if self._clocks.pop(worker, None) is not None:
-            self._quorum = min(self._quorum, len(self._clocks) + len(self._lost))
+            if held:
+                self._quorum = min(self._quorum, len(self._clocks))
             self._look(now)
 
     def lose(self, worker: int, now: float) -> None:
