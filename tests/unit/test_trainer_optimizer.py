@@ -293,9 +293,9 @@ def test_a_frozen_parameter_may_have_any_dtype(dtype: torch.dtype) -> None:
 
 def test_init_comes_first() -> None:
     hvd.shutdown()
-    with pytest.raises(RuntimeError, match=r"call trainer\.init\(\) first"):
+    with pytest.raises(RuntimeError, match=r"call hvd\.init\(\) first"):
         hvd.DistributedOptimizer(sgd(perceptron()))
-    with pytest.raises(RuntimeError, match=r"call trainer\.init\(\) first"):
+    with pytest.raises(RuntimeError, match=r"call hvd\.init\(\) first"):
         hvd.allreduce(torch.zeros(1))
 
 
