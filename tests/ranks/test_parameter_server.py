@@ -245,7 +245,7 @@ def test_what_cannot_be_meant_is_refused(ranks: Worlds) -> None:
     ranks(2).run(refuse)
 
 
-def lose_one(dies: int, quorum: int, steps_before: int) -> float:
+def lose_one(dies: int, quorum: int, steps_before: int) -> None:
     """Return how long the survivors took from the death to the end of two more steps, or to their error."""
     hvd.init(timeout_s=60)
     model = model_of()
@@ -254,7 +254,6 @@ def lose_one(dies: int, quorum: int, steps_before: int) -> float:
     dist.barrier()
     if hvd.rank() == dies:
         os._exit(0)
-    began = time.monotonic()
     if dies != 0 and quorum < 4:
         train(model, optimizer, range(steps_before, steps_before + 3))
         assert optimizer.versions[0] >= steps_before + 3
@@ -269,9 +268,7 @@ def lose_one(dies: int, quorum: int, steps_before: int) -> float:
         assert isinstance(caught.value, CollectiveError)
         with pytest.raises(CollectiveError, match="broken by an earlier failure"):
             optimizer.step()
-    took_s = time.monotonic() - began
     optimizer.close(timeout_s=20)
-    return took_s
 
 
 @ON_EVERY_TRANSPORT
@@ -282,4 +279,3 @@ def test_a_rank_that_is_killed(failing_world: Callable[[int], World], dies: int,
     outcomes = world.collect(100, ranks=[rank for rank in range(4) if rank != dies])
     for outcome in outcomes:
         assert outcome.status == "returned", str(outcome)
-        assert outcome.value < 15
