@@ -246,7 +246,7 @@ def test_what_cannot_be_meant_is_refused(ranks: Worlds) -> None:
 
 
 def lose_one(dies: int, quorum: int, steps_before: int) -> None:
-    """Return how long the survivors took from the death to the end of two more steps, or to their error."""
+    """Train on without one rank, or see the error that says that this cannot be."""
     hvd.init(timeout_s=60)
     model = model_of()
     optimizer = hvd.ParameterServer(sgd_of(model), quorum=quorum, servers=[0], late="next")
