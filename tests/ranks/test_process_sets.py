@@ -238,7 +238,7 @@ def static_sets() -> None:
         assert len(current_world().process_sets) == 4
         hvd.shutdown()
         assert (even.process_set_id, even.ranks) == (None, [0, 2])
-        with pytest.raises(ValueError, match=r"call trainer\.init\(\) first"):
+        with pytest.raises(ValueError, match=r"call hvd\.init\(\) first"):
             hvd.rank()
     for wrong, message in [([[0], [0]], "already"), ([[9]], "from 0 to 3"), ("static", "\"dynamic\", not 'static'")]:
         with pytest.raises(ValueError, match=message):

@@ -62,7 +62,7 @@ def initialized_again() -> None:
     hvd.shutdown()
     hvd.shutdown()
     assert not hvd.is_initialized()
-    with pytest.raises(RuntimeError, match=r"call trainer\.init\(\) first"):
+    with pytest.raises(RuntimeError, match=r"call hvd\.init\(\) first"):
         hvd.rank()
     total = torch.ones(1)
     torch.distributed.all_reduce(total)

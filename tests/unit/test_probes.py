@@ -52,7 +52,7 @@ def test_homogeneous(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("error", [RuntimeError, ValueError])
 def test_before_init(error: type[Exception]) -> None:
     for function in (hvd.rank, hvd.size, hvd.local_rank, hvd.is_homogeneous, lambda: hvd.add_process_set([0])):
-        with pytest.raises(error, match=r"call trainer\.init\(\) first"):
+        with pytest.raises(error, match=r"call hvd\.init\(\) first"):
             function()
 
 
