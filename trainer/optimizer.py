@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,9 +28,10 @@ from trainer.torch_internals import share_hooks
 from trainer.uncompiled import uncompiled
 from trainer.validation import check_arguments, check_groups, check_named_parameters, check_passes
 from trainer.world import current_settings, current_world, here, is_initialized, record_in_timelines
+from trainer.wrapped import WrappingOptimizer
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(WrappingOptimizer):
     """Wraps an optimizer so that every rank steps with the gradients of all ranks.
 
     When backward() returns, the gradients of this optimizer's parameters are averaged (or summed) over the ranks:
@@ -166,30 +166,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._communicator.absence.allow(lambda _: is_allowed)
         if is_initialized():
             current_world().enrol(self)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: defaultdict[Tensor, Any]) -> None:
-        self.optimizer.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.optimizer.defaults = value
 
     @property
     def communication_wait_s(self) -> float:

@@ -6,7 +6,7 @@ import logging
 import math
 import secrets
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from trainer.torch_internals import share_hooks
 from trainer.uncompiled import uncompiled
 from trainer.validation import check_named_parameters
 from trainer.world import current_world, here
+from trainer.wrapped import WrappingOptimizer
 
 KEY = "gradwire_server"
 """In the state_dict() of an optimizer at a parameter server."""
@@ -63,7 +64,7 @@ class ServerReport:
         )
 
 
-class ParameterServer(torch.optim.Optimizer):
+class ParameterServer(WrappingOptimizer):
     """Wraps an optimizer so that it runs at servers inside the ranks, which hold a part of the parameters each.
 
     step() pushes this rank's gradients to all servers, waits until each lets it go on, and fills the parameters with what
@@ -168,30 +169,6 @@ class ParameterServer(torch.optim.Optimizer):
         if self._shard is not None:
             self._server = Server(self._shard, serving)
         self._worker = Worker(parts)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: defaultdict[Tensor, Any]) -> None:
-        self.optimizer.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.optimizer.defaults = value
 
     @property
     def versions(self) -> tuple[int, ...]:
