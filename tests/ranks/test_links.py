@@ -26,7 +26,7 @@ from collectives.link.registry import LINKS
 from collectives.link.shared_memory.messages import SharedMemoryTransport
 from collectives.link.shared_memory.rendezvous import join_host
 from collectives.plan.topology import host_id
-from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds
+from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds, meet
 from tests.ranks.exact import DTYPES, OPS, SEVERAL_SEGMENTS, contribution, reduced
 from tests.ranks.test_extending import examples
 
@@ -162,7 +162,7 @@ def lose_one(name: str) -> None:
     """Rank 2 ends without a word."""
     transport = connected(name)
     transport.post([], [], 7)
-    dist.barrier()
+    meet("connected")
     if transport.rank == 2:
         os._exit(0)
     error = ended(transport, 2, lambda: None)

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import trainer as hvd
 from collectives import CollectiveError, PeerLost
-from tests.harness import ON_EVERY_TRANSPORT, World, Worlds
+from tests.harness import ON_EVERY_TRANSPORT, World, Worlds, meet
 from tests.ranks.training import assert_close, assert_same_on_all_ranks, copies, in_world, loss_of
 
 STEPS = 6
@@ -251,9 +250,8 @@ def lose_one(dies: int, quorum: int, steps_before: int) -> None:
     model = model_of()
     optimizer = hvd.ParameterServer(sgd_of(model), quorum=quorum, servers=[0], late="next")
     train(model, optimizer, range(steps_before))
-    dist.barrier()
+    meet("trained")
     if hvd.rank() == dies:
-        time.sleep(1)  # until the others have left gloo's barrier, which may need this rank that long
         os._exit(0)
     time.sleep(3)  # until it has ended
     if dies != 0 and quorum < 4:
