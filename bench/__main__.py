@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 
 COLLECTIVES = ("allreduce", "reduce_scatter", "allgather", "broadcast", "alltoall")
-BENCHMARKS = (*COLLECTIVES, "step", "convergence")
+BENCHMARKS = (*COLLECTIVES, "step", "convergence", "rules")
 
 USAGE = """\
 usage: torchrun --nproc-per-node 4 -m bench COLLECTIVE [flags]    a collective: time, bandwidth, correctness
        torchrun --nproc-per-node 2 -m bench step [flags]          a training step beside DDP's
        torchrun --nproc-per-node 4 -m bench convergence [flags]   training with every codec, beside training without
+       torchrun --nproc-per-node 4 -m bench rules [flags]         training by several update rules
        python -m bench codec [flags]                              every codec's rates and errors, beside torch's operations
-       python -m bench hosts [flags] -- COLLECTIVE|step|convergence|COMMAND   any of these on simulated hosts (root)
+       python -m bench hosts [flags] -- COLLECTIVE|step|convergence|rules|COMMAND   any of these on simulated hosts (root)
 
 COLLECTIVE is one of {collectives}."""
 
@@ -31,6 +32,10 @@ def main() -> int:
         from bench import convergence
 
         return convergence.main(arguments)
+    if name == "rules":
+        from bench import rules
+
+        return rules.main(arguments)
     if name == "codec":
         from bench import codec
 

@@ -1,0 +1,224 @@
+"""The update rules that `python -m bench rules` compares: how each is made, and what its ranks have in common when."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import trainer as hvd
+from trainer.compression import NAMES
+from trainer.examples.loop import adamw
+
+NONE = "none"
+QUARTER = 4
+"""Streaming exchanges so many fragments."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What rules are told, beside their name: as the options of `bench rules` say."""
+
+    every: int
+    outer_lr: float
+    outer_momentum: float
+    warmup_steps: int
+    warmup_codec: str
+    staleness: int
+    delay: int
+
+
+@dataclass(frozen=True)
+class Competitor:
+    """A model in training by a rule.
+
+    forward: what to call, the module itself or its wrapper. in_step: whether all ranks take as many steps. warmup_steps,
+    period: they have their parameters in common after so many steps, and every period of steps from then on. sent_bytes:
+    what this rank has sent after so many steps. wait_s: how long it has waited for others. report: what the rule says of
+    itself at the end.
+    """
+
+    module: nn.Module
+    forward: nn.Module
+    optimizer: torch.optim.Optimizer
+    in_step: bool
+    warmup_steps: int
+    period: int
+    sent_bytes: Callable[[int], float]
+    wait_s: Callable[[], float]
+    report: Callable[[], str]
+    close: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One competitor of a run: RULE[+CODEC][@SHARE]. share: of the steps or the time of the run."""
+
+    text: str
+    rule: str
+    codec: str
+    share: float
+
+
+def entry(text: str) -> Entry:
+    """Raises argparse.ArgumentTypeError for what is no competitor."""
+    named, at, share = text.partition("@")
+    rule, plus, codec = named.partition("+")
+    codec = codec if plus else NONE
+    if rule not in RULES:
+        raise argparse.ArgumentTypeError(f"{rule!r} is not one of {', '.join(RULES)}")
+    if codec not in NAMES or (codec != NONE and rule not in CODED):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: a codec is one of {', '.join(NAMES)}, with {' or '.join(sorted(CODED))}"
+        )
+    try:
+        portion = float(share) if at else 1.0
+    except ValueError:
+        portion = math.nan
+    if not 0 < portion <= 10:
+        raise argparse.ArgumentTypeError(f"{text!r}: after @ comes a share of the run, such as 0.6")
+    return Entry(text, rule, codec, portion)
+
+
+def exchanged_bytes(module: nn.Module) -> float:
+    """What a rank sends for an average of as many float32 as there are parameters: 2(p-1)/p of them."""
+    size = hvd.size()
+    return 2 * (size - 1) / size * 4 * sum(parameter.numel() for parameter in module.parameters())
+
+
+def _alone(module: nn.Module, codec: str, settings: Settings) -> Competitor:
+    return Competitor(
+        module, module, adamw(module), False, 0, 1, lambda steps: 0.0, lambda: 0.0, lambda: "", lambda: None
+    )
+
+
+def _ddp(module: nn.Module, codec: str, settings: Settings) -> Competitor:
+    sent = exchanged_bytes(module)
+    forward = DistributedDataParallel(module)
+    return Competitor(
+        module, forward, adamw(module), True, 0, 1, lambda steps: sent * steps, lambda: 0.0, lambda: "", lambda: None
+    )
+
+
+def _synchronous(module: nn.Module, codec: str, settings: Settings) -> Competitor:
+    optimizer = hvd.DistributedOptimizer(adamw(module), module.named_parameters(), codec)
+    return Competitor(
+        module=module,
+        forward=module,
+        optimizer=optimizer,
+        in_step=True,
+        warmup_steps=0,
+        period=1,
+        sent_bytes=lambda steps: optimizer.stats.bytes_sent,
+        wait_s=lambda: optimizer.communication_wait_s,
+        report=lambda: str(optimizer.stats),
+        close=optimizer.close,
+    )
+
+
+def _local(
+    module: nn.Module, codec: str, settings: Settings, *, momentum: bool, fragments: int = 1, delay: int = 0
+) -> Competitor:
+    outer = (
+        torch.optim.SGD(
+            module.parameters(),
+            lr=settings.outer_lr,
+            momentum=settings.outer_momentum,
+            nesterov=settings.outer_momentum > 0,
+        )
+        if momentum
+        else None
+    )
+    optimizer = hvd.LocalUpdates(
+        adamw(module),
+        module.named_parameters(),
+        every=settings.every,
+        outer=outer,
+        warmup_steps=settings.warmup_steps,
+        warmup_codec=settings.warmup_codec,
+        codec=codec,
+        fragments=fragments,
+        delay=delay,
+    )
+    return Competitor(
+        module=module,
+        forward=module,
+        optimizer=optimizer,
+        in_step=True,
+        warmup_steps=settings.warmup_steps,
+        period=settings.every,
+        sent_bytes=lambda steps: (
+            optimizer.stats.bytes_sent + optimizer.report().bytes_per_step * (steps - settings.warmup_steps)
+        ),
+        wait_s=lambda: optimizer.communication_wait_s,
+        report=lambda: str(optimizer.report()),
+        close=optimizer.close,
+    )
+
+
+def _average(module: nn.Module, codec: str, settings: Settings) -> Competitor:
+    return _local(module, codec, settings, momentum=False)
+
+
+def _diloco(module: nn.Module, codec: str, settings: Settings) -> Competitor:
+    return _local(module, codec, settings, momentum=True)
+
+
+def _streaming(module: nn.Module, codec: str, settings: Settings) -> Competitor:
+    return _local(module, codec, settings, momentum=True, fragments=QUARTER, delay=settings.delay)
+
+
+def _served(module: nn.Module, settings: Settings, *, quorum: int, staleness: int | None = None) -> Competitor:
+    optimizer = hvd.ParameterServer(adamw(module), module.named_parameters(), quorum=quorum, staleness=staleness)
+    sent = exchanged_bytes(module)
+    return Competitor(
+        module=module,
+        forward=module,
+        optimizer=optimizer,
+        in_step=quorum == hvd.size(),
+        warmup_steps=0,
+        period=1,
+        sent_bytes=lambda steps: sent * steps,  # gradients to the servers, and parameters from the one that is here
+        wait_s=lambda: 0.0,
+        report=lambda: str(optimizer.report()),
+        close=optimizer.close,
+    )
+
+
+def _server(module: nn.Module, codec: str, settings: Settings) -> Competitor:
+    return _served(module, settings, quorum=hvd.size())
+
+
+def _quorum(module: nn.Module, codec: str, settings: Settings) -> Competitor:
+    return _served(module, settings, quorum=max(1, hvd.size() - 1))
+
+
+def _stale(module: nn.Module, codec: str, settings: Settings) -> Competitor:
+    return _served(module, settings, quorum=1, staleness=settings.staleness)
+
+
+def _asynchronous(module: nn.Module, codec: str, settings: Settings) -> Competitor:
+    return _served(module, settings, quorum=1)
+
+
+RULES: dict[str, Callable[[nn.Module, str, Settings], Competitor]] = {
+    "alone": _alone,
+    "ddp": _ddp,
+    "synchronous": _synchronous,
+    "average": _average,
+    "diloco": _diloco,
+    "streaming": _streaming,
+    "server": _server,
+    "quorum": _quorum,
+    "stale": _stale,
+    "asynchronous": _asynchronous,
+}
+CODED = {"synchronous", "average", "diloco", "streaming"}
+"""Those of which what is exchanged may be encoded."""
+UNLIKE = {"alone", "streaming", "quorum", "stale", "asynchronous"}
+"""Those of which ranks do not hold the same parameters at the end."""
