@@ -112,6 +112,7 @@ class Shard:
             aggregator = self._aggregator
             aggregator.push(worker, version, weight, gradients, time.monotonic())
             self._update()
+            self._changed.notify_all()
             while not aggregator.may_go(worker):
                 if self._failure is not None:
                     raise self._failure
@@ -132,12 +133,14 @@ class Shard:
         with self._changed:
             self._aggregator.leave(worker, time.monotonic())
             self._update()
+            self._changed.notify_all()
 
     def lose(self, worker: int) -> None:
         """Go on without a worker that has failed."""
         with self._changed:
             self._aggregator.lose(worker, time.monotonic())
             self._update()
+            self._changed.notify_all()
 
     def counts(self) -> Counts:
         """Return what became of all contributions so far."""
@@ -159,13 +162,15 @@ class Shard:
             self._newest = self.flat.pack(self._parameters)
 
     def _update(self) -> None:
-        """Make the update that is due, if one is, and wake whoever waits."""
+        """Make the update that is due, if one is, and wake whoever waits for it: nobody else, or waiting threads would wake
+        each other for ever."""
         shares = self._aggregator.take(time.monotonic())
-        if shares is not None:
-            try:
-                self._step(shares)
-            except Exception as error:  # of the optimizer: it is every worker's, not only of the one whose turn it was
-                self._failure = error
+        if shares is None:
+            return
+        try:
+            self._step(shares)
+        except Exception as error:  # of the optimizer: it is every worker's, not only of the one whose turn it was
+            self._failure = error
         self._changed.notify_all()
 
     def _step(self, shares: list[tuple[list[Tensor], float]]) -> None:
