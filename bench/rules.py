@@ -115,6 +115,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--warmup-codec", choices=NAMES, default="none", help="what gradients travel as in those (default none)")
     add("--staleness", type=partial(count_from, 0), default=4, help="of stale, in steps (default 4)")
     add("--delay", type=partial(count_from, 0), default=1, help="of streaming, in steps (default 1)")
+    add("--k", type=partial(count_from, 4), default=64, help="of every 4096 numbers, of chunktopk (default 64)")
     add("--slow", type=slowness, metavar="RANK:SECONDS", help="a rank that sleeps so long in each step")
     add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
     add("--plot", type=picture, metavar="FILE.png", help="draw the loss over tokens, time and bytes")
@@ -153,7 +154,7 @@ def train(chosen: argparse.Namespace, which: Entry, seed: int, first: RuleRow | 
     task = bytes_gpt.task(config)
     torch.manual_seed(seed)
     module = task.build().to(choose_device("cpu"))
-    options = ("every", "outer_lr", "outer_momentum", "warmup_steps", "warmup_codec", "staleness", "delay")
+    options = ("every", "outer_lr", "outer_momentum", "warmup_steps", "warmup_codec", "staleness", "delay", "k")
     competitor = RULES[which.rule](module, which.codec, Settings(**{name: getattr(chosen, name) for name in options}))
     length = Length(
         None if chosen.steps is None else round(chosen.steps * which.share),
@@ -195,7 +196,7 @@ def format_header(meta: Mapping[str, Any], row: RuleRow) -> list[str]:
         f"# rules: bytes_gpt {meta['preset']}, {row.parameters / 1e6:.2f} M parameters, {meta['batch']} sequences of"
         f" {meta['context']} bytes a rank, world size {row.world_size}, {length}",
         f"# every {meta['every']}, outer Nesterov {meta['outer_lr']:g}/{meta['outer_momentum']:g}, warm-up"
-        f" {meta['warmup_steps']} steps ({meta['warmup_codec']}), staleness {meta['staleness']}, delay {meta['delay']}",
+        f" {meta['warmup_steps']} steps ({meta['warmup_codec']}), staleness {meta['staleness']}, delay {meta['delay']}, k {meta['k']}",
         *([f"# Network: {meta['network']}"] if meta["network"] else []),
         *([f"# Slow: {meta['slow']}"] if meta["slow"] else []),
         f"# {meta['device']}, torch {meta['torch']}",

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer as hvd
-from trainer.compression import NAMES
+from collectives.compression.chunktopk import ChunkTopK
+from trainer.compression import NAMES, Compressor
 from trainer.examples.loop import adamw
 
 NONE = "none"
@@ -31,6 +32,11 @@ class Settings:
     warmup_codec: str
     staleness: int
     delay: int
+    k: int
+
+    def codec(self, name: str) -> Compressor:
+        """Return what has a name: chunktopk with the k that is asked for."""
+        return hvd.ErrorFeedback(ChunkTopK(self.k)) if name == "chunktopk" else name
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ def _ddp(module: nn.Module, codec: str, settings: Settings) -> Competitor:
 
 
 def _synchronous(module: nn.Module, codec: str, settings: Settings) -> Competitor:
-    optimizer = hvd.DistributedOptimizer(adamw(module), module.named_parameters(), codec)
+    optimizer = hvd.DistributedOptimizer(adamw(module), module.named_parameters(), settings.codec(codec))
     return Competitor(
         module=module,
         forward=module,
@@ -140,8 +146,8 @@ def _local(
         every=settings.every,
         outer=outer,
         warmup_steps=settings.warmup_steps,
-        warmup_codec=settings.warmup_codec,
-        codec=codec,
+        warmup_codec=settings.codec(settings.warmup_codec),
+        codec=settings.codec(codec),
         fragments=fragments,
         delay=delay,
     )
