@@ -196,7 +196,8 @@ def format_header(meta: Mapping[str, Any], row: RuleRow) -> list[str]:
         f"# rules: bytes_gpt {meta['preset']}, {row.parameters / 1e6:.2f} M parameters, {meta['batch']} sequences of"
         f" {meta['context']} bytes a rank, world size {row.world_size}, {length}",
         f"# every {meta['every']}, outer Nesterov {meta['outer_lr']:g}/{meta['outer_momentum']:g}, warm-up"
-        f" {meta['warmup_steps']} steps ({meta['warmup_codec']}), staleness {meta['staleness']}, delay {meta['delay']}, k {meta['k']}",
+        f" {meta['warmup_steps']} steps ({meta['warmup_codec']}), staleness {meta['staleness']},"
+        f" delay {meta['delay']}, k {meta['k']}",
         *([f"# Network: {meta['network']}"] if meta["network"] else []),
         *([f"# Slow: {meta['slow']}"] if meta["slow"] else []),
         f"# {meta['device']}, torch {meta['torch']}",

@@ -229,6 +229,73 @@ def test_training_with_codecs(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+RULE_FLAGS = ["--batch", "1", "--context", "16", "--warmup-steps", "2"]
+
+
+def test_update_rules_that_average_every_step(tmp_path: Path) -> None:
+    competitors = ["synchronous", "ddp", "server", "synchronous@0.5"]
+    done = bench(
+        2, "rules", *competitors, *RULE_FLAGS, "--steps", "6", "--seeds", "3", "-J", str(tmp_path / "out.json")
+    )
+    assert done.returncode == 0, done.stderr
+    meta, rows = rows_of(tmp_path / "out.json")
+    assert (meta["steps"], meta["seconds"], meta["context"]) == (6, None, 16)
+    assert [row["competitor"] for row in rows] == competitors
+    assert [row["steps"] for row in rows] == [6, 6, 6, 3]
+    assert [row["replicas_identical"] for row in rows] == [True] * 4
+    synchronous, ddp, server, half = rows
+    assert synchronous["reach_time"] == synchronous["reach_tokens"] == synchronous["reach_bytes"] == 1
+    for same in (ddp, server):
+        assert same["loss"] == pytest.approx(synchronous["loss"], rel=1e-4)
+        assert same["over_first"] == same["loss"] / synchronous["loss"]
+        assert same["sent_bytes"] == synchronous["sent_bytes"] == 6 * 4 * synchronous["parameters"]
+    assert half["loss"] != pytest.approx(synchronous["loss"], rel=1e-5)
+
+
+def test_update_rules_that_meet_now_and_then(tmp_path: Path) -> None:
+    competitors = ["synchronous", "average+chunktopk", "alone"]
+    files = ["-J", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
+    done = bench(2, "rules", *competitors, *RULE_FLAGS, "--steps", "6", "--every", "2", *files)
+    assert done.returncode == 0, done.stderr
+    _, (synchronous, average, alone) = rows_of(tmp_path / "out.json")
+    assert (average["replicas_identical"], alone["replicas_identical"]) == (True, None)
+    for other in (average, alone):
+        assert other["loss"] != pytest.approx(synchronous["loss"], rel=1e-5)
+        assert other["curve"][0]["loss"] == synchronous["curve"][0]["loss"]
+    uncompressed = 4 * synchronous["parameters"]
+    assert 2 * uncompressed < average["sent_bytes"] < 2 * uncompressed + 2 * uncompressed / 100  # two warm-up steps
+    assert alone["sent_bytes"] == 0
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_update_rules_in_equal_time(tmp_path: Path) -> None:
+    competitors = ["synchronous", "average", "quorum", "asynchronous"]
+    flags = [
+        "--seconds",
+        "2",
+        "--warmup-steps",
+        "2",
+        "--every",
+        "3",
+        "--batch",
+        "1",
+        "--context",
+        "16",
+        "--slow",
+        "1:0.1",
+    ]
+    done = bench(2, "rules", *competitors, *flags, "-J", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    _, rows = rows_of(tmp_path / "out.json")
+    assert [row["competitor"] for row in rows] == competitors
+    for row in rows:
+        assert row["seconds"] >= 2
+        assert row["curve"][-1]["loss"] == row["loss"]
+    assert (rows[1]["steps"] - 2) % 3 == 0
+    assert "contributions" in rows[2]["report"]
+    assert "# Slow: rank 1 sleeps 0.1 s in each step" in done.stdout
+
+
 def test_alone_there_is_no_convergence_to_compare() -> None:
     done = run([sys.executable, "-m", "bench", "convergence", "--steps", "1"])
     assert done.returncode == 2
