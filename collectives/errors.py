@@ -36,7 +36,10 @@ class CollectiveError(RuntimeError):
 
 
 class PeerLost(CollectiveError):
-    """A peer's process ended, or it left before the operation was done. Attribute ranks: those that are lost."""
+    """A peer's process ended, or it left before the operation was done.
+
+    Attributes: ranks (those that are lost), has_left and reasons (as given).
+    """
 
     def __init__(
         self,
@@ -50,13 +53,15 @@ class PeerLost(CollectiveError):
         """has_left: whether they said that they leave, as a script does that ends or raises, rather than ended without a word.
         reasons: what those raised that said so."""
         self.ranks = tuple(sorted(ranks))
+        self.has_left = has_left
+        self.reasons = dict(reasons or {})
         how = (
             "left at this operation or before, by an exception or at the end of its script: see its own output"
             if has_left
             else "its process was ended, or its host cannot be reached"
         )
-        if reasons:
-            how = "; ".join(f"rank {each} {reason}" for each, reason in reasons.items())
+        if self.reasons:
+            how = "; ".join(f"rank {each} {reason}" for each, reason in self.reasons.items())
         super().__init__(f"lost {ranks_text(self.ranks)}: {how}", rank=rank, operation=operation)
 
 

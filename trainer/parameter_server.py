@@ -32,6 +32,10 @@ KEY = "gradwire_server"
 _LET_GO_S = 2.0
 """What a thread has for its end once its Communicator is closed."""
 
+_TELL_S = 3.0
+"""How much longer than for a word of a worker a server waits for an update, and a worker for its server than that: who does not
+answer is known by then, and told."""
+
 _log = logging.getLogger("gradwire")
 
 
@@ -155,12 +159,14 @@ class ParameterServer(WrappingOptimizer):
         serving: dict[int, Communicator] = {}
         for server, part in self._parts.items():  # in the same order on all ranks, so that nobody waits in a circle
             if server == rank:
-                self._shard = Shard(rank, range(size), part, self.optimizer, self._policy, self._timeout_s)
+                update_s = self._timeout_s + _TELL_S
+                self._shard = Shard(rank, range(size), part, self.optimizer, self._policy, update_s)
                 parts.append((Local(rank, self._shard), part))
             for worker in range(size):
                 if worker == server or rank not in (worker, server):
                     continue
-                pair = world.open_pair(ranks[worker], ranks[server], f"server {token}/{worker}/{server}")
+                patience_s = self._timeout_s + (0 if rank == server else 2 * _TELL_S)
+                pair = world.open_pair(ranks[worker], ranks[server], f"server {token}/{worker}/{server}", patience_s)
                 self._pairs.append(pair)
                 if rank == server:
                     serving[worker] = pair

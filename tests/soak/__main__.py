@@ -1,4 +1,5 @@
-"""A soak: `python -m tests.soak` runs random operations and random faults, and ends with 1 where anything fell short.
+"""A soak: `python -m tests.soak` runs random operations and random faults, of collectives and of training, and ends with 1 where
+anything fell short.
 
 All ranks draw the same operations from one seed; a finding is printed with the command that repeats it.
 """
@@ -12,22 +13,27 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from bench.hosts import HostsError
-from tests.harness import GRACE_S, TRANSPORTS, World
+from tests.harness import GRACE_S, TRANSPORTS, Outcome, World
 from tests.soak.faults import KINDS, NETWORK_KINDS, STOPPED, Fault, draw_fault
 from tests.soak.network import Network
 from tests.soak.operations import SESSION_OPERATIONS, draw_session
 from tests.soak.places import NAMESPACES, WORLDS_AT_A_TIME, Place, place
 from tests.soak.ranks import Report, failed_at_file, leave, report_file, run_session, suffer
-from tests.soak.verdict import Finding, Kind, judge_fault, judge_session, news_s
+from tests.soak.rules import KINDS as TRAINING_KINDS
+from tests.soak.rules import RULES, TrainingFault, draw_training_fault
+from tests.soak.training import train
+from tests.soak.verdict import Finding, Kind, judge_fault, judge_session, judge_training, news_s
 
 WORLD_SESSIONS = 25  # that a world lives for
 SESSION_DEADLINE_S = 180.0
@@ -41,17 +47,30 @@ WIDTH = 110  # of the table, where nobody looks on
 @dataclass
 class Tally:
     """What has been done on one transport, and what was found. news_s: by the kind of a fault, how long each took to be heard of.
-    limitation: why nothing could be."""
+    training_s: the same of training, by rule and kind. limitation: why nothing could be."""
 
     transport: str
     operations: int = 0
     news_s: dict[str, list[float]] = field(default_factory=dict)
+    training_s: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     counts: Counter[Kind] = field(default_factory=Counter)
     limitation: str = ""
 
     @property
     def faults(self) -> int:
-        return sum(map(len, self.news_s.values()))
+        return sum(map(len, (*self.news_s.values(), *self.training_s.values())))
+
+
+@dataclass
+class _Running:
+    """A world with a fault, since a time.monotonic(). judge: told of the outcomes, the reports, the time of the fault, and the
+    directory, at its end."""
+
+    fault: Fault | TrainingFault
+    world: World
+    directory: Path
+    judge: Callable[[Sequence[Outcome], dict[int, Report], float | None, Path], None]
+    started: float = field(default_factory=time.monotonic)
 
 
 class Soak:
@@ -81,7 +100,7 @@ class Soak:
             found = judge_session(session.members, outcomes)
             self.tally.operations += max((o.value.done for o in outcomes if isinstance(o.value, Report)), default=0)
             if found:
-                again = f"--start {index} --operations {count} --faults 0"
+                again = f"--start {index} --operations {count} --faults 0 --training 0"
                 self._tell(found, f"session {index}: {session}", again, directory)
                 world.kill()
                 current = None
@@ -90,37 +109,83 @@ class Soak:
             self._end(*current)
 
     def run_faults(self, start: int, faults: int) -> None:
-        """start: the first fault. WORLDS_AT_A_TIME of their worlds live at the same time."""
-        running: deque[tuple[Fault, World, Path, Network | None, float]] = deque()
-        for index in range(start, start + faults):
-            fault = draw_fault(self._seed, self._place.transport, index, on_hosts=self._place.on_hosts)
+        """start: the first fault."""
+        drawn = partial(draw_fault, self._seed, self._place.transport, on_hosts=self._place.on_hosts)
+
+        def begin(fault: Fault) -> _Running:
             world, directory, network = self._place.world(fault.size, fault.hosts)
             world.start(suffer, fault, self._place.address, network, directory)
-            running.append((fault, world, directory, network, time.monotonic()))
-            if len(running) == WORLDS_AT_A_TIME:
-                self._judge(*running.popleft())
-            self._progress(f"{self.tally.faults} of {faults} faults")
-        while running:
-            self._judge(*running.popleft())
+            return _Running(fault, world, directory, partial(self._judge, fault, network))
 
-    def _judge(self, fault: Fault, world: World, directory: Path, network: Network | None, started: float) -> None:
-        left_s = max(0.0, started + FAULT_DEADLINE_S - time.monotonic())
+        self._run(map(begin, map(drawn, range(start, start + faults))), faults)
+
+    def run_training(self, start: int, faults: int) -> None:
+        """start: the first fault of training."""
+        drawn = partial(draw_training_fault, self._seed, self._place.transport)
+
+        def begin(fault: TrainingFault) -> _Running:
+            world, directory, _ = self._place.world(fault.size, 1)
+            world.start(train, fault, directory)
+            return _Running(fault, world, directory, partial(self._judge_training, fault))
+
+        self._run(map(begin, map(drawn, range(start, start + faults))), faults)
+
+    def _run(self, worlds: Iterable[_Running], faults: int) -> None:
+        """Judge worlds with faults. WORLDS_AT_A_TIME of them live at the same time."""
+        running: deque[_Running] = deque()
+        before = self.tally.faults
+        for begun in worlds:
+            running.append(begun)
+            if len(running) == WORLDS_AT_A_TIME:
+                self._end_of(running.popleft())
+            self._progress(f"{self.tally.faults - before} of {faults} faults")
+        while running:
+            self._end_of(running.popleft())
+
+    def _end_of(self, running: _Running) -> None:
+        """Wait for the end of a world with a fault, and have it judged."""
+        fault, world, directory = running.fault, running.world, running.directory
+        left_s = max(0.0, running.started + FAULT_DEADLINE_S - time.monotonic())
         outcomes = world.collect(left_s, ranks=fault.survivors)
         if fault.kind != STOPPED:
             outcomes += world.collect(LEAVE_S, ranks=[fault.victim])
         world.kill()
-        if network is not None and fault.kind in NETWORK_KINDS:
-            network.mend(fault.hosts_of_ranks[fault.victim])
         reports = {
             rank: pickle.loads(report_file(directory, rank).read_bytes())
             for rank in range(fault.size)
             if report_file(directory, rank).exists()
         }
         failed_at = float(failed_at_file(directory).read_text()) if failed_at_file(directory).exists() else None
+        running.judge(outcomes, reports, failed_at, directory)
+
+    def _judge(
+        self,
+        fault: Fault,
+        network: Network | None,
+        outcomes: Sequence[Outcome],
+        reports: dict[int, Report],
+        failed_at: float | None,
+        directory: Path,
+    ) -> None:
+        if network is not None and fault.kind in NETWORK_KINDS:
+            network.mend(fault.hosts_of_ranks[fault.victim])
         self.tally.news_s.setdefault(fault.kind, []).append(news_s(fault, reports, failed_at))
         if found := judge_fault(fault, outcomes, reports, failed_at):
-            again = f"--start {fault.index} --operations 0 --faults 1"
+            again = f"--start {fault.index} --operations 0 --faults 1 --training 0"
             self._tell(found, f"fault {fault.index}: {fault}", again, directory)
+
+    def _judge_training(
+        self,
+        fault: TrainingFault,
+        outcomes: Sequence[Outcome],
+        reports: dict[int, Report],
+        failed_at: float | None,
+        directory: Path,
+    ) -> None:
+        self.tally.training_s.setdefault((fault.rule.name, fault.kind), []).append(news_s(fault, reports, failed_at))
+        if found := judge_training(fault, outcomes, reports, failed_at):
+            again = f"--start {fault.index} --operations 0 --faults 0 --training 1"
+            self._tell(found, f"fault {fault.index} of training: {fault}", again, directory)
 
     def _end(self, world: World, directory: Path) -> None:
         """Let the ranks of a world leave as scripts do."""
@@ -179,17 +244,35 @@ def fault_table(tallies: Sequence[Tally]) -> Table:
     return drawn
 
 
+def training_table(tallies: Sequence[Tally]) -> Table:
+    """A row for each rule and kind of fault: on each transport how many there were, and the median and the slowest news of one;
+    of ParameterServers only where the others do not go on."""
+    drawn = Table(box=box.SIMPLE, padding=0)
+    drawn.add_column("number, median and\nslowest news, s")
+    for tally in tallies:
+        drawn.add_column(tally.transport, justify="right")
+    for rule in RULES:
+        for kind in TRAINING_KINDS:
+            every = [tally.training_s.get((rule, kind), []) for tally in tallies]
+            cells = (f"{len(news)}  {median(news):5.2f} {max(news):5.2f}" if news else "" for news in every)
+            drawn.add_row(f"{rule}, {kind}", *cells)
+    return drawn
+
+
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--seed", type=int, help="of everything that is drawn (default: another one each time)")
     parser.add_argument("--operations", type=int, default=20_000, help="on each transport (default 20000)")
     parser.add_argument("--faults", type=int, default=500, help="on all transports together (default 500)")
+    parser.add_argument(
+        "--training", type=int, default=200, help="faults of ranks that train, on all transports together (default 200)"
+    )
     parser.add_argument("--ranks", type=int, default=3, help="that exchange; faults have 2 to 4 (default 3)")
     parser.add_argument("--transport", choices=(*TRANSPORTS, NAMESPACES, "all"), default="all")
     parser.add_argument("--start", type=int, default=0, help="the first session, and the first fault (default 0)")
     chosen = parser.parse_args(arguments)
-    if chosen.ranks < 1 or min(chosen.operations, chosen.faults, chosen.start) < 0:
-        parser.error("--ranks must be positive; --operations, --faults and --start must not be negative")
+    if chosen.ranks < 1 or min(chosen.operations, chosen.faults, chosen.training, chosen.start) < 0:
+        parser.error("--ranks must be positive; --operations, --faults, --training and --start must not be negative")
     return chosen
 
 
@@ -197,11 +280,15 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parse_arguments(arguments)
     seed = random.SystemRandom().getrandbits(32) if chosen.seed is None else chosen.seed
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    console.print(f"seed {seed}: {chosen.operations} operations on each transport, {chosen.faults} faults in all")
+    console.print(
+        f"seed {seed}: {chosen.operations} operations on each transport, {chosen.faults} faults in all, {chosen.training} of "
+        "training"
+    )
     transports = [*TRANSPORTS, NAMESPACES] if chosen.transport == "all" else [chosen.transport]
     tallies = []
     for number, transport in enumerate(transports):
-        faults = chosen.faults // len(transports) + (number < chosen.faults % len(transports))
+        faults = _share(chosen.faults, len(transports), number)
+        training = _share(chosen.training, len([name for name in transports if name in TRANSPORTS]), number)
         with tempfile.TemporaryDirectory(prefix="gradwire-soak-", ignore_cleanup_errors=True) as directory:
             try:
                 with place(transport, Path(directory)) as where:
@@ -209,10 +296,17 @@ def main(arguments: Sequence[str]) -> int:
                     tallies.append(soak.tally)
                     soak.run_operations(chosen.start, chosen.operations)
                     soak.run_faults(chosen.start, faults)
+                    if transport in TRANSPORTS:
+                        soak.run_training(chosen.start, training)
             except HostsError as error:
                 tallies.append(Tally(transport, limitation=str(error)))
-    console.print(table(tallies), fault_table(tallies))
+    console.print(table(tallies), fault_table(tallies), training_table(tallies))
     return int(any(tally.counts for tally in tallies) or all(tally.limitation for tally in tallies))
+
+
+def _share(total: int, parts: int, number: int) -> int:
+    """How many of a total the part of a number gets."""
+    return 0 if number >= parts else total // parts + (number < total % parts)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,11 @@ class Fault:
         return TIMEOUT_S if hasty else FAR_S
 
     @property
+    def silence_s(self) -> float:
+        """For how long a rank that fails so may be taken for alive, beyond the deadline of an operation."""
+        return SILENCE_S if self.kind in SILENT and self.patient else 0.0
+
+    @property
     def survivors(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.size) if rank != self.victim)
 

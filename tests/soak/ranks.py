@@ -41,6 +41,7 @@ from tests.soak.faults import (
 )
 from tests.soak.network import Network
 from tests.soak.operations import SESSION_OPERATIONS, Operation, Session, draw_operations
+from trainer import QuorumLost
 
 POLL_S = 0.01
 _APART = re.compile(r"(?:between ranks|nothing that rank) (\d+) (?:and|sends reaches rank) (\d+)")
@@ -74,12 +75,12 @@ class Witness:
         while type(error) is CollectiveError and isinstance(error.__cause__, CollectiveError):
             error = error.__cause__
         blamed: tuple[int, ...] = ()
-        if isinstance(error, PeerLost):
+        if isinstance(error, PeerLost | QuorumLost):
             blamed = error.ranks
         elif isinstance(error, CollectiveTimeout):
             blamed = error.waiting_for
         calls = tuple(error.calls) if isinstance(error, Mismatch) else ()
-        tells = isinstance(error, PeerLost | CollectiveTimeout | Mismatch)
+        tells = isinstance(error, PeerLost | QuorumLost | CollectiveTimeout | Mismatch)
         text = str(error) if tells else "".join(traceback.format_exception(error))
         return cls(
             type(error).__name__,
@@ -257,9 +258,9 @@ def suffer(fault: Fault, address: str, network: Network | None, directory: Path)
         diary.note("closing after the error")
         for comm in comms:
             comm.close()
-    _write(report_file(directory, rank), report)
+    write(report_file(directory, rank), report)
     diary.note("waiting for the others to report")
-    _wait_for_reports(directory, fault.reporting)
+    wait_for_reports(directory, fault.reporting)
     diary.note("leaving")
     leave()
 
@@ -321,14 +322,14 @@ def _meet_at_rank_0(address: str, directory: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
 
-def _write(path: Path, report: Report) -> None:
+def write(path: Path, report: Report) -> None:
     """All of it or nothing."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_bytes(pickle.dumps(report))
     unfinished.rename(path)
 
 
-def _wait_for_reports(directory: Path, ranks: tuple[int, ...]) -> None:
+def wait_for_reports(directory: Path, ranks: tuple[int, ...]) -> None:
     deadline = time.monotonic() + TOGETHER_S
     while not all(report_file(directory, rank).exists() for rank in ranks) and time.monotonic() < deadline:
         time.sleep(POLL_S)

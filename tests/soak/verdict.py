@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tests.harness import Outcome
-from tests.soak.faults import CLOSES, DISAGREES, EXIT_CODES, HARMLESS, SILENCE_S, SILENT, STOPPED, Fault
+from tests.soak.faults import CLOSES, DISAGREES, EXIT_CODES, HARMLESS, SILENT, STOPPED, Fault
 from tests.soak.ranks import Report, Witness
+from tests.soak.rules import TrainingFault
 
 LATE_S = 10.0  # longer than any busy machine delays what takes no time
 TEXT_CHARACTERS = 3000
@@ -84,6 +85,26 @@ def judge_fault(
     return found
 
 
+def judge_training(
+    fault: TrainingFault, outcomes: Sequence[Outcome], reports: Mapping[int, Report], failed_at: float | None
+) -> list[Finding]:
+    """What was wrong with a world that trained. reports, failed_at: as of judge_fault()."""
+    found: list[Finding] = []
+    for outcome in outcomes:
+        failed = outcome.rank == fault.victim and failed_at is not None
+        found += _of_outcome(outcome, EXIT_CODES[fault.kind] if failed else 0)
+    found += compare_replicas(reports)
+    for rank, report in reports.items():
+        found += [Finding(Kind.WRONG, f"rank {rank}: {text}") for text in report.wrong]
+        if failed_at is None or fault.is_outlived:
+            found += [Finding(Kind.WRONG, _said(rank, report))] if report.witness is not None else []
+        else:
+            found += _of_testimony(fault, rank, report, failed_at)
+    if failed_at is None and not found:
+        found.append(Finding(Kind.WRONG, "the world ended before the fault"))
+    return found
+
+
 def compare_replicas(reports: Mapping[int, Report]) -> list[Finding]:
     """Results that must be the same on all ranks, where several had them."""
     found = []
@@ -112,7 +133,7 @@ def _stacks(outcome: Outcome) -> str:
     return "\n".join(line for line in str(outcome).splitlines() if not line.startswith("Extension modules"))
 
 
-def _of_testimony(fault: Fault, rank: int, report: Report, failed_at: float) -> Iterable[Finding]:
+def _of_testimony(fault: Fault | TrainingFault, rank: int, report: Report, failed_at: float) -> Iterable[Finding]:
     witness = report.witness
     if witness is None:
         yield Finding(Kind.NO_CULPRIT, f"rank {rank}: {report.done} operations ended as if nothing had happened")
@@ -132,11 +153,11 @@ def _of_testimony(fault: Fault, rank: int, report: Report, failed_at: float) -> 
     elif fault.kind == DISAGREES and not witness.calls:
         yield Finding(Kind.NO_CULPRIT, f"{said} (a Mismatch was to be told)")
     since = max(witness.waited_since, failed_at)
-    if witness.raised - since > LATE_S + (SILENCE_S if fault.kind in SILENT and fault.patient else 0.0):
+    if witness.raised - since > LATE_S + fault.silence_s:
         yield Finding(Kind.LATE, f"after {witness.raised - since:.1f} s: {said}")
 
 
-def news_s(fault: Fault, reports: Mapping[int, Report], failed_at: float | None) -> float:
+def news_s(fault: Fault | TrainingFault, reports: Mapping[int, Report], failed_at: float | None) -> float:
     """How long the slowest rank took to hear of a fault; 0 where there was none to hear of."""
     if failed_at is None or fault.kind in HARMLESS:
         return 0.0
@@ -146,7 +167,7 @@ def news_s(fault: Fault, reports: Mapping[int, Report], failed_at: float | None)
 
 def _tells_of_others(witness: Witness) -> bool:
     """Whether it says who is to blame, and is no failure of this rank's own."""
-    return witness.kind in ("PeerLost", "CollectiveTimeout", "Mismatch")
+    return witness.kind in ("PeerLost", "QuorumLost", "CollectiveTimeout", "Mismatch")
 
 
 def _said(rank: int, report: Report) -> str:

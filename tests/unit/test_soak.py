@@ -38,8 +38,11 @@ from tests.soak.faults import (
 from tests.soak.network import Network
 from tests.soak.operations import Operation, Session, draw_operations, draw_session
 from tests.soak.ranks import Report, Witness
+from tests.soak.rules import KINDS as TRAINING_KINDS
+from tests.soak.rules import LOCAL, MOMENTS, RULES, SERVER, SYNCHRONOUS, TrainingFault, draw_training_fault
 from tests.soak.strangers import ports
-from tests.soak.verdict import Kind, judge_fault, judge_session
+from tests.soak.verdict import Kind, judge_fault, judge_session, judge_training
+from trainer import QuorumLost
 
 ALGORITHMS = legal_algorithms(
     {verb: ("shared", "native") if verb in ("allreduce", "barrier") else ("native",) for verb in PLANNERS}
@@ -284,3 +287,57 @@ def test_late_news_is_counted() -> None:
     witness = Witness.of(lost(2), EVERYONE, 0.0)
     found = judge_fault(fault_of(KILLED), [], {0: Report(witness=witness)}, failed_at=witness.raised - 15.0)
     assert [finding.kind for finding in found] == [Kind.LATE]
+
+
+def training_faults() -> list[TrainingFault]:
+    return [draw_training_fault(1, "sockets", index) for index in range(2000)]
+
+
+def test_every_rule_meets_every_fault() -> None:
+    faults = training_faults()
+    assert faults == training_faults()
+    assert {(fault.rule.name, fault.kind) for fault in faults} == {
+        (rule, kind) for rule in RULES for kind in TRAINING_KINDS
+    }
+    assert {fault.moment for fault in faults} == set(MOMENTS)
+    assert {fault.is_outlived for fault in faults if fault.rule.name == SERVER} == {True, False}
+    assert not any(fault.is_outlived for fault in faults if fault.rule.name != SERVER)
+    over_gloo = {draw_training_fault(1, "process_group", index).rule.name for index in range(100)}
+    assert over_gloo == {SYNCHRONOUS, LOCAL}
+
+
+def training_fault(name: str, kind: str, *, is_outlived: bool = False) -> TrainingFault:
+    """Of rank 2 in a world of 3."""
+    return next(
+        fault
+        for fault in training_faults()
+        if (fault.rule.name, fault.kind, fault.size, fault.victim) == (name, kind, 3, 2)
+        and fault.is_outlived == is_outlived
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "error", "counted"),
+    [
+        (SYNCHRONOUS, KILLED, lost(2), []),
+        (LOCAL, STOPPED, late(2), []),
+        (SERVER, KILLED, QuorumLost((2,), 3, rank=0, operation="step"), []),
+        (SERVER, KILLED, QuorumLost((1, 2), 3, rank=0, operation="step"), [Kind.INNOCENT]),
+        (LOCAL, EXITS, lost(1), [Kind.INNOCENT, Kind.NO_CULPRIT]),
+        (SYNCHRONOUS, STOPPED, None, [Kind.NO_CULPRIT]),
+        (SYNCHRONOUS, KILLED, ValueError("of its own"), [Kind.NO_CULPRIT]),
+    ],
+)
+def test_whom_a_rank_that_trains_names_is_judged(
+    name: str, kind: str, error: Exception | None, counted: list[Kind]
+) -> None:
+    witness = None if error is None else Witness.of(error, EVERYONE, 0.0)
+    found = judge_training(training_fault(name, kind), [], {0: Report(witness=witness)}, failed_at=1e12)
+    assert [finding.kind for finding in found] == counted
+
+
+def test_who_is_to_go_on_may_not_fail() -> None:
+    fault = training_fault(SERVER, KILLED, is_outlived=True)
+    failing = Report(witness=Witness.of(lost(2), EVERYONE, 0.0))
+    assert judge_training(fault, [], {0: Report()}, failed_at=1e12) == []
+    assert [finding.kind for finding in judge_training(fault, [], {0: failing}, failed_at=1e12)] == [Kind.WRONG]

@@ -12,14 +12,14 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from collectives import CollectiveError, CollectiveTimeout, Communicator
+from collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
 from collectives.errors import ranks_text
 from trainer.rules.aggregator import Aggregator, Counts, Policy
 
@@ -89,7 +89,7 @@ class Shard:
     ) -> None:
         self.flat = Flat(parameters)
         self.workers = list(workers)
-        self._rank = rank
+        self.rank = rank
         self._policy = policy
         self._timeout_s = timeout_s
         self._sources = list(parameters)
@@ -117,11 +117,11 @@ class Shard:
                 if self._failure is not None:
                     raise self._failure
                 if not aggregator.holds_quorum:
-                    raise QuorumLost(aggregator.lost, self._policy.quorum, rank=self._rank, operation=operation)
+                    raise QuorumLost(aggregator.lost, self._policy.quorum, rank=self.rank, operation=operation)
                 now = time.monotonic()
                 if now >= deadline:
                     waiting_for = aggregator.awaited
-                    raise CollectiveTimeout(self._timeout_s, waiting_for, rank=self._rank, operation=operation)
+                    raise CollectiveTimeout(self._timeout_s, waiting_for, rank=self.rank, operation=operation)
                 due_at = aggregator.due_at(now)
                 self._changed.wait(min(deadline, deadline if due_at is None else due_at) - now)
                 self._update()
@@ -211,7 +211,8 @@ class Server:
                 pass
             self._shard.leave(worker)
         except CollectiveError as error:
-            _log.warning("gradwire: the parameter server goes on without rank %d: %s", worker, error)
+            told = _of_pair(error, (worker, self._shard.rank), self._shard.rank, "serving parameters")
+            _log.warning("gradwire: the parameter server goes on without rank %d: %s", worker, told)
             self._shard.lose(worker)
 
     def _answer(self, worker: int, communicator: Communicator) -> bool:
@@ -230,8 +231,12 @@ class Server:
         try:
             newest, parameters = self._shard.exchange(worker, int(version), weight, gradients)
         except Exception as error:  # told to the worker, who raises it
-            lost = error.ranks if isinstance(error, QuorumLost) else ()
-            _say(communicator, FAILED, {"error": str(error), "lost": lost})
+            told: dict[str, Any] = {"error": str(error)}
+            if isinstance(error, QuorumLost):
+                told["lost"] = error.ranks
+            elif isinstance(error, CollectiveTimeout):
+                told |= {"awaited": error.waiting_for, "seconds": error.seconds}
+            _say(communicator, FAILED, told)
             return True
         communicator.send(torch.tensor([PUSH, newest], dtype=torch.float64), 0)
         for buffer in parameters:
@@ -245,39 +250,63 @@ class Remote:
     def __init__(self, rank: int, server: int, quorum: int, flat: Flat, communicator: Communicator) -> None:
         self._rank = rank
         self._server = server
+        self._operation = f"step at the parameter server on rank {server}"
         self._quorum = quorum
         self._flat = flat
         self._communicator = communicator
+        self._is_answer_due = False
 
     def push(self, version: int, weight: float, gradients: list[Tensor]) -> None:
         """Send gradients."""
-        self._say(PUSH, version, weight)
-        for buffer in gradients:
-            self._communicator.send(buffer, 1)
+        self._is_answer_due = True
+        with self._reached():
+            self._say(PUSH, version, weight)
+            for buffer in gradients:
+                self._communicator.send(buffer, 1)
 
     def pull(self) -> tuple[int, list[Tensor]]:
         """Wait for the version and the parameters with which to go on. Raises what Shard.exchange() does."""
-        kind, number = self._hear()
-        if kind == FAILED:
-            said = self._text(number)
-            operation = f"step at the parameter server on rank {self._server}"
-            if said["lost"]:
-                raise QuorumLost(said["lost"], self._quorum, rank=self._rank, operation=operation)
-            raise CollectiveError(said["error"], rank=self._rank, operation=operation)
-        buffers = self._flat.empty()
-        for buffer in buffers:
-            self._communicator.recv(buffer, 1)
+        with self._reached():
+            kind, number = self._hear()
+            said = self._text(number) if kind == FAILED else None
+            buffers = [] if said is not None else self._flat.empty()
+            for buffer in buffers:
+                self._communicator.recv(buffer, 1)
+        self._is_answer_due = False
+        if said is not None:
+            raise self._failed(said)
         return number, buffers
 
     def counts(self) -> Counts:
         """Ask what became of all contributions so far."""
-        self._say(REPORT)
-        return Counts.from_record(self._text(self._hear()[1]))
+        with self._reached():
+            self._say(REPORT)
+            return Counts.from_record(self._text(self._hear()[1]))
 
     def leave(self) -> None:
-        """Say that nothing more comes. A server that is lost need not know."""
+        """Say that nothing more comes. A server that is lost need not know; one whose answer was not waited for sees the
+        Communicator end."""
+        if self._is_answer_due:
+            self._communicator.close()
+            return
         with suppress(CollectiveError):
             self._say(LEAVE)
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        """Give errors of the Communicator the optimizer's numbers of ranks."""
+        try:
+            yield
+        except CollectiveError as error:
+            raise _of_pair(error, (self._rank, self._server), self._rank, self._operation) from error
+
+    def _failed(self, said: dict[str, Any]) -> CollectiveError:
+        """Return the error that the server has told of."""
+        if "lost" in said:
+            return QuorumLost(said["lost"], self._quorum, rank=self._rank, operation=self._operation)
+        if "awaited" in said:
+            return CollectiveTimeout(said["seconds"], said["awaited"], rank=self._rank, operation=self._operation)
+        return CollectiveError(said["error"], rank=self._rank, operation=self._operation)
 
     def _say(self, kind: int, version: int = 0, weight: float = 0.0) -> None:
         self._communicator.send(torch.tensor([kind, version, weight], dtype=torch.float64), 1)
@@ -334,16 +363,32 @@ class Worker:
         self.versions = [0] * len(self._parts)
 
     def exchange(self, weight: float) -> None:
-        """Push gradients, and fill the parameters with what the servers say."""
+        """Push gradients, and fill the parameters with what the servers say.
+
+        What fails with one server is raised when all have had their gradients and have given their answers: so no server waits
+        for this rank, or loses it, because another is lost.
+        """
+        failures: list[Exception] = []
+        pushed: list[int] = []
         for number, (server, parameters) in enumerate(self._parts):
             packed = self._flats[number].pack([parameter.grad for parameter in parameters])
-            server.push(self.versions[number], weight, packed)
-        for number in reversed(range(len(self._parts))):
+            try:
+                server.push(self.versions[number], weight, packed)
+                pushed.append(number)
+            except CollectiveError as error:
+                failures.append(error)
+        for number in reversed(pushed):
             server, parameters = self._parts[number]
-            self.versions[number], buffers = server.pull()
+            try:
+                self.versions[number], buffers = server.pull()
+            except Exception as error:
+                failures.append(error)
+                continue
             with torch.no_grad():
                 for parameter, newest in zip(parameters, self._flats[number].views(buffers), strict=True):
                     parameter.copy_(newest)
+        if failures:
+            raise failures[0]
 
     def counts(self) -> list[Counts]:
         """Return what became of all contributions so far, at each server."""
@@ -365,6 +410,18 @@ def cut(parameters: Sequence[Tensor], servers: Sequence[int]) -> dict[int, list[
         loads[least] += max(1, parameters[number].numel())
         parts[least].append(number)
     return {server: [parameters[number] for number in sorted(part)] for server, part in parts.items() if part}
+
+
+def _of_pair(error: CollectiveError, pair: tuple[int, int], rank: int, operation: str) -> CollectiveError:
+    """Return an error of a Communicator of two with the numbers that its ranks have in the optimizer. rank: this one."""
+    if isinstance(error, PeerLost):
+        reasons = {pair[lost]: reason for lost, reason in error.reasons.items()}
+        lost = [pair[lost] for lost in error.ranks]
+        return PeerLost(lost, rank=rank, operation=operation, has_left=error.has_left, reasons=reasons)
+    if isinstance(error, CollectiveTimeout):
+        awaited = [pair[awaited] for awaited in error.waiting_for]
+        return CollectiveTimeout(error.seconds, awaited, rank=rank, operation=operation)
+    return CollectiveError(f"ranks {pair[0]} and {pair[1]}: {error}", rank=rank, operation=operation)
 
 
 def _say(communicator: Communicator, kind: int, record: dict[str, Any]) -> None:

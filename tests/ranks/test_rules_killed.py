@@ -1,0 +1,216 @@
+"""Every update rule, and ranks that are killed: in the middle of an exchange, and all of them at once, to begin again."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainer as hvd
+from collectives import PeerLost
+from tests.harness import World, meet
+from tests.ranks.training import loss_of, spy
+
+# Not over gloo, which ends who waits for the dead.
+on_our_links = pytest.mark.parametrize("ranks", ["shared_memory", "sockets"], indirect=True)
+
+STEPS, SAVED, KILLED = 14, 6, 10
+DEADLINE_S = 45.0  # for a world, whose operations have longer
+FAR_S = 120.0  # so that what ends sooner was told
+
+
+def model_of() -> nn.Sequential:
+    """With one matrix that codecs are for."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 700), nn.Tanh(), nn.Linear(700, 3))
+
+
+def batch_of(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + hvd.rank())
+    return torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, batch_of(step)).backward()
+        optimizer.step()
+
+
+def synchronous(model: nn.Module, **options: Any) -> hvd.DistributedOptimizer:
+    return hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), **options)
+
+
+def local(model: nn.Module, *, momentum: float = 0.0, **options: Any) -> hvd.LocalUpdates:
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=momentum)
+    return hvd.LocalUpdates(torch.optim.AdamW(model.parameters(), lr=1e-3), outer=outer, **options)
+
+
+def server(model: nn.Module, **options: Any) -> hvd.ParameterServer:
+    return hvd.ParameterServer(torch.optim.AdamW(model.parameters(), lr=1e-3), **options)
+
+
+RESUMED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "synchronous, int4 with error feedback": (synchronous, {"compression": hvd.ErrorFeedback("int4")}),
+    "local updates, momentum": (local, {"every": 4, "warmup_steps": 3, "momentum": 0.9}),
+    "local updates, chunktopk": (local, {"every": 4, "codec": "chunktopk"}),
+    "local updates, late fragments": (local, {"every": 6, "fragments": 2, "delay": 2, "codec": "onebit"}),
+    "parameter server": (server, {}),
+}
+
+
+def saved_file(directory: Path, rank: int) -> Path:
+    return directory / f"saved-{rank}"
+
+
+def train_to(rule: str, stop: int, directory: Path, *, resume: bool) -> str:
+    """Train to step `stop`, from the beginning or from what was saved; save at step SAVED. Return a hash of the parameters."""
+    hvd.init(timeout_s=FAR_S)
+    model = model_of()
+    make, options = RESUMED[rule]
+    optimizer = make(model, **options)
+    file = saved_file(directory, hvd.rank())
+    if resume:
+        saved = torch.load(file, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    else:
+        train(model, optimizer, range(SAVED))
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train(model, optimizer, range(SAVED, stop))
+    if stop < STEPS:
+        meet("all have come so far")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return hashlib.sha256(
+        b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    ).hexdigest()
+
+
+@pytest.mark.parametrize("rule", RESUMED)
+def test_all_are_killed_and_go_on_bit_for_bit(failing_world: Callable[[int], World], tmp_path: Path, rule: str) -> None:
+    hashes = []
+    for name, stop, resume in (("whole", STEPS, False), ("killed", KILLED, False), ("killed", STEPS, True)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        world = failing_world(2)
+        world.start(train_to, rule, stop, tmp_path / name, resume=resume)
+        outcomes = world.collect(DEADLINE_S)
+        if stop == KILLED:
+            assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL] * 2, outcomes
+        else:
+            assert [outcome.status for outcome in outcomes] == ["returned"] * 2, outcomes
+            hashes.append([outcome.value for outcome in outcomes])
+    assert hashes[0] == hashes[1]
+    assert saved_file(tmp_path / "killed", 1).exists()
+
+
+def die_at(number: int) -> Callable[..., None]:
+    """Return what ends this process when it is called for the given time, from 1 on."""
+    calls = iter(range(1, number + 1))
+
+    def count(*_: object) -> None:
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return count
+
+
+VICTIM = 1
+COLLECTIVE: dict[str, tuple[Callable[..., Any], dict[str, Any], int]] = {
+    "synchronous": (synchronous, {"bucket_bytes": 1024}, 2),
+    "synchronous, int4 with error feedback": (
+        synchronous,
+        {"compression": hvd.ErrorFeedback("int4"), "bucket_bytes": 1024},
+        2,
+    ),
+    "local updates, warming up": (local, {"every": 2, "warmup_steps": 3, "bucket_bytes": 1024}, 2),
+    "local updates": (local, {"every": 2, "bucket_bytes": 1024}, 2),
+    "local updates, chunktopk": (local, {"every": 2, "codec": "chunktopk", "bucket_bytes": 1024}, 2),
+    "local updates, late": (local, {"every": 4, "delay": 2, "bucket_bytes": 1024}, 2),
+}
+"""By what is said of a rule: how it is made, and in which of its exchanges the victim ends, one bucket being exchanged."""
+
+
+def lose_one_in_an_exchange(rule: str) -> tuple[int, ...]:
+    """Train, until the victim ends between two buckets of an exchange; return whom the error names."""
+    hvd.init(timeout_s=FAR_S)
+    model = model_of()
+    make, options, number = COLLECTIVE[rule]
+    optimizer = make(model, **options)
+    meet("all have an optimizer")
+    if hvd.rank() == VICTIM:
+        spy(optimizer, die_at(number))
+    with pytest.raises(PeerLost) as caught:
+        train(model, optimizer, range(STEPS))
+    optimizer.close()
+    hvd.shutdown()
+    return caught.value.ranks
+
+
+@on_our_links
+@pytest.mark.parametrize("rule", COLLECTIVE)
+def test_one_is_killed_in_an_exchange_of_all(failing_world: Callable[[int], World], rule: str) -> None:
+    world = failing_world(3)
+    world.start(lose_one_in_an_exchange, rule)
+    for outcome in world.collect(DEADLINE_S, ranks=(0, 2)):
+        assert (outcome.status, outcome.value) == ("returned", (VICTIM,)), str(outcome)
+
+
+def die_in_the_push(optimizer: hvd.ParameterServer) -> None:
+    """Have this rank end when it has said that gradients come, and has not sent them."""
+    for pair in optimizer._pairs:
+        send, end = pair.send, die_at(2)
+
+        def counted(
+            *args: Any, _send: Callable[..., Any] = send, _end: Callable[..., None] = end, **options: Any
+        ) -> Any:
+            _end()
+            return _send(*args, **options)
+
+        pair.send = counted  # type: ignore[method-assign]
+
+
+PUSHED: dict[str, tuple[dict[str, Any], int, type[Exception] | None]] = {
+    "a quorum is left": ({"quorum": 3, "staleness": 1, "servers": [0]}, 3, None),
+    "asynchronous": ({"quorum": 1, "staleness": 1, "servers": [0], "late": "drop"}, 2, None),
+    "all are the quorum": ({"servers": [0]}, 3, hvd.QuorumLost),
+    "it serves": ({"quorum": 1, "staleness": 1, "servers": [0, 2]}, 2, PeerLost),
+}
+"""The options of a parameter server, the victim, and the error of the others, if one is due. By the bound of the staleness, they
+wait for the victim until it is known to be lost."""
+
+
+def lose_one_in_a_push(options: dict[str, Any], victim: int, error: type[Exception] | None) -> object:
+    """Train until the victim ends in the middle of a push, and on without it, or until an error says so; return whom the report
+    or the error names."""
+    hvd.init(timeout_s=FAR_S)
+    model = model_of()
+    optimizer = server(model, **options)
+    train(model, optimizer, range(2))
+    meet("all have come so far")
+    if hvd.rank() == victim:
+        die_in_the_push(optimizer)
+    named: object
+    with nullcontext() if error is None else pytest.raises(error) as caught:
+        train(model, optimizer, range(2, STEPS))
+    named = optimizer.report().lost if caught is None else vars(caught.value)["ranks"]
+    optimizer.close()
+    hvd.shutdown()
+    return named
+
+
+@on_our_links
+@pytest.mark.parametrize("case", PUSHED)
+def test_one_is_killed_in_a_push(failing_world: Callable[[int], World], case: str) -> None:
+    options, victim, error = PUSHED[case]
+    world = failing_world(4)
+    world.start(lose_one_in_a_push, options, victim, error)
+    for outcome in world.collect(DEADLINE_S, ranks=[rank for rank in range(4) if rank != victim]):
+        assert (outcome.status, outcome.value) == ("returned", (victim,)), str(outcome)
