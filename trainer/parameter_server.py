@@ -160,7 +160,7 @@ class ParameterServer(WrappingOptimizer):
         for server, part in self._parts.items():  # in the same order on all ranks, so that nobody waits in a circle
             if server == rank:
                 update_s = self._timeout_s + _TELL_S
-                self._shard = Shard(rank, range(size), part, self.optimizer, self._policy, update_s)
+                self._shard = Shard(rank, range(size), self._parts, part, self.optimizer, self._policy, update_s)
                 parts.append((Local(rank, self._shard), part))
             for worker in range(size):
                 if worker == server or rank not in (worker, server):

@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -74,14 +74,16 @@ class Flat:
 class Shard:
     """Holds some of the parameters with their optimizer, and updates them by what all workers contribute.
 
-    optimizer: of which class, settings and state are taken; its param groups' settings count in each update.
-    timeout_s: how long a worker waits for an update before it is an error.
+    servers: the workers that serve too, without which nobody can go on. optimizer: of which class, settings and state are
+    taken; its param groups' settings count in each update. timeout_s: how long a worker waits for an update before that is
+    an error.
     """
 
     def __init__(
         self,
         rank: int,
         workers: Sequence[int],
+        servers: Collection[int],
         parameters: Sequence[Tensor],
         optimizer: torch.optim.Optimizer,
         policy: Policy,
@@ -90,6 +92,7 @@ class Shard:
         self.flat = Flat(parameters)
         self.workers = list(workers)
         self.rank = rank
+        self._servers = servers
         self._policy = policy
         self._timeout_s = timeout_s
         self._sources = list(parameters)
@@ -135,9 +138,11 @@ class Shard:
             self._update()
             self._changed.notify_all()
 
-    def lose(self, worker: int) -> None:
-        """Go on without a worker that has failed."""
+    def lose(self, worker: int, error: CollectiveError) -> None:
+        """Go on without a worker that has failed; fail for all where it serves too. error: that tells of it."""
         with self._changed:
+            if worker in self._servers and self._failure is None:
+                self._failure = error
             self._aggregator.lose(worker, time.monotonic())
             self._update()
             self._changed.notify_all()
@@ -213,7 +218,7 @@ class Server:
         except CollectiveError as error:
             told = _of_pair(error, (worker, self._shard.rank), self._shard.rank, "serving parameters")
             _log.warning("gradwire: the parameter server goes on without rank %d: %s", worker, told)
-            self._shard.lose(worker)
+            self._shard.lose(worker, told)
 
     def _answer(self, worker: int, communicator: Communicator) -> bool:
         """Answer the next thing that a worker says; False where that was the last."""
@@ -234,6 +239,8 @@ class Server:
             told: dict[str, Any] = {"error": str(error)}
             if isinstance(error, QuorumLost):
                 told["lost"] = error.ranks
+            elif isinstance(error, PeerLost):
+                told |= {"gone": error.ranks, "has_left": error.has_left, "reasons": list(error.reasons.items())}
             elif isinstance(error, CollectiveTimeout):
                 told |= {"awaited": error.waiting_for, "seconds": error.seconds}
             _say(communicator, FAILED, told)
@@ -254,15 +261,17 @@ class Remote:
         self._quorum = quorum
         self._flat = flat
         self._communicator = communicator
-        self._is_answer_due = False
+        self._is_between_messages = True
+        self.is_answer_due = False
+        """Whether gradients have been pushed, and nothing pulled since."""
 
     def push(self, version: int, weight: float, gradients: list[Tensor]) -> None:
         """Send gradients."""
-        self._is_answer_due = True
         with self._reached():
             self._say(PUSH, version, weight)
             for buffer in gradients:
                 self._communicator.send(buffer, 1)
+        self.is_answer_due = True
 
     def pull(self) -> tuple[int, list[Tensor]]:
         """Wait for the version and the parameters with which to go on. Raises what Shard.exchange() does."""
@@ -272,7 +281,7 @@ class Remote:
             buffers = [] if said is not None else self._flat.empty()
             for buffer in buffers:
                 self._communicator.recv(buffer, 1)
-        self._is_answer_due = False
+        self.is_answer_due = False
         if said is not None:
             raise self._failed(said)
         return number, buffers
@@ -284,19 +293,24 @@ class Remote:
             return Counts.from_record(self._text(self._hear()[1]))
 
     def leave(self) -> None:
-        """Say that nothing more comes. A server that is lost need not know; one whose answer was not waited for sees the
-        Communicator end."""
-        if self._is_answer_due:
+        """Say that nothing more comes, once the server's answer has been taken, if one is due. Where a message was broken off,
+        which ends the Communicator, the server sees that."""
+        if self.is_answer_due:
+            with suppress(CollectiveError):
+                self.pull()
+        if self._is_between_messages:
+            with suppress(CollectiveError):  # a server that is lost need not know
+                self._say(LEAVE)
+        else:
             self._communicator.close()
-            return
-        with suppress(CollectiveError):
-            self._say(LEAVE)
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
         """Give errors of the Communicator the optimizer's numbers of ranks."""
+        self._is_between_messages = False
         try:
             yield
+            self._is_between_messages = True
         except CollectiveError as error:
             raise _of_pair(error, (self._rank, self._server), self._rank, self._operation) from error
 
@@ -304,6 +318,9 @@ class Remote:
         """Return the error that the server has told of."""
         if "lost" in said:
             return QuorumLost(said["lost"], self._quorum, rank=self._rank, operation=self._operation)
+        if "gone" in said:
+            how = {"has_left": said["has_left"], "reasons": dict(said["reasons"])}
+            return PeerLost(said["gone"], rank=self._rank, operation=self._operation, **how)
         if "awaited" in said:
             return CollectiveTimeout(said["seconds"], said["awaited"], rank=self._rank, operation=self._operation)
         return CollectiveError(said["error"], rank=self._rank, operation=self._operation)
@@ -328,6 +345,8 @@ class Local:
     """Is the server to the worker of its own rank."""
 
     def __init__(self, rank: int, shard: Shard) -> None:
+        self.is_answer_due = False
+        """As of a Remote; but nobody sends it."""
         self._rank = rank
         self._shard = shard
         self._pushed: tuple[int, float, list[Tensor]] = (0, 0.0, [])
@@ -363,40 +382,24 @@ class Worker:
         self.versions = [0] * len(self._parts)
 
     def exchange(self, weight: float) -> None:
-        """Push gradients, and fill the parameters with what the servers say.
-
-        What fails with one server is raised when all have had their gradients and have given their answers: so no server waits
-        for this rank, or loses it, because another is lost.
-        """
-        failures: list[Exception] = []
-        pushed: list[int] = []
+        """Push gradients, and fill the parameters with what the servers say."""
         for number, (server, parameters) in enumerate(self._parts):
             packed = self._flats[number].pack([parameter.grad for parameter in parameters])
-            try:
-                server.push(self.versions[number], weight, packed)
-                pushed.append(number)
-            except CollectiveError as error:
-                failures.append(error)
-        for number in reversed(pushed):
+            server.push(self.versions[number], weight, packed)
+        for number in reversed(range(len(self._parts))):
             server, parameters = self._parts[number]
-            try:
-                self.versions[number], buffers = server.pull()
-            except Exception as error:
-                failures.append(error)
-                continue
+            self.versions[number], buffers = server.pull()
             with torch.no_grad():
                 for parameter, newest in zip(parameters, self._flats[number].views(buffers), strict=True):
                     parameter.copy_(newest)
-        if failures:
-            raise failures[0]
 
     def counts(self) -> list[Counts]:
         """Return what became of all contributions so far, at each server."""
         return [server.counts() for server, _ in self._parts]
 
     def leave(self) -> None:
-        """Say that nothing more comes from this rank."""
-        for server, _ in self._parts:
+        """Say that nothing more comes from this rank: last where an answer is due, for which others may have to leave first."""
+        for server, _ in sorted(self._parts, key=lambda part: part[0].is_answer_due):
             server.leave()
 
 
