@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 import trainer as hvd
 from collectives import PeerLost
-from tests.harness import World, meet
+from tests.harness import World, Worlds, meet, wide
 from tests.ranks.training import loss_of, spy
 
 # Not over gloo, which ends who waits for the dead.
-on_our_links = pytest.mark.parametrize("ranks", ["shared_memory", "sockets"], indirect=True)
+on_our_links = pytest.mark.parametrize("ranks", ["shared_memory", *wide("sockets")], indirect=True)
 
 STEPS, SAVED, KILLED = 14, 6, 10
 DEADLINE_S = 45.0  # for a world, whose operations have longer
@@ -67,48 +67,48 @@ RESUMED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }
 
 
-def saved_file(directory: Path, rank: int) -> Path:
-    return directory / f"saved-{rank}"
+def train_by_all_rules(directory: Path, stop: int, *, resume: bool) -> dict[str, str]:
+    """Train by each rule to step `stop`, from the beginning or from what was saved; save at step SAVED where it is passed.
 
-
-def train_to(rule: str, stop: int, directory: Path, *, resume: bool) -> str:
-    """Train to step `stop`, from the beginning or from what was saved; save at step SAVED. Return a hash of the parameters."""
+    Return a hash of the parameters by rule; or, short of the last step, be killed.
+    """
     hvd.init(timeout_s=FAR_S)
-    model = model_of()
-    make, options = RESUMED[rule]
-    optimizer = make(model, **options)
-    file = saved_file(directory, hvd.rank())
-    if resume:
-        saved = torch.load(file, weights_only=True)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-    else:
-        train(model, optimizer, range(SAVED))
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    train(model, optimizer, range(SAVED, stop))
+    hashes, optimizers = {}, []
+    for number, (rule, (make, options)) in enumerate(RESUMED.items()):
+        model = model_of()
+        optimizers.append(make(model, **options))
+        file = directory / f"{number}-{hvd.rank()}"
+        if resume:
+            saved = torch.load(file, weights_only=True)
+            model.load_state_dict(saved["model"])
+            optimizers[-1].load_state_dict(saved["optimizer"])
+        else:
+            train(model, optimizers[-1], range(SAVED))
+            torch.save({"model": model.state_dict(), "optimizer": optimizers[-1].state_dict()}, file)
+        train(model, optimizers[-1], range(SAVED, stop))
+        parameters = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+        hashes[rule] = hashlib.sha256(parameters).hexdigest()
     if stop < STEPS:
         meet("all have come so far")
         os.kill(os.getpid(), signal.SIGKILL)
-    return hashlib.sha256(
-        b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
-    ).hexdigest()
+    for optimizer in optimizers:
+        optimizer.close()
+    hvd.shutdown()
+    return hashes
 
 
-@pytest.mark.parametrize("rule", RESUMED)
-def test_all_are_killed_and_go_on_bit_for_bit(failing_world: Callable[[int], World], tmp_path: Path, rule: str) -> None:
-    hashes = []
-    for name, stop, resume in (("whole", STEPS, False), ("killed", KILLED, False), ("killed", STEPS, True)):
-        (tmp_path / name).mkdir(exist_ok=True)
-        world = failing_world(2)
-        world.start(train_to, rule, stop, tmp_path / name, resume=resume)
-        outcomes = world.collect(DEADLINE_S)
-        if stop == KILLED:
-            assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL] * 2, outcomes
-        else:
-            assert [outcome.status for outcome in outcomes] == ["returned"] * 2, outcomes
-            hashes.append([outcome.value for outcome in outcomes])
-    assert hashes[0] == hashes[1]
-    assert saved_file(tmp_path / "killed", 1).exists()
+def test_all_are_killed_and_go_on_bit_for_bit(
+    ranks: Worlds, failing_world: Callable[[int], World], tmp_path: Path
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    expected = ranks(2).run(train_by_all_rules, whole, STEPS, resume=False)
+    world = failing_world(2)
+    world.start(train_by_all_rules, killed, KILLED, resume=False)
+    exit_codes = [outcome.exit_code for outcome in world.collect(DEADLINE_S)]
+    assert exit_codes == [-signal.SIGKILL, -signal.SIGKILL]
+    assert failing_world(2).run(train_by_all_rules, killed, STEPS, resume=True) == expected
 
 
 def die_at(number: int) -> Callable[..., None]:
