@@ -52,7 +52,15 @@ ON_EVERY_TRANSPORT = pytest.mark.parametrize(
 
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "collectives", "collectives.kernels.cpu.shared_memory", "pytest"])
+_context.set_forkserver_preload(
+    [
+        "torch.distributed",
+        "torch._dynamo",  # which every optimizer imports, for more than a second
+        "collectives",
+        "collectives.kernels.cpu.shared_memory",
+        "pytest",
+    ]
+)
 
 
 class RanksFailedError(AssertionError):

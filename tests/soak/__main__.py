@@ -38,6 +38,7 @@ from tests.soak.verdict import Finding, Kind, judge_fault, judge_session, judge_
 WORLD_SESSIONS = 25  # that a world lives for
 SESSION_DEADLINE_S = 180.0
 FAULT_DEADLINE_S = 90.0
+TRAINING_DEADLINE_S = 300.0  # torch's optimizers take long to load and to end where cores are scarce
 LEAVE_S = 30.0  # an interpreter that has loaded torch and Numba takes seconds to end where cores are scarce
 PROGRESS_S = 15.0
 STDERR_CHARACTERS = 1500
@@ -63,12 +64,13 @@ class Tally:
 
 @dataclass
 class _Running:
-    """A world with a fault, since a time.monotonic(). judge: told of the outcomes, the reports, the time of the fault, and the
-    directory, at its end."""
+    """A world with a fault, since a time.monotonic(), for deadline_s at most. judge: told of the outcomes, the reports, the time of
+    the fault, and the directory, at its end."""
 
     fault: Fault | TrainingFault
     world: World
     directory: Path
+    deadline_s: float
     judge: Callable[[Sequence[Outcome], dict[int, Report], float | None, Path], None]
     started: float = field(default_factory=time.monotonic)
 
@@ -115,7 +117,7 @@ class Soak:
         def begin(fault: Fault) -> _Running:
             world, directory, network = self._place.world(fault.size, fault.hosts)
             world.start(suffer, fault, self._place.address, network, directory)
-            return _Running(fault, world, directory, partial(self._judge, fault, network))
+            return _Running(fault, world, directory, FAULT_DEADLINE_S, partial(self._judge, fault, network))
 
         self._run(map(begin, map(drawn, range(start, start + faults))), faults)
 
@@ -126,7 +128,7 @@ class Soak:
         def begin(fault: TrainingFault) -> _Running:
             world, directory, _ = self._place.world(fault.size, 1)
             world.start(train, fault, directory)
-            return _Running(fault, world, directory, partial(self._judge_training, fault))
+            return _Running(fault, world, directory, TRAINING_DEADLINE_S, partial(self._judge_training, fault))
 
         self._run(map(begin, map(drawn, range(start, start + faults))), faults)
 
@@ -145,7 +147,7 @@ class Soak:
     def _end_of(self, running: _Running) -> None:
         """Wait for the end of a world with a fault, and have it judged."""
         fault, world, directory = running.fault, running.world, running.directory
-        left_s = max(0.0, running.started + FAULT_DEADLINE_S - time.monotonic())
+        left_s = max(0.0, running.started + running.deadline_s - time.monotonic())
         outcomes = world.collect(left_s, ranks=fault.survivors)
         if fault.kind != STOPPED:
             outcomes += world.collect(LEAVE_S, ranks=[fault.victim])
