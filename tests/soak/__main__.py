@@ -64,8 +64,8 @@ class Tally:
 
 @dataclass
 class _Running:
-    """A world with a fault, since a time.monotonic(), for deadline_s at most. judge: told of the outcomes, the reports, the time of
-    the fault, and the directory, at its end."""
+    """A world with a fault, since a time.monotonic(), for deadline_s at most. judge: told of the outcomes, the reports, the time
+    of the fault, and the directory, at its end."""
 
     fault: Fault | TrainingFault
     world: World
