@@ -23,8 +23,8 @@ from tests.ranks.training import loss_of, spy
 on_our_links = pytest.mark.parametrize("ranks", ["shared_memory", *wide("sockets")], indirect=True)
 
 STEPS, SAVED, KILLED = 14, 6, 10
-DEADLINE_S = 45.0  # for a world, whose operations have longer
-FAR_S = 120.0  # so that what ends sooner was told
+DEADLINE_S = 100.0  # for a world, whose operations have longer
+FAR_S = 300.0  # so that what ends sooner was told
 
 
 def model_of() -> nn.Sequential:

@@ -59,12 +59,12 @@ def train(fault: TrainingFault, directory: Path) -> NoReturn:
     diary = Diary(diary_file(directory, rank))
     diary.note("joining")
     hvd.init(timeout_s=fault.timeout_s)
+    model = _model()
+    optimizer = _optimizer(fault, model)
+    meet("trains")  # all have theirs, so that none is lost in the making
+    victim = _Victim(fault, model, directory) if rank == fault.victim else None
     waited_since = [time.monotonic()]
     try:
-        model = _model()
-        optimizer = _optimizer(fault, model)
-        meet("trains")  # all have theirs, so that none is lost in the making
-        victim = _Victim(fault, model, directory) if rank == fault.victim else None
         _train(fault, model, optimizer, victim, report, diary, waited_since)
     except (PlantedError, SystemExit) as error:
         _end(error)
