@@ -128,11 +128,13 @@ class World:
         self._note_opened(communicator)
         return communicator
 
-    def open_pair(self, first: int, second: int, name: str, timeout_s: float) -> Communicator:
+    def open_pair(self, first: int, second: int, name: str, timeout_s: float | None = None) -> Communicator:
         """Return a new Communicator of two ranks of the world, in this order, for messages, closed with the world at the latest.
-        Collective over the two. name: what both say, and nobody has said before. timeout_s: of this rank's operations."""
+        Collective over the two. name: what both say, and nobody has said before. timeout_s: of this rank's operations; by
+        default that of the world."""
         pair = self._membership.subset([first, second], name)
-        communicator = Communicator(pair, timeout_s=timeout_s, stall_warning_s=None)
+        patience_s = self.settings.timeout_s if timeout_s is None else timeout_s
+        communicator = Communicator(pair, timeout_s=patience_s, stall_warning_s=None)
         self._note_opened(communicator)
         return communicator
 
