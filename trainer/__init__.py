@@ -22,6 +22,7 @@ collectives.CollectiveError, which is HorovodInternalError here, where the ranks
 
 from collectives.errors import CollectiveError as HorovodInternalError
 from trainer import elastic as elastic
+from trainer import kvstore as kvstore
 from trainer.alias import alias_horovod
 from trainer.compression import Compression, ErrorFeedback
 from trainer.ddp import ddp_comm_hook
@@ -58,6 +59,7 @@ from trainer.horovod.scatterings import (
 )
 from trainer.horovod.sparse import sparse_allreduce_async
 from trainer.horovod.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from trainer.kvstore import KVStore
 from trainer.local_updates import LocalReport, LocalUpdates
 from trainer.ops import Adasum, Average, Max, Min, Product, Sum
 from trainer.optimizer import DistributedOptimizer
@@ -111,6 +113,7 @@ __all__ = [
     "ErrorFeedback",
     "Handle",
     "HorovodInternalError",
+    "KVStore",
     "LocalReport",
     "LocalUpdates",
     "Max",

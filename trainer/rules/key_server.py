@@ -1,0 +1,218 @@
+"""How a worker reaches the keys of a key-value store: by messages to another rank, whose threads answer, or in its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
+from trainer.rules.aggregator import Counts
+from trainer.rules.keys import Keys, KeySpec
+from trainer.rules.server import QuorumLost
+
+PUSH, PULL, ROWS, COUNTS, LEAVE = range(5)
+DONE, FAILED = range(2)
+
+_UNCODED = -1
+"""Stands for no step in a message."""
+
+_log = logging.getLogger("gradwire")
+
+
+class KeyServer:
+    """Serves keys to workers of other ranks, each with a thread and a Communicator of its own, in which it has rank 1."""
+
+    def __init__(self, keys: Keys, communicators: Mapping[int, Communicator]) -> None:
+        self._keys = keys
+        self._threads = [
+            threading.Thread(target=self._serve, args=each, name=f"gradwire-server-{each[0]}", daemon=True)
+            for each in communicators.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, deadline: float) -> bool:
+        """Wait until all workers are done or lost, but not beyond the deadline (time.monotonic()); return whether they are."""
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _serve(self, worker: int, communicator: Communicator) -> None:
+        try:
+            while self._answer(worker, communicator):
+                pass
+            self._keys.leave(worker)
+        except CollectiveError as error:
+            _log.warning("gradwire: the key-value store goes on without rank %d: %s", worker, error)
+            self._keys.lose(worker)
+
+    def _answer(self, worker: int, communicator: Communicator) -> bool:
+        """Answer the next thing that a worker says; False where that was the last."""
+        head = torch.empty(3, dtype=torch.int64)
+        communicator.recv(head, 0)
+        kind, number, argument = head.tolist()
+        if kind == LEAVE:
+            return False
+        if kind == COUNTS:
+            _say(communicator, DONE, self._keys.counts().to_record())
+        elif kind == PUSH:
+            step = None if argument == _UNCODED else argument
+            payload = self._keys.new_payload(number, step)
+            communicator.recv(payload, 0)
+            self._keys.push(worker, number, payload, step)
+        else:
+            rows = None
+            if kind == ROWS:
+                rows = torch.empty(argument, dtype=torch.int64)
+                communicator.recv(rows, 0)
+            self._pull(worker, communicator, number, rows)
+        return True
+
+    def _pull(self, worker: int, communicator: Communicator, number: int, rows: Tensor | None) -> None:
+        try:
+            value = self._keys.pull(worker, number, rows)
+        except CollectiveError as error:  # told to the worker, who raises it
+            _say(communicator, FAILED, _record_of(error))
+            return
+        communicator.send(torch.tensor([DONE, 0]), 0)
+        communicator.send(value, 0)
+
+
+class RemoteKeys:
+    """Is a server to its worker on another rank, which has rank 0 in their Communicator. quorum: of the server's policy."""
+
+    def __init__(self, rank: int, server: int, quorum: int, communicator: Communicator) -> None:
+        self._rank = rank
+        self._server = server
+        self._quorum = quorum
+        self._communicator = communicator
+
+    def push(self, spec: KeySpec, payload: Tensor, step: int | None) -> None:
+        """Send what Keys.push() takes."""
+        with self._named(f"push of key {spec.name!r}"):
+            self._say(PUSH, spec.number, _UNCODED if step is None else step)
+            self._communicator.send(payload, 1)
+
+    def pull(self, spec: KeySpec, rows: Tensor | None = None) -> Tensor:
+        """Wait for what Keys.pull() returns. Raises what that does."""
+        operation = f"pull of key {spec.name!r}"
+        with self._named(operation):
+            answer = self._ask(spec, rows)
+        if isinstance(answer, Tensor):
+            return answer
+        raise self._error(answer, operation)
+
+    def counts(self) -> Counts:
+        """Ask what became of all pushes so far, when all that this worker has pushed has come there."""
+        with self._named("report"):
+            self._say(COUNTS)
+            return Counts.from_record(self._text(self._hear()[1]))
+
+    def leave(self) -> None:
+        """Say that nothing more comes. A server that is lost need not know."""
+        with suppress(CollectiveError):
+            self._say(LEAVE)
+
+    def _ask(self, spec: KeySpec, rows: Tensor | None) -> Tensor | dict[str, Any]:
+        """Return the value of a key, or what the server says of its error."""
+        if rows is None:
+            self._say(PULL, spec.number)
+        else:
+            self._say(ROWS, spec.number, len(rows))
+            self._communicator.send(rows, 1)
+        kind, nbytes = self._hear()
+        if kind == FAILED:
+            return self._text(nbytes)
+        value = torch.empty(spec.shape if rows is None else (len(rows), *spec.shape[1:]), dtype=spec.dtype)
+        self._communicator.recv(value, 1)
+        return value
+
+    def _say(self, kind: int, number: int = 0, argument: int = 0) -> None:
+        self._communicator.send(torch.tensor([kind, number, argument]), 1)
+
+    def _hear(self) -> tuple[int, int]:
+        head = torch.empty(2, dtype=torch.int64)
+        self._communicator.recv(head, 1)
+        kind, nbytes = head.tolist()
+        return kind, nbytes
+
+    def _text(self, nbytes: int) -> dict[str, Any]:
+        text = torch.empty(nbytes, dtype=torch.uint8)
+        self._communicator.recv(text, 1)
+        said: dict[str, Any] = json.loads(bytes(text.tolist()))
+        return said
+
+    def _error(self, said: dict[str, Any], operation: str) -> CollectiveError:
+        """Return the error of a server as this rank's."""
+        operation = self._at(operation)
+        if said["lost"]:
+            return QuorumLost(said["lost"], self._quorum, rank=self._rank, operation=operation)
+        if said["seconds"] is not None:
+            return CollectiveTimeout(said["seconds"], said["waiting_for"], rank=self._rank, operation=operation)
+        return CollectiveError(said["error"], rank=self._rank, operation=operation)
+
+    def _at(self, operation: str) -> str:
+        return f"{operation} at the server on rank {self._server}"
+
+    @contextmanager
+    def _named(self, operation: str) -> Iterator[None]:
+        """Raise the errors of the Communicator, which knows two ranks, as those of these ranks."""
+        try:
+            yield
+        except PeerLost as error:
+            reasons = {self._server: "has ended or left, and its keys with it"}
+            raise PeerLost(
+                [self._server], rank=self._rank, operation=self._at(operation), has_left=True, reasons=reasons
+            ) from error
+        except CollectiveTimeout as error:
+            raise CollectiveTimeout(
+                error.seconds, [self._server], rank=self._rank, operation=self._at(operation)
+            ) from error
+
+
+class LocalKeys:
+    """Is the server to the worker of its own rank."""
+
+    def __init__(self, rank: int, keys: Keys) -> None:
+        self._rank = rank
+        self._keys = keys
+
+    def push(self, spec: KeySpec, payload: Tensor, step: int | None) -> None:
+        """Do as Keys.push(). The tensor remains the caller's."""
+        self._keys.push(self._rank, spec.number, payload.clone(), step)
+
+    def pull(self, spec: KeySpec, rows: Tensor | None = None) -> Tensor:
+        """Do as Keys.pull()."""
+        return self._keys.pull(self._rank, spec.number, rows)
+
+    def counts(self) -> Counts:
+        """Return what became of all pushes so far."""
+        return self._keys.counts()
+
+    def leave(self) -> None:
+        """Say that nothing more comes."""
+        self._keys.leave(self._rank)
+
+
+def _record_of(error: CollectiveError) -> dict[str, Any]:
+    timeout = error if isinstance(error, CollectiveTimeout) else None
+    return {
+        "error": str(error),
+        "lost": error.ranks if isinstance(error, QuorumLost) else (),
+        "seconds": timeout and timeout.seconds,
+        "waiting_for": timeout.waiting_for if timeout else (),
+    }
+
+
+def _say(communicator: Communicator, kind: int, record: dict[str, Any]) -> None:
+    text = json.dumps(record).encode()
+    communicator.send(torch.tensor([kind, len(text)]), 0)
+    communicator.send(torch.tensor(list(text), dtype=torch.uint8), 0)
