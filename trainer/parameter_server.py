@@ -20,6 +20,7 @@ from trainer.gradients.agreement import agree_on_parameters, check_settings
 from trainer.process_sets import ProcessSet, ProcessSetLike, global_process_set
 from trainer.rules.aggregator import LATE, Late, Policy
 from trainer.rules.server import Flat, Local, Remote, Server, Shard, Worker, cut
+from trainer.rules.serving import checked_servers
 from trainer.torch_internals import share_hooks
 from trainer.uncompiled import uncompiled
 from trainer.validation import check_named_parameters
@@ -134,7 +135,7 @@ class ParameterServer(WrappingOptimizer):
         try:
             size = self._communicator.size
             self._policy = _checked(Policy(size if quorum is None else quorum, grace_s, staleness, late), size)
-            listed = _checked_servers(servers, size)
+            listed = checked_servers(servers, size)
             settings = {name: repr(value) for name, value in vars(self._policy).items()}
             check_settings(self._communicator, "ParameterServer", {**settings, "servers": repr(listed)})
             agree_on_parameters(self._communicator, names, parameters)
@@ -328,13 +329,3 @@ def _checked(policy: Policy, size: int) -> Policy:
     if policy.late not in LATE:
         raise ValueError(f"{here()}late must be one of {', '.join(map(repr, LATE))}, not {policy.late!r}")
     return policy
-
-
-def _checked_servers(servers: Sequence[int] | None, size: int) -> list[int]:
-    """Return the ranks that serve, all by default. Raises ValueError for what is none of them."""
-    listed = list(range(size)) if servers is None else list(servers)
-    if not listed or len(set(listed)) < len(listed) or not all(isinstance(s, int) and 0 <= s < size for s in listed):
-        raise ValueError(
-            f"{here()}servers must be ranks from 0 to {size - 1}, each once, at least one, not {servers!r}"
-        )
-    return sorted(listed)

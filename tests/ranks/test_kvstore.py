@@ -293,8 +293,9 @@ def push_codes(params: dict[str, Any]) -> None:
     """What is assigned is the sum of what the codes of all ranks decode to, which a rank can compute by itself."""
     rank, size, numel, steps = hvd.rank(), hvd.size(), 5000, 3
     kv = hvd.KVStore("dist_sync")
-    kv.init(["w", "n"], [torch.zeros(50, 100), torch.zeros(3, dtype=torch.int64)])
+    kv.init(["w", "n", "e"], [torch.zeros(50, 100), torch.zeros(3, dtype=torch.int64), torch.zeros(0)])
     kv.set_gradient_compression(params)
+    kv.pushpull("e", torch.zeros(0))
 
     def pushed(step: int, other: int) -> Tensor:
         return torch.randn(50, 100, generator=torch.Generator().manual_seed(10 * step + other))
@@ -561,17 +562,19 @@ def test_what_cannot_be_meant_is_refused(ranks: Worlds) -> None:
 
 
 def wait_in_vain() -> None:
-    """Rank 1 serves, but pushes nothing."""
-    hvd.init(timeout_s=4)
+    """Rank 1 serves, and pushes nothing. Its server alone is impatient, so that it is sure to speak first."""
+    hvd.init(timeout_s=60)
     kv = hvd.KVStore("dist_sync", servers=[1])
     kv.init("w", torch.zeros(2))
+    if kv._group.keys is not None:
+        kv._group.keys._timeout_s = 0.2
     if hvd.rank() == 0:
         kv.push("w", torch.ones(2))
         with pytest.raises(
             CollectiveTimeout, match=r"rank 0: pull of key 'w' at the server on rank 1: not done"
         ) as caught:
             kv.pull("w", torch.zeros(2))
-        assert caught.value.waiting_for == (1,)
+        assert (caught.value.waiting_for, caught.value.seconds) == ((1,), 0.2)
     meet("waited")
     kv.close(timeout_s=5)
     hvd.shutdown()

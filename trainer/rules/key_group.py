@@ -15,6 +15,7 @@ from trainer.process_sets import global_process_set
 from trainer.rules.aggregator import Policy
 from trainer.rules.key_server import KeyServer, LocalKeys, RemoteKeys
 from trainer.rules.keys import Keys
+from trainer.rules.serving import checked_servers
 from trainer.world import current_settings, current_world, here
 
 _LET_GO_S = 2.0
@@ -42,7 +43,7 @@ class KeyGroup:
         self._server: KeyServer | None = None
         self._timeout_s = current_settings().timeout_s
         try:
-            listed = _checked_servers(servers, self.size)
+            listed = checked_servers(servers, self.size)
             quorum = 1 if asynchronous else self.size
             if self.communicator is not None:
                 settings = {"asynchronous": repr(asynchronous), "servers": repr(listed)}
@@ -113,13 +114,3 @@ class KeyGroup:
     def _close_communicators(self) -> None:
         self.is_closed = True
         close_all([*self._pairs, *([] if self.communicator is None else [self.communicator])])
-
-
-def _checked_servers(servers: Sequence[int] | None, size: int) -> list[int]:
-    """Return the ranks that serve, all by default. Raises ValueError for what is none of them."""
-    listed = list(range(size)) if servers is None else list(servers)
-    if not listed or len(set(listed)) < len(listed) or not all(isinstance(s, int) and 0 <= s < size for s in listed):
-        raise ValueError(
-            f"{here()}servers must be ranks from 0 to {size - 1}, each once, at least one, not {servers!r}"
-        )
-    return sorted(listed)

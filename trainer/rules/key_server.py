@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,6 +14,7 @@ from collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLo
 from trainer.rules.aggregator import Counts
 from trainer.rules.keys import Keys, KeySpec
 from trainer.rules.server import QuorumLost
+from trainer.rules.serving import Serving, say
 
 PUSH, PULL, ROWS, COUNTS, LEAVE = range(5)
 DONE, FAILED = range(2)
@@ -24,45 +22,22 @@ DONE, FAILED = range(2)
 _UNCODED = -1
 """Stands for no step in a message."""
 
-_log = logging.getLogger("gradwire")
 
-
-class KeyServer:
-    """Serves keys to workers of other ranks, each with a thread and a Communicator of its own, in which it has rank 1."""
+class KeyServer(Serving):
+    """Serves keys to workers of other ranks."""
 
     def __init__(self, keys: Keys, communicators: Mapping[int, Communicator]) -> None:
         self._keys = keys
-        self._threads = [
-            threading.Thread(target=self._serve, args=each, name=f"gradwire-server-{each[0]}", daemon=True)
-            for each in communicators.items()
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def join(self, deadline: float) -> bool:
-        """Wait until all workers are done or lost, but not beyond the deadline (time.monotonic()); return whether they are."""
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _serve(self, worker: int, communicator: Communicator) -> None:
-        try:
-            while self._answer(worker, communicator):
-                pass
-            self._keys.leave(worker)
-        except CollectiveError as error:
-            _log.warning("gradwire: the key-value store goes on without rank %d: %s", worker, error)
-            self._keys.lose(worker)
+        super().__init__("the key-value store", keys, communicators)
 
     def _answer(self, worker: int, communicator: Communicator) -> bool:
-        """Answer the next thing that a worker says; False where that was the last."""
         head = torch.empty(3, dtype=torch.int64)
         communicator.recv(head, 0)
         kind, number, argument = head.tolist()
         if kind == LEAVE:
             return False
         if kind == COUNTS:
-            _say(communicator, DONE, self._keys.counts().to_record())
+            say(communicator, DONE, self._keys.counts().to_record())
         elif kind == PUSH:
             step = None if argument == _UNCODED else argument
             payload = self._keys.new_payload(number, step)
@@ -80,9 +55,9 @@ class KeyServer:
         try:
             value = self._keys.pull(worker, number, rows)
         except CollectiveError as error:  # told to the worker, who raises it
-            _say(communicator, FAILED, _record_of(error))
+            say(communicator, FAILED, _record_of(error))
             return
-        communicator.send(torch.tensor([DONE, 0]), 0)
+        communicator.send(torch.tensor([DONE, 0], dtype=torch.float64), 0)
         communicator.send(value, 0)
 
 
@@ -139,10 +114,10 @@ class RemoteKeys:
         self._communicator.send(torch.tensor([kind, number, argument]), 1)
 
     def _hear(self) -> tuple[int, int]:
-        head = torch.empty(2, dtype=torch.int64)
+        head = torch.empty(2, dtype=torch.float64)
         self._communicator.recv(head, 1)
         kind, nbytes = head.tolist()
-        return kind, nbytes
+        return int(kind), int(nbytes)
 
     def _text(self, nbytes: int) -> dict[str, Any]:
         text = torch.empty(nbytes, dtype=torch.uint8)
@@ -210,9 +185,3 @@ def _record_of(error: CollectiveError) -> dict[str, Any]:
         "seconds": timeout and timeout.seconds,
         "waiting_for": timeout.waiting_for if timeout else (),
     }
-
-
-def _say(communicator: Communicator, kind: int, record: dict[str, Any]) -> None:
-    text = json.dumps(record).encode()
-    communicator.send(torch.tensor([kind, len(text)]), 0)
-    communicator.send(torch.tensor(list(text), dtype=torch.uint8), 0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -22,10 +21,9 @@ from torch import Tensor, nn
 from collectives import CollectiveError, CollectiveTimeout, Communicator
 from collectives.errors import ranks_text
 from trainer.rules.aggregator import Aggregator, Counts, Policy
+from trainer.rules.serving import Serving, say
 
 PUSH, LEAVE, REPORT, FAILED = range(4)
-
-_log = logging.getLogger("gradwire")
 
 
 class QuorumLost(CollectiveError):
@@ -187,42 +185,21 @@ class Shard:
         self._newest = self.flat.pack(self._parameters)
 
 
-class Server:
-    """Serves a shard to workers of other ranks, each with a thread and a Communicator of its own, in which it has rank 1."""
+class Server(Serving):
+    """Serves a shard to workers of other ranks."""
 
     def __init__(self, shard: Shard, communicators: dict[int, Communicator]) -> None:
         self._shard = shard
-        self._threads = [
-            threading.Thread(target=self._serve, args=each, name=f"gradwire-server-{each[0]}", daemon=True)
-            for each in communicators.items()
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def join(self, deadline: float) -> bool:
-        """Wait until all workers are done or lost, but not beyond the deadline (time.monotonic()); return whether they are."""
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _serve(self, worker: int, communicator: Communicator) -> None:
-        try:
-            while self._answer(worker, communicator):
-                pass
-            self._shard.leave(worker)
-        except CollectiveError as error:
-            _log.warning("gradwire: the parameter server goes on without rank %d: %s", worker, error)
-            self._shard.lose(worker)
+        super().__init__("the parameter server", shard, communicators)
 
     def _answer(self, worker: int, communicator: Communicator) -> bool:
-        """Answer the next thing that a worker says; False where that was the last."""
         head = torch.empty(3, dtype=torch.float64)
         communicator.recv(head, 0)
         kind, version, weight = head.tolist()
         if kind == LEAVE:
             return False
         if kind == REPORT:
-            _say(communicator, REPORT, self._shard.counts().to_record())
+            say(communicator, REPORT, self._shard.counts().to_record())
             return True
         gradients = self._shard.flat.empty()
         for buffer in gradients:
@@ -231,7 +208,7 @@ class Server:
             newest, parameters = self._shard.exchange(worker, int(version), weight, gradients)
         except Exception as error:  # told to the worker, who raises it
             lost = error.ranks if isinstance(error, QuorumLost) else ()
-            _say(communicator, FAILED, {"error": str(error), "lost": lost})
+            say(communicator, FAILED, {"error": str(error), "lost": lost})
             return True
         communicator.send(torch.tensor([PUSH, newest], dtype=torch.float64), 0)
         for buffer in parameters:
@@ -365,12 +342,6 @@ def cut(parameters: Sequence[Tensor], servers: Sequence[int]) -> dict[int, list[
         loads[least] += max(1, parameters[number].numel())
         parts[least].append(number)
     return {server: [parameters[number] for number in sorted(part)] for server, part in parts.items() if part}
-
-
-def _say(communicator: Communicator, kind: int, record: dict[str, Any]) -> None:
-    text = json.dumps(record).encode()
-    communicator.send(torch.tensor([kind, len(text)], dtype=torch.float64), 0)
-    communicator.send(torch.tensor(list(text), dtype=torch.uint8), 0)
 
 
 def _of_copies(optimizer: torch.optim.Optimizer, copies: dict[Tensor, nn.Parameter]) -> torch.optim.Optimizer:
