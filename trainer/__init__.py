@@ -25,6 +25,7 @@ from trainer import elastic as elastic
 from trainer.alias import alias_horovod
 from trainer.compression import Compression, ErrorFeedback
 from trainer.ddp import ddp_comm_hook
+from trainer.hogwild import Hogwild
 from trainer.horovod.handles import Handle, poll, synchronize
 from trainer.horovod.join import join
 from trainer.horovod.movements import (
@@ -110,6 +111,7 @@ __all__ = [
     "ElasticSampler",
     "ErrorFeedback",
     "Handle",
+    "Hogwild",
     "HorovodInternalError",
     "LocalReport",
     "LocalUpdates",
