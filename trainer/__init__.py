@@ -2,9 +2,9 @@
 
 The verbs have Horovod's names, argument names and defaults. What differs, for all of them: operations are matched by the
 order in which ranks call them, which must be the same on all, and not by `name`; `process_set` may be a
-torch.distributed group or a Communicator, too. A root rank is one of the world, whatever the process set, whose other
-ranks need not call anything: a verb called outside of its process set raises what is a ValueError and a
-HorovodInternalError.
+torch.distributed group, a dimension of a DeviceMesh, or a Communicator, too. A root rank is one of the world, whatever
+the process set, whose other ranks need not call anything: a verb called outside of its process set raises what is a
+ValueError and a HorovodInternalError.
 
 A `name` stands in errors, and while an operation has it, until its synchronize(), no other one of that verb and process
 set can have it: that is a ValueError.

@@ -247,7 +247,7 @@ def ask_for_different_memory() -> None:
         if comm.rank == 1:  # what cannot be opened on one rank is there for none
             resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY))
         try:
-            with pytest.raises(CollectiveError, match="no memory for all ranks: rank 1: .*cannot map"):
+            with pytest.raises(CollectiveError, match=r"no memory for all ranks: rank 1: .*cannot map"):
                 comm.shared_empty(1 << 20, 16)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
