@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from collectives.run.staging import refusal
-from trainer.gradients.agreement import agree_on_parameters
+from trainer.gradients.agreement import agree_on_parameters, check_settings
 from trainer.gradients.bucket import dense_strides
 from trainer.optimizer import tensors_of
 from trainer.process_sets import ProcessSetLike, global_process_set
@@ -39,11 +39,12 @@ class Hogwild(WrappingOptimizer):
     optimizer: any torch optimizer that changes parameters in place, as torch's do. named_parameters: as
     DistributedOptimizer takes them. process_set: ranks of one host, by default all.
 
-    A rank that dies leaves the parameters as they are, and the others train on. Checkpoints: after hvd.barrier(), the
+    When a rank dies, the others train on, with what it has written. Checkpoints: after hvd.barrier(), the
     model of any rank, and each rank's own state_dict(), which is the wrapped optimizer's.
 
     Collective. Raises ValueError or TypeError for arguments that cannot be meant; ValueError on all ranks where they are
-    on several hosts, share no memory, or do not train the same parameters; CollectiveError where there is too little of it.
+    on several hosts, share no memory, or do not train the same parameters, laid out alike; CollectiveError where there is
+    too little memory.
     """
 
     def __init__(
@@ -75,13 +76,15 @@ class Hogwild(WrappingOptimizer):
         communicator = communicator_of(process_set)
         order = agree_on_parameters(communicator, list(self._parameters), list(self._parameters.values()))
         parameters = [self._parameters[name] for name in order]
+        strides = [dense_strides(parameter) for parameter in parameters]
+        check_settings(
+            communicator, "Hogwild", {f"{name}.stride()": str(each) for name, each in zip(order, strides, strict=True)}
+        )
         starts = _starts(parameters)
         memory = communicator.shared_empty(starts[-1], dtype=torch.uint8)
         places = [
-            memory[start : start + parameter.nbytes]
-            .view(parameter.dtype)
-            .as_strided(parameter.shape, dense_strides(parameter))
-            for start, parameter in zip(starts, parameters, strict=False)
+            memory[start : start + parameter.nbytes].view(parameter.dtype).as_strided(parameter.shape, stride)
+            for start, parameter, stride in zip(starts, parameters, strides, strict=False)
         ]
         if communicator.rank == 0:
             for place, parameter in zip(places, parameters, strict=True):

@@ -311,6 +311,9 @@ def refuse() -> None:
     other = nn.Linear(2 + hvd.rank(), 1)
     with pytest.raises(ValueError, match="ranks 0 and 1 do not train the same parameters: 'weight'"):
         hvd.Hogwild(sgd_of(other), other.named_parameters())
+    picture = nn.Parameter(torch.ones(2, 3).t() if hvd.rank() else torch.ones(3, 2))
+    with pytest.raises(ValueError, match=r"image.stride\(\) is \(2, 1\) on rank 0; \(1, 3\) on rank 1"):
+        hvd.Hogwild(torch.optim.SGD([picture]), [("image", picture)])
     optimizer = hvd.Hogwild(sgd_of(model), model.named_parameters())
     with pytest.raises(ValueError, match="cannot be added to a Hogwild optimizer"):
         optimizer.add_param_group({"params": []})

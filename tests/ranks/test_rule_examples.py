@@ -17,9 +17,7 @@ RULES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in N
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_takes_less_than_40_lines(name: str) -> None:
-    lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
-    assert len(lines) < 40
-    assert f"torchrun --nproc-per-node 2 {name}.py" in lines[0] or f"torchrun --nproc-per-node 4 {name}.py" in lines[0]
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 40
 
 
 def run(name: str, folder: Path, processes: int = 2) -> str:
