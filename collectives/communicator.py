@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives import objects, verbs
+from collectives import objects, shared_tensors, verbs
 from collectives.absence import Absence
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
@@ -200,6 +200,20 @@ class Communicator:
         check_dtype(self.rank, dtype)
         sizes: Any = shape
         return self._engine.empty(tuple(torch.empty(*sizes, device="meta").shape), dtype)
+
+    def shared_empty(self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a CPU tensor, of zeros, that is the same memory on all ranks: what one writes, all see, in no order but that of
+        barriers. Its shape is given as for torch.empty.
+
+        A collective call, for ranks of one host. Each rank has the memory for as long as it keeps the tensor, whatever becomes
+        of the others and of this Communicator. Raises, on all ranks, ValueError where they are on several hosts, share no
+        memory, or differ in what they ask for, and CollectiveError where there is too little memory; TypeError for a dtype that
+        is not carried.
+        """
+        check_dtype(self.rank, dtype)
+        sizes: Any = shape
+        size = tuple(torch.empty(*sizes, device="meta").shape)
+        return shared_tensors.shared_empty(self._engine, self.topology.hosts, size, dtype)
 
     # Reductions
 

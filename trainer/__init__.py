@@ -2,9 +2,9 @@
 
 The verbs have Horovod's names, argument names and defaults. What differs, for all of them: operations are matched by the
 order in which ranks call them, which must be the same on all, and not by `name`; `process_set` may be a
-torch.distributed group or a Communicator, too. A root rank is one of the world, whatever the process set, whose other
-ranks need not call anything: a verb called outside of its process set raises what is a ValueError and a
-HorovodInternalError.
+torch.distributed group, a dimension of a DeviceMesh, or a Communicator, too. A root rank is one of the world, whatever
+the process set, whose other ranks need not call anything: a verb called outside of its process set raises what is a
+ValueError and a HorovodInternalError.
 
 A `name` stands in errors, and while an operation has it, until its synchronize(), no other one of that verb and process
 set can have it: that is a ValueError.
@@ -26,6 +26,7 @@ from trainer import kvstore as kvstore
 from trainer.alias import alias_horovod
 from trainer.compression import Compression, ErrorFeedback
 from trainer.ddp import ddp_comm_hook
+from trainer.hogwild import Hogwild
 from trainer.horovod.handles import Handle, poll, synchronize
 from trainer.horovod.join import join
 from trainer.horovod.movements import (
@@ -112,6 +113,7 @@ __all__ = [
     "ElasticSampler",
     "ErrorFeedback",
     "Handle",
+    "Hogwild",
     "HorovodInternalError",
     "KVStore",
     "LocalReport",

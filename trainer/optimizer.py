@@ -52,7 +52,7 @@ class DistributedOptimizer(WrappingOptimizer):
     - step(closure) gives the optimizer the loss averaged (or summed) over the ranks, so that all take the same
       decisions.
     - Of parameters that are DTensors, as after fully_shard(model, mesh=mesh["shard"]), the shards of this rank are
-      exchanged, with process_set=mesh.get_group("replicate"): the ranks that hold the same shards.
+      exchanged, with process_set=mesh["replicate"]: the ranks that hold the same shards.
     - Activation checkpoints with use_reentrant=True are exchanged correctly but once per segment; prefer
       use_reentrant=False, and do so with op=Sum or backward_passes_per_step > 1.
 
@@ -72,8 +72,8 @@ class DistributedOptimizer(WrappingOptimizer):
     size; the parameters in none of them are fused by bucket_bytes. With groups, num_groups does not count.
     sparse_as_dense: True has sparse gradients, as of nn.Embedding(sparse=True), made dense. Otherwise all ranks gather
     their indices and values, and the result is sparse and coalesced: for optimizers that take such gradients.
-    process_set: a ProcessSet, a torch.distributed group, or a Communicator that nothing else uses. On a rank outside of
-    a ProcessSet, this steps as the wrapped optimizer does by itself.
+    process_set: a ProcessSet, a torch.distributed group, a dimension of a DeviceMesh (mesh["dp"]), or a Communicator that
+    nothing else uses. On a rank outside of a ProcessSet, this steps as the wrapped optimizer does by itself.
     bucket_bytes: size up to which gradients are fused; None: what HOROVOD_FUSION_THRESHOLD says, else 25 MB.
     rule: makes the rule that decides what is exchanged and when, of a Setup: a class derived from Rule, or a function.
     What is said here of gradients is done by the default one.

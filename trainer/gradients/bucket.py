@@ -53,7 +53,7 @@ class Bucket:
             self.buffer = PlainBuffer(combination, values, kind.codec(dtype))
         self._memory = self.buffer.values.to(dtype)
         self._views = [
-            self._memory.as_strided(tensor.shape, _dense_strides(tensor), offset)
+            self._memory.as_strided(tensor.shape, dense_strides(tensor), offset)
             for tensor, offset in zip(held, plan.offsets, strict=True)
         ]
         self._gradients = list(map(as_gradient_of, self._parameters, self._views))
@@ -152,12 +152,12 @@ def _zeros(combination: Combination, numel: int, dtype: torch.dtype, device: tor
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
-def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return a tensor's strides, were it dense, so that optimizers see gradients laid out like parameters."""
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return a tensor's strides, were it dense, so that what goes with a parameter is laid out as it is."""
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
 
 
 def _shape_in_memory(tensor: Tensor) -> tuple[int, ...]:
     """Return the shape of a tensor's elements in the order in which they lie in memory, were it dense."""
-    strides = _dense_strides(tensor)
+    strides = dense_strides(tensor)
     return tuple(tensor.shape[d] for d in sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True))
