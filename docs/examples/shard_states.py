@@ -14,7 +14,7 @@ optimizer = hvd.DistributedOptimizer(
 )
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
 generator = torch.Generator().manual_seed(hvd.rank())  # every process has data of its own
-for step in range(100):
+for _ in range(100):
     inputs = torch.randn(64, 8, generator=generator)
     optimizer.zero_grad()
     loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()

@@ -262,10 +262,20 @@ def load_wrongly(directory: Path) -> None:
         whole = {key: value for key, value in mine.items() if key != SHARDS}
         later = {**mine, SHARDS: {**mine[SHARDS], "version": 7}}
         turned = {**mine, SHARDS: {**mine[SHARDS], "shapes": mine[SHARDS]["shapes"][::-1]}}
+        first = mine["state"][0]
+        damaged = {**mine, "state": {**mine["state"], 0: {**first, "exp_avg": torch.ones(1)}}}
+        lacking = {**mine, "state": {**mine["state"], 0: {}}}
         for given, also, words in (
-            (mine, [], r"saved on 4 ranks, and nobody was given what ranks 2 and 3 saved"),
+            (mine, [], r"saved on 4 ranks, and nobody was given what ranks 2, 3 saved"),
             (mine if hvd.rank() else whole, states[2:], "ranks 0 and 1 were given parts of different checkpoints"),
             (later if hvd.rank() else mine, states[2:], r"rank 1 was given a 'gradwire_shards' of version 7"),
+            (
+                damaged if hvd.rank() else mine,
+                states[2:],
+                r"rank 1 was given .*is damaged: state 'exp_avg' of parameter 0 has 1 ",
+            ),
+            (lacking if hvd.rank() else mine, states[2:], "ranks 0 and 1 were given parts of different checkpoints"),
+            ({**mine, SHARDS: {"version": 1}} if hvd.rank() else mine, states[2:], "rank 1 .*is damaged: KeyError"),
             (turned if hvd.rank() else mine, states[2:], r"rank 1 was given the state of parameters of shapes"),
         ):
             with pytest.raises(ValueError, match=words):

@@ -111,7 +111,7 @@ class Pieces:
         """
         merged: dict[str, Any] = {}
         for name in sorted(mine):
-            if not _is_by_element(name, mine[name]):
+            if not is_by_element(name, mine[name]):
                 merged[name] = mine[name]
                 continue
             kind = _AS_INTEGERS[mine[name].element_size()]
@@ -206,7 +206,7 @@ def cut_whole(piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
     return cut
 
 
-def _is_by_element(name: str, value: Any) -> bool:
+def is_by_element(name: str, value: Any) -> bool:
     """Return whether a piece's state has a number for each of its elements. (Torch's optimizers keep one number as "step".)"""
     return isinstance(value, Tensor) and value.dim() > 0 and name != "step"
 

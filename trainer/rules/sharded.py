@@ -23,7 +23,7 @@ from trainer.gradients.saved import SHARDS
 from trainer.ops import Adasum, Sum
 from trainer.optimizers.lamb import LAMB
 from trainer.optimizers.lars import LARS
-from trainer.rules.pieces import Held, Pieces, cut_whole, is_dense
+from trainer.rules.pieces import Held, Pieces, cut_whole, is_by_element, is_dense
 from trainer.rules.rule import Setup
 from trainer.rules.synchronous import Synchronous
 from trainer.world import here
@@ -182,14 +182,14 @@ class Sharded(Synchronous):
         """Return for which parts of a checkpoint this rank answers, of those that it was given; None for a state that is not
         sharded. Collective."""
         shapes = [list(piece.parameter.shape) for piece in self._pieces.all]
-        labels = [_label(each.get(SHARDS), shapes) for each in given]
+        labels = [_label(each, shapes) for each in given]
         everyones: list[list[Any]] = self.communicator.allgather_record(labels)
         first = everyones[0][0]
         for rank, theirs in enumerate(everyones):
             for label in theirs:
                 if isinstance(label, str):
                     raise ValueError(f"{here()}load_state_dict: rank {rank} was given {label}")
-                if (label is None) != (first is None) or (label is not None and label[0] != first[0]):
+                if _checkpoint(label) != _checkpoint(first):
                     raise ValueError(
                         f"{here()}load_state_dict: ranks 0 and {rank} were given parts of different checkpoints"
                     )
@@ -205,12 +205,30 @@ class Sharded(Synchronous):
         return [parts[saved] for saved, rank in sorted(holders.items()) if rank == self.communicator.rank]
 
 
-def _label(part: Any, shapes: list[list[int]]) -> list[int] | str | None:
-    """Return on how many ranks a part was saved, and on which; None for a state without; a text that says what is wrong."""
-    if part is None:
+def _checkpoint(label: list[Any] | None) -> list[Any] | None:
+    """Return what the parts of one checkpoint have in common."""
+    return None if label is None else [label[0], label[2]]
+
+
+def _label(given: dict[str, Any], shapes: list[list[int]]) -> list[Any] | str | None:
+    """Return on how many ranks a part was saved, on which, and what it has of which parameters; None for a state that is not
+    sharded; a text that says what is wrong with one that cannot be loaded."""
+    if (part := given.get(SHARDS)) is None:
         return None
-    if part["version"] != _VERSION:
-        return f"a {SHARDS!r} of version {part['version']}"
-    if part["shapes"] != shapes:
-        return f"the state of parameters of shapes {part['shapes']}, not {shapes}"
-    return [part["world_size"], part["rank"]]
+    try:
+        if part["version"] != _VERSION:
+            return f"a {SHARDS!r} of version {part['version']}"
+        if part["shapes"] != shapes:
+            return f"the state of parameters of shapes {part['shapes']}, not {shapes}"
+        names = []
+        for number, ranges in enumerate(part["ranges"]):
+            numel, state = sum(stop - start for start, stop in ranges), given["state"].get(number, {})
+            by_element = [name for name in sorted(state) if is_by_element(name, state[name])]
+            for name in by_element:
+                if state[name].numel() != numel:
+                    has = state[name].numel()
+                    return f"what is damaged: state {name!r} of parameter {number} has {has} elements, not {numel}"
+            names.append([[name, str(state[name].dtype)] for name in by_element])
+        return [part["world_size"], part["rank"], names]
+    except Exception as error:  # all ranks must hear of it, or they would wait
+        return f"what is damaged: {type(error).__name__}: {error}"
