@@ -267,14 +267,14 @@ def load_wrongly(directory: Path) -> None:
         lacking = {**mine, "state": {**mine["state"], 0: {}}}
         for given, also, words in (
             (mine, [], r"saved on 4 ranks, and nobody was given what ranks 2, 3 saved"),
-            (mine if hvd.rank() else whole, states[2:], "ranks 0 and 1 were given parts of different checkpoints"),
+            (mine if hvd.rank() else whole, states[2:], "rank 0 was given a part of another checkpoint"),
             (later if hvd.rank() else mine, states[2:], r"rank 1 was given a 'gradwire_shards' of version 7"),
             (
                 damaged if hvd.rank() else mine,
                 states[2:],
                 r"rank 1 was given .*is damaged: state 'exp_avg' of parameter 0 has 1 ",
             ),
-            (lacking if hvd.rank() else mine, states[2:], "ranks 0 and 1 were given parts of different checkpoints"),
+            (lacking if hvd.rank() else mine, states[2:], "rank 1 was given a part of another checkpoint"),
             ({**mine, SHARDS: {"version": 1}} if hvd.rank() else mine, states[2:], "rank 1 .*is damaged: KeyError"),
             (turned if hvd.rank() else mine, states[2:], r"rank 1 was given the state of parameters of shapes"),
         ):

@@ -191,7 +191,7 @@ class Sharded(Synchronous):
                     raise ValueError(f"{here()}load_state_dict: rank {rank} was given {label}")
                 if _checkpoint(label) != _checkpoint(first):
                     raise ValueError(
-                        f"{here()}load_state_dict: ranks 0 and {rank} were given parts of different checkpoints"
+                        f"{here()}load_state_dict: rank {rank} was given a part of another checkpoint than rank 0"
                     )
         if first is None:
             return None
