@@ -399,6 +399,47 @@ class Communicator:
         return verbs.reduce_scatter(self._engine, output, input, op, algorithm=algorithm, async_op=async_op)
 
     @overload
+    def reduce_shares(
+        self,
+        tensor: Tensor,
+        op: Op = ...,
+        *,
+        prescale: float = ...,
+        postscale: float = ...,
+        async_op: Literal[True],
+    ) -> Work: ...
+
+    @overload
+    def reduce_shares(
+        self, tensor: Tensor, op: Op = ..., *, prescale: float = ..., postscale: float = ..., async_op: bool = ...
+    ) -> Work | None: ...
+
+    def reduce_shares(
+        self,
+        tensor: Tensor,
+        op: Op = "sum",
+        *,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Do the first half of allreduce: leave in `tensor`, where shares() says that it is this rank's, the bits that allreduce
+        with the same arguments would. What is elsewhere in it is undefined.
+
+        Where the algorithm that allreduce would take has no halves (ring, rsag and direct have), all of it is done.
+        """
+        shares = verbs.shares_of(self._engine, tensor)
+        if shares.algorithm is None:
+            return self.allreduce(tensor, op, prescale=prescale, postscale=postscale, async_op=async_op)
+        return verbs.reduce_shares(self._engine, tensor, op, prescale, postscale, shares, async_op)
+
+    def shares(self, numel: int, dtype: torch.dtype = torch.float32) -> tuple[tuple[slice, ...], ...]:
+        """Return, by rank, what is whose in a tensor of so many elements between reduce_shares and gather_shares: slices of its
+        elements, in order, about as many elements for each rank. Not a collective call; the same on all ranks."""
+        spans = self._engine.plans.shares(numel, dtype.itemsize).spans
+        return tuple(tuple(slice(span.start, span.stop) for span in mine) for mine in spans)
+
+    @overload
     def reduce(
         self, tensor: Tensor, dst: int = ..., op: Op = ..., *, algorithm: str = ..., async_op: Literal[True]
     ) -> Work: ...
@@ -439,6 +480,17 @@ class Communicator:
         output: a tensor of size * input.numel() elements, or one tensor per rank, of that rank's size, which may differ.
         """
         return verbs.allgather(self._engine, output, input, algorithm=algorithm, async_op=async_op)
+
+    @overload
+    def gather_shares(self, tensor: Tensor, *, async_op: Literal[True]) -> Work: ...
+
+    @overload
+    def gather_shares(self, tensor: Tensor, *, async_op: bool = ...) -> Work | None: ...
+
+    def gather_shares(self, tensor: Tensor, *, async_op: bool = False) -> Work | None:
+        """Do the second half of allreduce: fill `tensor`, in place, with what each rank has where shares() says that it is
+        that rank's."""
+        return verbs.gather_shares(self._engine, tensor, async_op)
 
     @overload
     def broadcast(self, tensor: Tensor, src: int = ..., *, algorithm: str = ..., async_op: Literal[True]) -> Work: ...
