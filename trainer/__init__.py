@@ -64,6 +64,7 @@ from trainer.kvstore import KVStore
 from trainer.local_updates import LocalReport, LocalUpdates
 from trainer.ops import Adasum, Average, Max, Min, Product, Sum
 from trainer.optimizer import DistributedOptimizer
+from trainer.optimizers.delayed_nesterov import DelayedNesterov
 from trainer.optimizers.lamb import LAMB
 from trainer.optimizers.lars import LARS
 from trainer.parameter_server import ParameterServer, ServerReport
@@ -109,6 +110,7 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DelayedNesterov",
     "DistributedOptimizer",
     "ElasticSampler",
     "ErrorFeedback",

@@ -87,8 +87,8 @@ class ParameterServer(WrappingOptimizer):
 
     A rank that dies is left out, and the others go on, as long as they are `quorum` and it was not one that serves:
     else their step() raises QuorumLost or PeerLost. So name servers= where ranks may be lost. It cannot come back. One
-    that calls close() has no more to contribute, and is waited for no more. A rank that pushes nothing for the timeout_s of
-    init() counts as lost.
+    that calls close() has no more to contribute, and is waited for no more; one that only stops to step may leave the others
+    short of the quorum. A rank that pushes nothing for the timeout_s of init() counts as lost.
 
     Each rank has a small Communicator with every server, and so each server a thread for every rank: this is for some dozens of
     ranks. Messages go through shared memory or TCP as those of Communicators do. CUDA parameters travel through the CPU,
