@@ -36,7 +36,10 @@ class CollectiveError(RuntimeError):
 
 
 class PeerLost(CollectiveError):
-    """A peer's process ended, or it left before the operation was done. Attribute ranks: those that are lost."""
+    """A peer's process ended, or it left before the operation was done.
+
+    Attributes: ranks (those that are lost), has_left (whether they said that they leave).
+    """
 
     def __init__(
         self,
@@ -47,9 +50,10 @@ class PeerLost(CollectiveError):
         has_left: bool,
         reasons: Mapping[int, str] | None = None,
     ) -> None:
-        """has_left: whether they said that they leave, as a script does that ends or raises, rather than ended without a word.
+        """has_left: as a script does that ends or raises; else they ended without a word.
         reasons: what those raised that said so."""
         self.ranks = tuple(sorted(ranks))
+        self.has_left = has_left
         how = (
             "left at this operation or before, by an exception or at the end of its script: see its own output"
             if has_left

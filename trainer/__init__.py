@@ -64,9 +64,10 @@ from trainer.kvstore import KVStore
 from trainer.local_updates import LocalReport, LocalUpdates
 from trainer.ops import Adasum, Average, Max, Min, Product, Sum
 from trainer.optimizer import DistributedOptimizer
+from trainer.optimizers.delayed_nesterov import DelayedNesterov
 from trainer.optimizers.lamb import LAMB
 from trainer.optimizers.lars import LARS
-from trainer.parameter_server import ParameterServer, ServerReport
+from trainer.parameter_server import ParameterServer
 from trainer.probes import (
     ccl_built,
     cuda_built,
@@ -82,6 +83,7 @@ from trainer.probes import (
 )
 from trainer.process_sets import ProcessSet, global_process_set
 from trainer.reports.metrics import StepMetrics
+from trainer.reports.server import ServerReport
 from trainer.reports.stragglers import Stragglers
 from trainer.reports.timeline import start_timeline, stop_timeline
 from trainer.rules.rule import Rule
@@ -109,6 +111,7 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DelayedNesterov",
     "DistributedOptimizer",
     "ElasticSampler",
     "ErrorFeedback",

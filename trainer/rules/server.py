@@ -1,36 +1,27 @@
-"""A parameter server inside the ranks: a shard of the parameters with its optimizer, the threads that serve it, and a worker.
-
-Every rank that is not the server has a Communicator of two ranks with it, on which it pushes and pulls, and which a thread
-of the server's listens to. So no thread waits for another one's turn, and where a rank is lost, only its own
-Communicators break.
-"""
+"""What a parameter server holds: a shard of the parameters with its optimizer, which updates it by what workers contribute."""
 
 from __future__ import annotations
 
 import copy
-import json
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from collectives import CollectiveError, CollectiveTimeout, Communicator
+from collectives import CollectiveError, CollectiveTimeout
 from collectives.errors import ranks_text
 from trainer.rules.aggregator import Aggregator, Counts, Policy
-from trainer.rules.serving import Serving, say
-
-PUSH, LEAVE, REPORT, FAILED = range(4)
 
 
 class QuorumLost(CollectiveError):
-    """Too many ranks are lost for another update. Attribute ranks: those that are lost."""
+    """Too many ranks are lost for another update. Attributes: ranks (those that are lost), quorum."""
 
     def __init__(self, ranks: Sequence[int], quorum: int, *, rank: int, operation: str) -> None:
         self.ranks = tuple(sorted(ranks))
+        self.quorum = quorum
         message = f"lost {ranks_text(self.ranks)}: those that are left are fewer than the quorum of {quorum}"
         super().__init__(message, rank=rank, operation=operation)
 
@@ -185,163 +176,16 @@ class Shard:
         self._newest = self.flat.pack(self._parameters)
 
 
-class Server(Serving):
-    """Serves a shard to workers of other ranks."""
-
-    def __init__(self, shard: Shard, communicators: dict[int, Communicator]) -> None:
-        self._shard = shard
-        super().__init__("the parameter server", shard, communicators)
-
-    def _answer(self, worker: int, communicator: Communicator) -> bool:
-        head = torch.empty(3, dtype=torch.float64)
-        communicator.recv(head, 0)
-        kind, version, weight = head.tolist()
-        if kind == LEAVE:
-            return False
-        if kind == REPORT:
-            say(communicator, REPORT, self._shard.counts().to_record())
-            return True
-        gradients = self._shard.flat.empty()
-        for buffer in gradients:
-            communicator.recv(buffer, 0)
-        try:
-            newest, parameters = self._shard.exchange(worker, int(version), weight, gradients)
-        except Exception as error:  # told to the worker, who raises it
-            lost = error.ranks if isinstance(error, QuorumLost) else ()
-            say(communicator, FAILED, {"error": str(error), "lost": lost})
-            return True
-        communicator.send(torch.tensor([PUSH, newest], dtype=torch.float64), 0)
-        for buffer in parameters:
-            communicator.send(buffer, 0)
-        return True
-
-
-class Remote:
-    """Is a server to its worker on another rank, which has rank 0 in their Communicator."""
-
-    def __init__(self, rank: int, server: int, quorum: int, flat: Flat, communicator: Communicator) -> None:
-        self._rank = rank
-        self._server = server
-        self._quorum = quorum
-        self._flat = flat
-        self._communicator = communicator
-
-    def push(self, version: int, weight: float, gradients: list[Tensor]) -> None:
-        """Send gradients."""
-        self._say(PUSH, version, weight)
-        for buffer in gradients:
-            self._communicator.send(buffer, 1)
-
-    def pull(self) -> tuple[int, list[Tensor]]:
-        """Wait for the version and the parameters with which to go on. Raises what Shard.exchange() does."""
-        kind, number = self._hear()
-        if kind == FAILED:
-            said = self._text(number)
-            operation = f"step at the parameter server on rank {self._server}"
-            if said["lost"]:
-                raise QuorumLost(said["lost"], self._quorum, rank=self._rank, operation=operation)
-            raise CollectiveError(said["error"], rank=self._rank, operation=operation)
-        buffers = self._flat.empty()
-        for buffer in buffers:
-            self._communicator.recv(buffer, 1)
-        return number, buffers
-
-    def counts(self) -> Counts:
-        """Ask what became of all contributions so far."""
-        self._say(REPORT)
-        return Counts.from_record(self._text(self._hear()[1]))
-
-    def leave(self) -> None:
-        """Say that nothing more comes. A server that is lost need not know."""
-        with suppress(CollectiveError):
-            self._say(LEAVE)
-
-    def _say(self, kind: int, version: int = 0, weight: float = 0.0) -> None:
-        self._communicator.send(torch.tensor([kind, version, weight], dtype=torch.float64), 1)
-
-    def _hear(self) -> tuple[int, int]:
-        head = torch.empty(2, dtype=torch.float64)
-        self._communicator.recv(head, 1)
-        kind, number = head.tolist()
-        return int(kind), int(number)
-
-    def _text(self, nbytes: int) -> dict[str, Any]:
-        text = torch.empty(nbytes, dtype=torch.uint8)
-        self._communicator.recv(text, 1)
-        said: dict[str, Any] = json.loads(bytes(text.tolist()))
-        return said
-
-
-class Local:
-    """Is the server to the worker of its own rank."""
-
-    def __init__(self, rank: int, shard: Shard) -> None:
-        self._rank = rank
-        self._shard = shard
-        self._pushed: tuple[int, float, list[Tensor]] = (0, 0.0, [])
-
-    def push(self, version: int, weight: float, gradients: list[Tensor]) -> None:
-        """Keep gradients until pull()."""
-        self._pushed = (version, weight, gradients)
-
-    def pull(self) -> tuple[int, list[Tensor]]:
-        """Do as Shard.exchange()."""
-        return self._shard.exchange(self._rank, *self._pushed)
-
-    def counts(self) -> Counts:
-        """Return what became of all contributions so far."""
-        return self._shard.counts()
-
-    def leave(self) -> None:
-        """Say that nothing more comes."""
-        self._shard.leave(self._rank)
-
-
-class Worker:
-    """Pushes this rank's gradients to all servers, and pulls parameters.
-
-    parts: for each server, by which it is reached, and its parameters. Attribute versions: of the parameters that this rank
-    has, one for each server.
-    """
-
-    def __init__(self, parts: Sequence[tuple[Remote | Local, Sequence[Tensor]]]) -> None:
-        # A Local comes last: what other ranks wait for is on its way before this one waits for them.
-        self._parts = sorted(parts, key=lambda part: isinstance(part[0], Local))
-        self._flats = [Flat(parameters) for _, parameters in self._parts]
-        self.versions = [0] * len(self._parts)
-
-    def exchange(self, weight: float) -> None:
-        """Push gradients, and fill the parameters with what the servers say."""
-        for number, (server, parameters) in enumerate(self._parts):
-            packed = self._flats[number].pack([parameter.grad for parameter in parameters])
-            server.push(self.versions[number], weight, packed)
-        for number in reversed(range(len(self._parts))):
-            server, parameters = self._parts[number]
-            self.versions[number], buffers = server.pull()
-            with torch.no_grad():
-                for parameter, newest in zip(parameters, self._flats[number].views(buffers), strict=True):
-                    parameter.copy_(newest)
-
-    def counts(self) -> list[Counts]:
-        """Return what became of all contributions so far, at each server."""
-        return [server.counts() for server, _ in self._parts]
-
-    def leave(self) -> None:
-        """Say that nothing more comes from this rank."""
-        for server, _ in self._parts:
-            server.leave()
-
-
-def cut(parameters: Sequence[Tensor], servers: Sequence[int]) -> dict[int, list[Tensor]]:
-    """Return which parameters each server has, about equal in the number of elements; a server that would have none is left
-    out."""
+def cut(parameters: Sequence[Tensor], servers: Sequence[int]) -> dict[int, list[int]]:
+    """Return by number which parameters each server has, about equal in the number of elements; a server that would have none
+    is left out."""
     parts: dict[int, list[int]] = {server: [] for server in servers}
     loads = dict.fromkeys(servers, 0)
     for number in sorted(range(len(parameters)), key=lambda number: -parameters[number].numel()):
         least = min(servers, key=lambda server: loads[server])
         loads[least] += max(1, parameters[number].numel())
         parts[least].append(number)
-    return {server: [parameters[number] for number in sorted(part)] for server, part in parts.items() if part}
+    return {server: sorted(part) for server, part in parts.items() if part}
 
 
 def _of_copies(optimizer: torch.optim.Optimizer, copies: dict[Tensor, nn.Parameter]) -> torch.optim.Optimizer:
