@@ -212,6 +212,22 @@ def _asynchronous(module: nn.Module, codec: str, settings: Settings) -> Competit
     return _served(module, settings, quorum=1)
 
 
+def _hogwild(module: nn.Module, codec: str, settings: Settings) -> Competitor:
+    optimizer = hvd.Hogwild(adamw(module), module.named_parameters())
+    return Competitor(
+        module=module,
+        forward=module,
+        optimizer=optimizer,
+        in_step=False,
+        warmup_steps=0,
+        period=1,
+        sent_bytes=lambda steps: 0.0,
+        wait_s=lambda: 0.0,
+        report=lambda: "",
+        close=optimizer.close,
+    )
+
+
 RULES: dict[str, Callable[[nn.Module, str, Settings], Competitor]] = {
     "alone": _alone,
     "ddp": _ddp,
@@ -223,8 +239,9 @@ RULES: dict[str, Callable[[nn.Module, str, Settings], Competitor]] = {
     "quorum": _quorum,
     "stale": _stale,
     "asynchronous": _asynchronous,
+    "hogwild": _hogwild,
 }
 CODED = {"synchronous", "average", "diloco", "streaming"}
 """Those of which what is exchanged may be encoded."""
-UNLIKE = {"alone", "streaming", "quorum", "stale", "asynchronous"}
+UNLIKE = {"alone", "streaming", "quorum", "stale", "asynchronous", "hogwild"}
 """Those of which ranks do not hold the same parameters at the end."""

@@ -3,7 +3,8 @@
 All train the same model from the same weights on the same data, in turns of a few steps each (see `bench.timing`).
 `compute` exchanges nothing: what a step costs at least, and what the others' replicas drift apart without. With codecs, ours
 takes part with each of them too, and DDP with torch's fp16 hook. With --reports, ours also takes part with on_step, with a
-check of replicas after every step, and while a timeline is recorded.
+check of replicas after every step, and while a timeline is recorded. With --shard-states, ours also takes part with that,
+and DDP with torch's ZeroRedundancyOptimizer.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer as hvd
@@ -37,7 +39,7 @@ from trainer.examples.report import Record
 
 PRESETS: dict[str, dict[str, Any]] = {"small": {}, **bytes_gpt.PRESETS}
 LR = 1e-3
-OURS, DDP, DDP_FP16, COMPUTE = "gradwire", "ddp", "ddp+fp16", "compute"
+OURS, DDP, DDP_FP16, DDP_ZERO, COMPUTE = "gradwire", "ddp", "ddp+fp16", "ddp+zero", "compute"
 CODECS = tuple(name for name in NAMES if name != "none")
 
 
@@ -84,6 +86,14 @@ def telling_trainee(module: nn.Module, **options: Any) -> Trainee:
     """Ours, with options of DistributedOptimizer."""
     optimizer = hvd.DistributedOptimizer(adamw(module), named_parameters=module.named_parameters(), **options)
     return Trainee(module, module, optimizer, lambda: optimizer.communication_wait_s, Record())
+
+
+def zero_trainee(module: nn.Module) -> Trainee:
+    """DDP, with an AdamW whose state is spread over the ranks."""
+    whole = adamw(module)
+    settings = {name: value for name, value in whole.defaults.items() if name in ("lr", "betas")}
+    optimizer = ZeroRedundancyOptimizer(whole.param_groups, torch.optim.AdamW, **settings)
+    return replace(ddp_trainee(module), optimizer=optimizer)
 
 
 def recorded_trainee(module: nn.Module) -> Trainee:
@@ -138,6 +148,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--context", type=partial(count_from, 1), help="bytes of a sequence (default as the model has it)")
     add("--compression", type=codecs, default=(), metavar="NAMES", help="comma-separated codecs to compare, or all")
     add("--reports", action="store_true", help="compare what it costs to tell of a step, too")
+    add("--shard-states", action="store_true", help="compare optimizers whose state is spread over the ranks, too")
     add("--steps", type=partial(count_from, 1), default=5, help="steps in one turn (default 5)")
     add("--rounds", type=partial(count_from, 1), default=20, help="timed turns of each competitor (default 20)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (default auto)")
@@ -150,7 +161,9 @@ def configured(chosen: argparse.Namespace) -> bytes_gpt.Config:
     return bytes_gpt.Config(**settings, **({"context": chosen.context} if chosen.context else {}))
 
 
-def builders(compression: Sequence[str], reports: bool = False) -> dict[str, Callable[[nn.Module], Trainee]]:
+def builders(
+    compression: Sequence[str], reports: bool = False, shard_states: bool = False
+) -> dict[str, Callable[[nn.Module], Trainee]]:
     """What makes each competitor of its model."""
     telling: dict[str, Callable[[nn.Module], Trainee]] = {
         f"{OURS}+on_step": partial(telling_trainee, on_step=lambda metrics: None),
@@ -162,8 +175,10 @@ def builders(compression: Sequence[str], reports: bool = False) -> dict[str, Cal
         OURS: partial(our_trainee, compression="none"),
         **compressed,
         **(telling if reports else {}),
+        **({f"{OURS}+shards": partial(telling_trainee, shard_states=True)} if shard_states else {}),
         DDP: ddp_trainee,
         **({DDP_FP16: fp16_trainee} if compression else {}),
+        **({DDP_ZERO: zero_trainee} if shard_states else {}),
         COMPUTE: compute_trainee,
     }
 
@@ -173,7 +188,7 @@ def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[Step
     config = configured(chosen)
     task = bytes_gpt.task(config)
     competitors: dict[str, Competitor] = {}
-    for name, build in builders(chosen.compression, chosen.reports).items():
+    for name, build in builders(chosen.compression, chosen.reports, chosen.shard_states).items():
         torch.manual_seed(config.seed)
         competitors[name] = Competitor(build(task.build().to(device)), task, config, chosen.steps)
     protocol = Protocol(chosen.rounds, warmup_iters=2, check_iters=0)
@@ -204,7 +219,7 @@ def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[Step
         Speedup(ours, peer, median[peer] / median[ours], speedup_interval(seconds[ours], seconds[peer]))
         for ours in seconds
         if ours.startswith(OURS)
-        for peer in (DDP, DDP_FP16)
+        for peer in (DDP, DDP_FP16, DDP_ZERO)
         if peer in seconds
     ]
     return rows, speedups, parameters

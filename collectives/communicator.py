@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives import objects, verbs
+from collectives import objects, shared_tensors, verbs
 from collectives.absence import Absence
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
@@ -201,6 +201,20 @@ class Communicator:
         sizes: Any = shape
         return self._engine.empty(tuple(torch.empty(*sizes, device="meta").shape), dtype)
 
+    def shared_empty(self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a CPU tensor, of zeros, that is the same memory on all ranks: what one writes, all see, in no order but that of
+        barriers. Its shape is given as for torch.empty.
+
+        A collective call, for ranks of one host. Each rank has the memory for as long as it keeps the tensor, whatever becomes
+        of the others and of this Communicator. Raises, on all ranks, ValueError where they are on several hosts, share no
+        memory, or differ in what they ask for, and CollectiveError where there is too little memory; TypeError for a dtype that
+        is not carried.
+        """
+        check_dtype(self.rank, dtype)
+        sizes: Any = shape
+        size = tuple(torch.empty(*sizes, device="meta").shape)
+        return shared_tensors.shared_empty(self._engine, self.topology.hosts, size, dtype)
+
     # Reductions
 
     @overload
@@ -385,6 +399,47 @@ class Communicator:
         return verbs.reduce_scatter(self._engine, output, input, op, algorithm=algorithm, async_op=async_op)
 
     @overload
+    def reduce_shares(
+        self,
+        tensor: Tensor,
+        op: Op = ...,
+        *,
+        prescale: float = ...,
+        postscale: float = ...,
+        async_op: Literal[True],
+    ) -> Work: ...
+
+    @overload
+    def reduce_shares(
+        self, tensor: Tensor, op: Op = ..., *, prescale: float = ..., postscale: float = ..., async_op: bool = ...
+    ) -> Work | None: ...
+
+    def reduce_shares(
+        self,
+        tensor: Tensor,
+        op: Op = "sum",
+        *,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Do the first half of allreduce: leave in `tensor`, where shares() says that it is this rank's, the bits that allreduce
+        with the same arguments would. What is elsewhere in it is undefined.
+
+        Where the algorithm that allreduce would take has no halves (ring, rsag and direct have), all of it is done.
+        """
+        shares = verbs.shares_of(self._engine, tensor)
+        if shares.algorithm is None:
+            return self.allreduce(tensor, op, prescale=prescale, postscale=postscale, async_op=async_op)
+        return verbs.reduce_shares(self._engine, tensor, op, prescale, postscale, shares, async_op)
+
+    def shares(self, numel: int, dtype: torch.dtype = torch.float32) -> tuple[tuple[slice, ...], ...]:
+        """Return, by rank, what is whose in a tensor of so many elements between reduce_shares and gather_shares: slices of its
+        elements, in order, about as many elements for each rank. Not a collective call; the same on all ranks."""
+        spans = self._engine.plans.shares(numel, dtype.itemsize).spans
+        return tuple(tuple(slice(span.start, span.stop) for span in mine) for mine in spans)
+
+    @overload
     def reduce(
         self, tensor: Tensor, dst: int = ..., op: Op = ..., *, algorithm: str = ..., async_op: Literal[True]
     ) -> Work: ...
@@ -425,6 +480,17 @@ class Communicator:
         output: a tensor of size * input.numel() elements, or one tensor per rank, of that rank's size, which may differ.
         """
         return verbs.allgather(self._engine, output, input, algorithm=algorithm, async_op=async_op)
+
+    @overload
+    def gather_shares(self, tensor: Tensor, *, async_op: Literal[True]) -> Work: ...
+
+    @overload
+    def gather_shares(self, tensor: Tensor, *, async_op: bool = ...) -> Work | None: ...
+
+    def gather_shares(self, tensor: Tensor, *, async_op: bool = False) -> Work | None:
+        """Do the second half of allreduce: fill `tensor`, in place, with what each rank has where shares() says that it is
+        that rank's."""
+        return verbs.gather_shares(self._engine, tensor, async_op)
 
     @overload
     def broadcast(self, tensor: Tensor, src: int = ..., *, algorithm: str = ..., async_op: Literal[True]) -> Work: ...

@@ -38,7 +38,8 @@ class CollectiveError(RuntimeError):
 class PeerLost(CollectiveError):
     """A peer's process ended, or it left before the operation was done.
 
-    Attributes: ranks (those that are lost), has_left and reasons (as given).
+    Attributes: ranks (those that are lost), has_left (whether they said that they leave), reasons (what those raised that
+    said so).
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class PeerLost(CollectiveError):
         has_left: bool,
         reasons: Mapping[int, str] | None = None,
     ) -> None:
-        """has_left: whether they said that they leave, as a script does that ends or raises, rather than ended without a word.
+        """has_left: as a script does that ends or raises; else they ended without a word.
         reasons: what those raised that said so."""
         self.ranks = tuple(sorted(ranks))
         self.has_left = has_left

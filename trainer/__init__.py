@@ -2,9 +2,9 @@
 
 The verbs have Horovod's names, argument names and defaults. What differs, for all of them: operations are matched by the
 order in which ranks call them, which must be the same on all, and not by `name`; `process_set` may be a
-torch.distributed group or a Communicator, too. A root rank is one of the world, whatever the process set, whose other
-ranks need not call anything: a verb called outside of its process set raises what is a ValueError and a
-HorovodInternalError.
+torch.distributed group, a dimension of a DeviceMesh, or a Communicator, too. A root rank is one of the world, whatever
+the process set, whose other ranks need not call anything: a verb called outside of its process set raises what is a
+ValueError and a HorovodInternalError.
 
 A `name` stands in errors, and while an operation has it, until its synchronize(), no other one of that verb and process
 set can have it: that is a ValueError.
@@ -22,9 +22,11 @@ collectives.CollectiveError, which is HorovodInternalError here, where the ranks
 
 from collectives.errors import CollectiveError as HorovodInternalError
 from trainer import elastic as elastic
+from trainer import kvstore as kvstore
 from trainer.alias import alias_horovod
 from trainer.compression import Compression, ErrorFeedback
 from trainer.ddp import ddp_comm_hook
+from trainer.hogwild import Hogwild
 from trainer.horovod.handles import Handle, poll, synchronize
 from trainer.horovod.join import join
 from trainer.horovod.movements import (
@@ -58,12 +60,14 @@ from trainer.horovod.scatterings import (
 )
 from trainer.horovod.sparse import sparse_allreduce_async
 from trainer.horovod.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from trainer.kvstore import KVStore
 from trainer.local_updates import LocalReport, LocalUpdates
 from trainer.ops import Adasum, Average, Max, Min, Product, Sum
 from trainer.optimizer import DistributedOptimizer
+from trainer.optimizers.delayed_nesterov import DelayedNesterov
 from trainer.optimizers.lamb import LAMB
 from trainer.optimizers.lars import LARS
-from trainer.parameter_server import ParameterServer, ServerReport
+from trainer.parameter_server import ParameterServer
 from trainer.probes import (
     ccl_built,
     cuda_built,
@@ -79,6 +83,7 @@ from trainer.probes import (
 )
 from trainer.process_sets import ProcessSet, global_process_set
 from trainer.reports.metrics import StepMetrics
+from trainer.reports.server import ServerReport
 from trainer.reports.stragglers import Stragglers
 from trainer.reports.timeline import start_timeline, stop_timeline
 from trainer.rules.rule import Rule
@@ -106,11 +111,14 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DelayedNesterov",
     "DistributedOptimizer",
     "ElasticSampler",
     "ErrorFeedback",
     "Handle",
+    "Hogwild",
     "HorovodInternalError",
+    "KVStore",
     "LocalReport",
     "LocalUpdates",
     "Max",

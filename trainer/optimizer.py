@@ -23,6 +23,7 @@ from trainer.reports.reports import Reports, Wanted
 from trainer.reports.stragglers import Stragglers
 from trainer.rules.adasum import AdaptiveSummation
 from trainer.rules.rule import Rule, Setup
+from trainer.rules.sharded import Sharded
 from trainer.rules.synchronous import Synchronous
 from trainer.torch_internals import share_hooks
 from trainer.uncompiled import uncompiled
@@ -52,7 +53,7 @@ class DistributedOptimizer(WrappingOptimizer):
     - step(closure) gives the optimizer the loss averaged (or summed) over the ranks, so that all take the same
       decisions.
     - Of parameters that are DTensors, as after fully_shard(model, mesh=mesh["shard"]), the shards of this rank are
-      exchanged, with process_set=mesh.get_group("replicate"): the ranks that hold the same shards.
+      exchanged, with process_set=mesh["replicate"]: the ranks that hold the same shards.
     - Activation checkpoints with use_reentrant=True are exchanged correctly but once per segment; prefer
       use_reentrant=False, and do so with op=Sum or backward_passes_per_step > 1.
 
@@ -72,12 +73,17 @@ class DistributedOptimizer(WrappingOptimizer):
     size; the parameters in none of them are fused by bucket_bytes. With groups, num_groups does not count.
     sparse_as_dense: True has sparse gradients, as of nn.Embedding(sparse=True), made dense. Otherwise all ranks gather
     their indices and values, and the result is sparse and coalesced: for optimizers that take such gradients.
-    process_set: a ProcessSet, a torch.distributed group, or a Communicator that nothing else uses. On a rank outside of
-    a ProcessSet, this steps as the wrapped optimizer does by itself.
+    process_set: a ProcessSet, a torch.distributed group, a dimension of a DeviceMesh (mesh["dp"]), or a Communicator that
+    nothing else uses. On a rank outside of a ProcessSet, this steps as the wrapped optimizer does by itself.
     bucket_bytes: size up to which gradients are fused; None: what HOROVOD_FUSION_THRESHOLD says, else 25 MB.
     rule: makes the rule that decides what is exchanged and when, of a Setup: a class derived from Rule, or a function.
     What is said here of gradients is done by the default one.
     on_step: called after each step with its StepMetrics, on each rank. What it raises comes out of step().
+    shard_states: True has each rank step its share of the parameters only, and keep the optimizer's state of that (ZeRO
+    stage 1, Rajbhandari et al. 2020): gradients are reduced to their owners, and parameters gathered after the step. See
+    docs/guides/shard-states.md for what does not go with it: step(closure), torch's clip_grad_norm_ (there is one here),
+    GradScaler, sparse gradients, sharded parameters, join(), a rule of one's own, and optimizers that look at more than one
+    element at a time.
     check_replicas_every: after every so many steps, parameters and optimizer state of all ranks are compared bit for bit,
     which reads all of them; 0 for never. Where they differ, step() raises ReplicasDiffer on all ranks.
     straggler_report_every: after every so many exchanges, stragglers() is brought up to date, and rank 0 says who makes
@@ -104,6 +110,7 @@ class DistributedOptimizer(WrappingOptimizer):
         policy: Mapping[str, Compressor] | None = None,
         bucket_bytes: int | None = None,
         rule: Callable[[Setup], Rule] = Synchronous,
+        shard_states: bool = False,
         on_step: Callable[[StepMetrics], object] | None = None,
         check_replicas_every: int = 0,
         straggler_report_every: int = 100,
@@ -116,7 +123,15 @@ class DistributedOptimizer(WrappingOptimizer):
             raise TypeError(
                 f"{here()}rule must be a class derived from Rule, or a function that makes one, not {rule!r}"
             )
-        if op == Adasum and rule is Synchronous:
+        if not isinstance(shard_states, bool) or (shard_states and rule is not Synchronous):
+            raise ValueError(
+                f"{here()}shard_states must be True or False, and True goes with no other rule= than the default"
+            )
+        self.shard_states = shard_states
+        """Whether this rank's optimizer has the state of its pieces of the parameters only."""
+        if shard_states:
+            rule = Sharded
+        elif op == Adasum and rule is Synchronous:
             rule = AdaptiveSummation
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"{here()}optimizer is a DistributedOptimizer already")
@@ -205,7 +220,8 @@ class DistributedOptimizer(WrappingOptimizer):
         self._reports.before_step()
         if closure is None:
             self._rule.synchronize()
-            loss = self.optimizer.step()
+            with self._rule.stepping():
+                loss = self.optimizer.step()
         else:
             loss = self.optimizer.step(lambda: self._rule.evaluate(closure))
         self._rule.after_step()
@@ -222,6 +238,18 @@ class DistributedOptimizer(WrappingOptimizer):
     def synchronize(self) -> None:
         """Exchange gradients that were accumulated since the last exchange, if any were."""
         self._rule.synchronize()
+
+    @uncompiled
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients so that their norm, over all parameters as if they were one, is at most max_norm; return what it
+        was, as torch.nn.utils.clip_grad_norm_ does, which is as good without shard_states.
+
+        With shard_states, collective: the norm is that of all ranks' pieces, the same on all of them. norm_type: of the norm;
+        float("inf") for the largest.
+        """
+        if not norm_type > 0:
+            raise ValueError(f"{here()}norm_type must be a number > 0, not {norm_type!r}")
+        return self._rule.clip_grad_norm_(max_norm, norm_type)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:

@@ -6,9 +6,7 @@ import logging
 import math
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +14,17 @@ from torch import Tensor
 
 from collectives import CollectiveError, Communicator
 from collectives.communicator import close_all
+from trainer.compression import Compression, Compressor
+from trainer.compression import Policy as Encodings
 from trainer.gradients.agreement import agree_on_parameters, check_settings
 from trainer.process_sets import ProcessSet, ProcessSetLike, global_process_set
-from trainer.rules.aggregator import LATE, Late, Policy
-from trainer.rules.server import Flat, Local, Remote, Server, Shard, Worker, cut
+from trainer.reports.server import ServerReport
+from trainer.rules.aggregator import Late, Policy
+from trainer.rules.messages import Local, Remote, Server
+from trainer.rules.pushed import Layout, encodings_of
+from trainer.rules.roles import check_ranks, checked_policy, roles_of
+from trainer.rules.server import Shard, cut
+from trainer.rules.worker import Member, Worker
 from trainer.torch_internals import share_hooks
 from trainer.uncompiled import uncompiled
 from trainer.validation import check_named_parameters
@@ -36,36 +41,10 @@ _TELL_S = 3.0
 """How much longer than for a word of a worker a server waits for an update, and a worker for its server than that: who does not
 answer is known by then, and told."""
 
+_LOOK_S = 1.0
+"""How often serve() looks whether Ctrl-C was pressed."""
+
 _log = logging.getLogger("gradwire")
-
-
-@dataclass(frozen=True)
-class ServerReport:
-    """Says what became of all contributions, counted at every server: a rank's step is one contribution to each.
-
-    servers: how many there are. updates: all that they have made. staleness: how many contributions came how many versions
-    late; those of 0 were in time. contributions: how many came from each rank. late: those that were. dropped: those of
-    them that were not used. lead: how many steps a rank that went on was ahead of the slowest, at most. lost: the ranks
-    that are left out.
-    """
-
-    servers: int
-    updates: int
-    staleness: dict[int, int]
-    contributions: dict[int, int]
-    late: int
-    dropped: int
-    lead: int
-    lost: tuple[int, ...]
-
-    def __str__(self) -> str:
-        ages = ", ".join(f"{count} of age {age}" for age, count in self.staleness.items())
-        ranks = ", ".join(f"{count} from rank {rank}" for rank, count in self.contributions.items())
-        left_out = f"; without {', '.join(f'rank {rank}' for rank in self.lost)}" if self.lost else ""
-        return (
-            f"{self.updates} updates at {self.servers} servers, of contributions {ranks}; {ages}; {self.late} late, "
-            f"{self.dropped} dropped{left_out}"
-        )
 
 
 class ParameterServer(WrappingOptimizer):
@@ -78,20 +57,25 @@ class ParameterServer(WrappingOptimizer):
     optimizer, named_parameters, process_set: as DistributedOptimizer takes them; every parameter belongs to one server as a
     whole, so any torch optimizer will do that treats parameters one by one. The settings of the param groups, such as the
     learning rate, count as they are on the server's rank when it makes an update.
-    quorum: by default all ranks: synchronous. Less: the slowest are not waited for (Chen et al. 2016). 1: asynchronous (Dean et
-    al. 2012). staleness: how many steps a rank may be ahead of the slowest, which it then waits for (Ho et al. 2013);
+    quorum: by default all that push: synchronous. Less: the slowest are not waited for (Chen et al. 2016). 1: asynchronous (Dean
+    et al. 2012). staleness: how many steps a rank may be ahead of the slowest, which it then waits for (Ho et al. 2013);
     None for any number. late: what becomes of gradients of an old version: "weight", they are part of the next update by
     1 / (1 + age); "next", like any other; "drop", they are counted, and not used. Those that are used count towards the
-    quorum. servers: the ranks of the process set, by their numbers in it, that serve beside their own training; by default
-    all of them.
+    quorum. servers: the ranks of the process set, by their numbers in it, that serve; by default those that do not train, or
+    where all do, all that push. workers: the ranks that train, by default all; any other serves only, by serve().
+    inner: a process set, such as the ranks of a host, that averages its gradients at every step; its first rank pushes and
+    pulls for it, and the quorum counts such groups (hybrid; Kurth et al. 2017). Different ranks name different ones. compression:
+    what gradients are pushed as, as DistributedOptimizer takes it, but for codecs of sums (PowerSGD); what encodings lose is
+    kept at the worker. Parameters come back as they are.
 
-    Replicas must start equal (broadcast_parameters). A parameter without a gradient contributes zeros. With quorum=all
-    runs repeat to the bit; otherwise what arrives first decides.
+    Replicas must start equal (broadcast_parameters). A parameter without a gradient contributes zeros. Runs with quorum=all
+    repeat to the bit, whoever serves; otherwise what arrives first decides.
 
     A rank that dies is left out, and the others go on, as long as they are `quorum` and it was not one that serves:
-    else their step() raises QuorumLost or PeerLost. So name servers= where ranks may be lost. It cannot come back. One
-    that calls close() has no more to contribute, and is waited for no more. A rank that pushes nothing for the timeout_s of
-    init() counts as lost.
+    else their step() raises QuorumLost or PeerLost, on all ranks of a group alike; a group ends with any of its ranks. So
+    name servers= where ranks may be lost. It cannot come back. One
+    that calls close() has no more to contribute, and is waited for no more; one that only stops to step may leave the others
+    short of the quorum. A rank that pushes nothing for the timeout_s of init() counts as lost.
 
     Each rank has a small Communicator with every server, and so each server a thread for every rank: this is for some dozens of
     ranks. Messages go through shared memory or TCP as those of Communicators do. CUDA parameters travel through the CPU,
@@ -110,26 +94,26 @@ class ParameterServer(WrappingOptimizer):
         staleness: int | None = None,
         late: Late = "weight",
         servers: Sequence[int] | None = None,
+        workers: Sequence[int] | None = None,
+        inner: ProcessSetLike = None,
+        compression: Compressor = Compression.none,
         process_set: ProcessSetLike = global_process_set,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"{here()}optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-        if isinstance(process_set, ProcessSet) and process_set.included() is False:
-            raise ValueError(
-                f"{here()}this process is not part of {process_set!r}, which alone may make this optimizer"
-            )
+        for each in (process_set, inner):
+            if isinstance(each, ProcessSet) and each.included() is False:
+                raise ValueError(f"{here()}this process is not part of {each!r}, which alone may make this optimizer")
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         named = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
         names = [named.get(parameter, f"parameter {number}") for number, parameter in enumerate(parameters)]
+        encodings = encodings_of(compression)
         world = current_world()
-        self._owns_communicator = not isinstance(process_set, Communicator)
-        self._communicator = (
-            process_set if isinstance(process_set, Communicator) else world.open_communicator(process_set)
-        )
-        self._pairs: list[Communicator] = []
+        self._owned: list[Communicator] = []  # by this optimizer
+        self._communicator = self._open(process_set)
         self._shard: Shard | None = None
         self._server: Server | None = None
-        self._worker: Worker | None = None
+        self._worker: Worker | Member | None = None
         self._timeout_s = world.settings.timeout_s
         self._failure: Exception | None = None
         self._is_closed = False
@@ -137,49 +121,77 @@ class ParameterServer(WrappingOptimizer):
         share_hooks(self, optimizer)
         try:
             size = self._communicator.size
-            self._policy = _checked(Policy(size if quorum is None else quorum, grace_s, staleness, late), size)
-            listed = _checked_servers(servers, size)
-            settings = {name: repr(value) for name, value in vars(self._policy).items()}
-            check_settings(self._communicator, "ParameterServer", {**settings, "servers": repr(listed)})
+            check_ranks("servers", servers, size)
+            check_ranks("workers", workers, size)
+            settings = {"quorum": quorum, "grace_s": grace_s, "staleness": staleness, "late": late}
+            described = {
+                name: repr(value) for name, value in {**settings, "servers": servers, "workers": workers}.items()
+            }
+            check_settings(self._communicator, "ParameterServer", {**described, "compression": encodings.described[0]})
+            group = None if inner is None else self._open(inner)
+            self._roles = roles_of(servers, workers, self._communicator.allgather_record(self._numbers(group)))
+            count = len(self._roles.groups)
+            self._policy = checked_policy(Policy(count if quorum is None else quorum, grace_s, staleness, late), count)
             agree_on_parameters(self._communicator, names, parameters)
-            self._connect([parameter for parameter in parameters if parameter.requires_grad], listed)
+            trained = [number for number, parameter in enumerate(parameters) if parameter.requires_grad]
+            self._connect([names[n] for n in trained], [parameters[n] for n in trained], encodings, group)
+            self._layout = [self._roles.servers, self._roles.groups, encodings.described[0], len(trained)]
         except BaseException:
             self._close_communicators()
             raise
 
-    def _connect(self, parameters: Sequence[Tensor], servers: Sequence[int]) -> None:
+    def _open(self, process_set: ProcessSetLike) -> Communicator:
+        """Return what joins the ranks of a process set."""
+        if isinstance(process_set, Communicator):
+            return process_set
+        self._owned.append(current_world().open_communicator(process_set))
+        return self._owned[-1]
+
+    def _numbers(self, group: Communicator | None) -> list[int] | None:
+        """Return the ranks of a group by their numbers in the process set. Raises ValueError for others."""
+        if group is None:
+            return None
+        place = {launched: number for number, launched in enumerate(self._communicator.global_ranks)}
+        if not all(launched in place for launched in group.global_ranks):
+            raise ValueError(f"{here()}inner must be ranks of the process_set")
+        return [place[launched] for launched in group.global_ranks]
+
+    def _connect(
+        self, names: Sequence[str], parameters: Sequence[Tensor], encodings: Encodings, group: Communicator | None
+    ) -> None:
         """Make the servers, and what joins this rank with them."""
-        world, rank, size = current_world(), self._communicator.rank, self._communicator.size
+        world, rank, roles = current_world(), self._communicator.rank, self._roles
         ranks = [place for place in world.ranks_of(self._communicator) if place is not None]
-        if len(ranks) != size:
+        if len(ranks) != self._communicator.size:
             raise ValueError(f"{here()}process_set is a Communicator of ranks that are not in this world")
         token = self._communicator.allgather_record(secrets.token_hex(8))[0]
-        self._parts = cut(parameters, servers)
-        parts: list[tuple[Remote | Local, Sequence[Tensor]]] = []
-        serving: dict[int, Communicator] = {}
-        for server, part in self._parts.items():  # in the same order on all ranks, so that nobody waits in a circle
+        parts: list[tuple[Remote | Local, Sequence[int]]] = []
+        shares = cut(parameters, roles.servers)
+        for server, numbers in shares.items():  # in the same order on all ranks, so that nobody waits in a circle
+            part = [parameters[number] for number in numbers]
+            layout = Layout([names[number] for number in numbers], part, encodings)
+            pairs: dict[int, Communicator] = {}
+            patience_s = self._timeout_s + (0 if rank == server else 2 * _TELL_S)
+            for worker in roles.workers:
+                if worker != server and rank in (worker, server):
+                    name = f"server {token}/{worker}/{server}"
+                    pairs[worker] = world.open_pair(ranks[worker], ranks[server], name, patience_s)
+            self._owned += pairs.values()
             if server == rank:
                 update_s = self._timeout_s + _TELL_S
-                self._shard = Shard(rank, range(size), self._parts, part, self.optimizer, self._policy, update_s)
-                parts.append((Local(rank, self._shard), part))
-            for worker in range(size):
-                if worker == server or rank not in (worker, server):
-                    continue
-                patience_s = self._timeout_s + (0 if rank == server else 2 * _TELL_S)
-                pair = world.open_pair(ranks[worker], ranks[server], f"server {token}/{worker}/{server}", patience_s)
-                self._pairs.append(pair)
-                if rank == server:
-                    serving[worker] = pair
-                else:
-                    parts.append((Remote(rank, server, self._policy.quorum, Flat(part), pair), part))
-        if self._shard is not None:
-            self._server = Server(self._shard, serving)
-        self._worker = Worker(parts)
+                self._shard = Shard(rank, roles.workers, shares, part, self.optimizer, self._policy, update_s)
+                self._server = Server(self._shard, layout, pairs)
+                if rank in roles.workers:
+                    parts.append((Local(rank, self._shard, layout), numbers))
+            elif rank in roles.workers:
+                parts.append((Remote(rank, server, layout, pairs[rank]), numbers))
+        worker_here = Worker(rank, parameters, parts) if rank in roles.workers else None
+        self._worker = worker_here if group is None else Member(group, parameters, worker_here)
 
     @property
     def versions(self) -> tuple[int, ...]:
         """Return of which version the parameters are that this rank has: how many updates each server had made."""
-        return tuple(self._open_worker().versions)
+        return tuple(self._training().versions)
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None, *, weight: float = 1.0) -> Any:
@@ -190,7 +202,7 @@ class ParameterServer(WrappingOptimizer):
 
         Raises QuorumLost where too few ranks are left, PeerLost where a server is; again at each further call.
         """
-        worker = self._open_worker()
+        worker = self._training()
         if self._failure is not None:
             raise CollectiveError(
                 f"{here()}this optimizer is broken by an earlier failure: {self._failure}"
@@ -202,11 +214,20 @@ class ParameterServer(WrappingOptimizer):
             with torch.enable_grad():
                 loss = closure()
         try:
-            worker.exchange(weight)
+            worker.step(weight)
         except Exception as error:
             self._failure = error
             raise
         return loss
+
+    def serve(self) -> None:
+        """Serve until all workers have left or are lost, on a rank that does nothing else. A worker that pushes nothing for
+        the timeout_s of init() counts as lost. Raises ValueError on a rank that trains."""
+        self._check_open()
+        if self._worker is not None or self._server is None:
+            raise ValueError(f"{here()}serve() is for ranks that serve only; this one is one of workers=, and trains")
+        while not self._server.join(time.monotonic() + _LOOK_S):
+            pass
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as torch does."""
@@ -217,32 +238,23 @@ class ParameterServer(WrappingOptimizer):
         raise ValueError(f"{here()}parameters cannot be added to an optimizer at a parameter server once it is made")
 
     def report(self) -> ServerReport:
-        """Return what became of all contributions so far. Any rank may call it, at any time but during its step()."""
-        counts = self._open_worker().counts()
-        staleness, contributions = (
-            _summed(each.staleness for each in counts),
-            _summed(each.contributions for each in counts),
-        )
-        return ServerReport(
-            servers=len(counts),
-            updates=sum(each.updates for each in counts),
-            staleness=staleness,
-            contributions=contributions,
-            late=sum(each.late for each in counts),
-            dropped=sum(each.dropped for each in counts),
-            lead=max(each.lead for each in counts),
-            lost=tuple(sorted({rank for each in counts for rank in each.lost})),
-        )
+        """Return what became of all contributions so far: on a rank that serves only, at this server. A rank may call it at any
+        time but during its step(); of a group, only the first."""
+        self._check_open()
+        counts = [self._shard.counts()] if self._worker is None and self._shard else self._training().counts()
+        return ServerReport.of(counts)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where this rank and its server stand: every rank saves its own, after the same step, and the model.
 
-        Raises ValueError with a quorum of less than all ranks, which do not stand at one place together.
+        Raises ValueError with a quorum of less than all, which do not stand at one place together, and where ranks serve
+        only, which do not stop between two steps.
         """
         self._check_synchronous("state_dict")
         mine = None if self._shard is None else self._shard.state_dict()
-        version = self._open_worker().versions[0]
-        return {**self.optimizer.state_dict(), KEY: {"servers": self._layout(), "version": version, "shard": mine}}
+        worker = self._training()
+        at = {"layout": self._layout, "version": worker.versions[0], "shard": mine, "worker": worker.state_dict()}
+        return {**self.optimizer.state_dict(), KEY: at}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on, bit for bit, where state_dict() was called on each of as many ranks with the same servers. Load the model
@@ -251,10 +263,10 @@ class ParameterServer(WrappingOptimizer):
         Raises ValueError, on all ranks, with nothing loaded, where the state_dict of one is of something else.
         """
         self._check_synchronous("load_state_dict")
-        worker = self._open_worker()
+        worker = self._training()
         saved = state_dict.get(KEY) or {}
         version = saved.get("version")
-        said = self._communicator.allgather_record([saved.get("servers") == self._layout(), version])
+        said = self._communicator.allgather_record([saved.get("layout") == self._layout, version])
         wrong = [rank for rank, (fits, other) in enumerate(said) if not fits or other != said[0][1]]
         if wrong:
             raise ValueError(
@@ -265,7 +277,7 @@ class ParameterServer(WrappingOptimizer):
         if self._shard is not None:
             self._shard.load_state_dict(saved["shard"])
         assert version is not None  # a fault, else
-        worker.versions = [version] * len(worker.versions)
+        worker.load_state_dict(saved["worker"], version)
         self._communicator.barrier()  # nobody contributes before all servers know the version
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -289,58 +301,29 @@ class ParameterServer(WrappingOptimizer):
 
     def _close_communicators(self) -> None:
         self._is_closed = True
-        close_all([*self._pairs, *([self._communicator] if self._owns_communicator else [])])
+        close_all(reversed(self._owned))
 
-    def _open_worker(self) -> Worker:
-        if self._worker is None or self._is_closed:
+    def _check_open(self) -> None:
+        if self._is_closed:
             raise RuntimeError(f"{here()}this optimizer is closed")
+
+    def _training(self) -> Worker | Member:
+        """Return what this rank trains by. Raises RuntimeError on a rank that serves only, or has closed."""
+        self._check_open()
+        if self._worker is None:
+            raise RuntimeError(f"{here()}this rank serves only: it calls serve(), then close()")
         return self._worker
 
     def _check_synchronous(self, verb: str) -> None:
-        if self._policy.quorum < self._communicator.size:
+        count, trained = len(self._roles.groups), sum(map(len, self._roles.groups))
+        if self._policy.quorum < count or trained < self._communicator.size:
             raise ValueError(
-                f"{here()}{verb} needs quorum={self._communicator.size}, all ranks, not {self._policy.quorum}: others do "
-                "not stand at one place together. Save the model of one rank, and begin with new servers"
+                f"{here()}{verb} needs quorum={count}, all that push, not {self._policy.quorum}, and no ranks that serve only: "
+                "others do not stand at one place together. Save the model of one rank, and begin with new servers"
             )
-
-    def _layout(self) -> list[Any]:
-        """Return what a state_dict() must have in common with this optimizer."""
-        return [self._communicator.rank, self._communicator.size, [[s, len(part)] for s, part in self._parts.items()]]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a ParameterServer cannot be copied or pickled: save its state_dict()")
-
-
-def _summed(tables: Iterable[dict[int, int]]) -> dict[int, int]:
-    total: Counter[int] = Counter()
-    for table in tables:
-        total.update(table)
-    return dict(sorted(total.items()))
-
-
-def _checked(policy: Policy, size: int) -> Policy:
-    """Return the policy. Raises ValueError for one that cannot be meant."""
-    if not isinstance(policy.quorum, int) or not 1 <= policy.quorum <= size:
-        raise ValueError(
-            f"{here()}quorum must be a whole number from 1 to {size}, the number of ranks, not {policy.quorum!r}"
-        )
-    if not (isinstance(policy.grace_s, (int, float)) and math.isfinite(policy.grace_s) and policy.grace_s >= 0):
-        raise ValueError(f"{here()}grace_s must be a finite number of seconds >= 0, not {policy.grace_s!r}")
-    if policy.staleness is not None and (not isinstance(policy.staleness, int) or policy.staleness < 0):
-        raise ValueError(f"{here()}staleness must be a whole number >= 0, or None, not {policy.staleness!r}")
-    if policy.late not in LATE:
-        raise ValueError(f"{here()}late must be one of {', '.join(map(repr, LATE))}, not {policy.late!r}")
-    return policy
-
-
-def _checked_servers(servers: Sequence[int] | None, size: int) -> list[int]:
-    """Return the ranks that serve, all by default. Raises ValueError for what is none of them."""
-    listed = list(range(size)) if servers is None else list(servers)
-    if not listed or len(set(listed)) < len(listed) or not all(isinstance(s, int) and 0 <= s < size for s in listed):
-        raise ValueError(
-            f"{here()}servers must be ranks from 0 to {size - 1}, each once, at least one, not {servers!r}"
-        )
-    return sorted(listed)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from collectives import CollectiveError, Communicator
 
@@ -70,8 +71,9 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
-ProcessSetLike: TypeAlias = "ProcessSet | dist.ProcessGroup | Communicator | None"
-"""Which ranks take part: a registered ProcessSet, a torch.distributed group, a Communicator, or None for all."""
+ProcessSetLike: TypeAlias = "ProcessSet | dist.ProcessGroup | DeviceMesh | Communicator | None"
+"""Which ranks take part: a registered ProcessSet, a torch.distributed group, one dimension of a DeviceMesh as in mesh["dp"], a
+Communicator, or None for all."""
 
 
 def ranks_of(ranks: Any) -> list[int]:
@@ -94,6 +96,20 @@ def ranks_of(ranks: Any) -> list[int]:
             f"ranks must be whole numbers in a list or another iterable, a torch.distributed group, a Communicator or an "
             f"mpi4py communicator, not {ranks!r}"
         ) from None
+
+
+def group_along(mesh: DeviceMesh, here: int) -> dist.ProcessGroup:
+    """Return the group of a DeviceMesh of one dimension. here: this rank. Raises ValueError for one of several dimensions, and
+    where this process is not in it."""
+    if mesh.ndim != 1:
+        names = [repr(name) for name in mesh.mesh_dim_names or ()]
+        raise ValueError(
+            f"rank {here}: process_set is a DeviceMesh of {mesh.ndim} dimensions{': ' if names else ''}{', '.join(names)}; name "
+            "the one along which ranks take part, as in mesh['dp']"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {here}: this process is not part of {mesh!r}, which is given as process_set")
+    return mesh.get_group()
 
 
 def check_ranks(here: int, ranks: list[int], size: int, registered: Iterable[ProcessSet]) -> None:

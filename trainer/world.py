@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from collectives import CollectiveError, Communicator
@@ -31,6 +32,7 @@ from trainer.process_sets import (
     ProcessSetLike,
     check_ranks,
     global_process_set,
+    group_along,
     ranks_of,
 )
 from trainer.recording import Recorder
@@ -89,7 +91,7 @@ class World:
         local_ranks = self.communicator().allgather_record(self.local_rank)
         self.cross_rank, self.cross_size = cross_position(self.rank, local_ranks)
 
-    def communicator(self, process_set: ProcessSet | dist.ProcessGroup | None = None) -> Communicator:
+    def communicator(self, process_set: ProcessSet | dist.ProcessGroup | DeviceMesh | None = None) -> Communicator:
         """Return the Communicator that the verbs share for a process set, made when all its ranks first ask for it.
 
         Raises NotIncluded on a rank outside of it.
@@ -102,7 +104,7 @@ class World:
             self._communicators[members] = self.open_communicator(members)
         return self._communicators[members]
 
-    def open_communicator(self, process_set: ProcessSet | dist.ProcessGroup | None) -> Communicator:
+    def open_communicator(self, process_set: ProcessSet | dist.ProcessGroup | DeviceMesh | None) -> Communicator:
         """Return a new Communicator for one user, closed with the world at the latest. Collective over the process set;
         a rank outside of it gets one that joins it with nobody."""
         members = self._checked(process_set)
@@ -216,6 +218,8 @@ class World:
         """Return what a process set is, all ranks for None. Raises ValueError for what is none, or is not registered."""
         if process_set is None:
             return global_process_set
+        if isinstance(process_set, DeviceMesh):
+            return group_along(process_set, self.rank)
         if isinstance(process_set, ProcessSet) and process_set not in self.process_sets:
             raise ValueError(
                 f"rank {self.rank}: {process_set!r} is not registered: give it to init(process_sets=) or, on all ranks, to "
@@ -223,8 +227,8 @@ class World:
             )
         if not isinstance(process_set, ProcessSet | dist.ProcessGroup):
             raise ValueError(
-                f"rank {self.rank}: process_set is {process_set!r}: a ProcessSet is needed, a Communicator, or a "
-                "torch.distributed group that this process belongs to"
+                f"rank {self.rank}: process_set is {process_set!r}: a ProcessSet is needed, a Communicator, one dimension of "
+                "a DeviceMesh, or a torch.distributed group that this process belongs to"
             )
         return process_set
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 from collectives.compression.algorithms_for import TWO_SHOT, algorithms_for, planner_for_codes
 from collectives.compression.codec import Codec
 from collectives.compression.partition import Partition, effective, partition_of
-from collectives.plan.algorithms import PLANNERS, RESERVED, hierarchical
+from collectives.plan.algorithms import IN_HALVES, PLANNERS, RESERVED, hierarchical
 from collectives.plan.coded import CodedProgram
 from collectives.plan.program import LOOKAHEAD, Program
 from collectives.plan.schedule import Place, Schedule
 from collectives.plan.selection import Table, choose
-from collectives.plan.spans import Layout, segments_of_blocks, segments_of_buffer
+from collectives.plan.spans import Layout, Span, segments_of_blocks, segments_of_buffer, split
 from collectives.plan.topology import Topology
 
 _Planned = TypeVar("_Planned")
@@ -27,6 +27,17 @@ _KEPT = 256
 
 #: Verbs in which a rank may be through before others have begun; in all others its result depends on every rank.
 _ONE_WAY = ("broadcast", "reduce", "gather", "scatter")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Says whose is which part of a buffer between the halves of an allreduce.
+
+    algorithm: whose halves these are; None where the allreduce that 'auto' runs has none. spans: by rank.
+    """
+
+    algorithm: str | None
+    spans: tuple[Layout, ...]
 
 
 def legal_algorithms(offered: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
@@ -141,6 +152,16 @@ class Plans:
 
         segment = max(1, self.segment_bytes // element_size)
         return self._once(("buffer", collective, algorithm, root, numel, segment, grouped), planned)
+
+    def shares(self, numel: int, element_size: int) -> Shares:
+        """Return the shares of a buffer. Where the allreduce has halves they are the blocks of its segments, since which ranks'
+        numbers are added first depends on the block; else near-equal parts of the buffer."""
+        size = self._place.size
+        algorithm = self.choose("allreduce", "auto", numel * element_size)
+        if algorithm not in IN_HALVES:
+            return Shares(None, tuple((span,) for span in split(Span(0, numel), size)))
+        segments = segments_of_buffer(numel, size, max(1, self.segment_bytes // element_size))
+        return Shares(algorithm, tuple(tuple(segment[rank] for segment in segments) for rank in range(size)))
 
     def of_blocks(
         self, collective: str, algorithm: str, layout: Layout, element_size: int, *, grouped: bool

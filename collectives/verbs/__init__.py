@@ -21,6 +21,7 @@ from collectives.verbs.reduce import reduce
 from collectives.verbs.reduce_scatter import reduce_scatter
 from collectives.verbs.scatter import scatter
 from collectives.verbs.send import send
+from collectives.verbs.shares import gather_shares, reduce_shares, shares_of
 
 __all__ = [
     "allgather",
@@ -30,12 +31,15 @@ __all__ = [
     "barrier",
     "broadcast",
     "gather",
+    "gather_shares",
     "grouped_allreduce",
     "named_codec",
     "prepare_allreduce",
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_shares",
     "scatter",
     "send",
+    "shares_of",
 ]

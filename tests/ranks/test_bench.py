@@ -245,10 +245,13 @@ def test_update_rules_that_average_every_step(tmp_path: Path) -> None:
     assert [row["replicas_identical"] for row in rows] == [True] * 4
     synchronous, ddp, server, half = rows
     assert synchronous["reach_time"] == synchronous["reach_tokens"] == synchronous["reach_bytes"] == 1
-    for same in (ddp, server):
-        assert same["loss"] == pytest.approx(synchronous["loss"], rel=1e-4)
+    for same, tolerance in ((ddp, 1e-4), (server, 1e-2)):  # to a server, each rank pushes what it has clipped itself
+        assert same["loss"] == pytest.approx(synchronous["loss"], rel=tolerance)
         assert same["over_first"] == same["loss"] / synchronous["loss"]
-        assert same["sent_bytes"] == synchronous["sent_bytes"] == 6 * 4 * synchronous["parameters"]
+        assert same["sent_bytes"] == 6 * 4 * synchronous["parameters"]
+        assert synchronous["sent_bytes"] == pytest.approx(
+            same["sent_bytes"], rel=1e-3
+        )  # with the bytes that count gradients
     assert half["loss"] != pytest.approx(synchronous["loss"], rel=1e-5)
 
 

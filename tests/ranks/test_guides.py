@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.pages import EXTENDING, PAGES, README, ROOT, python_blocks
+from tests.pages import EXTENDING, PAGES, README, python_blocks
+from tests.ranks.programs import torchrun
 
-DEADLINE_S = 100.0
 SCRIPTS = [
     pytest.param(block, id=f"{page}:{number}")
     for page in PAGES
     if page != EXTENDING
     for number, block in enumerate(python_blocks(page))
 ]
-
-
-def torchrun(script: str, folder: Path) -> str:
-    """Run a script on two ranks in a folder, and return what it says."""
-    (folder / "train.py").write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

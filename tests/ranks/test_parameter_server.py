@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -53,15 +53,17 @@ def train(model: nn.Module, optimizer: hvd.ParameterServer, steps: range, schedu
             scheduler.step()
 
 
-def simulated(size: int) -> list[Tensor]:
-    """Return the parameters after the same steps, by the weighted average of all ranks' gradients."""
+def simulated(ranks: Iterable[int], decay: float = 1.0) -> list[Tensor]:
+    """Return the parameters after the same steps, by the weighted average of these ranks' gradients. decay: of the learning
+    rate, by step."""
+    ranks = list(ranks)
     model = model_of()
     optimizer = adam_of(model)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    total = sum(map(weight_of, range(size)))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
+    total = sum(map(weight_of, ranks))
     for step in range(STEPS):
         optimizer.zero_grad()
-        for rank in range(size):
+        for rank in ranks:
             (loss_of(model, batch_of(step, rank)) * (weight_of(rank) / total)).backward()
         optimizer.step()
         scheduler.step()
@@ -73,7 +75,7 @@ def train_synchronously(servers: list[int] | None) -> None:
     model = model_of()
     optimizer = hvd.ParameterServer(adam_of(model), model.named_parameters(), servers=servers)
     train(model, optimizer, range(STEPS), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
-    assert_close(model.parameters(), simulated(hvd.size()), rtol=1e-9, atol=1e-12)
+    assert_close(model.parameters(), simulated(range(hvd.size()), decay=0.5), rtol=1e-9, atol=1e-12)
     assert_same_on_all_ranks(model.parameters())
     report = optimizer.report()
     count = min(4, hvd.size()) if servers is None else len(servers)  # as many as there are parameters, at most
@@ -94,6 +96,23 @@ def train_synchronously(servers: list[int] | None) -> None:
 @pytest.mark.parametrize(("size", "servers"), [(1, None), (2, None), (3, None), (3, [2]), (4, [0, 3])])
 def test_with_all_ranks_as_quorum_it_is_the_average(ranks: Worlds, size: int, servers: list[int] | None) -> None:
     ranks(size).run(train_synchronously, servers)
+
+
+@in_world
+def train_with_other_servers() -> None:
+    found: list[list[Tensor]] = []
+    for servers in (None, None, [1], [0, 2]):
+        model = model_of()
+        optimizer = hvd.ParameterServer(adam_of(model), servers=servers)
+        train(model, optimizer, range(STEPS))
+        found.append(copies(model.parameters()))
+        optimizer.close()
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+def test_with_all_ranks_as_quorum_the_bits_are_the_same_whoever_serves(ranks: Worlds) -> None:
+    ranks(3).run(train_with_other_servers)
 
 
 @in_world

@@ -203,6 +203,64 @@ def test_all_fall_back_together(failing_world: Callable[[int], World], reason: s
     assert [("shared" in names) for names in found] == [reason == "none"] * 3
 
 
+def one_memory() -> None:
+    """What each rank writes into its part, all read; it outlives the Communicator, and is given back with the last view."""
+    gc.collect()
+    descriptors, maps = len(os.listdir("/proc/self/fd")), segments()
+    with Communicator(timeout_s=TIMEOUT_S) as comm:
+        group = segments()
+        tensor = comm.shared_empty(comm.size, 1000, dtype=torch.int64)
+        assert (tensor.shape, tensor.dtype, segments() - group) == ((comm.size, 1000), torch.int64, 1)
+        assert not tensor.any()
+        comm.barrier()
+        tensor[comm.rank] = comm.rank + 1
+        comm.barrier()
+        assert tensor.equal(torch.arange(1, comm.size + 1)[:, None].expand(-1, 1000))
+        assert comm.shared_empty(0, 3).shape == (0, 3)
+        size = comm.size
+    part = tensor[-1, 5:]
+    del tensor
+    gc.collect()
+    assert part.eq(size).all()
+    del part
+    gc.collect()
+    assert segments() == maps
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 1
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_one_tensor_for_all_ranks(ranks: Worlds, world: int) -> None:
+    ranks(world).run(one_memory)
+
+
+def ask_for_different_memory() -> None:
+    """All ranks are told, and the Communicator goes on."""
+    with Communicator(timeout_s=TIMEOUT_S) as comm:
+        with pytest.raises(
+            ValueError, match=r"rank 0 gave \[\[2\], 'torch.float32'\], rank 1 \[\[3\], 'torch.float32'\]"
+        ):
+            comm.shared_empty(2 + comm.rank)
+        with pytest.raises(CollectiveError, match=r"no memory for all ranks: rank 0: .* are wanted, and \d+ bytes"):
+            comm.shared_empty(1 << 50)
+        with pytest.raises(TypeError, match="complex"):
+            comm.shared_empty(1, dtype=torch.complex64)
+        if comm.rank == 1:  # what cannot be opened on one rank is there for none
+            resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY))
+        try:
+            with pytest.raises(CollectiveError, match=r"no memory for all ranks: rank 1: .*cannot map"):
+                comm.shared_empty(1 << 20, 16)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        before = segments()
+        assert comm.shared_empty(5).eq(0).all()
+        gc.collect()
+        assert segments() == before
+
+
+def test_one_tensor_for_all_ranks_or_an_error_on_all(failing_world: Callable[[int], World]) -> None:
+    failing_world(2).run(ask_for_different_memory)
+
+
 def ask_for_too_much() -> None:
     """More tensors than there are slots: the last ones are ordinary."""
     with Communicator(timeout_s=TIMEOUT_S) as comm:

@@ -45,6 +45,8 @@ def test_every_codec_and_the_fp16_hook_take_part_only_where_codecs_do() -> None:
     assert list(builders(("int8", "topk"))) == with_codecs
     telling = ["gradwire+on_step", "gradwire+check", "gradwire+timeline"]
     assert list(builders((), parse_arguments(["--reports"]).reports)) == ["gradwire", *telling, "ddp", "compute"]
+    sharded = parse_arguments(["--shard-states"]).shard_states
+    assert list(builders((), shard_states=sharded)) == ["gradwire", "gradwire+shards", "ddp", "ddp+zero", "compute"]
 
 
 def test_batch_and_context_are_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,10 @@ class Trainee:
         self.optimizer.zero_grad()
         loss = cross_entropy(self.forward(inputs), targets)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.module.parameters(), CLIP_NORM)
+        if isinstance(self.optimizer, hvd.DistributedOptimizer):
+            self.optimizer.clip_grad_norm_(CLIP_NORM)
+        else:
+            nn.utils.clip_grad_norm_(self.module.parameters(), CLIP_NORM)
         self.optimizer.step()
         return loss.item()
 

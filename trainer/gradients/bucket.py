@@ -13,6 +13,7 @@ from trainer.gradients.buffers import CodedBuffer, PlainBuffer, buffer_for
 from trainer.gradients.combination import Combination
 from trainer.gradients.dtensors import as_gradient_of, held_here, placed_like
 from trainer.ops import Sum
+from trainer.world import here
 
 
 class Bucket:
@@ -23,8 +24,10 @@ class Bucket:
     bucket from others. buffer: what is exchanged; where its values have the gradients' dtype, these lie in it, else in
     memory beside it. presence: one number for each gradient: whether this rank has it, and after the exchange, whether
     any rank has; below zero where a rank has a sparse one, which is not exchanged here. With codes it is for
-    presence_of() to count, else it is in the same message. densifies: whether sparse gradients are made dense. in_flight:
-    whether it is being exchanged.
+    presence_of() to count, and so where each rank gets its share only; else it is in the same message. densifies: whether
+    sparse gradients are made dense. in_flight: whether it is being exchanged. memory: in which the gradients lie, each in its
+    span, by slot. shares: by rank, which parts of the memory are whose where each rank gets its share; else nothing.
+    finished_version: of the memory, when its gradients were handed out.
     """
 
     def __init__(
@@ -42,8 +45,8 @@ class Bucket:
         self._densifies = densifies
         self._marks_sparse = -(combination.communicator.size + 1)  # which dense ones of other ranks do not outweigh
         self.names = [names[item] for item in plan.items]
-        self._parameters = [parameters[item] for item in plan.items]
-        held = list(map(held_here, self._parameters))
+        self.parameters = [parameters[item] for item in plan.items]
+        held = list(map(held_here, self.parameters))
         device, dtype = held[0].device, held[0].dtype
         if isinstance(kind, Encoding):
             shapes = list(map(_shape_in_memory, held))
@@ -51,14 +54,18 @@ class Bucket:
         else:
             values = _zeros(combination, plan.numel, dtype, device)
             self.buffer = PlainBuffer(combination, values, kind.codec(dtype))
-        self._memory = self.buffer.values.to(dtype)
+        self.memory = self.buffer.values.to(dtype)
+        self._rank = combination.communicator.rank
+        self.shares = combination.communicator.shares(self.memory.numel(), dtype) if combination.in_shares else ()
+        self.spans = [slice(start, start + each.numel()) for each, start in zip(held, plan.offsets, strict=True)]
+        self.finished_version = self.memory._version
         self._views = [
-            self._memory.as_strided(tensor.shape, _dense_strides(tensor), offset)
+            self.memory.as_strided(tensor.shape, dense_strides(tensor), offset)
             for tensor, offset in zip(held, plan.offsets, strict=True)
         ]
-        self._gradients = list(map(as_gradient_of, self._parameters, self._views))
+        self._gradients = list(map(as_gradient_of, self.parameters, self._views))
         """What parameter.grad becomes: the views, where parameters are not sharded."""
-        self.presence = self._memory[plan.presence_offset :]
+        self.presence = self.memory[plan.presence_offset :]
         self.in_flight = False
         self._absent: list[int] = []
         self._present: list[float] = []
@@ -68,18 +75,28 @@ class Bucket:
         """Return what a codec exchanges of this bucket, and owes; None without one."""
         return self.buffer if isinstance(self.buffer, CodedBuffer) else None
 
+    @property
+    def counts_apart(self) -> bool:
+        """Return whether it is for presence_of() to count who has which gradient."""
+        return self.coded is not None or bool(self.shares)
+
     def collect(self, slot: int) -> bool:
         """Bring the gradient of the slot's parameter into the buffer and make parameter.grad what lies there.
 
         False, with zeros in the buffer, where the parameter has no gradient, or one that stays sparse.
         """
-        parameter, view = self._parameters[slot], self._views[slot]
+        parameter, view = self.parameters[slot], self._views[slot]
         gradient = parameter.grad
         if gradient is None:
             view.zero_()
             return False
         if gradient is not self._gradients[slot]:
             if gradient.layout is not torch.strided:
+                if not self._densifies and self.shares:
+                    raise ValueError(
+                        f"{here()}the gradient of {self.names[slot]!r} is sparse, which does not go with shard_states=True: give "
+                        "sparse_as_dense=True, or the model a layer with sparse=False"
+                    )
                 if not self._densifies:
                     view.zero_()
                     return False
@@ -91,7 +108,7 @@ class Bucket:
 
     def holds_gradient(self, slot: int) -> bool:
         """Return whether parameter.grad is what lies in this bucket."""
-        return self._parameters[slot].grad is self._gradients[slot]
+        return self.parameters[slot].grad is self._gradients[slot]
 
     def scale(self, slot: int, factor: float) -> None:
         self._views[slot].mul_(factor)
@@ -104,9 +121,9 @@ class Bucket:
         self._absent = [slot for slot in range(len(self.items)) if not self.collect(slot)]
         self.presence.fill_(1)
         for slot in self._absent:
-            self.presence[slot] = 0 if self._parameters[slot].grad is None else self._marks_sparse
-        if self._memory is not self.buffer.values:
-            self.buffer.values.copy_(self._memory)
+            self.presence[slot] = 0 if self.parameters[slot].grad is None else self._marks_sparse
+        if self.memory is not self.buffer.values:
+            self.buffer.values.copy_(self.memory)
         self.buffer.start(step)
         self.in_flight = True
 
@@ -124,23 +141,30 @@ class Bucket:
     def finish(self) -> None:
         """Hand out the result, after found_sparse(): a parameter without gradient on this rank gets one if any rank has
         it."""
-        if self._memory is not self.buffer.values:
-            self._memory.copy_(self.buffer.values)
+        if self.memory is not self.buffer.values:
+            self.memory.copy_(self.buffer.values)
         for slot in self._absent:
             if self._present[slot] > 0:
-                self._parameters[slot].grad = self._gradients[slot]
+                self.parameters[slot].grad = self._gradients[slot]
             elif self.coded is not None:  # codes give it a result all the same
                 self.coded.withhold(slot)
+        for part in (part for rank, parts in enumerate(self.shares) if rank != self._rank for part in parts):
+            self.memory[part].zero_()
+        self.take_note()
+
+    def take_note(self) -> None:
+        """Take note that the gradients are what they are to be."""
+        self.finished_version = self.memory._version
 
 
 def presence_of(buckets: Sequence[Bucket], combination: Combination) -> list[PlainBuffer]:
-    """Return what counts, exactly and in one message, how many ranks have the gradients of coded buckets, if any."""
-    coded = [bucket for bucket in buckets if bucket.coded is not None]
-    if not coded:
+    """Return what counts, exactly and in one message, how many ranks have the gradients of buckets that do not say so."""
+    counted = [bucket for bucket in buckets if bucket.counts_apart]
+    if not counted:
         return []
-    lengths = [len(bucket.items) for bucket in coded]
-    counts = torch.zeros(sum(lengths), device=coded[0].presence.device)
-    for bucket, part in zip(coded, counts.split(lengths), strict=True):
+    lengths = [len(bucket.items) for bucket in counted]
+    counts = torch.zeros(sum(lengths), device=counted[0].presence.device)
+    for bucket, part in zip(counted, counts.split(lengths), strict=True):
         bucket.presence = part
     return [PlainBuffer(Combination(combination.communicator, Sum), counts)]
 
@@ -152,12 +176,12 @@ def _zeros(combination: Combination, numel: int, dtype: torch.dtype, device: tor
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
-def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return a tensor's strides, were it dense, so that optimizers see gradients laid out like parameters."""
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return a tensor's strides, were it dense, so that what goes with a parameter is laid out as it is."""
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
 
 
 def _shape_in_memory(tensor: Tensor) -> tuple[int, ...]:
     """Return the shape of a tensor's elements in the order in which they lie in memory, were it dense."""
-    strides = _dense_strides(tensor)
+    strides = dense_strides(tensor)
     return tuple(tensor.shape[d] for d in sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True))

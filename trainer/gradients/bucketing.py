@@ -84,7 +84,8 @@ class Bucketing:
         return [bucket.coded for bucket in self.buckets if bucket.coded is not None]
 
     def learn(self, arrivals: Iterable[int]) -> None:
-        """Take note of the order in which gradients arrived in an exchange; on every rank, after every exchange."""
+        """Take note of the order in which gradients arrived in an exchange; on every rank, after every exchange. Or, before the
+        first update(), of the order in which they will, so that nothing is rebuilt after that."""
         if self._learning:
             self._arrivals = list(arrivals)
             self._learning = False
@@ -121,7 +122,7 @@ class Bucketing:
             return
         _check_dtypes((self._names[index], self.parameters[index]) for index in trainable)
         known = dict.fromkeys([*(self._arrivals or ()), *self._order, *reversed(trainable)])
-        self._learning = not self._laid_out() >= set(trainable)
+        self._learning = not self._laid_out() | set(self._arrivals or ()) >= set(trainable)
         self._arrivals = None
         wanted = set(trainable)
         agreed = self._agree([index for index in known if index in wanted])

@@ -53,9 +53,12 @@ class PlainBuffer(Operations):
         if self._cast is not None:
             yield self._combination.start(self.values, self._cast)
             return
+        self._combination.traffic.count_sent(self.values.nbytes)
+        if self._combination.in_shares:
+            yield self._combination.start_shares(self.values)
+            return
         if self._prepared is None:
             self._prepared = self._combination.prepare(self.values)
-        self._combination.traffic.count_sent(self.values.nbytes)
         yield self._prepared.start()
 
 

@@ -16,11 +16,13 @@ from trainer.ops import Average
 @dataclass(frozen=True)
 class Combination:
     """Says among whom, and by which op, "sum" or "average", numbers are combined; they are divided by `predivide`
-    before and multiplied by it after. traffic: counts what is sent for that."""
+    before and multiplied by it after. in_shares: whether each rank needs its share of the result only, which the
+    Communicator's shares() are. traffic: counts what is sent for that."""
 
     communicator: Communicator
     op: str
     predivide: float = 1.0
+    in_shares: bool = False
     traffic: Traffic = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -57,6 +59,11 @@ class Combination:
             seed=seed,
             async_op=True,
         )
+
+    def start_shares(self, values: Tensor) -> Work:
+        """Begin to combine values as they are, in place, of which each rank gets its share."""
+        prescale, postscale = 1 / self.predivide, self.predivide
+        return self.communicator.reduce_shares(values, self.op, prescale=prescale, postscale=postscale, async_op=True)
 
     def prepare(self, values: Tensor) -> PreparedOperation:
         """Prepare to combine values as they are, in place, as often as wanted."""

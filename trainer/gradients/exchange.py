@@ -49,6 +49,12 @@ _ON_A_SUM = (
 )
 
 
+_OF_A_SHARE = (
+    "the gradient of {!r} is from an exchange before, of which each rank has its piece only: call zero_grad() of the "
+    "distributed optimizer before the next backward(), or accumulate by backward_passes_per_step or no_sync()"
+)
+
+
 class GradientExchange:
     """Hooks parameters, to fill buckets and have them exchanged, in the same order on all ranks.
 
@@ -152,8 +158,11 @@ class GradientExchange:
                     f"the gradient of {name!r} requires a gradient itself: backward(create_graph=True) cannot be exchanged; "
                     "use torch.autograd.grad(..., create_graph=True) for the inner derivative"
                 )
-            if self._combination.op == Sum and index in self._reduced and bucket.holds_gradient(slot):
-                raise RuntimeError(_ON_A_SUM.format(name))
+            if index in self._reduced and bucket.holds_gradient(slot):
+                if self._combination.in_shares:
+                    raise RuntimeError(_OF_A_SHARE.format(name))
+                if self._combination.op == Sum:
+                    raise RuntimeError(_ON_A_SUM.format(name))
             bucket.collect(slot)
             self._reduced.discard(index)
             self._has_unreduced = True
@@ -223,7 +232,9 @@ class GradientExchange:
     def _start(self, count: int) -> None:
         """Start the first `count` buckets, but for those that are started."""
         for bucket in self._bucketing.buckets[self._started : count]:
-            if self._combination.op == Sum:
+            if self._combination.in_shares:
+                self._refuse_old_shares(bucket)
+            elif self._combination.op == Sum:
                 self._divide_old_sums(bucket)
             self.moments.bucket_ready(self._started, bucket.buffer.values.nbytes)
             bucket.start(self.step)
@@ -263,6 +274,12 @@ class GradientExchange:
         self._found.start(self.step)
         self._found.complete()
         self._bucketing.find_sparse(found)
+
+    def _refuse_old_shares(self, bucket: Bucket) -> None:
+        """Raise RuntimeError for a gradient that was exchanged before, to which nothing was added."""
+        for slot, index in enumerate(bucket.items):
+            if index in self._reduced and bucket.holds_gradient(slot):
+                raise RuntimeError(_OF_A_SHARE.format(bucket.names[slot]))
 
     def _divide_old_sums(self, bucket: Bucket) -> None:
         """Divide gradients summed before, to which nothing was added, so that summing again gives the same sums."""

@@ -13,6 +13,9 @@ from torch import Tensor
 KEY = "gradwire"
 """In the state_dict() of a DistributedOptimizer."""
 
+SHARDS = "gradwire_shards"
+"""In the state_dict() of a DistributedOptimizer with shard_states=True."""
+
 VERSION = 2
 
 _KEYS = ("world_size", "rank", "op", "predivide", "step", "parameters", "buckets", "waiting")

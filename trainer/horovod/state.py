@@ -64,6 +64,10 @@ def broadcast_optimizer_state(
 def share_optimizer_state(optimizer: torch.optim.Optimizer, communicator: Communicator, root: int) -> None:
     """Do as broadcast_optimizer_state, among the ranks of a Communicator, within which `root` counts."""
     if isinstance(optimizer, DistributedOptimizer):
+        if optimizer.shard_states:
+            raise ValueError(
+                f"{here()}with shard_states=True every rank has a state of its own, which no other one can take"
+            )
         optimizer = optimizer.optimizer
     for group in optimizer.param_groups:
         for parameter in group["params"]:

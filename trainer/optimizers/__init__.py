@@ -1,1 +1,1 @@
-"""Optimizers for large batches, which torch has not; each steps on one process as on many."""
+"""Optimizers that torch has not, for large batches and for gradients that come late; each steps on one process as on many."""

@@ -8,18 +8,20 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from trainer.optimizers.layerwise import LayerwiseOptimizer, check_range, trust_ratios
+from trainer.optimizers.foreach import ForeachOptimizer, check_range
+from trainer.optimizers.layerwise import trust_ratios
 
 
-class LAMB(LayerwiseOptimizer):
+class LAMB(ForeachOptimizer):
     """Adam with a rate for each parameter tensor (You et al. 2019, algorithm 2, phi(z) = z):
 
         m = beta1 * m + (1 - beta1) * g,    v = beta2 * v + (1 - beta2) * g * g
         r = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * w
         w = w - lr * |w| / |r| * r
 
-    Where |w| or |r| is 0, or the group has adapt=False, the ratio is 1. t counts the steps of a parameter. lr, eps,
-    weight_decay: at least 0. betas: each at least 0 and below 1.
+    Where |w| or |r| is 0, or the group has adapt=False (as practice has it for biases and normalization
+    layers), the ratio is 1. t counts the steps of a parameter. lr, eps, weight_decay: at least 0. betas: each at least 0
+    and below 1.
     """
 
     def __init__(

@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from trainer.optimizers.layerwise import LayerwiseOptimizer, check_range, trust_ratios
+from trainer.optimizers.foreach import ForeachOptimizer, check_range
+from trainer.optimizers.layerwise import trust_ratios
 
 
-class LARS(LayerwiseOptimizer):
+class LARS(ForeachOptimizer):
     """Momentum SGD with a rate for each parameter tensor (You, Gitman, Ginsburg 2017, algorithm 1):
 
         rate = lr * trust_coefficient * |w| / (|g| + weight_decay * |w|)
         v = momentum * v + rate * (g + weight_decay * w)
         w = w - v
 
-    Where |w| or |g| is 0, or the group has adapt=False, rate = lr. lr, weight_decay, trust_coefficient: at least 0.
-    momentum: at least 0 and below 1.
+    Where |w| or |g| is 0, or the group has adapt=False (as practice has it for biases and normalization
+    layers), rate = lr. lr, weight_decay, trust_coefficient: at least 0. momentum: at least 0 and below 1.
     """
 
     def __init__(

@@ -293,10 +293,7 @@ class Fragment:
         self._optimizer = _of_copies(outer, dict(zip(parameters, self._outer, strict=True)))
         self.rule = Synchronous(replace(setup, optimizer=self._optimizer))
         self.rule.add(names, self._outer)
-        self.rule.start()
-        # They arrive together, in any order. So buckets need not be made anew in the order that the first exchange shows, which
-        # would send what codes owe uncompressed.
-        self.rule.bucketing.learn(range(len(self._outer)))
+        self.rule.bucketing.learn(range(len(self._outer)))  # any order will do, as all arrive together
         self.rule.start()
         named: dict[Tensor, str] = dict(zip(self._outer, names, strict=True))
         self._check = ReplicaCheck(setup.combination.communicator, self._optimizer, lambda: named, every=1)

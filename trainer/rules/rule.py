@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +88,18 @@ class Rule:
         loss = closure()
         self.synchronize()
         return loss
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """Return what is entered while the optimizer steps, after synchronize()."""
+        return nullcontext()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
+        """Scale the gradients that the optimizer is to step with, so that the norm of all of them is at most max_norm; return
+        what it was."""
+        self.synchronize()
+        groups = self.setup.optimizer.param_groups
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def after_step(self) -> None:
         """Do what is due when the optimizer has stepped."""

@@ -1,38 +1,27 @@
-"""A parameter server inside the ranks: a shard of the parameters with its optimizer, the threads that serve it, and a worker.
-
-Every rank that is not the server has a Communicator of two ranks with it, on which it pushes and pulls, and which a thread
-of the server's listens to. So no thread waits for another one's turn, and where a rank is lost, only its own
-Communicators break.
-"""
+"""What a parameter server holds: a shard of the parameters with its optimizer, which updates it by what workers contribute."""
 
 from __future__ import annotations
 
 import copy
-import json
-import logging
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
+from collectives import CollectiveError, CollectiveTimeout
 from collectives.errors import ranks_text
 from trainer.rules.aggregator import Aggregator, Counts, Policy
 
-PUSH, LEAVE, REPORT, FAILED = range(4)
-
-_log = logging.getLogger("gradwire")
-
 
 class QuorumLost(CollectiveError):
-    """Too many ranks are lost for another update. Attribute ranks: those that are lost."""
+    """Too many ranks are lost for another update. Attributes: ranks (those that are lost), quorum."""
 
     def __init__(self, ranks: Sequence[int], quorum: int, *, rank: int, operation: str) -> None:
         self.ranks = tuple(sorted(ranks))
+        self.quorum = quorum
         message = f"lost {ranks_text(self.ranks)}: those that are left are fewer than the quorum of {quorum}"
         super().__init__(message, rank=rank, operation=operation)
 
@@ -74,9 +63,8 @@ class Flat:
 class Shard:
     """Holds some of the parameters with their optimizer, and updates them by what all workers contribute.
 
-    servers: the workers that serve too, without which nobody can go on. optimizer: of which class, settings and state are
-    taken; its param groups' settings count in each update. timeout_s: how long a worker waits for an update before that is
-    an error.
+    servers: the ranks that serve, without which nobody can go on. optimizer: of which class, settings and state are taken; its
+    param groups' settings count in each update. timeout_s: how long a worker waits for an update before that is an error.
     """
 
     def __init__(
@@ -192,245 +180,16 @@ class Shard:
         self._newest = self.flat.pack(self._parameters)
 
 
-class Server:
-    """Serves a shard to workers of other ranks, each with a thread and a Communicator of its own, in which it has rank 1."""
-
-    def __init__(self, shard: Shard, communicators: dict[int, Communicator]) -> None:
-        self._shard = shard
-        self._threads = [
-            threading.Thread(target=self._serve, args=each, name=f"gradwire-server-{each[0]}", daemon=True)
-            for each in communicators.items()
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def join(self, deadline: float) -> bool:
-        """Wait until all workers are done or lost, but not beyond the deadline (time.monotonic()); return whether they are."""
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _serve(self, worker: int, communicator: Communicator) -> None:
-        try:
-            while self._answer(worker, communicator):
-                pass
-            self._shard.leave(worker)
-        except CollectiveError as error:
-            told = _of_pair(error, (worker, self._shard.rank), self._shard.rank, "serving parameters")
-            _log.warning("gradwire: the parameter server goes on without rank %d: %s", worker, told)
-            self._shard.lose(worker, told)
-
-    def _answer(self, worker: int, communicator: Communicator) -> bool:
-        """Answer the next thing that a worker says; False where that was the last."""
-        head = torch.empty(3, dtype=torch.float64)
-        communicator.recv(head, 0)
-        kind, version, weight = head.tolist()
-        if kind == LEAVE:
-            return False
-        if kind == REPORT:
-            _say(communicator, REPORT, self._shard.counts().to_record())
-            return True
-        gradients = self._shard.flat.empty()
-        for buffer in gradients:
-            communicator.recv(buffer, 0)
-        try:
-            newest, parameters = self._shard.exchange(worker, int(version), weight, gradients)
-        except Exception as error:  # told to the worker, who raises it
-            told: dict[str, Any] = {"error": str(error)}
-            if isinstance(error, QuorumLost):
-                told["lost"] = error.ranks
-            elif isinstance(error, PeerLost):
-                told |= {"gone": error.ranks, "has_left": error.has_left, "reasons": list(error.reasons.items())}
-            elif isinstance(error, CollectiveTimeout):
-                told |= {"awaited": error.waiting_for, "seconds": error.seconds}
-            _say(communicator, FAILED, told)
-            return True
-        communicator.send(torch.tensor([PUSH, newest], dtype=torch.float64), 0)
-        for buffer in parameters:
-            communicator.send(buffer, 0)
-        return True
-
-
-class Remote:
-    """Is a server to its worker on another rank, which has rank 0 in their Communicator."""
-
-    def __init__(self, rank: int, server: int, quorum: int, flat: Flat, communicator: Communicator) -> None:
-        self._rank = rank
-        self._server = server
-        self._operation = f"step at the parameter server on rank {server}"
-        self._quorum = quorum
-        self._flat = flat
-        self._communicator = communicator
-        self._is_between_messages = True
-        self.is_answer_due = False
-        """Whether gradients have been pushed, and nothing pulled since."""
-
-    def push(self, version: int, weight: float, gradients: list[Tensor]) -> None:
-        """Send gradients."""
-        with self._reached():
-            self._say(PUSH, version, weight)
-            for buffer in gradients:
-                self._communicator.send(buffer, 1)
-        self.is_answer_due = True
-
-    def pull(self) -> tuple[int, list[Tensor]]:
-        """Wait for the version and the parameters with which to go on. Raises what Shard.exchange() does."""
-        with self._reached():
-            kind, number = self._hear()
-            said = self._text(number) if kind == FAILED else None
-            buffers = [] if said is not None else self._flat.empty()
-            for buffer in buffers:
-                self._communicator.recv(buffer, 1)
-        self.is_answer_due = False
-        if said is not None:
-            raise self._failed(said)
-        return number, buffers
-
-    def counts(self) -> Counts:
-        """Ask what became of all contributions so far."""
-        with self._reached():
-            self._say(REPORT)
-            return Counts.from_record(self._text(self._hear()[1]))
-
-    def leave(self) -> None:
-        """Say that nothing more comes, once the server's answer has been taken, if one is due. Where a message was broken off,
-        which ends the Communicator, the server sees that."""
-        if self.is_answer_due:
-            with suppress(CollectiveError):
-                self.pull()
-        if self._is_between_messages:
-            with suppress(CollectiveError):  # a server that is lost need not know
-                self._say(LEAVE)
-        else:
-            self._communicator.close()
-
-    @contextmanager
-    def _reached(self) -> Iterator[None]:
-        """Give errors of the Communicator the optimizer's numbers of ranks."""
-        self._is_between_messages = False
-        try:
-            yield
-            self._is_between_messages = True
-        except CollectiveError as error:
-            raise _of_pair(error, (self._rank, self._server), self._rank, self._operation) from error
-
-    def _failed(self, said: dict[str, Any]) -> CollectiveError:
-        """Return the error that the server has told of."""
-        if "lost" in said:
-            return QuorumLost(said["lost"], self._quorum, rank=self._rank, operation=self._operation)
-        if "gone" in said:
-            how = {"has_left": said["has_left"], "reasons": dict(said["reasons"])}
-            return PeerLost(said["gone"], rank=self._rank, operation=self._operation, **how)
-        if "awaited" in said:
-            return CollectiveTimeout(said["seconds"], said["awaited"], rank=self._rank, operation=self._operation)
-        return CollectiveError(said["error"], rank=self._rank, operation=self._operation)
-
-    def _say(self, kind: int, version: int = 0, weight: float = 0.0) -> None:
-        self._communicator.send(torch.tensor([kind, version, weight], dtype=torch.float64), 1)
-
-    def _hear(self) -> tuple[int, int]:
-        head = torch.empty(2, dtype=torch.float64)
-        self._communicator.recv(head, 1)
-        kind, number = head.tolist()
-        return int(kind), int(number)
-
-    def _text(self, nbytes: int) -> dict[str, Any]:
-        text = torch.empty(nbytes, dtype=torch.uint8)
-        self._communicator.recv(text, 1)
-        said: dict[str, Any] = json.loads(bytes(text.tolist()))
-        return said
-
-
-class Local:
-    """Is the server to the worker of its own rank."""
-
-    def __init__(self, rank: int, shard: Shard) -> None:
-        self.is_answer_due = False
-        """As of a Remote; but nobody sends it."""
-        self._rank = rank
-        self._shard = shard
-        self._pushed: tuple[int, float, list[Tensor]] = (0, 0.0, [])
-
-    def push(self, version: int, weight: float, gradients: list[Tensor]) -> None:
-        """Keep gradients until pull()."""
-        self._pushed = (version, weight, gradients)
-
-    def pull(self) -> tuple[int, list[Tensor]]:
-        """Do as Shard.exchange()."""
-        return self._shard.exchange(self._rank, *self._pushed)
-
-    def counts(self) -> Counts:
-        """Return what became of all contributions so far."""
-        return self._shard.counts()
-
-    def leave(self) -> None:
-        """Say that nothing more comes."""
-        self._shard.leave(self._rank)
-
-
-class Worker:
-    """Pushes this rank's gradients to all servers, and pulls parameters.
-
-    parts: for each server, by which it is reached, and its parameters. Attribute versions: of the parameters that this rank
-    has, one for each server.
-    """
-
-    def __init__(self, parts: Sequence[tuple[Remote | Local, Sequence[Tensor]]]) -> None:
-        # A Local comes last: what other ranks wait for is on its way before this one waits for them.
-        self._parts = sorted(parts, key=lambda part: isinstance(part[0], Local))
-        self._flats = [Flat(parameters) for _, parameters in self._parts]
-        self.versions = [0] * len(self._parts)
-
-    def exchange(self, weight: float) -> None:
-        """Push gradients, and fill the parameters with what the servers say."""
-        for number, (server, parameters) in enumerate(self._parts):
-            packed = self._flats[number].pack([parameter.grad for parameter in parameters])
-            server.push(self.versions[number], weight, packed)
-        for number in reversed(range(len(self._parts))):
-            server, parameters = self._parts[number]
-            self.versions[number], buffers = server.pull()
-            with torch.no_grad():
-                for parameter, newest in zip(parameters, self._flats[number].views(buffers), strict=True):
-                    parameter.copy_(newest)
-
-    def counts(self) -> list[Counts]:
-        """Return what became of all contributions so far, at each server."""
-        return [server.counts() for server, _ in self._parts]
-
-    def leave(self) -> None:
-        """Say that nothing more comes from this rank: last where an answer is due, for which others may have to leave first."""
-        for server, _ in sorted(self._parts, key=lambda part: part[0].is_answer_due):
-            server.leave()
-
-
-def cut(parameters: Sequence[Tensor], servers: Sequence[int]) -> dict[int, list[Tensor]]:
-    """Return which parameters each server has, about equal in the number of elements; a server that would have none is left
-    out."""
+def cut(parameters: Sequence[Tensor], servers: Sequence[int]) -> dict[int, list[int]]:
+    """Return by number which parameters each server has, about equal in the number of elements; a server that would have none
+    is left out."""
     parts: dict[int, list[int]] = {server: [] for server in servers}
     loads = dict.fromkeys(servers, 0)
     for number in sorted(range(len(parameters)), key=lambda number: -parameters[number].numel()):
         least = min(servers, key=lambda server: loads[server])
         loads[least] += max(1, parameters[number].numel())
         parts[least].append(number)
-    return {server: [parameters[number] for number in sorted(part)] for server, part in parts.items() if part}
-
-
-def _of_pair(error: CollectiveError, pair: tuple[int, int], rank: int, operation: str) -> CollectiveError:
-    """Return an error of a Communicator of two with the numbers that its ranks have in the optimizer. rank: this one."""
-    if isinstance(error, PeerLost):
-        reasons = {pair[lost]: reason for lost, reason in error.reasons.items()}
-        lost = [pair[lost] for lost in error.ranks]
-        return PeerLost(lost, rank=rank, operation=operation, has_left=error.has_left, reasons=reasons)
-    if isinstance(error, CollectiveTimeout):
-        awaited = [pair[awaited] for awaited in error.waiting_for]
-        return CollectiveTimeout(error.seconds, awaited, rank=rank, operation=operation)
-    return CollectiveError(f"ranks {pair[0]} and {pair[1]}: {error}", rank=rank, operation=operation)
-
-
-def _say(communicator: Communicator, kind: int, record: dict[str, Any]) -> None:
-    text = json.dumps(record).encode()
-    communicator.send(torch.tensor([kind, len(text)], dtype=torch.float64), 0)
-    communicator.send(torch.tensor(list(text), dtype=torch.uint8), 0)
+    return {server: sorted(part) for server, part in parts.items() if part}
 
 
 def _of_copies(optimizer: torch.optim.Optimizer, copies: dict[Tensor, nn.Parameter]) -> torch.optim.Optimizer:

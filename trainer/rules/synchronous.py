@@ -13,7 +13,9 @@ from trainer.gradients.bucketing import Bucketing
 from trainer.gradients.checkpoint import Resumption
 from trainer.gradients.exchange import GradientExchange
 from trainer.gradients.moments import Moments
+from trainer.gradients.saved import SHARDS
 from trainer.rules.rule import Rule, Setup
+from trainer.world import here
 
 
 class Synchronous(Rule):
@@ -89,6 +91,12 @@ class Synchronous(Rule):
         return self._resumption.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
+        if SHARDS in state_dict:
+            raise ValueError(f"{here()}load_state_dict: saved with shard_states=True, and loaded without")
+        self._resume(state_dict, also)
+
+    def _resume(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
+        """Load the wrapped optimizer's state, and what codecs need to go on."""
         self._resumption.load(state_dict, also)
 
     def close(self) -> None:

@@ -43,6 +43,9 @@ PLANNERS: dict[str, dict[str, Planner]] = {
     "barrier": {"recursive_doubling": recursive_doubling.allreduce, "tree": tree.allreduce},
 }
 
+#: Allreduces that are, to the bit, the reduce_scatter and then the allgather of the same name.
+IN_HALVES = ("ring", "rsag", "direct")
+
 #: Names that mean something else as `algorithm=`, whoever offers them.
 RESERVED = ("auto", "two_shot")
 

@@ -1,0 +1,61 @@
+"""The two halves of an allreduce: reduce_shares leaves every rank its share of the result, gather_shares spreads it."""
+
+from __future__ import annotations
+
+import torch
+
+from collectives import arguments
+from collectives.plan.spans import consecutive
+from collectives.reduction import Op, check_arithmetic, finish, op_name
+from collectives.run.absences import Call
+from collectives.run.engine import Engine
+from collectives.run.operations import Turn
+from collectives.run.plans import Shares
+from collectives.run.work import Work
+
+
+def shares_of(engine: Engine, tensor: torch.Tensor) -> Shares:
+    """Return whose is what of a tensor. Raises TypeError and ValueError for one that cannot be reduced."""
+    arguments.check_written(engine, tensor)
+    return engine.plans.shares(tensor.numel(), tensor.element_size())
+
+
+def reduce_shares(
+    engine: Engine, tensor: torch.Tensor, op: Op, prescale: float, postscale: float, shares: Shares, async_op: bool
+) -> Work | None:
+    """Do the first half. shares: of the tensor; their algorithm has halves."""
+    name = op_name(engine.rank, op)
+    check_arithmetic(engine.rank, tensor.dtype, name, prescale, postscale)
+    algorithm = shares.algorithm
+    assert algorithm is not None
+    scales = f", prescale={prescale}, postscale={postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
+    call = Call(f"reduce_shares({arguments.described(tensor)}, {name}{scales}, {algorithm})", "reduce_shares")
+
+    def body(turn: Turn) -> None:
+        buffer = engine.buffer(tensor)
+        if prescale != 1.0:
+            buffer.flat.mul_(prescale)
+        engine.over_buffer(turn, "reduce_scatter", algorithm, buffer.flat, name)
+        for span in shares.spans[engine.rank]:
+            finish(buffer.flat[span.start : span.stop], name, engine.size, postscale)
+        buffer.store()
+
+    return engine.submit(call, body, async_op=async_op)
+
+
+def gather_shares(engine: Engine, tensor: torch.Tensor, async_op: bool) -> Work | None:
+    """Do the second half; where the algorithm has none, an allgather of what is each rank's."""
+    shares = shares_of(engine, tensor)
+    algorithm = shares.algorithm
+    call = Call(f"gather_shares({arguments.described(tensor)}, {algorithm or 'rsag'})", "gather_shares")
+
+    def body(turn: Turn) -> None:
+        buffer = engine.buffer(tensor)
+        if algorithm is not None:
+            engine.over_buffer(turn, "allgather", algorithm, buffer.flat)
+        else:
+            lengths = [span.length for (span,) in shares.spans]
+            engine.over_blocks(turn, "allgather", "rsag", buffer.flat, consecutive(lengths))
+        buffer.store()
+
+    return engine.submit(call, body, async_op=async_op)

@@ -1,0 +1,31 @@
+"""Asynchronous training, with momentum for late gradients: torchrun --nproc-per-node 4 asynchronous.py"""
+
+import torch
+
+import trainer as hvd
+
+hvd.init()
+torch.manual_seed(0)  # all ranks start with the same weights
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+checked = torch.randn(64, 8)
+generator = torch.Generator().manual_seed(1 + hvd.rank())  # and see other data
+delayed = hvd.DelayedNesterov(model.parameters(), lr=0.05, momentum=0.5, delay=3)  # as many as there are workers
+optimizer = hvd.ParameterServer(delayed, workers=[1, 2, 3], quorum=1)  # rank 0 serves
+
+
+def loss_of(inputs: torch.Tensor) -> torch.Tensor:
+    return (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+
+
+if hvd.rank() == 0:
+    optimizer.serve()  # until the others have left
+    print(optimizer.report(), flush=True)
+else:
+    first = loss_of(checked).item()
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss_of(torch.randn(16, 8, generator=generator)).backward()
+        optimizer.step()
+    print(f"rank {hvd.rank()}: loss {first:.3f} to {loss_of(checked).item():.3f}", flush=True)
+optimizer.close()
+hvd.shutdown()

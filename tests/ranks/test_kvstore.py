@@ -1,0 +1,652 @@
+"""KVStore: sums and optimizers' steps to the bit, rounds, codes, files, workers that are slow, and ranks that are lost."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import trainer as hvd
+from collectives import CollectiveError, CollectiveTimeout, PeerLost
+from collectives.compression.registry import CODECS
+from tests.harness import ON_EVERY_TRANSPORT, World, Worlds, meet
+from tests.pages import ROOT
+from tests.ranks.test_guides import torchrun
+from tests.ranks.training import in_world
+from trainer.rules.key_compression import Encoder, codec_of
+from trainer.rules.keys import KeySpec
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int32, torch.int64)
+SHAPES = ((), (0,), (1,), (3, 5), (700, 300))
+
+
+def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Return small ones, whose sums are exact in all dtypes."""
+    return torch.randint(0, 9, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@in_world
+def sum_and_assign(type: Any, servers: list[int] | None) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    kv = hvd.kvstore.create(type, servers=servers)
+    assert (kv.type, kv.rank, kv.num_workers) == (type, rank, size)
+    keys = [
+        f"{dtype} {shape}" if dtype.is_floating_point else hash((str(dtype), shape))
+        for dtype in DTYPES
+        for shape in SHAPES
+    ]
+    keys = [number if isinstance(key, int) else key for number, key in enumerate(keys)]
+    places = [(dtype, shape) for dtype in DTYPES for shape in SHAPES]
+    outs = [torch.full(shape, 77).to(dtype) for dtype, shape in places]
+    kv.init(keys, [whole_numbers(shape, dtype, seed=rank) for dtype, shape in places])
+    kv.pull(keys, outs)
+    for out, (dtype, shape) in zip(outs, places, strict=True):
+        assert torch.equal(out, whole_numbers(shape, dtype, seed=0))
+    for step in (1, 2, 3):
+        kv.push(keys, [whole_numbers(shape, dtype, seed=10 * step + rank) for dtype, shape in places], priority=-step)
+        kv.pull(keys, outs, priority=step)
+        for out, (dtype, shape) in zip(outs, places, strict=True):
+            total = sum(whole_numbers(shape, dtype, seed=10 * step + other) for other in range(size))
+            assert torch.equal(out, torch.as_tensor(total, dtype=dtype))
+    report = kv.report()
+    assert report.updates >= 3 * len(keys)
+    kv.barrier()
+    report = kv.report()
+    assert (report.updates, report.staleness) == (3 * len(keys), {0: 3 * len(keys) * size})
+    hvd.barrier()
+    kv.close()
+    kv.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gradwire-server")]
+
+
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize(
+    ("size", "type", "servers"),
+    [(1, "dist_sync", None), (2, "dist_device_sync", None), (3, "dist_sync", [1]), (4, "dist_sync", None)],
+)
+def test_pushes_of_all_workers_are_summed_and_assigned(
+    ranks: Worlds, size: int, type: str, servers: list[int] | None
+) -> None:
+    ranks(size).run(sum_and_assign, type, servers)
+
+
+@in_world
+def use_lists() -> None:
+    kv = hvd.KVStore("dist_sync")
+    size, ones = hvd.size(), torch.ones(2, 3)
+    out, more = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.float32)
+    kv.broadcast("a", ones * (5 + hvd.rank()), out=[out, more])
+    assert torch.equal(out, 5 * ones)
+    assert torch.equal(more, 5 * ones)
+    kv.push("a", [ones, 2 * ones, (3 * ones).to_sparse()])
+    kv.pull("a", out)
+    assert torch.equal(out, 6 * size * ones)
+    value = [ones.clone(), 2 * ones]
+    kv.pushpull("a", value)
+    assert all(torch.equal(each, 3 * size * ones) for each in value)
+    kv.init([3, "b"], [torch.zeros(1), torch.zeros(2)])
+    outs = [torch.zeros(1), [torch.zeros(2), torch.zeros(2)]]
+    kv.pushpull([3, "b"], [torch.ones(1), [torch.ones(2), torch.ones(2)]], out=outs, priority=7)
+    assert outs[0] == size
+    assert all(torch.equal(each, torch.full((2,), 2.0 * size)) for each in outs[1])
+    weight = torch.nn.Parameter(torch.zeros(2))
+    kv.pull("b", weight)
+    assert torch.equal(weight.detach(), outs[1][0])
+    sparse = torch.zeros(2, 3).to_sparse()
+    kv.pull("a", [sparse, out])
+    assert sparse.to_dense().count_nonzero() == 0
+    with pytest.raises(ValueError, match="row_sparse_pull"):
+        kv.pull("a", sparse, ignore_sparse=False)
+    assert kv.is_capable("optimizer")
+    hvd.barrier()
+    kv.close()
+
+
+def test_lists_of_keys_and_values_mean_what_they_do_in_mxnet(ranks: Worlds) -> None:
+    ranks(2).run(use_lists)
+
+
+@in_world
+def push_ahead() -> None:
+    """Every rank pushes its rounds in an order of its own, some without pulling in between."""
+    kv = hvd.KVStore("dist_sync")
+    rank, size, out = hvd.rank(), hvd.size(), torch.zeros(4)
+    kv.init(["a", "b"], [torch.zeros(4), torch.zeros(4)])
+    kv.set_optimizer(functools.partial(torch.optim.SGD, lr=1.0))
+    for key in ("a", "b") if rank % 2 == 0 else ("b", "a"):
+        for _ in range(3):
+            kv.push(key, torch.full((4,), float(rank + 1)))
+    once = size * (size + 1) / 2
+    for key in ("a", "b"):
+        kv.pull(key, out)
+        assert torch.equal(out, torch.full((4,), -3 * once))  # all three rounds, and nothing else
+    for step in range(4, 9):
+        kv.push("a", torch.full((4,), float(rank + 1)))
+        if rank == 0 or step % 2 == 0:
+            kv.pull("a", out)
+            assert torch.equal(out, torch.full((4,), -step * once))
+    hvd.barrier()
+    kv.close()
+
+
+@ON_EVERY_TRANSPORT
+def test_a_pull_sees_as_many_rounds_as_its_rank_has_pushed(ranks: Worlds) -> None:
+    ranks(3).run(push_ahead)
+
+
+def gradients_of(step: int, rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randn(shape, generator=generator) for shape in ((13, 7), (7,), (5, 3, 2))]
+
+
+def start() -> list[Tensor]:
+    return [torch.linspace(-1, 1, gradient.numel()).view(gradient.shape) for gradient in gradients_of(0, 0)]
+
+
+def stepped(factory: Callable[[list[Tensor]], torch.optim.Optimizer], size: int, steps: int) -> list[Tensor]:
+    """Return what torch makes of the gradients, summed in the order of ranks."""
+    weights = start()
+    optimizer = factory(weights)
+    for step in range(steps):
+        for number, weight in enumerate(weights):
+            weight.grad = gradients_of(step, 0)[number]
+            for rank in range(1, size):
+                weight.grad += gradients_of(step, rank)[number]
+        optimizer.step()
+    return weights
+
+
+FACTORIES = {
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01),
+    "adagrad": torch.optim.Adagrad,
+}
+
+
+@in_world
+def step_at_the_server(name: str, sets_first: bool) -> None:
+    kv = hvd.KVStore("dist_sync")
+    keys, outs = ["w", 7, "v"], start()
+    if sets_first:
+        kv.set_optimizer(FACTORIES[name])
+    kv.init(keys, start())
+    if not sets_first:
+        kv.set_optimizer(FACTORIES[name])
+    for step in range(5):
+        kv.pushpull(keys, gradients_of(step, hvd.rank()), out=outs)
+    for out, wanted in zip(outs, stepped(FACTORIES[name], hvd.size(), 5), strict=True):
+        assert torch.equal(out, wanted)
+    hvd.barrier()
+    kv.close()
+
+
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize(("name", "sets_first"), [("momentum", True), ("adamw", False), ("adagrad", True)])
+def test_an_optimizer_steps_as_torchs_does_bit_for_bit(ranks: Worlds, name: str, sets_first: bool) -> None:
+    ranks(3).run(step_at_the_server, name, sets_first)
+
+
+@in_world
+def save_and_load(folder: str) -> None:
+    keys, factory, path = ["w", 7, "v"], FACTORIES["adamw"], Path(folder) / "states"
+
+    def trained(kv: hvd.KVStore, steps: range) -> list[Tensor]:
+        outs = start()
+        for step in steps:
+            kv.pushpull(keys, gradients_of(step, hvd.rank()), out=outs)
+        return outs
+
+    first = hvd.KVStore("dist_sync")
+    first.init(keys, start())
+    with pytest.raises(ValueError, match="call set_optimizer"):
+        first.save_optimizer_states(path)
+    first.set_optimizer(factory)
+    weights = trained(first, range(3))
+    first.save_optimizer_states(path)
+    wanted = trained(first, range(3, 6))
+    second = hvd.KVStore("dist_sync", servers=[1])  # other servers, and the keys in another order
+    second.init(list(reversed(keys)), list(reversed(weights)))
+    second.set_optimizer(factory)
+    second.load_optimizer_states(path)
+    for out, other in zip(trained(second, range(3, 6)), wanted, strict=True):
+        assert torch.equal(out, other)
+
+    missing, at = str(path) + ".no", FileNotFoundError if hvd.rank() == 0 else ValueError
+    with pytest.raises(at, match=r"states\.no"):
+        second.load_optimizer_states(missing)
+    with pytest.raises(OSError if hvd.rank() == 0 else ValueError, match="nowhere"):
+        second.save_optimizer_states(Path(folder) / "nowhere" / "states")
+    second.init("new", torch.zeros(1))
+    with pytest.raises(ValueError, match="no state of key 'new'; it has"):
+        second.load_optimizer_states(path)
+    second.set_optimizer(FACTORIES["momentum"])
+    with pytest.raises(ValueError, match="SGD, but of gradwire key-value store 1 and AdamW"):
+        second.load_optimizer_states(path)
+    if hvd.rank() == 0:
+        torch.save([1], path)
+    hvd.barrier()
+    with pytest.raises(ValueError, match="no file of save_optimizer_states"):
+        second.load_optimizer_states(path)
+    hvd.barrier()
+    first.close()
+    second.close()
+
+
+def test_states_go_through_a_file_bit_for_bit(ranks: Worlds, tmp_path: Path) -> None:
+    ranks(2).run(save_and_load, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["states"]
+
+
+@in_world
+def pull_rows() -> None:
+    kv = hvd.KVStore("dist_sync")
+    table = torch.arange(40.0).view(10, 4)
+    kv.init(["t", "u"], [table, -table])
+    sparse = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0, 4), (10, 4))
+    ids = torch.tensor([7, 2, 7, hvd.rank()])
+    kv.row_sparse_pull("t", out=sparse, row_ids=ids)
+    assert sparse.coalesce().indices().tolist() == [sorted({7, 2, hvd.rank()})]
+    assert torch.equal(sparse.coalesce().values(), table[sparse.coalesce().indices()[0]])
+    dense = torch.full((10, 4), -1.0)
+    kv.row_sparse_pull("t", out=dense, row_ids=ids.int())
+    chosen = torch.zeros(10, dtype=torch.bool)
+    chosen[ids] = True
+    assert torch.equal(dense[chosen], table[chosen])
+    assert (dense[~chosen] == -1).all()
+    one, other = torch.zeros(10, 4), torch.zeros(10, 4)
+    kv.row_sparse_pull(["t", "u"], out=[one, other], row_ids=[torch.tensor([1]), torch.tensor([3, 9])])
+    assert one.count_nonzero(1).nonzero().flatten().tolist() == [1]
+    assert other.count_nonzero(1).nonzero().flatten().tolist() == [3, 9]
+    kv.row_sparse_pull("t", out=[one, other], row_ids=[torch.tensor([5]), torch.tensor([], dtype=torch.int64)])
+    assert torch.equal(one[5], table[5])
+    kv.push("u", table)
+    kv.row_sparse_pull("u", out=other, row_ids=torch.tensor([4]))  # after the push
+    assert torch.equal(other[4], hvd.size() * table[4])
+    for row_ids, error, said in (
+        (None, TypeError, "tensor of whole numbers"),
+        (torch.tensor([0.5]), TypeError, "tensor of whole numbers"),
+        (torch.tensor([3, 10]), ValueError, "from 0 to 9, and 10 is not"),
+        (torch.tensor([-1]), ValueError, "from 0 to 9, and -1 is not"),
+        ([torch.tensor([0])] * 3, ValueError, "not 3"),
+    ):
+        with pytest.raises(error, match=said):
+            kv.row_sparse_pull("t", out=dense, row_ids=row_ids)
+    hvd.barrier()
+    kv.close()
+
+
+@ON_EVERY_TRANSPORT
+def test_rows_are_pulled_alone(ranks: Worlds) -> None:
+    ranks(2).run(pull_rows)
+
+
+@in_world
+def push_codes(params: dict[str, Any]) -> None:
+    """What is assigned is the sum of what the codes of all ranks decode to, which a rank can compute by itself."""
+    rank, size, numel, steps = hvd.rank(), hvd.size(), 5000, 3
+    kv = hvd.KVStore("dist_sync")
+    kv.init(["w", "n", "e"], [torch.zeros(50, 100), torch.zeros(3, dtype=torch.int64), torch.zeros(0)])
+    kv.set_gradient_compression(params)
+    kv.pushpull("e", torch.zeros(0))
+
+    def pushed(step: int, other: int) -> Tensor:
+        return torch.randn(50, 100, generator=torch.Generator().manual_seed(10 * step + other))
+
+    codec = codec_of(params)
+    spec = KeySpec("w", 0, torch.Size((50, 100)), torch.float32, 0)
+    encoders = [Encoder(codec, other) for other in range(size)]
+    for step in range(steps):
+        out, decoded = torch.zeros(50, 100), torch.empty(numel)
+        count = torch.tensor([1, 2, 3])
+        kv.pushpull(["w", "n"], [pushed(step, rank), count], out=[out, count])
+        total = torch.zeros(numel)
+        for other, encoder in enumerate(encoders):
+            number, wire = encoder.encode(spec, pushed(step, other))
+            codec.at(number).decode(wire, decoded)
+            total += decoded
+        assert torch.equal(out.flatten(), total)
+        assert torch.equal(count, size * torch.tensor([1, 2, 3]))  # as it is
+    with pytest.raises(ValueError, match="set already"):
+        kv.set_gradient_compression(params)
+    hvd.barrier()
+    kv.close()
+
+
+CODED = [{"type": "2bit", "threshold": 0.5}, {"type": "topk", "ratio": 0.05}]
+CODED += [{"type": name} for name in CODECS if name not in ("none", "topk")]
+
+
+@pytest.mark.parametrize("params", CODED, ids=lambda params: params["type"])
+def test_pushes_travel_as_codes_with_error_feedback(ranks: Worlds, params: dict[str, Any]) -> None:
+    ranks(2).run(push_codes, params)
+
+
+@in_world
+def push_two_bits() -> None:
+    """MXNet's 2bit by hand: threshold, 0 or -threshold, and the rest is kept."""
+    kv = hvd.KVStore("dist_sync")
+    kv.init(0, torch.zeros(5))
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    out, size = torch.zeros(5), hvd.size()
+    for value, wanted in (
+        ([0.25, 0.5, -0.5, -2.0, 0.0], [0.0, 0.5, -0.5, -0.5, 0.0]),
+        ([0.25, 0.0, 0.0, 0.0, 0.0], [0.5, 0.0, 0.0, -0.5, 0.0]),
+        ([0.25, -0.25, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, -0.5, 0.0]),
+        ([0.0, 0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, -0.5, 0.0]),
+        ([0.0, 0.0, 0.0, 0.0, float("inf")], [0.0, 0.0, 0.0, 0.0, float("nan")]),
+    ):
+        kv.pushpull(0, torch.tensor(value), out=out)
+        torch.testing.assert_close(out, size * torch.tensor(wanted), rtol=0, atol=0, equal_nan=True)
+    hvd.barrier()
+    kv.close()
+
+
+@ON_EVERY_TRANSPORT
+def test_two_bits_are_mxnets(ranks: Worlds) -> None:
+    ranks(2).run(push_two_bits)
+
+
+@in_world
+def do_not_wait() -> None:
+    """The last rank begins when the others have pushed and pulled ten times, without which they cannot have waited for it."""
+    kv = hvd.KVStore("dist_async", servers=[0])
+    rank, size, out = hvd.rank(), hvd.size(), torch.zeros(3)
+    slow = rank == size - 1
+    kv.init("w", torch.zeros(3))
+    kv.set_optimizer(functools.partial(torch.optim.SGD, lr=1.0))
+    for step in range(1, 11 if not slow else 1):
+        kv.pushpull("w", torch.ones(3), out=out)
+        assert out.max() <= -step  # its own are in it, others perhaps
+    kv.barrier()
+    if slow:
+        kv.push("w", torch.ones(3))
+    kv.barrier()
+    kv.pull("w", out)
+    before = 10 * (size - 1)
+    assert torch.equal(out, torch.full((3,), -1.0 - before))
+    report = kv.report()
+    assert report.updates == before + 1
+    assert report.contributions == {**dict.fromkeys(range(size - 1), 10), size - 1: 1}
+    assert report.staleness[before] == 1  # as many updates late as all others have made
+    hvd.barrier()
+    kv.close()
+
+
+@ON_EVERY_TRANSPORT
+def test_asynchronous_workers_do_not_wait_for_a_slow_one(ranks: Worlds) -> None:
+    ranks(3).run(do_not_wait)
+
+
+@in_world
+def push_at_once() -> None:
+    """Two updates of a value at once would lose one of them."""
+    kv = hvd.KVStore("dist_async", servers=[0])
+    out, pushes = torch.zeros(20000), 100
+    kv.init(["a", "b"], [torch.zeros(20000), torch.zeros(3)])
+    kv.set_optimizer(functools.partial(torch.optim.SGD, lr=1.0))
+    for _ in range(pushes):
+        kv.push(["a", "b"], [torch.ones(20000), torch.ones(3)])
+    kv.barrier()
+    kv.pull("a", out)
+    assert torch.equal(out, torch.full((20000,), -float(pushes * hvd.size())))
+    assert kv.report().updates == 2 * pushes * hvd.size()
+    hvd.barrier()
+    kv.close()
+
+
+@ON_EVERY_TRANSPORT
+def test_no_update_is_lost(ranks: Worlds) -> None:
+    ranks(4).run(push_at_once)
+
+
+@in_world
+def finish_unevenly() -> None:
+    """A rank that is done is waited for no more, but what it has pushed before the others counts in its round."""
+    kv = hvd.KVStore("dist_sync", servers=[0])
+    rank, out = hvd.rank(), torch.zeros(2)
+    kv.init("w", torch.zeros(2))
+    rounds = 2 + rank
+    for step in range(rounds):
+        kv.push("w", torch.full((2,), 10.0**rank))
+        if rank == 0 or step == rounds - 1:
+            kv.pull("w", out)
+            taking_part = [other for other in range(hvd.size()) if step < 2 + other]
+            assert torch.equal(out, torch.full((2,), sum(10.0**other for other in taking_part)))
+    kv.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        kv.push("w", torch.zeros(2))
+
+
+def test_who_is_done_is_waited_for_no_more(ranks: Worlds) -> None:
+    ranks(3).run(finish_unevenly)
+
+
+def stand_alone() -> None:
+    """Without init(): MXNet's example programs begin like this."""
+    for type in hvd.kvstore.TYPES[:2]:
+        kv = hvd.kvstore.create(type)
+        assert (kv.rank, kv.num_workers, kv.type) == (0, 1, type)
+        out = torch.zeros(2)
+        kv.init(3, torch.ones(2))
+        kv.push(3, [torch.ones(2), 2 * torch.ones(2)])
+        kv.pull(3, out=out)
+        assert torch.equal(out, 3 * torch.ones(2))
+        value = torch.full((2,), 8.0)
+        kv.push(3, value)
+        value.zero_()  # it was the caller's again
+        kv.pull(3, out=out)
+        assert torch.equal(out, torch.full((2,), 8.0))
+        kv.set_optimizer(torch.optim.SGD)
+        kv.push(3, torch.ones(2))
+        kv.pull(3, out=out)
+        assert torch.equal(out, torch.full((2,), 8.0) - torch.tensor(1e-3))
+        with pytest.raises(ValueError, match="nothing travels"):
+            kv.set_gradient_compression({"type": "2bit"})
+        kv.barrier()
+        kv.close()
+    with pytest.raises(ValueError, match=r"call hvd\.init"):
+        hvd.kvstore.create("dist_sync")
+
+
+def test_a_local_store_needs_no_world(ranks: Worlds) -> None:
+    ranks(1).run(stand_alone)
+
+
+class Broken(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise ArithmeticError("no step today")
+
+
+@in_world
+def refuse() -> None:
+    rank = hvd.rank()
+    for make, said in (
+        (lambda: hvd.KVStore("dist"), "type must be one of 'local', 'device', 'dist_sync'"),  # type: ignore[arg-type]
+        (lambda: hvd.KVStore("dist_sync", servers=[]), "servers must be"),
+        (lambda: hvd.KVStore("dist_sync", servers=[2]), "servers must be ranks from 0 to 1"),
+        (lambda: hvd.KVStore("dist_sync", servers=[rank]), r"servers is \[0\] on rank 0; \[1\] on rank 1"),
+        (lambda: hvd.KVStore("dist_async" if rank else "dist_sync"), "asynchronous is False on rank 0; True on rank 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make()
+    kv = hvd.KVStore("dist_sync")
+    w, n = torch.zeros(2, 2), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(KeyError, match=r"key 'w' was never given to init.*; known are none"):
+        kv.pull("w", w)
+    kv.init(["w", 1], [w, n])
+    with pytest.raises(KeyError, match=r"key '1' was never given to init.*; known are 'w', 1"):
+        kv.push("1", w)
+    for key, value, error, said in (
+        ("w", w, ValueError, "key 'w' has been given to init.* before"),
+        (["x", "x"], [w, w], ValueError, "'x' is given twice"),
+        (["x", "y"], [w], ValueError, "a list as long as that of the keys, 2, not 1"),
+        (["x"], w, ValueError, "not Tensor"),
+        ("x", [w], TypeError, "must be a tensor"),
+        (1.5, w, TypeError, "a key must be an int or a str, not 1.5"),
+        (True, w, TypeError, "a key must be an int or a str"),
+        ("x", torch.zeros(2 + rank), ValueError, r"do not give the same: .*\[2\].* on rank 0; .*\[3\].* on rank 1"),
+        ("x" if rank else "y", w, ValueError, "do not give the same"),
+    ):
+        with pytest.raises(error, match=said):
+            kv.init(key, value)
+    with pytest.raises(ValueError, match="'w' has been given" if rank else "because rank 1 cannot do it.*'w' has been"):
+        kv.init("w" if rank else "x", w)
+    for key, value, error, said in (
+        ("w", torch.zeros(3), ValueError, r"shape \[2, 2\] and dtype torch.float32, as init.*not \[3\]"),
+        ("w", w.double(), ValueError, "not .* torch.float64"),
+        ("w", [w, n], ValueError, "not .* torch.int64"),
+        ("w", [], TypeError, "a tensor or a list of tensors"),
+        ("w", 1.0, TypeError, "a tensor or a list of tensors"),
+    ):
+        with pytest.raises(error, match=said):
+            kv.push(key, value)
+        with pytest.raises(error, match=said):
+            kv.pull(key, value)
+        with pytest.raises(error, match=said):
+            kv.pushpull(key, w, out=value)
+    for optimizer, said in (
+        (torch.optim.SGD([w], lr=1.0), "what makes an optimizer of a list of tensors"),
+        ("sgd", "functools.partial"),
+        (lambda tensors: None, "returned None"),
+        (lambda: None, "raised TypeError"),
+        (lambda tensors: torch.optim.SGD([w]), "an optimizer of something else"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            kv.set_optimizer(optimizer)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"key 1 has dtype torch\.int64"):
+        kv.set_optimizer(torch.optim.SGD)
+    for params, said in (
+        ({}, "one of '2bit', .*'topk'"),
+        ("2bit", "one of '2bit'"),
+        ({"type": "1bit"}, "one of '2bit', .*'topk'"),
+        ({"type": "2bit", "ratio": 1}, "has no setting 'ratio'; it has threshold"),
+        ({"type": "2bit", "threshold": 0}, "threshold must be a finite number > 0"),
+        ({"type": "2bit", "threshold": 1 + rank}, "do not give the same"),
+        ({"type": "2bit" if rank else "none"}, "" if rank == 0 else "because rank 0 cannot do it"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            kv.set_gradient_compression(params)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be 'optimizer'"):
+        kv.is_capable("flight")
+    kv.pushpull("w", torch.ones(2, 2), out=w)  # it goes on after all that
+    assert (w == hvd.size()).all()
+
+    floating = hvd.KVStore("dist_sync", servers=[0])
+    floating.init("w", w)
+    with pytest.raises(ValueError, match=r"do not give the same: SGD .*0\.1.* on rank 0; SGD .*0\.2.* on rank 1"):
+        floating.set_optimizer(functools.partial(torch.optim.SGD, lr=0.1 * (1 + rank)))
+    floating.set_optimizer(Broken)
+    with pytest.raises(ValueError, match=r"key 'n' has dtype torch\.int64"):
+        floating.init("n", n)
+    floating.push("w", w)
+    with pytest.raises(CollectiveError, match=r"pull of key 'w'.*no step today"):
+        floating.pull("w", w)
+    floating.set_optimizer(functools.partial(torch.optim.SGD, lr=1.0))
+    floating.pushpull("w", torch.ones(2, 2), out=w)
+    assert (w == 0).all()
+    hvd.barrier()
+    kv.close()
+    floating.close()
+
+
+def test_what_cannot_be_meant_is_refused(ranks: Worlds) -> None:
+    ranks(2).run(refuse)
+
+
+def wait_in_vain() -> None:
+    """Rank 1 serves, and pushes nothing. Its server alone is impatient, so that it is sure to speak first."""
+    hvd.init(timeout_s=60)
+    kv = hvd.KVStore("dist_sync", servers=[1])
+    kv.init("w", torch.zeros(2))
+    if kv._group.keys is not None:
+        kv._group.keys._timeout_s = 0.2
+    if hvd.rank() == 0:
+        kv.push("w", torch.ones(2))
+        with pytest.raises(
+            CollectiveTimeout, match=r"rank 0: pull of key 'w' at the server on rank 1: not done"
+        ) as caught:
+            kv.pull("w", torch.zeros(2))
+        assert (caught.value.waiting_for, caught.value.seconds) == ((1,), 0.2)
+    meet("waited")
+    kv.close(timeout_s=5)
+    hvd.shutdown()
+
+
+def test_a_pull_that_waits_in_vain_says_for_whom(failing_world: Callable[[int], World]) -> None:
+    failing_world(2).run(wait_in_vain)
+
+
+def lose_one(type: Any, dies: int) -> None:
+    """Go on without one rank, or see the error that says that this cannot be."""
+    hvd.init(timeout_s=60)
+    kv = hvd.KVStore(type, servers=[0, 1])
+    kv.init(["a", "b"], [torch.zeros(2), torch.zeros(2)])  # at rank 0, at rank 1
+    kv.set_optimizer(functools.partial(torch.optim.SGD, lr=1.0))
+    outs = [torch.zeros(2), torch.zeros(2)]
+    kv.pushpull(["a", "b"], [torch.ones(2), torch.ones(2)], out=outs)
+    kv.barrier()
+    meet("trained")
+    if hvd.rank() == dies:
+        os._exit(0)
+    if type == "dist_sync":
+        key, server = ("a", 0) if dies != 0 else ("b", 1)
+        kv.push(key, torch.ones(2))
+        at = "" if hvd.rank() == server else f" at the server on rank {server}| by rank {server}"
+        with pytest.raises(hvd.QuorumLost, match=f"rank {hvd.rank()}: pull of key '{key}'({at}).*lost rank {dies}"):
+            kv.pull(key, outs[0])
+    elif dies == 1:
+        with pytest.raises(PeerLost, match=f"rank {hvd.rank()}: .* key 'b' at the server on rank 1: lost rank 1"):
+            push_until_it_fails(kv, "b", outs[1])
+        kv.pushpull("a", torch.ones(2), out=outs[0])
+        assert outs[0].max() <= -5  # one of each rank, and its own
+    else:
+        for step in range(1, 6):
+            kv.pushpull(["a", "b"], [torch.ones(2), torch.ones(2)], out=outs)
+            assert max(out.max() for out in outs) <= -4 - step
+        until = time.monotonic() + 20
+        while kv.report().lost != (dies,):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    meet_survivors(dies)
+    kv.close(timeout_s=20)
+
+
+def push_until_it_fails(kv: hvd.KVStore, key: str, out: Tensor) -> None:
+    """Push until the end of the server is known here."""
+    while True:
+        kv.pushpull(key, torch.ones(2), out=out)
+
+
+def meet_survivors(dies: int) -> None:
+    """Wait until all ranks but one have come here."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    store.set(f"survived/{hvd.rank()}", "")
+    store.wait([f"survived/{rank}" for rank in range(hvd.size()) if rank != dies])
+
+
+@pytest.mark.parametrize("ranks", ["shared_memory", "sockets"], indirect=True)  # gloo ends those who wait for the dead
+@pytest.mark.parametrize(("type", "dies"), [("dist_async", 3), ("dist_async", 1), ("dist_sync", 3), ("dist_sync", 1)])
+def test_a_rank_that_is_killed(failing_world: Callable[[int], World], type: str, dies: int) -> None:
+    world = failing_world(4)
+    world.start(lose_one, type, dies)
+    outcomes = world.collect(100, ranks=[rank for rank in range(4) if rank != dies])
+    for outcome in outcomes:
+        assert outcome.status == "returned", str(outcome)
+
+
+def test_the_example_learns(tmp_path: Path) -> None:
+    script = (ROOT / "docs" / "examples" / "kvstore.py").read_text()
+    assert len(script.splitlines()) < 40
+    said = torchrun(script, tmp_path)
+    losses = [float(line.split("loss ")[1]) for line in said.splitlines() if line.startswith("step")]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] / 2
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "optimizer.states", "model.pt"}

@@ -1,0 +1,67 @@
+"""The examples of the rules, run as a user does, and what each shows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.pages import ROOT
+from tests.ranks.programs import torchrun
+
+EXAMPLES = ROOT / "docs/examples"
+NOT_OF_A_RULE = {"train", "tensor_parallel", "pipeline"}
+RULES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in NOT_OF_A_RULE)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_takes_less_than_40_lines(name: str) -> None:
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 40
+
+
+def run(name: str, folder: Path, processes: int = 2) -> str:
+    return torchrun((EXAMPLES / f"{name}.py").read_text(), folder, processes)
+
+
+def test_ranks_that_step_alone_learn_and_meet(tmp_path: Path) -> None:
+    """On four ranks, all of which have the same loss whenever they have met."""
+    said = run("local_updates", tmp_path, processes=4)
+    losses: dict[int, list[str]] = {}
+    for step, loss in re.findall(r"rank \d, step (\d+): loss ([0-9.]+)", said):
+        losses.setdefault(int(step), []).append(loss)
+    assert sorted(losses) == list(range(50, 351, 50))
+    assert all(len(of_ranks) == 4 and len(set(of_ranks)) == 1 for of_ranks in losses.values())
+    assert float(losses[350][0]) < 0.5 * float(losses[50][0])
+    assert "350 steps: " in said
+
+
+def test_a_large_batch_learns_with_rates_of_its_own(tmp_path: Path) -> None:
+    """After a warm-up of two epochs to the rate of all ranks' batch."""
+    said = run("lars_lamb", tmp_path)
+    for name, reached in (("LARS", 10), ("LAMB", 0.02)):
+        found = re.findall(rf"{name}, epoch (\d): loss ([0-9.]+), rate ([0-9.]+)", said)
+        assert [int(epoch) for epoch, _, _ in found] == [1, 2, 3, 4, 5, 6]
+        losses, rates = [float(loss) for _, loss, _ in found], [float(rate) for _, _, rate in found]
+        assert rates == pytest.approx([0.75 * reached, *[reached] * 5])
+        assert losses == sorted(losses, reverse=True)
+        assert losses[-1] < 0.6 * losses[0]
+
+
+def test_ranks_without_locks_learn_one_model(tmp_path: Path) -> None:
+    said = run("hogwild", tmp_path)
+    errors = re.findall(r"rank (\d): error ([0-9.]+), from ([0-9.]+)", said)
+    assert {rank for rank, _, _ in errors} == {"0", "1"}
+    assert errors[0][1:] == errors[1][1:]
+    assert float(errors[0][1]) < 0.1 * float(errors[0][2])
+
+
+def test_ranks_share_the_states_of_an_optimizer(tmp_path: Path) -> None:
+    lines = [line for line in run("shard_states", tmp_path).splitlines() if line.startswith("rank ")]
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in lines]
+    kept = [int(line.split(", ")[1].split()[0]) for line in lines]
+    steps = 4 * 4  # a number for each parameter, on each rank
+    assert len(lines) == 2
+    assert max(losses) < 4.0, "the sum of eight normal numbers has variance 8"
+    assert sum(kept) == 8 * (8 * 256 + 256 + 256 + 1) + 2 * steps
+    assert max(kept) < 0.6 * sum(kept)

@@ -1,0 +1,58 @@
+"""The programs of a parameter server in docs/examples, on four ranks, and what each of them shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.pages import ROOT
+
+DEADLINE_S = 100.0
+NUMBERS = r"(\d+) updates at (\d+) servers, of contributions (.*?); (.*?); (\d+) late, (\d+) dropped"
+
+
+def said_by(program: str) -> str:
+    """Run a program of docs/examples on four ranks, and return what it says."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    done = subprocess.run(
+        [*command, str(ROOT / "docs" / "examples" / program)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("program", ["parameter_server", "asynchronous", "stale_synchronous", "hybrid"])
+def test_a_scheme_trains(program: str) -> None:
+    assert len((ROOT / "docs" / "examples" / f"{program}.py").read_text().splitlines()) < 40
+    said = said_by(f"{program}.py")
+    losses = re.findall(r"rank (\d): loss ([\d.]+) to ([\d.]+)", said)
+    assert {rank for rank, _, _ in losses} == ({"0", "1", "2", "3"} if program == "hybrid" else {"1", "2", "3"}), said
+    before, after = float(losses[0][1]), min(float(last) for _, _, last in losses)
+    assert after < 0.7 * before, said  # whoever ends last has the parameters of all updates
+    (found,) = re.findall(NUMBERS, said)
+    updates, servers, contributions, ages, _, dropped = found
+    if program == "hybrid":
+        assert contributions == "80 from rank 0, 80 from rank 2"
+        assert (updates, servers) == ("160", "2")
+        assert said.count("as in all of its group: True") == 4
+    else:
+        assert contributions == "40 from rank 1, 40 from rank 2, 40 from rank 3"
+        assert servers == "1"
+    if program in ("asynchronous", "stale_synchronous"):
+        assert updates == "120"  # every gradient is one
+    if program == "parameter_server":
+        assert int(updates) < 120
+    assert sum(int(count) for count in re.findall(r"(\d+) of age", ages)) == sum(
+        int(count) for count in re.findall(r"(\d+) from", contributions)
+    )
+    assert int(dropped) == 0

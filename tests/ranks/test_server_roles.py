@@ -1,0 +1,145 @@
+"""Who does what at a parameter server: ranks that serve only, and groups that average before they push."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+
+import trainer as hvd
+from collectives import CollectiveError, Communicator, PeerLost
+from tests.harness import ON_EVERY_TRANSPORT, World, Worlds, meet
+from tests.ranks.test_parameter_server import STEPS, adam_of, model_of, sgd_of, simulated, train
+from tests.ranks.training import assert_close, assert_same_on_all_ranks, in_world
+
+GROUPS = ([0, 1], [2, 3])
+
+
+@in_world
+def serve_only(servers: list[int] | None) -> None:
+    model = model_of()
+    optimizer = hvd.ParameterServer(adam_of(model), model.named_parameters(), workers=[1, 3, 2], servers=servers)
+    if hvd.rank() == 0:
+        with pytest.raises(RuntimeError, match="rank 0: this rank serves only: it calls serve"):
+            optimizer.step()
+        optimizer.serve()
+        report = optimizer.report()
+        assert (report.servers, report.updates) == (1, STEPS)
+        assert report.contributions == dict.fromkeys([1, 2, 3], STEPS)
+    else:
+        with pytest.raises(ValueError, match=r"serve\(\) is for ranks that serve only"):
+            optimizer.serve()
+        with pytest.raises(ValueError, match="no ranks that serve only"):
+            optimizer.state_dict()
+        train(model, optimizer, range(STEPS))
+    optimizer.close()
+    if hvd.rank() != 0:
+        assert_close(model.parameters(), simulated([1, 2, 3]), rtol=1e-9, atol=1e-12)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gradwire-server")]
+
+
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("servers", [None, [0, 2]])
+def test_a_rank_may_serve_only(ranks: Worlds, servers: list[int] | None) -> None:
+    ranks(4).run(serve_only, servers)
+
+
+@in_world
+def refuse() -> None:
+    def made(**options: object) -> None:
+        hvd.ParameterServer(sgd_of(model_of()), **options)  # type: ignore[arg-type]
+
+    for options, said in (
+        ({"workers": [1, 2], "quorum": 3}, "quorum must be a whole number from 1 to 2"),
+        ({"workers": [1, 4]}, "workers must be ranks from 0 to 3"),
+        ({"workers": [1, 2], "servers": [0]}, "rank 3 neither trains .workers=. nor serves .servers=."),
+        (
+            {"inner": hvd.global_process_set, "workers": [0, 1]},
+            "rank 2 has inner= but is not one of workers",
+        ),
+        ({"servers": [hvd.rank()]}, "servers is"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            made(**options)
+    with (
+        Communicator() as everyone,
+        pytest.raises(ValueError, match=r"is ranks 0, 1, 2, 3 on rank 0, and not given on rank 3"),
+    ):
+        made(inner=None if hvd.rank() == 3 else everyone)
+
+
+def test_what_does_not_fit_together_is_refused(ranks: Worlds) -> None:
+    ranks(4).run(refuse)
+
+
+@in_world
+def average_in_groups(quorum: int) -> None:
+    mine = [hvd.add_process_set(group) for group in GROUPS][hvd.rank() // 2]
+    model = model_of()
+    optimizer = hvd.ParameterServer(adam_of(model), model.named_parameters(), inner=mine, quorum=quorum)
+    train(model, optimizer, range(STEPS))
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    theirs = hvd.allgather_object([p.numpy().tobytes() for p in parameters], process_set=mine)
+    assert theirs[0] == theirs[1]
+    if quorum == 2:
+        assert_same_on_all_ranks(parameters)
+        assert_close(parameters, simulated(range(4)), rtol=1e-9, atol=1e-12)
+        assert set(optimizer.versions) == {STEPS}
+    if hvd.rank() in (0, 2):
+        report = optimizer.report()
+        assert report.servers == 2
+        if quorum == 2:
+            assert report.contributions == {0: 2 * STEPS, 2: 2 * STEPS}
+    else:
+        with pytest.raises(RuntimeError, match="only the first rank of a group"):
+            optimizer.report()
+    hvd.barrier()
+    optimizer.close()
+
+
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("quorum", [2, 1])
+def test_groups_average_and_meet_at_the_server(ranks: Worlds, quorum: int) -> None:
+    ranks(4).run(average_in_groups, quorum)
+
+
+def lose_one_of_a_group(dies: int, quorum: int) -> None:
+    """Train on without one rank, or see on all ranks of a group the error that says why that cannot be."""
+    hvd.init(timeout_s=60)
+    mine = [hvd.add_process_set(group) for group in GROUPS][hvd.rank() // 2]
+    model = model_of()
+    optimizer = hvd.ParameterServer(sgd_of(model), quorum=quorum, servers=[0], inner=mine, late="next")
+    while optimizer.versions[0] < 2:
+        train(model, optimizer, range(1))
+    meet("trained")
+    if hvd.rank() == dies:
+        os._exit(0)
+    if hvd.rank() // 2 == dies // 2:  # of its own group
+        with pytest.raises(PeerLost):
+            train(model, optimizer, range(100))
+    elif dies == 0:
+        with pytest.raises(PeerLost, match="lost rank 0") as caught:
+            train(model, optimizer, range(100))
+        assert caught.value.ranks == (0,)
+    elif quorum == 2:
+        with pytest.raises(hvd.QuorumLost, match="fewer than the quorum of 2") as lost:
+            train(model, optimizer, range(100))
+        assert lost.value.ranks == (2,)
+    else:
+        train(model, optimizer, range(5))
+        optimizer.close(timeout_s=20)
+        return
+    with pytest.raises(CollectiveError, match="broken by an earlier failure"):
+        optimizer.step()
+    optimizer.close(timeout_s=20)
+
+
+@pytest.mark.parametrize("ranks", ["shared_memory", "sockets"], indirect=True)
+@pytest.mark.parametrize(("dies", "quorum"), [(0, 2), (2, 2), (2, 1), (3, 1)])
+def test_a_rank_of_a_group_that_is_killed(failing_world: Callable[[int], World], dies: int, quorum: int) -> None:
+    world = failing_world(4)
+    world.start(lose_one_of_a_group, dies, quorum)
+    for outcome in world.collect(100, ranks=[rank for rank in range(4) if rank != dies]):
+        assert outcome.status == "returned", str(outcome)

@@ -1,0 +1,79 @@
+"""The two halves of an allreduce: what lies between them is, to the bit, what the whole would have made."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from collectives import Communicator, Mismatch
+from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds
+from tests.ranks.exact import SEGMENT_BYTES, SEVERAL_SEGMENTS, WORLDS
+
+ALGORITHMS = ["auto", "ring", "rsag", "direct", "tree"]
+"""With halves, but for the last, and for what shared memory takes by itself."""
+
+
+def rounded(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers whose sum depends on the order in which those of the ranks are added."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def halves_are_the_whole(algorithm: str) -> None:
+    if algorithm != "auto":
+        os.environ["COLLECTIVES_ALLREDUCE"] = algorithm
+    try:
+        with Communicator(timeout_s=EXCHANGE_TIMEOUT_S, segment_bytes=SEGMENT_BYTES) as comm:
+            _compare(comm, algorithm)
+    finally:
+        os.environ.pop("COLLECTIVES_ALLREDUCE", None)
+
+
+def _compare(comm: Communicator, algorithm: str) -> None:
+    kinds = [(torch.float32, numel) for numel in (0, comm.size - 1, comm.size + 1, SEVERAL_SEGMENTS)]
+    for dtype, numel in [*kinds, (torch.bfloat16, SEVERAL_SEGMENTS)]:
+        shares = comm.shares(numel, dtype)
+        owners = torch.full((numel,), -1)
+        for rank, mine in enumerate(shares):
+            for part in mine:
+                assert (owners[part] == -1).all()
+                owners[part] = rank
+        counts = [int((owners == rank).sum()) for rank in range(comm.size)]
+        assert sum(counts) == numel, "every element is somebody's"
+        assert max(counts) - min(counts) <= len(shares[0])
+        for op, prescale, postscale in (("sum", 1.0, 1.0), ("average", 0.3, 1.7)):
+            whole = rounded(comm.rank, numel, dtype)
+            comm.allreduce(whole, op, prescale=prescale, postscale=postscale)
+            tensor = rounded(comm.rank, numel, dtype)
+            comm.reduce_shares(tensor, op, prescale=prescale, postscale=postscale, async_op=True).wait()
+            mine = owners == comm.rank
+            assert torch.equal(tensor[mine], whole[mine]), (dtype, numel, op)
+            tensor[~mine] = float("nan")
+            comm.gather_shares(tensor)
+            assert torch.equal(tensor, whole), (dtype, numel, op)
+    if comm.size > 2 and algorithm == "ring":
+        sums = torch.stack([rounded(rank, SEVERAL_SEGMENTS, torch.float32) for rank in range(comm.size)])
+        tensor = rounded(comm.rank, SEVERAL_SEGMENTS, torch.float32)
+        comm.allreduce(tensor)
+        assert not torch.equal(tensor, sums.sum(0)), "the order matters to these numbers"
+
+
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_halves_of_an_allreduce_make_its_bits(ranks: Worlds, algorithm: str, size: int) -> None:
+    ranks(size).run(halves_are_the_whole, algorithm)
+
+
+def mistakes() -> None:
+    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
+        with pytest.raises(TypeError, match=f"rank {comm.rank}: a torch.Tensor is needed"):
+            comm.gather_shares("tensor")  # type: ignore[call-overload]
+        with pytest.raises(Mismatch, match="gather_shares"):
+            comm.gather_shares(torch.zeros(4 + comm.rank))
+
+
+def test_what_is_wrong_with_shares_is_told(ranks: Worlds) -> None:
+    ranks(2).run(mistakes)

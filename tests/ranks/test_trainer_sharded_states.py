@@ -1,0 +1,391 @@
+"""Sharded states (ZeRO stage 1): against the same training unsharded, to the bit, also through checkpoints on other worlds."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainer as hvd
+from collectives import Communicator
+from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds, wide
+from tests.ranks.training import assert_same_on_all_ranks, copies, in_world
+from trainer.gradients.saved import SHARDS
+
+STEPS = 4
+SEGMENT_BYTES = 256
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(SGD, foreach=False),
+    "sgd foreach": partial(SGD, foreach=True),
+    "adam": partial(torch.optim.Adam, lr=0.01, amsgrad=True, foreach=False),
+    "adam foreach": partial(torch.optim.Adam, lr=0.01, foreach=True),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, foreach=False),
+    "adamw foreach": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, foreach=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.01),  # which has a state from the beginning
+}
+
+
+class Network(nn.Module):
+    """Has parameters of every kind: of two dtypes, smaller than a rank's share, unused, frozen, in another order in memory."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.convolution = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.one = nn.Parameter(torch.ones(()))
+        self.unused = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.wide = nn.Linear(20, 33)
+        self.last = nn.Linear(33, 7).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        seen = self.convolution(inputs).flatten(1).tanh()
+        result: Tensor = self.last((self.wide(seen) * self.one).tanh().double())
+        return result
+
+
+def loss_of(model: Network, step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    inputs = torch.randn(6, 3, 4, 4, generator=generator)
+    return (model(inputs) - 1).square().mean()
+
+
+def grouped(model: Network) -> list[dict[str, Any]]:
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    return [{"params": matrices, "lr": 0.03}, {"params": others, "weight_decay": 0.0}]
+
+
+@contextmanager
+def exchanged_by(algorithm: str) -> Iterator[Communicator]:
+    """A Communicator of small segments whose allreduces go by this algorithm."""
+    if algorithm != "auto":
+        os.environ["COLLECTIVES_ALLREDUCE"] = algorithm
+    try:
+        with Communicator(timeout_s=EXCHANGE_TIMEOUT_S, segment_bytes=SEGMENT_BYTES) as communicator:
+            yield communicator
+    finally:
+        os.environ.pop("COLLECTIVES_ALLREDUCE", None)
+
+
+def wrapped(
+    model: Network, communicator: Communicator, name: str, *, shard: bool, **options: Any
+) -> hvd.DistributedOptimizer:
+    optimizer = OPTIMIZERS[name](grouped(model))
+    options = {"process_set": communicator, "bucket_bytes": 1500, **options}
+    return hvd.DistributedOptimizer(optimizer, model.named_parameters(), shard_states=shard, **options)
+
+
+def train(model: Network, optimizer: hvd.DistributedOptimizer, steps: range, *, schedule: bool = True) -> None:
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step, hvd.rank()).backward()
+        optimizer.step()
+        if schedule:
+            scheduler.step()
+
+
+def assert_equal(one: nn.Module, other: nn.Module) -> None:
+    for (name, mine), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def state_bytes(optimizer: hvd.DistributedOptimizer) -> int:
+    states = optimizer.state.values()
+    return sum(value.nbytes for state in states for name, value in state.items() if name != "step")
+
+
+@in_world
+def compare(name: str, algorithm: str, options: dict[str, Any]) -> None:
+    with exchanged_by(algorithm) as one, exchanged_by(algorithm) as other:
+        model, twin = Network(), Network()
+        whole = wrapped(model, one, name, shard=False, **options)
+        sharded = wrapped(twin, other, name, shard=True, **options)
+        for steps in (range(1), range(1, STEPS)):  # buckets are laid out anew after the first step
+            train(model, whole, steps)
+            train(twin, sharded, steps)
+            assert_equal(model, twin)
+        before = copies(twin.parameters())
+        for each, net in ((whole, model), (sharded, twin)):
+            net.frozen.requires_grad_(True)
+            net.wide.weight.requires_grad_(False)
+            each.add_param_group({"params": [extra := nn.Parameter(torch.ones(7))], "lr": 0.5})
+            loss = (net.frozen(torch.ones(4)).sum() + net.convolution.bias.sum() + (extra * extra).sum()) * (
+                hvd.rank() + 0.3
+            )
+            each.zero_grad()
+            loss.backward()
+            each.step()
+            net.wide.weight.requires_grad_(True)
+            train(net, each, range(STEPS, STEPS + 2))
+        assert_equal(model, twin)
+        assert not torch.equal(before[0], next(twin.parameters()))
+        assert_same_on_all_ranks(twin.parameters())
+        each_rank = hvd.allgather_object(state_bytes(sharded))
+        assert sum(each_rank) == state_bytes(whole)
+        whole.close()
+        sharded.close()
+
+
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("size", [1, 2, 3, *wide(4), 5])
+@pytest.mark.parametrize(
+    ("name", "algorithm"), [("adamw foreach", "auto"), ("sgd", "ring"), ("adam", "rsag"), ("adagrad", "tree")]
+)
+def test_it_is_the_unsharded_training_to_the_bit(ranks: Worlds, name: str, algorithm: str, size: int) -> None:
+    ranks(size).run(compare, name, algorithm, {})
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_it_holds_for_every_optimizer_that_goes_by_element(ranks: Worlds, name: str) -> None:
+    ranks(3).run(compare, name, "ring", {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": "bf16"},
+        {"compression": "int8", "policy": {"*.weight": "topk"}},
+        {"policy": {"wide.weight": "powersgd"}},
+        {"op": hvd.Sum, "groups": 2},
+        {"gradient_predivide_factor": 3.0},
+    ],
+    ids=str,
+)
+def test_it_holds_with_what_changes_the_exchange(ranks: Worlds, options: dict[str, Any]) -> None:
+    ranks(3).run(compare, "adamw foreach", "ring", options)
+
+
+@in_world
+def share_memory_evenly() -> tuple[int, int, int]:
+    """Return the bytes of state on this rank, on one that has all of it, and of padding that one rank may have more."""
+    with exchanged_by("auto") as one:
+        model = nn.Sequential(nn.Linear(100, 301), nn.Linear(301, 7))
+        whole = torch.optim.AdamW(model.parameters())
+        sharded = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters()), shard_states=True, process_set=one)
+        (model(torch.ones(2, 100)).sum()).backward()
+        sharded.step()
+        whole.step()
+        in_all = sum(state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes for state in whole.state.values())
+        padding = 2 * sum(64 * len(bucket.items) for bucket in sharded._rule.buckets)
+        mine = state_bytes(sharded)
+        sharded.close()
+        return mine, in_all, padding
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_rank_keeps_its_part_of_the_state(ranks: Worlds, size: int) -> None:
+    results = ranks(size).run(share_memory_evenly)
+    (_, in_all, padding), *_ = results
+    assert sum(mine for mine, _, _ in results) == in_all
+    for mine, _, _ in results:
+        assert abs(mine - in_all / size) <= padding
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+@in_world
+def save(directory: Path, shard: bool, options: dict[str, Any]) -> None:
+    with exchanged_by("ring") as communicator:
+        model = Network()
+        optimizer = wrapped(model, communicator, "adam", shard=shard, **options)
+        train(model, optimizer, range(3), schedule=False)
+        kind = "sharded" if shard else "whole"
+        torch.save(optimizer.state_dict(), directory / f"{kind}.rank{hvd.rank()}.pt")
+        if hvd.rank() == 0:
+            torch.save(model.state_dict(), directory / "model.pt")
+        hvd.barrier()
+        optimizer.close()
+
+
+@in_world
+def go_on(directory: Path, saved: int, options: dict[str, Any]) -> None:
+    """Go on from what was saved on so many ranks, sharded from sharded and from whole, and whole from whole; all alike."""
+    rank, size = hvd.rank(), hvd.size()
+    runs = []
+    for kind, shard in (("whole", False), ("sharded", True), ("whole", True)):
+        with exchanged_by("ring") as communicator:
+            model = Network(seed=3)
+            optimizer = wrapped(model, communicator, "adam", shard=shard, **options)
+            train(model, optimizer, range(50, 52))  # the state and the buckets of which are to be forgotten
+            model.load_state_dict(torch.load(directory / "model.pt", weights_only=True))
+            states = [torch.load(directory / f"{kind}.rank{each}.pt", weights_only=True) for each in range(saved)]
+            also = [states[each] for each in range(size, saved) if each % size == rank] if shard or options else []
+            optimizer.load_state_dict(states[rank % saved], also=also)
+            assert [group["lr"] for group in optimizer.param_groups] == [0.03, 0.01]
+            train(model, optimizer, range(3, 6))
+            runs.append(model)
+            optimizer.close()
+    for other in runs[1:]:
+        assert_equal(runs[0], other)
+
+
+@pytest.mark.parametrize("now", [1, 2, 3, 4, 5])
+def test_a_checkpoint_goes_on_on_any_number_of_ranks(ranks: Worlds, tmp_path: Path, now: int) -> None:
+    for shard in (False, True):
+        ranks(4).run(save, tmp_path, shard, {})
+    ranks(now).run(go_on, tmp_path, 4, {})
+
+
+def test_a_checkpoint_with_a_codec_goes_on(ranks: Worlds, tmp_path: Path) -> None:
+    options = {"policy": {"wide.weight": "onebit"}}
+    for shard in (False, True):
+        ranks(3).run(save, tmp_path, shard, options)
+    ranks(3).run(go_on, tmp_path, 3, options)
+
+
+@in_world
+def load_wrongly(directory: Path) -> None:
+    with exchanged_by("ring") as communicator:
+        model = Network()
+        optimizer = wrapped(model, communicator, "adam", shard=True)
+        before = through_a_file(optimizer.state_dict())
+        states = [torch.load(directory / f"sharded.rank{rank}.pt", weights_only=True) for rank in range(4)]
+        mine = states[hvd.rank()]
+        whole = {key: value for key, value in mine.items() if key != SHARDS}
+        later = {**mine, SHARDS: {**mine[SHARDS], "version": 7}}
+        turned = {**mine, SHARDS: {**mine[SHARDS], "shapes": mine[SHARDS]["shapes"][::-1]}}
+        first = mine["state"][0]
+        damaged = {**mine, "state": {**mine["state"], 0: {**first, "exp_avg": torch.ones(1)}}}
+        lacking = {**mine, "state": {**mine["state"], 0: {}}}
+        for given, also, words in (
+            (mine, [], r"saved on 4 ranks, and nobody was given what ranks 2, 3 saved"),
+            (mine if hvd.rank() else whole, states[2:], "rank 0 was given a part of another checkpoint"),
+            (later if hvd.rank() else mine, states[2:], r"rank 1 was given a 'gradwire_shards' of version 7"),
+            (
+                damaged if hvd.rank() else mine,
+                states[2:],
+                r"rank 1 was given .*is damaged: state 'exp_avg' of parameter 0 has 1 ",
+            ),
+            (lacking if hvd.rank() else mine, states[2:], "rank 1 was given a part of another checkpoint"),
+            ({**mine, SHARDS: {"version": 1}} if hvd.rank() else mine, states[2:], "rank 1 .*is damaged: KeyError"),
+            (turned if hvd.rank() else mine, states[2:], r"rank 1 was given the state of parameters of shapes"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                optimizer.load_state_dict(given, also=also)
+        assert str(through_a_file(optimizer.state_dict())) == str(before)
+        optimizer.load_state_dict(mine, also=states[2:])
+        train(model, optimizer, range(2))
+        optimizer.close()
+    plain = hvd.DistributedOptimizer(OPTIMIZERS["adam"](grouped(model)), model.named_parameters())
+    with pytest.raises(ValueError, match="saved with shard_states=True, and loaded without"):
+        plain.load_state_dict(mine)
+    plain.close()
+
+
+def test_what_cannot_be_loaded_is_refused_on_all_ranks(ranks: Worlds, tmp_path: Path) -> None:
+    ranks(4).run(save, tmp_path, True, {})
+    ranks(2).run(load_wrongly, tmp_path)
+
+
+@in_world
+def clip(norm_type: float) -> None:
+    """Twice: with a limit that is exceeded, and one that is not."""
+    with exchanged_by("ring") as one, exchanged_by("ring") as other:
+        model, twin = Network(), Network()
+        whole, sharded = (
+            wrapped(net, each, "sgd", shard=shard) for net, each, shard in ((model, one, False), (twin, other, True))
+        )
+        for step, limit in enumerate((0.01, 100.0)):
+            norms = []
+            for net, optimizer in ((model, whole), (twin, sharded)):
+                optimizer.zero_grad()
+                loss_of(net, step, hvd.rank()).backward()
+                norms.append(optimizer.clip_grad_norm_(limit, norm_type))
+                optimizer.step()
+            torch.testing.assert_close(norms[1].double(), norms[0].double(), rtol=1e-6, atol=0)
+            assert float(norms[0]) > 0.01
+            assert len(set(hvd.allgather_object(float(norms[1])))) == 1
+            for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
+        assert_same_on_all_ranks(twin.parameters())
+        with pytest.raises(ValueError, match="norm_type must be a number > 0, not 0"):
+            sharded.clip_grad_norm_(1.0, 0)
+        whole.close()
+        sharded.close()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_gradients_are_clipped_by_the_norm_over_all_ranks(ranks: Worlds, norm_type: float) -> None:
+    ranks(3).run(clip, norm_type)
+
+
+@in_world
+def misuse() -> None:
+    with exchanged_by("ring") as communicator:
+        model = Network()
+        optimizer = wrapped(model, communicator, "adam", shard=True, compression="none")
+        train(model, optimizer, range(1))
+        loss_of_next = partial(loss_of, model, 1, hvd.rank())
+        with pytest.raises(RuntimeError, match=r"from an exchange before.*zero_grad"):
+            loss_of_next().backward()
+        hvd.barrier()
+        optimizer.zero_grad()
+        loss_of_next().backward()
+        shares = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        owned = [torch.stack(hvd.allgather_object(share)) for share in shares]
+        assert all(((each != 0).sum(0) <= 1).all() for each in owned), "each element is one rank's, and zero elsewhere"
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.raises(RuntimeError, match=r"rank \d.*has been changed since backward.*clip_grad_norm_"):
+            optimizer.step()
+        optimizer.zero_grad()
+        loss_of_next().backward()
+        model.one.grad = torch.ones(())
+        with pytest.raises(RuntimeError, match=r"'one' has been changed since backward"):
+            optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(ValueError, match=r"step\(closure\) does not go with shard_states=True"):
+            optimizer.step(lambda: 0.0)
+        with pytest.raises(ValueError, match="every rank has a state of its own"):
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        train(model, optimizer, range(1, 3))
+        optimizer.close()
+
+
+def test_what_would_go_wrong_silently_is_an_error(ranks: Worlds) -> None:
+    ranks(2).run(misuse)
+
+
+@in_world
+def refuse() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    gaps = nn.Parameter(torch.ones(4, 8)[:, ::2])
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for optimizer, options, words in (
+        (hvd.LAMB(model.parameters()), {}, "treat every element by itself; LAMB does not"),
+        (torch.optim.LBFGS(model.parameters()), {}, "LBFGS does not"),
+        (torch.optim.SGD([gaps], lr=0.1), {}, r"without gaps in memory.*strides \[8, 2\]"),
+        (sgd, {"op": hvd.Adasum}, "does not go with op='adasum'"),
+        (sgd, {"rule": hvd.Rule}, "no other rule="),
+        (sgd, {"shard_states": "yes"}, "must be True or False"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            hvd.DistributedOptimizer(optimizer, **{"shard_states": True, **options})
+    with pytest.raises(ValueError, match="do not make the same DistributedOptimizer: rule is"):
+        hvd.DistributedOptimizer(sgd, shard_states=hvd.rank() == 0)
+    embedding = nn.Embedding(4, 3, sparse=True)
+    rows = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), shard_states=True)
+    with pytest.raises(ValueError, match=r"is sparse, which does not go with shard_states=True.*sparse_as_dense"):
+        embedding(torch.tensor([1])).sum().backward()
+    rows.close()
+
+
+def test_what_does_not_go_with_it_is_refused_when_the_optimizer_is_made(ranks: Worlds) -> None:
+    ranks(2).run(refuse)

@@ -1,0 +1,372 @@
+"""KVStore: MXNet's key-value store, at servers inside the ranks, for programs that are ported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from trainer.rules.aggregator import Counts
+from trainer.rules.key_arguments import (
+    check_tensor,
+    described,
+    lists_of_rows,
+    pairs_of,
+    rows_of,
+    spec_of,
+    tensors_of,
+)
+from trainer.rules.key_compression import Encoder, codec_of
+from trainer.rules.key_group import KeyGroup
+from trainer.rules.keys import Factory, KeySpec, Name, summed, total_of
+from trainer.rules.server import Flat
+from trainer.rules.state_files import read_states, write_states
+from trainer.world import here
+
+Type = Literal["local", "device", "dist_sync", "dist_device_sync", "dist_async"]
+TYPES = get_args(Type)
+
+Key: TypeAlias = Name | Sequence[Name]
+
+
+class KVStore:
+    """Holds tensors by key at servers inside the ranks, which update them by what all ranks push: MXNet's KVStore.
+
+    type: "dist_sync" (or "dist_device_sync"): an update of a key is made of one push of every rank, in the order of
+    ranks, so runs repeat to the bit; a rank's pull waits for all that it has pushed. "dist_async": every push makes an
+    update at once, one at a time for a key, and nobody waits for other ranks. "local" (or "device"): of this process alone,
+    with or without init(). Servers compute on the CPU, in all of them; tensors on GPUs are copied.
+    servers: the ranks that hold keys beside their own training; by default all of them. A key lies at one server as a whole.
+
+    A key is an int or a str; all methods that take a key take a list of keys, with a list of what goes with each. A value
+    or out is a tensor or a list of tensors. Sparse values are made dense. priority is accepted, and changes nothing: a call is
+    done when it returns, so nothing waits that could be overtaken.
+
+    All ranks make it, and call init(), broadcast(), set_optimizer(), set_gradient_compression(), barrier() and the two methods of
+    optimizer states, in the same order (collective); push, pull, pushpull and row_sparse_pull they call as they like. One
+    thread of a rank may use it.
+
+    A rank that dies is left out: with "dist_async" the others go on, but for collective methods and the keys that it held,
+    for which they get PeerLost; so name servers= where ranks may be lost. With "dist_sync" a pull that
+    waits for it raises QuorumLost, and one that waits longer than about the timeout_s of init() raises CollectiveTimeout. A rank
+    that calls nothing for timeout_s counts as lost; one that calls close() is waited for no more.
+
+    Raises ValueError for another type, and servers that are no ranks.
+    """
+
+    def __init__(self, type: Type = "local", *, servers: Sequence[int] | None = None) -> None:
+        if type not in TYPES:
+            raise ValueError(f"{here()}type must be one of {', '.join(map(repr, TYPES))}, not {type!r}")
+        self._type = type
+        self._specs: dict[Name, KeySpec] = {}
+        self._factory: Factory | None = None
+        self._optimizer_name = ""
+        self._encoder: Encoder | None = None
+        self._group = KeyGroup(alone=type in ("local", "device"), asynchronous=type == "dist_async", servers=servers)
+
+    @property
+    def type(self) -> str:
+        """Return the type with which it was made."""
+        return self._type
+
+    @property
+    def rank(self) -> int:
+        """Return this worker's number, 0 <= rank < num_workers."""
+        return self._group.rank
+
+    @property
+    def num_workers(self) -> int:
+        """Return the number of workers, which are the ranks; 1 for "local" and "device"."""
+        return self._group.size
+
+    def init(self, key: Key, value: Any) -> None:
+        """Give keys that are new their values: those of rank 0. Collective.
+
+        Raises ValueError or TypeError, on all ranks, where one gives what cannot be meant, a key that is known already, or
+        other keys, shapes or dtypes than rank 0.
+        """
+        self._check_open()
+        named: dict[Name, Tensor] = {}
+        error: Exception | None = None
+        try:
+            named = self._new_values(key, value)
+        except (TypeError, ValueError) as caught:  # told to the others, who would wait
+            error = caught
+        self._group.agree(error, [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named.items()])
+        tensors = list(named.values())
+        flat = Flat(tensors)
+        buffers = flat.pack(tensors)
+        if self._group.communicator is not None:
+            for buffer in buffers:
+                self._group.communicator.broadcast(buffer, 0)
+        for name, first in zip(named, flat.views(buffers), strict=True):
+            spec = KeySpec(name, len(self._specs), first.shape, first.dtype, self._least_loaded())
+            self._specs[name] = spec
+            if spec.server == self._group.rank and self._group.keys is not None:
+                self._group.keys.add(spec, first.clone(), self._factory)
+        self._group.meet()  # nobody pushes before all servers know the keys
+
+    def push(self, key: Key, value: Any, priority: int = 0) -> None:
+        """Send values to be summed with what the other ranks push, and handed to the optimizer, or else assigned.
+
+        Several tensors for a key are summed here. It comes after all earlier calls of this rank for the key. It does not wait for
+        other ranks.
+
+        Raises KeyError for a key that init() was never given, ValueError for another shape or dtype, before anything is
+        sent; PeerLost where the rank that holds a key is lost.
+        """
+        self._check_open()
+        pushes = []
+        for name, values in pairs_of(key, value, "value"):
+            spec = spec_of(self._specs, name)
+            tensors = tensors_of(name, values, "value")
+            for tensor in tensors:
+                check_tensor(spec, tensor, "value")
+            pushes.append((spec, summed([_dense(tensor) for tensor in tensors]).cpu()))
+        for spec, total in pushes:
+            server = self._group.servers[spec.server]
+            if self._encoder is not None and spec.travels_coded:
+                step, code = self._encoder.encode(spec, total)
+                server.push(spec, code, step)
+            else:
+                server.push(spec, total, None)
+
+    def pull(self, key: Key, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
+        """Fill tensors with the newest values, in which all is that this rank has pushed before.
+
+        ignore_sparse: whether to leave sparse tensors in out alone; else they are a ValueError.
+
+        Raises as push() does; QuorumLost, CollectiveTimeout where an update cannot be made; CollectiveError where the
+        optimizer has failed.
+        """
+        self._check_open()
+        wanted = []
+        for spec, tensors in self._outs(key, out):
+            if not ignore_sparse and any(_is_sparse(tensor) for tensor in tensors):
+                raise ValueError(f"{here()}out of key {spec.name!r} is sparse: row_sparse_pull() is for that")
+            wanted.append((spec, [tensor for tensor in tensors if not _is_sparse(tensor)]))
+        for spec, tensors in wanted:
+            if tensors:
+                value = self._group.servers[spec.server].pull(spec)
+                _fill(tensors, value)
+
+    def pushpull(self, key: Key, value: Any, out: Any = None, priority: int = 0) -> None:
+        """Push values, and pull into out, or else into the values themselves."""
+        out = value if out is None else out
+        self._outs(key, out)  # what is wrong with it is found before anything is pushed
+        self.push(key, value, priority)
+        self.pull(key, out, priority)
+
+    def broadcast(self, key: Key, value: Any, out: Any, priority: int = 0) -> None:
+        """Give keys that are new the values of rank 0, and fill out with them. Collective."""
+        self.init(key, value)
+        self.pull(key, out, priority)
+
+    def row_sparse_pull(self, key: Key, out: Any, priority: int = 0, row_ids: Any = None) -> None:
+        """Fetch some rows of values, which alone travel.
+
+        row_ids: a tensor of the numbers of rows, in any order, also repeated; a list has one for each key, or for each
+        tensor in out of a single key. out: a sparse tensor (torch.sparse_coo) then consists of these rows, in order; of a
+        dense one these rows are written, and the others left alone.
+
+        Raises as pull() does; TypeError and ValueError for row_ids that are no rows.
+        """
+        self._check_open()
+        outs = self._outs(key, out)
+        chosen = lists_of_rows(key, [tensors for _, tensors in outs], row_ids)
+        wanted = [
+            (spec, tensor, rows_of(spec, rows))
+            for (spec, tensors), ids in zip(outs, chosen, strict=True)
+            for tensor, rows in zip(tensors, ids, strict=True)
+        ]
+        for spec, tensor, rows in wanted:
+            values = self._group.servers[spec.server].pull(spec, rows)
+            with torch.no_grad():
+                if _is_sparse(tensor):
+                    tensor.copy_(
+                        torch.sparse_coo_tensor(
+                            rows[None], values, spec.shape, is_coalesced=True, check_invariants=False
+                        )
+                    )
+                else:
+                    tensor[rows.to(tensor.device)] = values.to(tensor.device)
+
+    def set_optimizer(self, optimizer: Factory) -> None:
+        """Update every key, also those to come, by an optimizer of its own, made at its server. Collective.
+
+        optimizer: makes one of a list of tensors, such as functools.partial(torch.optim.SGD, lr=0.1), or
+        torch.optim.Adam; with the same settings on all ranks. It steps with the sum of what is pushed, not the average.
+        Given again, it takes the place of the first one, whose states are forgotten.
+
+        Raises TypeError for anything else, ValueError where ranks differ, and for keys that are no floating-point tensors.
+        """
+        self._check_open()
+        said, error = "", None
+        try:
+            said = described(optimizer)
+            for spec in self._specs.values():
+                _check_updatable(spec.name, spec.dtype)
+        except (TypeError, ValueError) as caught:
+            error = caught
+        self.barrier()  # what was pushed before is for what was there before
+        self._group.agree(error, said)
+        self._factory, self._optimizer_name = optimizer, said.split()[0]
+        if self._group.keys is not None:
+            self._group.keys.set_optimizer(optimizer)
+        self._group.meet()
+
+    def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
+        """Push codes from now on. Collective, once.
+
+        compression_params: {"type": "2bit", "threshold": 0.5} as in MXNet, which sends threshold, 0 or -threshold; or the
+        name of a codec of collectives.compression, with its settings, such as {"type": "topk", "ratio": 0.01}. What a code
+        has lost is added to this rank's next push to the key, where the codec needs that. Floating-point values are
+        encoded, as float32; others travel as they are, and so does what is pulled.
+
+        Raises ValueError, which lists types and settings, for others; where ranks differ; and with "local" and "device", where
+        nothing travels.
+        """
+        self._check_open()
+        if self._group.communicator is None:
+            raise ValueError(f"{here()}nothing travels with type {self._type!r} that could be compressed")
+        if self._encoder is not None:
+            raise ValueError(f"{here()}gradient compression is set already, and cannot be changed")
+        codec, said, error = None, "", None
+        try:
+            codec = codec_of(compression_params)
+            said = codec.identity
+        except ValueError as caught:
+            error = ValueError(f"{here()}{caught}")
+        self._group.agree(error, said)
+        assert codec is not None
+        if self._group.keys is not None:
+            self._group.keys.codec = codec
+        self._encoder = Encoder(codec, self._group.rank)
+        self._group.meet()
+
+    def save_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
+        """Write the states of all optimizers into one file of rank 0's, by torch.save. Collective.
+
+        Values of keys are not in it: pull and save them. Raises ValueError before set_optimizer(); OSError on rank 0 and
+        ValueError on the others where the file cannot be written.
+        """
+        self._check_has_optimizer("save_optimizer_states")
+        self.barrier()  # all that was pushed before is in them
+        states = {} if self._group.keys is None else self._group.keys.state_dict()
+        write_states(Path(fname), self._optimizer_name, states, self._group.communicator)
+
+    def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
+        """Go on with the states that save_optimizer_states() wrote, on any number of ranks and servers. Only rank 0 reads the
+        file. Collective.
+
+        Raises ValueError before set_optimizer(), for another file, and where a key is not in it, with nothing loaded; where the
+        file cannot be read OSError on rank 0 and ValueError on the others.
+        """
+        self._check_has_optimizer("load_optimizer_states")
+        self.barrier()
+        states = read_states(Path(fname), self._optimizer_name, self._group.communicator)
+        if missing := [name for name in self._specs if name not in states]:
+            raise ValueError(
+                f"{here()}{fname} has no state of key {missing[0]!r}; it has {', '.join(map(repr, states))}"
+            )
+        if self._group.keys is not None:
+            self._group.keys.load_state_dict(states)
+        self._group.meet()
+
+    @staticmethod
+    def is_capable(capability: str) -> bool:
+        """Return whether it can do something: "optimizer", which it can, is all that MXNet asks for. Raises ValueError else."""
+        if not isinstance(capability, str) or capability.lower() != "optimizer":
+            raise ValueError(f"{here()}capability must be 'optimizer', not {capability!r}")
+        return True
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it, and all that they have pushed has come to its servers. Collective."""
+        self.report()
+        self._group.meet()
+
+    def report(self) -> Counts:
+        """Return what became of all pushes so far, summed over keys: how many updates, whose pushes, and how many updates
+        each came late. It answers when all that this rank has pushed has come there."""
+        self._check_open()
+        return total_of(server.counts() for server in self._group.servers.values())
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Say that nothing more comes from this rank, serve the others until they say so too, and end the threads.
+
+        timeout_s: how long others are waited for at most, by default the timeout_s of init(); after that they are left
+        alone, and a warning says so. Calling it again does nothing.
+        """
+        self._group.close(timeout_s)
+
+    def _new_values(self, key: Key, value: Any) -> dict[Name, Tensor]:
+        """Return what init() is given, by key. Raises TypeError or ValueError."""
+        named = {}
+        for name, tensor in pairs_of(key, value, "value"):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{here()}value of key {name!r} must be a tensor, not {tensor!r}")
+            if name in self._specs:
+                raise ValueError(f"{here()}key {name!r} has been given to init() before; push() changes it")
+            if self._factory is not None:
+                _check_updatable(name, tensor.dtype)
+            named[name] = tensor
+        return named
+
+    def _outs(self, key: Key, out: Any) -> list[tuple[KeySpec, list[Tensor]]]:
+        """Return each key with the tensors to be filled. Raises KeyError, TypeError or ValueError."""
+        wanted = []
+        for name, outs in pairs_of(key, out, "out"):
+            spec = spec_of(self._specs, name)
+            tensors = tensors_of(name, outs, "out")
+            for tensor in tensors:
+                check_tensor(spec, tensor, "out")
+            wanted.append((spec, tensors))
+        return wanted
+
+    def _least_loaded(self) -> int:
+        """Return the server whose keys have the fewest elements."""
+        loads = dict.fromkeys(sorted(self._group.servers), 0)
+        for spec in self._specs.values():
+            loads[spec.server] += max(1, spec.shape.numel())
+        return min(loads, key=lambda server: loads[server])
+
+    def _check_open(self) -> None:
+        if self._group.is_closed:
+            raise RuntimeError(f"{here()}this key-value store is closed")
+
+    def _check_has_optimizer(self, method: str) -> None:
+        self._check_open()
+        if self._factory is None:
+            raise ValueError(f"{here()}{method}() needs an optimizer: call set_optimizer() first")
+
+    def __repr__(self) -> str:
+        return f"KVStore({self._type!r}), rank {self._group.rank} of {self._group.size}, {len(self._specs)} keys"
+
+
+def create(name: Type = "local", *, servers: Sequence[int] | None = None) -> KVStore:
+    """Return a KVStore of a type, as mxnet.kvstore.create() does."""
+    return KVStore(name, servers=servers)
+
+
+def _check_updatable(name: Name, dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        raise ValueError(f"{here()}an optimizer needs floating-point tensors, and key {name!r} has dtype {dtype}")
+
+
+def _is_sparse(tensor: Tensor) -> bool:
+    return tensor.layout is not torch.strided
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_dense() if _is_sparse(tensor) else tensor
+
+
+def _fill(tensors: Sequence[Tensor], value: Tensor) -> None:
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.copy_(value)

@@ -1,0 +1,63 @@
+"""Nesterov momentum for gradients that come one by one, and late, as an asynchronous parameter server's do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from trainer.optimizers.foreach import ForeachOptimizer, check_range
+
+
+class DelayedNesterov(ForeachOptimizer):
+    """SGD whose momentum follows the average of `delay` gradients (Delayed Nesterov; Liu, Chhaparia, Douillard et al. 2024,
+    algorithm 3, whose N is the delay and whose beta is the momentum):
+
+        s = s + g
+        every delay-th step:    m = momentum * m + s / delay,  s = 0
+                                w = w - lr * (g / delay + (1 - (delay - 1) * c) * momentum * m)
+        any other step:         w = w - lr * (g / delay + c * momentum * m)
+
+    Over `delay` steps that is one step of Nesterov SGD with the average gradient; with delay=1 it is torch's SGD with
+    nesterov=True. Where every gradient is an update of its own, momentum at each step would apply what is out of date over and
+    over. Steps are counted for each parameter.
+
+    lr: at least 0. momentum: at least 0 and below 1. delay: a whole number of gradients, at least 1; at an asynchronous
+    server as many as there are workers, or more. c: the part of the momentum that every other step takes, from 0 to
+    1 / delay.
+    """
+
+    def __init__(self, params: ParamsT, lr: float, momentum: float = 0.9, delay: int = 1, c: float = 0.0) -> None:
+        check_range("lr", lr, 0)
+        check_range("momentum", momentum, 0, 1)
+        if not isinstance(delay, int) or delay < 1:
+            raise ValueError(f"delay must be a whole number >= 1, not {delay!r}")
+        if not 0 <= c <= 1 / delay:
+            raise ValueError(f"c must be from 0 to 1 / delay = {1 / delay:g}, not {c!r}")
+        super().__init__(params, {"lr": lr, "momentum": momentum, "delay": delay, "c": c})
+
+    def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        delay, momentum, c = group["delay"], group["momentum"], group["c"]
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["gradient_sum"] = torch.zeros_like(parameter)
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            state["step"] += 1
+        torch._foreach_add_([self.state[parameter]["gradient_sum"] for parameter in parameters], gradients)
+        torch._foreach_add_(parameters, gradients, alpha=-group["lr"] / delay)
+        due = [parameter for parameter in parameters if int(self.state[parameter]["step"]) % delay == 0]
+        if due:
+            sums = [self.state[parameter]["gradient_sum"] for parameter in due]
+            buffers = [self.state[parameter]["momentum_buffer"] for parameter in due]
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, sums, alpha=1 / delay)
+            torch._foreach_zero_(sums)
+            torch._foreach_add_(due, buffers, alpha=-group["lr"] * momentum * (1 - (delay - 1) * c))
+        others = [parameter for parameter in parameters if int(self.state[parameter]["step"]) % delay]
+        if others and c > 0:
+            buffers = [self.state[parameter]["momentum_buffer"] for parameter in others]
+            torch._foreach_add_(others, buffers, alpha=-group["lr"] * momentum * c)

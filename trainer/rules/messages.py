@@ -1,0 +1,165 @@
+"""What workers and a parameter server say to each other: the threads that serve a shard, and what stands for it at a worker.
+
+Every worker on another rank has a Communicator of two ranks with the server, on which it pushes and pulls, and which a
+thread of the server's listens to. So no thread waits for another one's turn, and where a rank is lost, only its own
+Communicators break.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collectives import CollectiveError, Communicator
+from trainer.rules.aggregator import Counts
+from trainer.rules.pushed import Layout
+from trainer.rules.server import Shard
+from trainer.rules.serving import Serving, say
+from trainer.rules.told import from_record, of_pair, to_record
+
+PUSH, LEAVE, REPORT, FAILED = range(4)
+
+
+class Server(Serving):
+    """Serves a shard to workers of other ranks. layout: in which they push their gradients."""
+
+    def __init__(self, shard: Shard, layout: Layout, communicators: dict[int, Communicator]) -> None:
+        self._shard = shard
+        self._layout = layout
+        super().__init__("the parameter server", shard, communicators)
+
+    def _answer(self, worker: int, communicator: Communicator) -> bool:
+        """Answer the next thing that a worker says; False where that was the last."""
+        head = torch.empty(4, dtype=torch.float64)
+        communicator.recv(head, 0)
+        kind, version, weight, step = head.tolist()
+        if kind == LEAVE:
+            return False
+        if kind == REPORT:
+            say(communicator, REPORT, self._shard.counts().to_record())
+            return True
+        pushed = self._layout.empty(int(step))
+        for buffer in pushed:
+            communicator.recv(buffer, 0)
+        gradients = self._layout.decode(pushed, int(step))
+        try:
+            newest, parameters = self._shard.exchange(worker, int(version), weight, gradients)
+        except Exception as error:  # told to the worker, who raises it
+            say(communicator, FAILED, to_record(error))
+            return True
+        communicator.send(torch.tensor([PUSH, newest], dtype=torch.float64), 0)
+        for buffer in parameters:
+            communicator.send(buffer, 0)
+        return True
+
+
+class Remote:
+    """Is a server to its worker on another rank, which has rank 0 in their Communicator."""
+
+    def __init__(self, rank: int, server: int, layout: Layout, communicator: Communicator) -> None:
+        self.layout = layout
+        self.server = server
+        self._rank = rank
+        self._operation = f"step at the parameter server on rank {server}"
+        self._communicator = communicator
+        self._is_between_messages = True
+        self.is_answer_due = False
+        """Whether gradients have been pushed, and nothing pulled since."""
+
+    def push(self, version: int, weight: float, step: int, pushed: list[Tensor]) -> None:
+        """Send what a Sender has made of gradients at a step."""
+        with self._reached():
+            self._say(PUSH, version, weight, step)
+            for buffer in pushed:
+                self._communicator.send(buffer, 1)
+        self.is_answer_due = True
+
+    def pull(self) -> tuple[int, list[Tensor]]:
+        """Wait for the version and the parameters with which to go on. Raises what Shard.exchange() does; PeerLost, with the
+        server's rank, where that is lost."""
+        with self._reached():
+            kind, number = self._hear()
+            said = self._text(number) if kind == FAILED else None
+            buffers = [] if said is not None else self.layout.flat.empty()
+            for buffer in buffers:
+                self._communicator.recv(buffer, 1)
+        self.is_answer_due = False
+        if said is not None:
+            raise from_record(said, self._rank, self._operation)
+        return number, buffers
+
+    def counts(self) -> Counts:
+        """Ask what became of all contributions so far."""
+        with self._reached():
+            self._say(REPORT)
+            return Counts.from_record(self._text(self._hear()[1]))
+
+    def leave(self) -> None:
+        """Say that nothing more comes, once the server's answer has been taken, if one is due. Where a message was broken off,
+        which ends the Communicator, the server sees that."""
+        if self.is_answer_due:
+            with suppress(CollectiveError):
+                self.pull()
+        if self._is_between_messages:
+            with suppress(CollectiveError):  # a server that is lost need not know
+                self._say(LEAVE)
+        else:
+            self._communicator.close()
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        """Give errors of the Communicator the optimizer's numbers of ranks."""
+        self._is_between_messages = False
+        try:
+            yield
+            self._is_between_messages = True
+        except CollectiveError as error:
+            raise of_pair(error, (self._rank, self.server), self._rank, self._operation) from error
+
+    def _say(self, kind: int, version: int = 0, weight: float = 0.0, step: int = 0) -> None:
+        self._communicator.send(torch.tensor([kind, version, weight, step], dtype=torch.float64), 1)
+
+    def _hear(self) -> tuple[int, int]:
+        head = torch.empty(2, dtype=torch.float64)
+        self._communicator.recv(head, 1)
+        kind, number = head.tolist()
+        return int(kind), int(number)
+
+    def _text(self, nbytes: int) -> dict[str, Any]:
+        text = torch.empty(nbytes, dtype=torch.uint8)
+        self._communicator.recv(text, 1)
+        said: dict[str, Any] = json.loads(bytes(text.tolist()))
+        return said
+
+
+class Local:
+    """Is the server to the worker of its own rank."""
+
+    def __init__(self, rank: int, shard: Shard, layout: Layout) -> None:
+        self.layout = layout
+        self.server = rank
+        self.is_answer_due = False
+        """As of a Remote; but nobody sends it."""
+        self._shard = shard
+        self._pushed: tuple[int, float, list[Tensor]] = (0, 0.0, [])
+
+    def push(self, version: int, weight: float, step: int, pushed: list[Tensor]) -> None:
+        """Keep what a Sender has made of gradients at a step until pull()."""
+        self._pushed = (version, weight, self.layout.decode(pushed, step))
+
+    def pull(self) -> tuple[int, list[Tensor]]:
+        """Do as Shard.exchange()."""
+        return self._shard.exchange(self.server, *self._pushed)
+
+    def counts(self) -> Counts:
+        """Return what became of all contributions so far."""
+        return self._shard.counts()
+
+    def leave(self) -> None:
+        """Say that nothing more comes."""
+        self._shard.leave(self.server)

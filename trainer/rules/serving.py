@@ -1,0 +1,86 @@
+"""What servers inside the ranks have in common: which ranks serve, the threads that answer workers, and records as answers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from collectives import CollectiveError, Communicator
+from trainer.rules.told import of_pair
+from trainer.world import here
+
+_log = logging.getLogger("gradwire")
+
+
+class Served(Protocol):
+    """Is what a server holds, and is told of workers that take no part any more. Attribute rank: the server's."""
+
+    rank: int
+
+    def leave(self, worker: int) -> None:
+        """Go on without a worker that is done."""
+
+    def lose(self, worker: int, error: CollectiveError) -> None:
+        """Go on without a worker that has failed. error: that tells of it."""
+
+
+class Serving(ABC):
+    """Answers workers of other ranks, each with a thread and a Communicator of its own, in which it has rank 1.
+
+    name: in messages. served: what is told of workers whose thread is over.
+    """
+
+    def __init__(self, name: str, served: Served, communicators: Mapping[int, Communicator]) -> None:
+        self._name = name
+        self._served = served
+        self._threads = [
+            threading.Thread(target=self._serve, args=each, name=f"gradwire-server-{each[0]}", daemon=True)
+            for each in communicators.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, deadline: float) -> bool:
+        """Wait until all workers are done or lost, but not beyond the deadline (time.monotonic()); return whether they are."""
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _serve(self, worker: int, communicator: Communicator) -> None:
+        try:
+            while self._answer(worker, communicator):
+                pass
+            self._served.leave(worker)
+        except CollectiveError as error:
+            rank = self._served.rank
+            told = of_pair(error, (worker, rank), rank, f"serving at {self._name}")
+            _log.warning("gradwire: %s goes on without rank %d: %s", self._name, worker, told)
+            self._served.lose(worker, told)
+
+    @abstractmethod
+    def _answer(self, worker: int, communicator: Communicator) -> bool:
+        """Answer the next thing that a worker says; False where that was the last."""
+
+
+def say(communicator: Communicator, kind: int, record: dict[str, Any]) -> None:
+    """Send a worker a head, of the kind and the number of bytes that follow, and a record, as JSON can have it."""
+    text = json.dumps(record).encode()
+    communicator.send(torch.tensor([kind, len(text)], dtype=torch.float64), 0)
+    communicator.send(torch.tensor(list(text), dtype=torch.uint8), 0)
+
+
+def checked_servers(servers: Sequence[int] | None, size: int) -> list[int]:
+    """Return the ranks that serve, all by default. Raises ValueError for what is none of them."""
+    listed = list(range(size)) if servers is None else list(servers)
+    if not listed or len(set(listed)) < len(listed) or not all(isinstance(s, int) and 0 <= s < size for s in listed):
+        raise ValueError(
+            f"{here()}servers must be ranks from 0 to {size - 1}, each once, at least one, not {servers!r}"
+        )
+    return sorted(listed)

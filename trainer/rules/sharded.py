@@ -1,0 +1,234 @@
+"""The rule of sharded states: every rank steps its share of the parameters, and keeps the optimizer's state of that alone.
+
+ZeRO stage 1 (Rajbhandari et al. 2020): gradients are reduced so that every rank gets its share of each bucket, the optimizer
+steps on the pieces of parameters that lie in there, and the parameters are gathered. The buckets are those of the synchronous
+rule, and the two halves those of the allreduce that it would run, so a piece's gradient has the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collectives.errors import ranks_text
+from trainer.gradients.dtensors import shard_of
+from trainer.gradients.saved import SHARDS
+from trainer.ops import Adasum, Sum
+from trainer.optimizers.lamb import LAMB
+from trainer.optimizers.lars import LARS
+from trainer.rules.pieces import Held, Pieces, cut_whole, is_by_element, is_dense
+from trainer.rules.rule import Setup
+from trainer.rules.synchronous import Synchronous
+from trainer.world import here
+
+_NOT_BY_ELEMENT = (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor, torch.optim.Muon, LARS, LAMB)
+
+_VERSION = 1
+
+_CHANGED = (
+    "the gradient of {!r} has been changed since backward(), but each rank has its piece of the gradients only: clip with "
+    "clip_grad_norm_() of the distributed optimizer, not with torch's, and use no GradScaler with shard_states=True"
+)
+
+
+class Sharded(Synchronous):
+    """Exchanges gradients as the synchronous rule does, and has the optimizer step on pieces of the parameters.
+
+    When backward() returns, parameter.grad holds the average where this rank's piece is, and zeros elsewhere, so that what
+    ranks sum up of it counts every element once.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        optimizer = setup.optimizer
+        if isinstance(optimizer, _NOT_BY_ELEMENT):
+            raise ValueError(
+                f"{here()}shard_states=True is for optimizers that treat every element by itself; {type(optimizer).__name__} "
+                "does not"
+            )
+        if setup.combination.op == Adasum:
+            raise ValueError(
+                f"{here()}shard_states=True does not go with op={Adasum!r}, by which ranks step on the whole"
+            )
+        super().__init__(replace(setup, combination=replace(setup.combination, in_shares=True)))
+        self._pieces = Pieces(optimizer, self.communicator)
+        self._versions: list[int] = []
+        self._gathered_s = 0.0
+
+    @property
+    def wait_s(self) -> float:
+        return super().wait_s + self._gathered_s
+
+    @property
+    def shares_state(self) -> bool:
+        return False
+
+    @property
+    def can_stand_in(self) -> bool:
+        return False
+
+    def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+        for name, parameter in zip(names, parameters, strict=True):
+            if shard_of(parameter):
+                raise ValueError(f"{here()}shard_states=True needs whole parameters, and {name!r} is sharded already")
+            if not is_dense(parameter):
+                raise ValueError(
+                    f"{here()}shard_states=True needs parameters without gaps in memory, and {name!r} has shape "
+                    f"{list(parameter.shape)} and strides {list(parameter.stride())}"
+                )
+        super().add(names, parameters)
+
+    def start(self) -> None:
+        super().start()
+        self._pieces.cut(self.bucketing.buckets)
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        self._pieces.cut(self.bucketing.buckets)
+
+    def evaluate(self, closure: Callable[[], Any]) -> Any:
+        raise ValueError(f"{here()}step(closure) does not go with shard_states=True: call backward(), then step()")
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Have the optimizer step on this rank's pieces. Raises RuntimeError where gradients are not what backward() left."""
+        for bucket in self.bucketing.buckets:
+            for slot, parameter in enumerate(bucket.parameters):
+                is_another = parameter.grad is not None and not bucket.holds_gradient(slot)
+                if is_another or bucket.memory._version != bucket.finished_version:
+                    raise RuntimeError(here() + _CHANGED.format(bucket.names[slot]))
+        self._pieces.fill()
+        with self._pieces.in_place_of_parameters():
+            yield
+
+    def after_step(self) -> None:
+        begin = time.perf_counter()
+        self._pieces.gather()
+        self._gathered_s += time.perf_counter() - begin
+        super().after_step()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
+        """Do as Rule.clip_grad_norm_, over all ranks' pieces. Collective."""
+        self.synchronize()
+        parts = [
+            bucket.memory[span][start:stop]
+            for bucket in self.bucketing.buckets
+            for piece, span in zip(self._pieces.of(bucket), bucket.spans, strict=True)
+            if piece.parameter.grad is not None
+            for start, stop in piece.ranges
+        ]
+        own = torch.nn.utils.get_total_norm(parts, norm_type)
+        total = own.to(self.communicator.control_device, torch.float64)
+        if math.isinf(norm_type):
+            self.communicator.allreduce(total, "max")
+        else:
+            total = total**norm_type
+            self.communicator.allreduce(total, Sum)
+            total = total ** (1 / norm_type)
+        factor = min(1.0, max_norm / (float(total) + 1e-6))
+        for part in parts:
+            part.mul_(factor)
+        for bucket in self.bucketing.buckets:
+            bucket.take_note()
+        return total.to(own.dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state of this rank's pieces, each with one dimension, and under SHARDS whose they
+        are: another on every rank."""
+        with self._pieces.in_place_of_parameters():
+            state = super().state_dict()
+        pieces = self._pieces.all
+        return {
+            **state,
+            SHARDS: {
+                "version": _VERSION,
+                "world_size": self.communicator.size,
+                "rank": self.communicator.rank,
+                "shapes": [list(piece.parameter.shape) for piece in pieces],
+                "ranges": [[list(each) for each in piece.ranges] for piece in pieces],
+            },
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
+        """Load what state_dict() of all ranks there were has returned, on any number of ranks, or an unsharded state. Collective.
+
+        Raises ValueError on all ranks where what they were given is not all of one checkpoint, or not of these parameters.
+        """
+        lent = self._agree([state_dict, *also])
+        bare = {key: value for key, value in state_dict.items() if key != SHARDS} | {"state": {}}
+        self._resume(bare, also)
+        self._pieces.cut(self.bucketing.buckets)
+        state: dict[int, dict[str, Any]] = {}
+        for number, piece in enumerate(self._pieces.all):
+            mine = state_dict["state"].get(number)
+            if not mine:
+                continue
+            if lent is None:
+                state[number] = cut_whole(piece, mine)
+                continue
+            held = [Held(each[SHARDS]["ranges"][number], each["state"][number]) for each in lent]
+            state[number] = self._pieces.merged(piece, mine, held)
+        with self._pieces.in_place_of_parameters():
+            self.setup.optimizer.load_state_dict({**bare, "state": state})
+
+    def _agree(self, given: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        """Return for which parts of a checkpoint this rank answers, of those that it was given; None for a state that is not
+        sharded. Collective."""
+        shapes = [list(piece.parameter.shape) for piece in self._pieces.all]
+        labels = [_label(each, shapes) for each in given]
+        everyones: list[list[Any]] = self.communicator.allgather_record(labels)
+        first = everyones[0][0]
+        for rank, theirs in enumerate(everyones):
+            for label in theirs:
+                if isinstance(label, str):
+                    raise ValueError(f"{here()}load_state_dict: rank {rank} was given {label}")
+                if _checkpoint(label) != _checkpoint(first):
+                    raise ValueError(
+                        f"{here()}load_state_dict: rank {rank} was given a part of another checkpoint than rank 0"
+                    )
+        if first is None:
+            return None
+        holders = {label[1]: rank for rank in reversed(range(len(everyones))) for label in everyones[rank]}
+        if missing := sorted(set(range(first[0])) - holders.keys()):
+            raise ValueError(
+                f"{here()}load_state_dict: saved on {first[0]} ranks, and nobody was given what {ranks_text(missing)} saved: "
+                "give it to any rank, as load_state_dict(..., also=[...])"
+            )
+        parts = {each[SHARDS]["rank"]: each for each in reversed(given)}
+        return [parts[saved] for saved, rank in sorted(holders.items()) if rank == self.communicator.rank]
+
+
+def _checkpoint(label: list[Any] | None) -> list[Any] | None:
+    """Return what the parts of one checkpoint have in common."""
+    return None if label is None else [label[0], label[2]]
+
+
+def _label(given: dict[str, Any], shapes: list[list[int]]) -> list[Any] | str | None:
+    """Return on how many ranks a part was saved, on which, and what it has of which parameters; None for a state that is not
+    sharded; a text that says what is wrong with one that cannot be loaded."""
+    if (part := given.get(SHARDS)) is None:
+        return None
+    try:
+        if part["version"] != _VERSION:
+            return f"a {SHARDS!r} of version {part['version']}"
+        if part["shapes"] != shapes:
+            return f"the state of parameters of shapes {part['shapes']}, not {shapes}"
+        names = []
+        for number, ranges in enumerate(part["ranges"]):
+            numel, state = sum(stop - start for start, stop in ranges), given["state"].get(number, {})
+            by_element = [name for name in sorted(state) if is_by_element(name, state[name])]
+            for name in by_element:
+                if state[name].numel() != numel:
+                    has = state[name].numel()
+                    return f"what is damaged: state {name!r} of parameter {number} has {has} elements, not {numel}"
+            names.append([[name, str(state[name].dtype)] for name in by_element])
+        return [part["world_size"], part["rank"], names]
+    except Exception as error:  # all ranks must hear of it, or they would wait
+        return f"what is damaged: {type(error).__name__}: {error}"
