@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -134,7 +135,7 @@ class World:
         """Return a new Communicator of two ranks of the world, in this order, for messages, closed with the world at the latest.
         Collective over the two. name: what both say, and nobody has said before. timeout_s: of this rank's operations; by
         default that of the world."""
-        pair = self._membership.subset([first, second], name)
+        pair = replace(self._membership.subset([first, second], name), beside_others=True)
         patience_s = self.settings.timeout_s if timeout_s is None else timeout_s
         communicator = Communicator(pair, timeout_s=patience_s, stall_warning_s=None)
         self._note_opened(communicator)

@@ -43,7 +43,8 @@ class Membership:
     rank, size: this rank among them. hosts: as Topology has them. store: which nobody else uses. epoch: how often the members
     have changed. device_types: the kinds of device whose tensors they exchange. secret: by which they know each other when they
     connect. lost: returns those whose process is known to have ended. global_ranks: which ranks of torch.distributed's default
-    group these are; empty where they are none.
+    group these are; empty where they are none. beside_others: whether other ranks of the host compute while these wait for
+    each other, so that waits leave the cores to them.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class Membership:
     secret: bytes = field(repr=False)
     lost: Callable[[], Collection[int]] = field(repr=False, default=tuple)
     global_ranks: tuple[int, ...] = ()
+    beside_others: bool = False
 
     def subset(self, ranks: Sequence[int], name: str) -> Membership:
         """Return the Membership of some of these ranks, to which this one belongs; ranks[r] becomes rank r.

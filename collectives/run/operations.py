@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import get_ident
+from threading import get_ident, main_thread
 from typing import TypeVar
 
 from collectives.diagnostics import whereabouts
@@ -162,7 +162,7 @@ class Operations:
             turn = object()
             try:
                 if self._queue.enter(turn):
-                    self._take_turn(call, signature or call, body, get_ident(), beside_work=False)
+                    self._take_turn(call, signature or call, body, get_ident(), beside_work=_is_beside_work())
                     return None
             finally:
                 self._queue.leave(turn, self._sequence)
@@ -204,7 +204,7 @@ class Operations:
         try:
             if self._failure is not None or not self._queue.enter(turn, counted=False):
                 return False
-            self._take_message_turn(call, peers, body, beside_work=False)
+            self._take_message_turn(call, peers, body, beside_work=_is_beside_work())
             return True
         finally:
             self._queue.leave(turn, self._sequence)
@@ -549,6 +549,11 @@ class Operations:
             self._queue.close(_LET_GO_S)
         self._watch.close()
         self._watch.join()
+
+
+def _is_beside_work() -> bool:
+    """Return whether another thread than the main one calls, so that the main one computes meanwhile."""
+    return get_ident() != main_thread().ident
 
 
 def _at_exit(operations: weakref.ref[Operations]) -> None:

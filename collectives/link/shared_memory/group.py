@@ -69,8 +69,8 @@ class _Plan:
 class LocalGroup:
     """The ranks of one host, their common segment, and who of them is alive.
 
-    name: of the segment. members: the host's ranks in the world, ascending; pids: their processes. everyone: whether the
-    world has no other ranks.
+    name: of the segment. members: the host's ranks in the world, ascending; pids: their processes. everyone: whether
+    there are no other ranks, that compute while these wait.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ def join_host(membership: Membership, kernels: ModuleType | str, deadline: float
         problem = kernels if isinstance(kernels, str) else None
         if len(members) > 1 and not isinstance(kernels, str):
             try:
-                group = _join(kernels, segment, cards, members, rank)
+                group = _join(kernels, segment, cards, members, membership)
             except OSError as error:
                 problem = str(error)
         answers = _exchange(membership, "joined", {"why": problem}, deadline)
@@ -73,8 +73,9 @@ def _join(
     segment: Segment | None,
     cards: Sequence[dict[str, Any]],
     members: Sequence[int],
-    rank: int,
+    membership: Membership,
 ) -> LocalGroup:
+    rank = membership.rank
     first = cards[members[0]]
     if "name" not in first:
         raise OSError(first.get("why", f"rank {members[0]} made no segment"))
@@ -82,7 +83,7 @@ def _join(
         nbytes = LocalGroup.segment_bytes(kernels, len(members))
         segment = Segment.open(first["pid"], first["descriptor"], first["name"], nbytes)
     pids = [cards[member]["pid"] for member in members]
-    everyone = len(members) == len(cards)
+    everyone = len(members) == len(cards) and not membership.beside_others
     group = LocalGroup(kernels, segment, first["name"], pids, members, rank, everyone=everyone)
     try:
         for member in members:
