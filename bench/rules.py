@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -45,7 +46,7 @@ class RuleRow:
 
     tokens_per_s: of all ranks together. over_first: the loss over that of the first competitor with this seed. reach_time,
     reach_tokens, reach_bytes: what it took until its loss was as low as the first one's last, over what that took; None where
-    it never was. replicas_identical: None for rules whose ranks do not hold the same.
+    it never was. wait_share: None where it is not known. replicas_identical: None for rules whose ranks do not hold the same.
     """
 
     competitor: str
@@ -56,7 +57,7 @@ class RuleRow:
     seconds: float
     tokens_per_s: float
     sent_bytes: float
-    wait_share: float
+    wait_share: float | None
     loss: float
     over_first: float
     reach_time: float | None
@@ -157,12 +158,12 @@ def train(chosen: argparse.Namespace, which: Entry, seed: int, first: RuleRow | 
     options = ("every", "outer_lr", "outer_momentum", "warmup_steps", "warmup_codec", "staleness", "delay", "k")
     competitor = RULES[which.rule](module, which.codec, Settings(**{name: getattr(chosen, name) for name in options}))
     length = Length(
-        None if chosen.steps is None else round(chosen.steps * which.share),
+        None if chosen.steps is None else max(1, round(chosen.steps * which.share)),
         None if chosen.seconds is None else chosen.seconds * which.share,
     )
     training = Training(competitor, task, config, length, chosen.slow, POINTS)
     training.run()
-    waited = torch.tensor([competitor.wait_s() / training.seconds], dtype=torch.float64)
+    waited_s = competitor.wait_s()
     report = competitor.report()
     competitor.close()  # before ranks wait for each other in another way, for those that are late may need it
     is_same = len(set(hvd.allgather_object(digest(module)))) == 1
@@ -178,7 +179,7 @@ def train(chosen: argparse.Namespace, which: Entry, seed: int, first: RuleRow | 
         seconds=curve[-1].seconds,
         tokens_per_s=curve[-1].tokens / curve[-1].seconds,
         sent_bytes=curve[-1].sent_bytes,
-        wait_share=hvd.allreduce(waited, op=hvd.Average).item(),
+        wait_share=None if waited_s is None else _average(waited_s / training.seconds),
         loss=curve[-1].loss,
         over_first=curve[-1].loss / target.loss,
         reach_time=None if found is None else found.seconds / target.seconds,
@@ -188,6 +189,11 @@ def train(chosen: argparse.Namespace, which: Entry, seed: int, first: RuleRow | 
         report=report,
         curve=[asdict(point) for point in curve],
     )
+
+
+def _average(value: float) -> float:
+    """Return the mean over ranks. Collective."""
+    return float(hvd.allreduce(torch.tensor([value], dtype=torch.float64), op=hvd.Average).item())
 
 
 def format_header(meta: Mapping[str, Any], row: RuleRow) -> list[str]:
@@ -208,10 +214,11 @@ def format_header(meta: Mapping[str, Any], row: RuleRow) -> list[str]:
 
 
 def format_row(row: RuleRow) -> str:
+    waited = "-" if row.wait_share is None else f"{row.wait_share:.1%}"
     same = {None: "-", True: "identical", False: "differ"}[row.replicas_identical]
     return (
         f"  {row.competitor:26} {row.seed:4} {row.steps:8.0f} {row.seconds:9.1f} {row.tokens_per_s:9.0f}"
-        f" {row.sent_bytes / 1e6:10.2f} {row.wait_share:5.1%} {row.loss:7.4f} {row.over_first:7.4f}"
+        f" {row.sent_bytes / 1e6:10.2f} {waited:>5} {row.loss:7.4f} {row.over_first:7.4f}"
         f" {_share(row.reach_time)} {_share(row.reach_tokens)} {_share(row.reach_bytes)}  {same}"
     )
 
@@ -221,9 +228,15 @@ def _share(value: float | None) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 1 if replicas differ that should not, on every rank."""
+    """Exit code 1 if replicas differ that should not, and 2 for a slow rank that there is not, on every rank."""
     chosen = parse_arguments(arguments)
     hvd.init()
+    if chosen.slow is not None and chosen.slow.rank >= hvd.size():
+        print(
+            f"bench rules: --slow names rank {chosen.slow.rank}, and there are ranks 0 to {hvd.size() - 1}",
+            file=sys.stderr,
+        )
+        return 2
     share_cores()
     config = bytes_gpt.Config(**MODELS[chosen.preset])
     meta = {

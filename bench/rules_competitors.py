@@ -17,8 +17,8 @@ from trainer.compression import NAMES, Compressor
 from trainer.examples.loop import adamw
 
 NONE = "none"
-QUARTER = 4
-"""Streaming exchanges so many fragments."""
+FRAGMENTS = 4
+"""Into so many fragments streaming divides the parameters, to be exchanged one at a time."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Competitor:
 
     forward: what to call, the module itself or its wrapper. in_step: whether all ranks take as many steps. warmup_steps,
     period: they have their parameters in common after so many steps, and every period of steps from then on. sent_bytes:
-    what this rank has sent after so many steps. wait_s: how long it has waited for others. report: what the rule says of
-    itself at the end.
+    what this rank has sent after so many steps. wait_s: how long it has waited for others; None where that is not known.
+    report: what the rule says of itself at the end.
     """
 
     module: nn.Module
@@ -56,7 +56,7 @@ class Competitor:
     warmup_steps: int
     period: int
     sent_bytes: Callable[[int], float]
-    wait_s: Callable[[], float]
+    wait_s: Callable[[], float | None]
     report: Callable[[], str]
     close: Callable[[], None]
 
@@ -107,7 +107,7 @@ def _ddp(module: nn.Module, codec: str, settings: Settings) -> Competitor:
     sent = exchanged_bytes(module)
     forward = DistributedDataParallel(module)
     return Competitor(
-        module, forward, adamw(module), True, 0, 1, lambda steps: sent * steps, lambda: 0.0, lambda: "", lambda: None
+        module, forward, adamw(module), True, 0, 1, lambda steps: sent * steps, lambda: None, lambda: "", lambda: None
     )
 
 
@@ -176,7 +176,7 @@ def _diloco(module: nn.Module, codec: str, settings: Settings) -> Competitor:
 
 
 def _streaming(module: nn.Module, codec: str, settings: Settings) -> Competitor:
-    return _local(module, codec, settings, momentum=True, fragments=QUARTER, delay=settings.delay)
+    return _local(module, codec, settings, momentum=True, fragments=FRAGMENTS, delay=settings.delay)
 
 
 def _served(module: nn.Module, settings: Settings, *, quorum: int, staleness: int | None = None) -> Competitor:
@@ -190,7 +190,7 @@ def _served(module: nn.Module, settings: Settings, *, quorum: int, staleness: in
         warmup_steps=0,
         period=1,
         sent_bytes=lambda steps: sent * steps,  # gradients to the servers, and parameters from the one that is here
-        wait_s=lambda: 0.0,
+        wait_s=lambda: None,
         report=lambda: str(optimizer.report()),
         close=optimizer.close,
     )

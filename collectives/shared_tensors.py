@@ -22,43 +22,52 @@ from collectives.run.engine import Engine
 
 
 def shared_empty(engine: Engine, hosts: Sequence[Sequence[int]], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Do as Communicator.shared_empty, for ranks that are on these hosts. Collective."""
     _check_one_host(engine, hosts)
-    wanted = [list(shape), str(dtype)]
     nbytes = math.prod(shape) * dtype.itemsize
+    card: dict[str, Any] = {"wanted": [list(shape), str(dtype)]}
     segment: Segment | None = None
-    card: dict[str, Any] = {"wanted": wanted}
-    if engine.rank == 0 and nbytes:
-        name = f"gradwire-{secrets.token_hex(16)}"
-        try:
-            segment = _reserve(name, nbytes)
-            card |= {"pid": os.getpid(), "descriptor": segment.descriptor, "name": name}
-        except OSError as error:
-            card |= {"why": str(error)}
-    cards = objects.allgather_record(engine, card)
+    try:
+        if engine.rank == 0 and nbytes:
+            name = f"gradwire-{secrets.token_hex(16)}"
+            try:
+                segment = _reserve(name, nbytes)
+                card |= {"pid": os.getpid(), "descriptor": segment.descriptor, "name": name}
+            except OSError as error:
+                card |= {"why": str(error)}
+        first = _card_of_rank_0(engine, card)
+        if nbytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        problem = first.get("why")
+        if segment is None and problem is None:
+            try:
+                segment = Segment.open(first["pid"], first["descriptor"], first["name"], nbytes)
+            except OSError as error:
+                problem = str(error)
+        problems = {rank: why for rank, why in enumerate(objects.allgather_record(engine, problem)) if why is not None}
+        if problems or segment is None:
+            rank, why = next(iter(problems.items()))
+            raise CollectiveError(
+                f"there is no memory for all ranks: rank {rank}: {why}", rank=engine.rank, operation="shared_empty"
+            )
+    except BaseException:
+        if segment is not None:
+            segment.close()
+        raise
+    segment.seal_off()
+    return _tensor_in(segment, shape, dtype)
+
+
+def _card_of_rank_0(engine: Engine, card: dict[str, Any]) -> dict[str, Any]:
+    """Return what rank 0 says of the memory. Raises ValueError, on all ranks, where these want different ones. Collective."""
+    cards: list[dict[str, Any]] = objects.allgather_record(engine, card)
     for rank, theirs in enumerate(cards):
         if theirs["wanted"] != cards[0]["wanted"]:
             raise ValueError(
                 f"rank {engine.rank}: shared_empty needs the same shape and dtype on all ranks: rank 0 gave "
                 f"{cards[0]['wanted']}, rank {rank} {theirs['wanted']}"
             )
-    if nbytes == 0:
-        return torch.empty(shape, dtype=dtype)
-    first, problem = cards[0], cards[0].get("why")
-    if segment is None and problem is None:
-        try:
-            segment = Segment.open(first["pid"], first["descriptor"], first["name"], nbytes)
-        except OSError as error:
-            problem = str(error)
-    problems = {rank: why for rank, why in enumerate(objects.allgather_record(engine, problem)) if why is not None}
-    if problems or segment is None:
-        if segment is not None:
-            segment.close()
-        rank, why = next(iter(problems.items()))
-        raise CollectiveError(
-            f"there is no memory for all ranks: rank {rank}: {why}", rank=engine.rank, operation="shared_empty"
-        )
-    segment.seal_off()
-    return _tensor_in(segment, shape, dtype)
+    return cards[0]
 
 
 def _check_one_host(engine: Engine, hosts: Sequence[Sequence[int]]) -> None:

@@ -277,13 +277,12 @@ def _stacks_file(directory: Path, rank: int) -> Path:
     return directory / f"stacks-{rank}"
 
 
-def meet(name: str) -> None:
-    """Wait until all ranks have come here, with a name that is used once in a world.
+def meet(name: str, ranks: Iterable[int] | None = None) -> None:
+    """Wait until all ranks, or the given ones, have come here, with a name that is used once in a world.
 
     It goes through the store, so that a rank may end as soon as it returns: gloo's barrier may still need it then.
     """
     store = torch.distributed.distributed_c10d._get_default_store()
     store.set(f"met/{name}/{torch.distributed.get_rank()}", "")
-    store.wait(
-        [f"met/{name}/{rank}" for rank in range(torch.distributed.get_world_size())], timedelta(seconds=RUN_TIMEOUT_S)
-    )
+    awaited = range(torch.distributed.get_world_size()) if ranks is None else ranks
+    store.wait([f"met/{name}/{rank}" for rank in awaited], timedelta(seconds=RUN_TIMEOUT_S))

@@ -205,16 +205,16 @@ class KVStore:
         Raises TypeError for anything else, ValueError where ranks differ, and for keys that are no floating-point tensors.
         """
         self._check_open()
-        said, error = "", None
+        name, settings, error = "", "", None
         try:
-            said = described(optimizer)
+            name, settings = described(optimizer)
             for spec in self._specs.values():
                 _check_updatable(spec.name, spec.dtype)
         except (TypeError, ValueError) as caught:
             error = caught
         self.barrier()  # what was pushed before is for what was there before
-        self._group.agree(error, said)
-        self._factory, self._optimizer_name = optimizer, said.split()[0]
+        self._group.agree(error, f"{name} {settings}")
+        self._factory, self._optimizer_name = optimizer, name
         if self._group.keys is not None:
             self._group.keys.set_optimizer(optimizer)
         self._group.meet()
@@ -239,8 +239,8 @@ class KVStore:
         try:
             codec = codec_of(compression_params)
             said = codec.identity
-        except ValueError as caught:
-            error = ValueError(f"{here()}{caught}")
+        except (TypeError, ValueError) as caught:
+            error = ValueError(f"{here()}gradient compression by {compression_params!r}: {caught}")
         self._group.agree(error, said)
         assert codec is not None
         if self._group.keys is not None:

@@ -123,10 +123,10 @@ class DistributedOptimizer(WrappingOptimizer):
             raise TypeError(
                 f"{here()}rule must be a class derived from Rule, or a function that makes one, not {rule!r}"
             )
-        if not isinstance(shard_states, bool) or (shard_states and rule is not Synchronous):
-            raise ValueError(
-                f"{here()}shard_states must be True or False, and True goes with no other rule= than the default"
-            )
+        if not isinstance(shard_states, bool):
+            raise ValueError(f"{here()}shard_states must be True or False, not {shard_states!r}")
+        if shard_states and rule is not Synchronous:
+            raise ValueError(f"{here()}shard_states=True goes with no other rule= than the default, not with {rule!r}")
         self.shard_states = shard_states
         """Whether this rank's optimizer has the state of its pieces of the parameters only."""
         if shard_states:

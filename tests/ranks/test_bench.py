@@ -233,7 +233,7 @@ RULE_FLAGS = ["--batch", "1", "--context", "16", "--warmup-steps", "2"]
 
 
 def test_update_rules_that_average_every_step(tmp_path: Path) -> None:
-    competitors = ["synchronous", "ddp", "server", "synchronous@0.5"]
+    competitors = ["synchronous", "ddp", "server", "synchronous@0.5", "alone@0.0001"]
     done = bench(
         2, "rules", *competitors, *RULE_FLAGS, "--steps", "6", "--seeds", "3", "-J", str(tmp_path / "out.json")
     )
@@ -241,9 +241,11 @@ def test_update_rules_that_average_every_step(tmp_path: Path) -> None:
     meta, rows = rows_of(tmp_path / "out.json")
     assert (meta["steps"], meta["seconds"], meta["context"]) == (6, None, 16)
     assert [row["competitor"] for row in rows] == competitors
-    assert [row["steps"] for row in rows] == [6, 6, 6, 3]
-    assert [row["replicas_identical"] for row in rows] == [True] * 4
-    synchronous, ddp, server, half = rows
+    assert [row["steps"] for row in rows] == [6, 6, 6, 3, 1]
+    assert [row["replicas_identical"] for row in rows] == [True] * 4 + [None]
+    synchronous, ddp, server, half, _ = rows
+    assert synchronous["wait_share"] > 0
+    assert ddp["wait_share"] is server["wait_share"] is None
     assert synchronous["reach_time"] == synchronous["reach_tokens"] == synchronous["reach_bytes"] == 1
     for same, tolerance in ((ddp, 1e-4), (server, 1e-2)):  # to a server, each rank pushes what it has clipped itself
         assert same["loss"] == pytest.approx(synchronous["loss"], rel=tolerance)
@@ -297,6 +299,12 @@ def test_update_rules_in_equal_time(tmp_path: Path) -> None:
     assert (rows[1]["steps"] - 2) % 3 == 0
     assert "contributions" in rows[2]["report"]
     assert "# Slow: rank 1 sleeps 0.1 s in each step" in done.stdout
+
+
+def test_a_slow_rank_that_there_is_not_is_refused() -> None:
+    done = run([sys.executable, "-m", "bench", "rules", "alone", "--slow", "1:0.1"])
+    assert done.returncode == 2
+    assert "--slow names rank 1, and there are ranks 0 to 0" in done.stderr
 
 
 def test_alone_there_is_no_convergence_to_compare() -> None:

@@ -224,6 +224,11 @@ def save_and_load(folder: str) -> None:
         second.load_optimizer_states(missing)
     with pytest.raises(OSError if hvd.rank() == 0 else ValueError, match="nowhere"):
         second.save_optimizer_states(Path(folder) / "nowhere" / "states")
+    with pytest.raises(ValueError, match=r"empty name|could not write \."):
+        second.save_optimizer_states("")
+    (taken := Path(folder) / "taken").mkdir(exist_ok=True)
+    with pytest.raises(OSError if hvd.rank() == 0 else ValueError, match="taken"):
+        second.save_optimizer_states(taken)
     second.init("new", torch.zeros(1))
     with pytest.raises(ValueError, match="no state of key 'new'; it has"):
         second.load_optimizer_states(path)
@@ -242,7 +247,7 @@ def save_and_load(folder: str) -> None:
 
 def test_states_go_through_a_file_bit_for_bit(ranks: Worlds, tmp_path: Path) -> None:
     ranks(2).run(save_and_load, str(tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ["states"]
+    assert {path.name for path in tmp_path.iterdir()} == {"states", "taken"}
 
 
 @in_world
@@ -341,7 +346,8 @@ def push_two_bits() -> None:
         ([0.25, 0.0, 0.0, 0.0, 0.0], [0.5, 0.0, 0.0, -0.5, 0.0]),
         ([0.25, -0.25, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, -0.5, 0.0]),
         ([0.0, 0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, -0.5, 0.0]),
-        ([0.0, 0.0, 0.0, 0.0, float("inf")], [0.0, 0.0, 0.0, 0.0, float("nan")]),
+        ([0.0, 0.0, 0.0, float("nan"), float("inf")], [0.0, 0.0, 0.0, float("nan"), float("nan")]),
+        ([0.0, 0.0, 0.0, 0.5, 0.25], [0.0, 0.0, 0.0, 0.5, 0.0]),
     ):
         kv.pushpull(0, torch.tensor(value), out=out)
         torch.testing.assert_close(out, size * torch.tensor(wanted), rtol=0, atol=0, equal_nan=True)
@@ -527,6 +533,12 @@ def refuse() -> None:
         ({}, "one of '2bit', .*'topk'"),
         ("2bit", "one of '2bit'"),
         ({"type": "1bit"}, "one of '2bit', .*'topk'"),
+        (
+            {"type": ["topk"]} if rank == 0 else {"type": "topk"},
+            "rank 0.*one of '2bit'" if rank == 0 else "because rank 0",
+        ),
+        ({"type": "topk", "ratio": "much"}, r"rank \d: gradient compression by .*much"),
+        ({"type": "topk", "ratio": 0.5 if rank else [0.5]}, "because rank 0" if rank else r"rank 0: .*\[0\.5\]"),
         ({"type": "2bit", "ratio": 1}, "has no setting 'ratio'; it has threshold"),
         ({"type": "2bit", "threshold": 0}, "threshold must be a finite number > 0"),
         ({"type": "2bit", "threshold": 1 + rank}, "do not give the same"),
@@ -615,21 +627,15 @@ def lose_one(type: Any, dies: int) -> None:
         while kv.report().lost != (dies,):
             assert time.monotonic() < until
             time.sleep(0.05)
-    meet_survivors(dies)
+    meet("survived", [rank for rank in range(hvd.size()) if rank != dies])
     kv.close(timeout_s=20)
 
 
 def push_until_it_fails(kv: hvd.KVStore, key: str, out: Tensor) -> None:
-    """Push until the end of the server is known here."""
-    while True:
+    """Push until the end of the server is known here, for 20 s at most."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
         kv.pushpull(key, torch.ones(2), out=out)
-
-
-def meet_survivors(dies: int) -> None:
-    """Wait until all ranks but one have come here."""
-    store = torch.distributed.distributed_c10d._get_default_store()
-    store.set(f"survived/{hvd.rank()}", "")
-    store.wait([f"survived/{rank}" for rank in range(hvd.size()) if rank != dies])
 
 
 @pytest.mark.parametrize("ranks", ["shared_memory", "sockets"], indirect=True)  # gloo ends those who wait for the dead

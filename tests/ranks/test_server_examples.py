@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 from tests.pages import ROOT
+from tests.ranks.programs import torchrun
 
-DEADLINE_S = 100.0
 NUMBERS = r"(\d+) updates at (\d+) servers, of contributions (.*?); (.*?); (\d+) late, (\d+) dropped"
 
 
-def said_by(program: str) -> str:
-    """Run a program of docs/examples on four ranks, and return what it says."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    done = subprocess.run(
-        [*command, str(ROOT / "docs" / "examples" / program)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
-
-
 @pytest.mark.parametrize("program", ["parameter_server", "asynchronous", "stale_synchronous", "hybrid"])
-def test_a_scheme_trains(program: str) -> None:
-    assert len((ROOT / "docs" / "examples" / f"{program}.py").read_text().splitlines()) < 40
-    said = said_by(f"{program}.py")
+def test_a_scheme_trains(program: str, tmp_path: Path) -> None:
+    script = (ROOT / "docs" / "examples" / f"{program}.py").read_text()
+    assert len(script.splitlines()) < 40
+    said = torchrun(script, tmp_path, processes=4)
     losses = re.findall(r"rank (\d): loss ([\d.]+) to ([\d.]+)", said)
     assert {rank for rank, _, _ in losses} == ({"0", "1", "2", "3"} if program == "hybrid" else {"1", "2", "3"}), said
     before, after = float(losses[0][1]), min(float(last) for _, _, last in losses)

@@ -236,10 +236,13 @@ def test_one_tensor_for_all_ranks(ranks: Worlds, world: int) -> None:
 def ask_for_different_memory() -> None:
     """All ranks are told, and the Communicator goes on."""
     with Communicator(timeout_s=TIMEOUT_S) as comm:
+        comm.barrier()
+        before, descriptors = segments(), len(os.listdir("/proc/self/fd"))
         with pytest.raises(
             ValueError, match=r"rank 0 gave \[\[2\], 'torch.float32'\], rank 1 \[\[3\], 'torch.float32'\]"
-        ):
+        ) as kept:  # which keeps what the call had
             comm.shared_empty(2 + comm.rank)
+        assert (segments(), len(os.listdir("/proc/self/fd"))) == (before, descriptors), kept
         with pytest.raises(CollectiveError, match=r"no memory for all ranks: rank 0: .* are wanted, and \d+ bytes"):
             comm.shared_empty(1 << 50)
         with pytest.raises(TypeError, match="complex"):

@@ -328,6 +328,28 @@ def test_gradients_are_clipped_by_the_norm_over_all_ranks(ranks: Worlds, norm_ty
 
 
 @in_world
+def clip_nan(norm_type: float) -> None:
+    """One gradient of one rank is NaN."""
+    model, twin = Network(), Network()
+    for net, shard in ((model, False), (twin, True)):
+        with exchanged_by("ring") as communicator:
+            optimizer = wrapped(net, communicator, "sgd", shard=shard)
+            bad = net.one * float("nan") if hvd.rank() == 1 else 0.0
+            (loss_of(net, 0, hvd.rank()) + bad).backward()
+            assert optimizer.clip_grad_norm_(1.0, norm_type).isnan()
+            optimizer.step()
+            optimizer.close()
+    assert model.wide.weight.isnan().all(), "as torch does"
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_a_norm_that_is_nan_makes_all_gradients_nan_as_in_torch(ranks: Worlds, norm_type: float) -> None:
+    ranks(2).run(clip_nan, norm_type)
+
+
+@in_world
 def misuse() -> None:
     with exchanged_by("ring") as communicator:
         model = Network()
@@ -373,8 +395,8 @@ def refuse() -> None:
         (torch.optim.LBFGS(model.parameters()), {}, "LBFGS does not"),
         (torch.optim.SGD([gaps], lr=0.1), {}, r"without gaps in memory.*strides \[8, 2\]"),
         (sgd, {"op": hvd.Adasum}, "does not go with op='adasum'"),
-        (sgd, {"rule": hvd.Rule}, "no other rule="),
-        (sgd, {"shard_states": "yes"}, "must be True or False"),
+        (sgd, {"rule": hvd.Rule}, "no other rule= than the default, not with .*Rule"),
+        (sgd, {"shard_states": "yes"}, "must be True or False, not 'yes'"),
     ):
         with pytest.raises(ValueError, match=words):
             hvd.DistributedOptimizer(optimizer, **{"shard_states": True, **options})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,8 @@ def test_table_and_picture(tmp_path: Path) -> None:
         "torch": "2",
     }
     assert format_row(rows[0]).split()[-5:] == ["1.1250", "0.500", "-", "0.250", "-"]
+    assert format_row(rows[0]).split()[6] == "25.0%"
+    assert format_row(replace(rows[0], wait_share=None)).split()[6] == "-"
     assert "12 steps" in format_header(meta, rows[0])[0]
     draw(rows, meta, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

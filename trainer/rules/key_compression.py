@@ -20,17 +20,15 @@ from trainer.rules.two_bit import TwoBit
 def codec_of(params: Mapping[str, Any]) -> Codec:
     """Return the codec that is meant by a "type" with its settings, such as {"type": "2bit", "threshold": 0.5}.
 
-    Raises ValueError, which lists the types, or the settings of one.
+    Raises ValueError, which lists the types, or the settings of one; TypeError for a setting of a wrong type.
     """
     known: dict[Any, type[Codec]] = {
         TwoBit.name: TwoBit,
         **{name: codec for name, codec in CODECS.items() if codec is not Raw},
     }
     kind = params.get("type") if isinstance(params, Mapping) else None
-    if kind not in known:
-        raise ValueError(
-            f'a dict with a "type" is needed, one of {", ".join(map(repr, known))}, and settings of it, not {params!r}'
-        )
+    if not isinstance(kind, str) or kind not in known:
+        raise ValueError(f'a dict with a "type" is needed, one of {", ".join(map(repr, known))}, and settings of it')
     settings = {name: value for name, value in params.items() if name != "type"}
     allowed = [field.name for field in fields(known[kind])]  # type: ignore[arg-type]
     if unknown := [name for name in settings if name not in allowed]:
@@ -54,7 +52,7 @@ class Encoder:
         numel, number = values.numel(), spec.number
         if number not in self._steps:
             self._steps[number] = 0
-            self._residuals[number] = torch.zeros(numel) if self._codec.needs_feedback else None
+            self._residuals[number] = torch.zeros_like(values) if self._codec.needs_feedback else None
             self._states[number] = self._codec.new_state(numel, values.device)
         step = self._steps[number]
         self._steps[number] += 1

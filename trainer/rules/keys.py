@@ -194,7 +194,7 @@ class Keys:
         spec = self.spec(number)
         if step is not None:
             assert self.codec is not None
-            decoded = torch.empty(spec.shape.numel())
+            decoded = torch.empty(spec.shape.numel(), dtype=torch.float32)
             self.codec.at(step).decode(payload, decoded)
             payload = decoded.view(spec.shape).to(spec.dtype)
         self._keys[number].push(worker, payload)

@@ -176,11 +176,6 @@ def memory_of(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor's elements lie in memory one after the other, in whatever order."""
-    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride() == tensor.stride()
-
-
 def taken(flat: Tensor, ranges: Ranges) -> Tensor:
     """Return a copy of some elements, one after the other."""
     return torch.cat([flat[start:stop] for start, stop in ranges]) if ranges else flat.new_empty(0)

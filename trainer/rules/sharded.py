@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from collectives.errors import ranks_text
+from trainer.gradients.bucket import dense_strides
 from trainer.gradients.dtensors import shard_of
 from trainer.gradients.saved import SHARDS
 from trainer.ops import Adasum, Sum
 from trainer.optimizers.lamb import LAMB
 from trainer.optimizers.lars import LARS
-from trainer.rules.pieces import Held, Pieces, cut_whole, is_by_element, is_dense
+from trainer.rules.pieces import Held, Pieces, cut_whole, is_by_element
 from trainer.rules.rule import Setup
 from trainer.rules.synchronous import Synchronous
 from trainer.world import here
@@ -77,7 +78,7 @@ class Sharded(Synchronous):
         for name, parameter in zip(names, parameters, strict=True):
             if shard_of(parameter):
                 raise ValueError(f"{here()}shard_states=True needs whole parameters, and {name!r} is sharded already")
-            if not is_dense(parameter):
+            if parameter.stride() != dense_strides(parameter):
                 raise ValueError(
                     f"{here()}shard_states=True needs parameters without gaps in memory, and {name!r} has shape "
                     f"{list(parameter.shape)} and strides {list(parameter.stride())}"
@@ -132,9 +133,9 @@ class Sharded(Synchronous):
             total = total**norm_type
             self.communicator.allreduce(total, Sum)
             total = total ** (1 / norm_type)
-        factor = min(1.0, max_norm / (float(total) + 1e-6))
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # NaN where the norm is
         for part in parts:
-            part.mul_(factor)
+            part.mul_(factor.to(part.device))
         for bucket in self.bucketing.buckets:
             bucket.take_note()
         return total.to(own.dtype)

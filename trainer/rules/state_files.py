@@ -20,9 +20,9 @@ def write_states(path: Path, optimizer: str, states: dict[Name, Any], communicat
     """Write the states of all ranks into a file of rank 0's, which takes the place of an older one as a whole. Collective.
     optimizer: of which class they are.
 
-    Raises OSError on rank 0, ValueError on the others, where that cannot be.
+    Raises on rank 0 what kept it from that, such as an OSError, and ValueError on the others.
     """
-    everyones = dict(states)
+    parts = []
     if communicator is not None:
         mine = _packed(states)
         sizes = communicator.allgather_record(mine.numel())
@@ -32,15 +32,15 @@ def write_states(path: Path, optimizer: str, states: dict[Name, Any], communicat
             for rank in range(1, communicator.size):
                 theirs = torch.empty(sizes[rank], dtype=torch.uint8)
                 communicator.recv(theirs, rank)
-                everyones |= _unpacked(theirs)
+                parts.append(theirs)
     fault = None
     if communicator is None or communicator.rank == 0:
         try:
-            beside = path.with_name(f"{path.name}.{os.getpid()}")
-            with beside.open("wb") as file:
-                torch.save({"format": FORMAT, "optimizer": optimizer, "states": everyones}, file)
-            beside.replace(path)
-        except OSError as error:
+            everyones = dict(states)
+            for part in parts:
+                everyones |= _unpacked(part)
+            _replace(path, {"format": FORMAT, "optimizer": optimizer, "states": everyones})
+        except Exception as error:  # told to the others, who would wait
             fault = error
     _tell(fault, f"could not write {path}", communicator)
 
@@ -48,14 +48,14 @@ def write_states(path: Path, optimizer: str, states: dict[Name, Any], communicat
 def read_states(path: Path, optimizer: str, communicator: Communicator | None) -> dict[Name, Any]:
     """Return what write_states() wrote. Only rank 0 reads the file. Collective.
 
-    Raises OSError on rank 0, ValueError on the others, where it cannot; ValueError on all for another file, or
-    one of another optimizer.
+    Raises on rank 0 what kept it from that, such as an OSError, and ValueError on the others; ValueError on all for another
+    file, or one of another optimizer.
     """
     data, fault = torch.empty(0, dtype=torch.uint8), None
     if communicator is None or communicator.rank == 0:
         try:
             data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-        except (OSError, ValueError) as error:  # the latter of an empty file
+        except Exception as error:  # told to the others, who would wait
             fault = error
     _tell(fault, f"could not read {path}", communicator)
     if communicator is not None:
@@ -71,6 +71,17 @@ def read_states(path: Path, optimizer: str, communicator: Communicator | None) -
     if found != (FORMAT, optimizer):
         raise ValueError(f"{here()}{path} is not of {FORMAT} and {optimizer}, but of {found[0]} and {found[1]}")
     return states
+
+
+def _replace(path: Path, saved: dict[str, Any]) -> None:
+    """Write a file beside an older one, whose place it takes when it is whole; leave nothing beside it."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        with beside.open("wb") as file:
+            torch.save(saved, file)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _tell(fault: Exception | None, what: str, communicator: Communicator | None) -> None:

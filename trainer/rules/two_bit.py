@@ -21,7 +21,7 @@ class TwoBit(Codec):
 
     This is MXNet's "2bit"; what is lost is added to the next push, as everywhere with error feedback. It is not
     registered, since a fixed threshold needs a user who knows the size of the gradients. What is not finite decodes to
-    NaN. In plain torch: the servers of a key-value store compute on the CPU.
+    NaN, once. In plain torch: the servers of a key-value store compute on the CPU.
     """
 
     name: ClassVar[str] = "2bit"
@@ -45,6 +45,7 @@ class TwoBit(Codec):
             wire |= quads[:, place] << shift
         if residual is not None:
             torch.sub(wanted, self._numbers(wire, wanted.numel()), out=residual)
+            residual[codes == 3] = 0  # or it would be NaN for ever
 
     def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
         numbers = self._numbers(wire, out.numel()) * scale
@@ -52,5 +53,6 @@ class TwoBit(Codec):
 
     def _numbers(self, wire: Tensor, numel: int) -> Tensor:
         codes = torch.stack([(wire >> shift) & 3 for shift in _SHIFTS], 1).flatten()[:numel]
-        meanings = torch.tensor([0.0, self.threshold, -self.threshold, math.nan], device=wire.device)
+        numbers = [0.0, self.threshold, -self.threshold, math.nan]
+        meanings = torch.tensor(numbers, dtype=torch.float32, device=wire.device)
         return meanings[codes.long()]
