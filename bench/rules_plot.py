@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from bench.plot import FRAME, GRID, INK, OTHERS, QUIET
 
@@ -57,7 +57,10 @@ def draw(rows: Sequence[RuleRow], meta: Mapping[str, Any], path: Path) -> None:
             )
         panel.set_xscale(scale)
         panel.set_xlabel(says, fontsize=9, color=QUIET)
+        if scale == "log":
+            panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _, unit=unit: f"{value:g}{unit}"))
+        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.set_yscale("log")
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         panel.yaxis.set_minor_formatter(NullFormatter())
