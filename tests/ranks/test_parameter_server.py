@@ -225,6 +225,28 @@ def test_who_is_done_is_waited_for_no_more(ranks: Worlds) -> None:
     ranks(3).run(finish_unevenly)
 
 
+class Broken(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise ArithmeticError("no step today")
+
+
+@in_world
+def fail_at_the_server() -> None:
+    model = model_of()
+    optimizer = hvd.ParameterServer(Broken(model.parameters(), lr=0.1), servers=[0])
+    before = copies(model.parameters())
+    with pytest.raises(CollectiveError, match=rf"step of rank {hvd.rank()} .*the optimizer has failed.*no step today"):
+        train(model, optimizer, range(1))
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    hvd.barrier()
+    optimizer.close()
+
+
+@ON_EVERY_TRANSPORT
+def test_an_optimizer_that_raises_at_the_server_is_told_to_all(ranks: Worlds) -> None:
+    ranks(3).run(fail_at_the_server)
+
+
 @in_world
 def refuse() -> None:
     model = model_of()

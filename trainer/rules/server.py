@@ -90,12 +90,12 @@ class Shard:
         self._changed = threading.Condition()
         self._aggregator: Aggregator[list[Tensor]] = Aggregator(workers, policy)
         self._newest = self.flat.pack(self._parameters)
-        self._failure: Exception | None = None
+        self._failure: CollectiveError | None = None
 
     def exchange(self, worker: int, version: int, weight: float, gradients: list[Tensor]) -> tuple[int, list[Tensor]]:
         """Take a worker's gradients; return the version and the parameters with which it goes on, when it may.
 
-        Raises QuorumLost; CollectiveTimeout, when that takes too long.
+        Raises QuorumLost; CollectiveTimeout, when that takes too long; CollectiveError, where the optimizer has failed.
         """
         operation = f"step of rank {worker} at the parameter server"
         deadline = time.monotonic() + self._timeout_s
@@ -104,9 +104,9 @@ class Shard:
             aggregator.push(worker, version, weight, gradients, time.monotonic())
             self._update()
             self._changed.notify_all()
-            while not aggregator.may_go(worker):
-                if self._failure is not None:
-                    raise self._failure
+            while self._failure is not None or not aggregator.may_go(worker):
+                if self._failure is not None:  # a new error in each thread that raises it
+                    raise self._failure.again(str(self._failure), operation) from self._failure
                 if not aggregator.holds_quorum:
                     raise QuorumLost(aggregator.lost, self._policy.quorum, rank=self.rank, operation=operation)
                 now = time.monotonic()
@@ -163,7 +163,9 @@ class Shard:
         try:
             self._step(shares)
         except Exception as error:  # of the optimizer: it is every worker's, not only of the one whose turn it was
-            self._failure = error
+            message = f"the optimizer has failed: {error!r}"
+            self._failure = CollectiveError(message, rank=self.rank, operation="update at the parameter server")
+            self._failure.__cause__ = error
         self._changed.notify_all()
 
     def _step(self, shares: list[tuple[list[Tensor], float]]) -> None:
