@@ -128,6 +128,9 @@ def resume() -> None:
     again, resumed = made()
     with pytest.raises(ValueError, match="not so on rank 1"):
         resumed.load_state_dict(saved if hvd.rank() == 0 else {})
+    if hvd.size() > 1:
+        with pytest.raises(ValueError, match=r"on this rank of as many ranks.*not so on rank 1$"):
+            resumed.load_state_dict(hvd.broadcast_object(saved, 0))
     with torch.no_grad():
         for parameter, value in zip(again.parameters(), parameters, strict=True):
             parameter.copy_(value)
@@ -263,6 +266,8 @@ def refuse() -> None:
         ({"servers": []}, "servers must be"),
         ({"servers": [0, 0]}, "servers must be"),
         ({"servers": [2]}, "servers must be ranks from 0 to 1"),
+        ({"servers": [True]}, rf"rank {hvd.rank()}: servers must be ranks from 0 to 1, .* not \[True\]"),
+        ({"workers": 1}, rf"rank {hvd.rank()}: workers must be ranks from 0 to 1, .* not 1"),
         ({"quorum": 1 + hvd.rank()}, "quorum is 1 on rank 0; 2 on rank 1"),
         ({"named_parameters": []}, "must name all parameters"),
     ):
@@ -270,6 +275,7 @@ def refuse() -> None:
             made(**options)
     with pytest.raises(TypeError, match="must be a torch"):
         hvd.ParameterServer(model)  # type: ignore[arg-type]
+    made(servers=(0, 1) if hvd.rank() else [1, 0], quorum=2 if hvd.rank() else None).close()  # the same in other words
     optimizer = made(quorum=1)
     for weight in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="weight must be"):

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
+import torch
 
 import trainer as hvd
 from collectives import CollectiveError, Communicator, PeerLost
@@ -44,6 +45,28 @@ def serve_only(servers: list[int] | None) -> None:
 @pytest.mark.parametrize("servers", [None, [0, 2]])
 def test_a_rank_may_serve_only(ranks: Worlds, servers: list[int] | None) -> None:
     ranks(4).run(serve_only, servers)
+
+
+@in_world
+def serve_nothing() -> None:
+    """Of ranks 0 and 1, which serve one parameter, the second gets none."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = hvd.ParameterServer(torch.optim.SGD([parameter], lr=1.0), workers=[2])
+    if hvd.rank() == 2:
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        assert (parameter == 0).all()
+        report = optimizer.report()
+    else:
+        optimizer.serve()
+        report = optimizer.report()
+    assert (report.servers, report.updates, report.lead) == ((0, 0, 0) if hvd.rank() == 1 else (1, 1, 0))
+    assert "updates at" in str(report)
+    optimizer.close()
+
+
+def test_a_server_that_gets_no_parameters(ranks: Worlds) -> None:
+    ranks(3).run(serve_nothing)
 
 
 @in_world

@@ -46,8 +46,8 @@ class Server(Serving):
         pushed = self._layout.empty(int(step))
         for buffer in pushed:
             communicator.recv(buffer, 0)
-        gradients = self._layout.decode(pushed, int(step))
         try:
+            gradients = self._layout.decode(pushed, int(step))
             newest, parameters = self._shard.exchange(worker, int(version), weight, gradients)
         except Exception as error:  # told to the worker, who raises it
             say(communicator, FAILED, to_record(error))
