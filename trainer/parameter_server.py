@@ -56,7 +56,8 @@ class ParameterServer(WrappingOptimizer):
 
     optimizer, named_parameters, process_set: as DistributedOptimizer takes them; every parameter belongs to one server as a
     whole, so any torch optimizer will do that treats parameters one by one. The settings of the param groups, such as the
-    learning rate, count as they are on the server's rank when it makes an update.
+    learning rate, count as they are on the server's rank when it makes an update; where that serves only, as the lowest-numbered
+    worker that takes part had them at its last step(), which raises TypeError for others than numbers, strings and tuples.
     quorum: by default all that push: synchronous. Less: the slowest are not waited for (Chen et al. 2016). 1: asynchronous (Dean
     et al. 2012). staleness: how many steps a rank may be ahead of the slowest, which it then waits for (Ho et al. 2013);
     None for any number. late: what becomes of gradients of an old version: "weight", they are part of the next update by
@@ -172,6 +173,7 @@ class ParameterServer(WrappingOptimizer):
         token = self._communicator.allgather_record(secrets.token_hex(8))[0]
         parts: list[tuple[Remote | Local, Sequence[int]]] = []
         shares = cut(parameters, roles.servers)
+        trains = {member for members in roles.groups for member in members}
         for server, numbers in shares.items():  # in the same order on all ranks, so that nobody waits in a circle
             part = [parameters[number] for number in numbers]
             layout = Layout([names[number] for number in numbers], part, encodings)
@@ -189,7 +191,8 @@ class ParameterServer(WrappingOptimizer):
                 if rank in roles.workers:
                     parts.append((Local(rank, self._shard, layout), numbers))
             elif rank in roles.workers:
-                parts.append((Remote(rank, server, layout, pairs[rank]), numbers))
+                settings = None if server in trains else self.optimizer
+                parts.append((Remote(rank, server, layout, pairs[rank], settings), numbers))
         worker_here = Worker(rank, parameters, parts) if rank in roles.workers else None
         self._worker = worker_here if group is None else Member(group, parameters, worker_here, len(shares))
 
