@@ -22,7 +22,7 @@ from trainer.reports.server import ServerReport
 from trainer.rules.aggregator import Late, Policy
 from trainer.rules.messages import Local, Remote, Server
 from trainer.rules.pushed import Layout, encodings_of
-from trainer.rules.roles import check_ranks, checked_policy, roles_of
+from trainer.rules.roles import checked_policy, checked_ranks, roles_of
 from trainer.rules.server import Shard, cut
 from trainer.rules.worker import Member, Worker
 from trainer.torch_internals import share_hooks
@@ -38,8 +38,8 @@ _LET_GO_S = 2.0
 """What a thread has for its end once its Communicator is closed."""
 
 _TELL_S = 3.0
-"""How much longer than for a word of a worker a server waits for an update, and a worker for its server than that: who does not
-answer is known by then, and told."""
+"""How much longer each waits than the one before, so that who does not answer is known there, and told: a server for the word
+of a worker, it for an update, a worker for its server, members of a group for their first rank."""
 
 _LOOK_S = 1.0
 """How often serve() looks whether Ctrl-C was pressed."""
@@ -56,7 +56,8 @@ class ParameterServer(WrappingOptimizer):
 
     optimizer, named_parameters, process_set: as DistributedOptimizer takes them; every parameter belongs to one server as a
     whole, so any torch optimizer will do that treats parameters one by one. The settings of the param groups, such as the
-    learning rate, count as they are on the server's rank when it makes an update.
+    learning rate, count as they are on the server's rank when it makes an update; where that serves only, as the lowest-numbered
+    worker that takes part had them at its last step(), which raises TypeError for others than numbers, strings and tuples.
     quorum: by default all that push: synchronous. Less: the slowest are not waited for (Chen et al. 2016). 1: asynchronous (Dean
     et al. 2012). staleness: how many steps a rank may be ahead of the slowest, which it then waits for (Ho et al. 2013);
     None for any number. late: what becomes of gradients of an old version: "weight", they are part of the next update by
@@ -64,9 +65,10 @@ class ParameterServer(WrappingOptimizer):
     quorum. servers: the ranks of the process set, by their numbers in it, that serve; by default those that do not train, or
     where all do, all that push. workers: the ranks that train, by default all; any other serves only, by serve().
     inner: a process set, such as the ranks of a host, that averages its gradients at every step; its first rank pushes and
-    pulls for it, and the quorum counts such groups (hybrid; Kurth et al. 2017). Different ranks name different ones. compression:
-    what gradients are pushed as, as DistributedOptimizer takes it, but for codecs of sums (PowerSGD); what encodings lose is
-    kept at the worker. Parameters come back as they are.
+    pulls for it, and the quorum counts such groups (hybrid; Kurth et al. 2017). Different ranks name different ones. A
+    Communicator as inner= waits for its own timeout_s: let it be 10 seconds longer than that of init(). compression: what
+    gradients are pushed as, as DistributedOptimizer takes it, but for codecs of sums (PowerSGD); what encodings lose is kept
+    at the worker. Parameters come back as they are.
 
     Replicas must start equal (broadcast_parameters). A parameter without a gradient contributes zeros. Runs with quorum=all
     repeat to the bit, whoever serves; otherwise what arrives first decides.
@@ -121,30 +123,34 @@ class ParameterServer(WrappingOptimizer):
         share_hooks(self, optimizer)
         try:
             size = self._communicator.size
-            check_ranks("servers", servers, size)
-            check_ranks("workers", workers, size)
-            settings = {"quorum": quorum, "grace_s": grace_s, "staleness": staleness, "late": late}
-            described = {
-                name: repr(value) for name, value in {**settings, "servers": servers, "workers": workers}.items()
+            asked = {
+                name: checked_ranks(name, given, size) for name, given in (("servers", servers), ("workers", workers))
             }
+            described = {name: repr(ranks) for name, ranks in asked.items()}
             check_settings(self._communicator, "ParameterServer", {**described, "compression": encodings.described[0]})
-            group = None if inner is None else self._open(inner)
-            self._roles = roles_of(servers, workers, self._communicator.allgather_record(self._numbers(group)))
+            group = None if inner is None else self._open(inner, self._timeout_s + 3 * _TELL_S)
+            self._roles = roles_of(
+                asked["servers"], asked["workers"], self._communicator.allgather_record(self._numbers(group))
+            )
             count = len(self._roles.groups)
-            self._policy = checked_policy(Policy(count if quorum is None else quorum, grace_s, staleness, late), count)
+            policy = Policy(count if quorum is None else quorum, grace_s, staleness, late)
+            described = {name: repr(value) for name, value in vars(policy).items()}
+            check_settings(self._communicator, "ParameterServer", described)
+            self._policy = checked_policy(policy, count)
             agree_on_parameters(self._communicator, names, parameters)
             trained = [number for number, parameter in enumerate(parameters) if parameter.requires_grad]
             self._connect([names[n] for n in trained], [parameters[n] for n in trained], encodings, group)
-            self._layout = [self._roles.servers, self._roles.groups, encodings.described[0], len(trained)]
+            place = [self._communicator.rank, size]
+            self._layout = [*place, self._roles.servers, self._roles.groups, encodings.described[0], len(trained)]
         except BaseException:
             self._close_communicators()
             raise
 
-    def _open(self, process_set: ProcessSetLike) -> Communicator:
-        """Return what joins the ranks of a process set."""
+    def _open(self, process_set: ProcessSetLike, timeout_s: float | None = None) -> Communicator:
+        """Return what joins the ranks of a process set. timeout_s: where it is opened here; None for that of init()."""
         if isinstance(process_set, Communicator):
             return process_set
-        self._owned.append(current_world().open_communicator(process_set))
+        self._owned.append(current_world().open_communicator(process_set, timeout_s))
         return self._owned[-1]
 
     def _numbers(self, group: Communicator | None) -> list[int] | None:
@@ -167,6 +173,7 @@ class ParameterServer(WrappingOptimizer):
         token = self._communicator.allgather_record(secrets.token_hex(8))[0]
         parts: list[tuple[Remote | Local, Sequence[int]]] = []
         shares = cut(parameters, roles.servers)
+        trains = {member for members in roles.groups for member in members}
         for server, numbers in shares.items():  # in the same order on all ranks, so that nobody waits in a circle
             part = [parameters[number] for number in numbers]
             layout = Layout([names[number] for number in numbers], part, encodings)
@@ -184,13 +191,15 @@ class ParameterServer(WrappingOptimizer):
                 if rank in roles.workers:
                     parts.append((Local(rank, self._shard, layout), numbers))
             elif rank in roles.workers:
-                parts.append((Remote(rank, server, layout, pairs[rank]), numbers))
+                settings = None if server in trains else self.optimizer
+                parts.append((Remote(rank, server, layout, pairs[rank], settings), numbers))
         worker_here = Worker(rank, parameters, parts) if rank in roles.workers else None
-        self._worker = worker_here if group is None else Member(group, parameters, worker_here)
+        self._worker = worker_here if group is None else Member(group, parameters, worker_here, len(shares))
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Return of which version the parameters are that this rank has: how many updates each server had made."""
+        """Return of which version the parameters are that this rank has: how many updates each server that has parameters
+        had made, in the order of the servers' ranks."""
         return tuple(self._training().versions)
 
     @uncompiled
@@ -222,11 +231,12 @@ class ParameterServer(WrappingOptimizer):
 
     def serve(self) -> None:
         """Serve until all workers have left or are lost, on a rank that does nothing else. A worker that pushes nothing for
-        the timeout_s of init() counts as lost. Raises ValueError on a rank that trains."""
+        the timeout_s of init() counts as lost. Returns at once where there are fewer parameters than servers, and none is
+        left for this one. Raises ValueError on a rank that trains."""
         self._check_open()
-        if self._worker is not None or self._server is None:
+        if self._worker is not None:
             raise ValueError(f"{here()}serve() is for ranks that serve only; this one is one of workers=, and trains")
-        while not self._server.join(time.monotonic() + _LOOK_S):
+        while self._server is not None and not self._server.join(time.monotonic() + _LOOK_S):
             pass
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -241,8 +251,9 @@ class ParameterServer(WrappingOptimizer):
         """Return what became of all contributions so far: on a rank that serves only, at this server. A rank may call it at any
         time but during its step(); of a group, only the first."""
         self._check_open()
-        counts = [self._shard.counts()] if self._worker is None and self._shard else self._training().counts()
-        return ServerReport.of(counts)
+        if self._worker is not None:
+            return ServerReport.of(self._worker.counts())
+        return ServerReport.of([] if self._shard is None else [self._shard.counts()])
 
     def state_dict(self) -> dict[str, Any]:
         """Return where this rank and its server stand: every rank saves its own, after the same step, and the model.

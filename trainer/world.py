@@ -105,13 +105,15 @@ class World:
             self._communicators[members] = self.open_communicator(members)
         return self._communicators[members]
 
-    def open_communicator(self, process_set: ProcessSet | dist.ProcessGroup | DeviceMesh | None) -> Communicator:
+    def open_communicator(
+        self, process_set: ProcessSet | dist.ProcessGroup | DeviceMesh | None, timeout_s: float | None = None
+    ) -> Communicator:
         """Return a new Communicator for one user, closed with the world at the latest. Collective over the process set;
-        a rank outside of it gets one that joins it with nobody."""
+        a rank outside of it gets one that joins it with nobody. timeout_s: by default that of the world."""
         members = self._checked(process_set)
         settings = self.settings
         patience: dict[str, Any] = {
-            "timeout_s": settings.timeout_s,
+            "timeout_s": settings.timeout_s if timeout_s is None else timeout_s,
             "stall_warning_s": settings.stall_warning_s,
             "stall_shutdown_s": settings.stall_shutdown_s,
         }

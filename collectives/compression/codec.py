@@ -66,7 +66,7 @@ class Codec(ABC):
 
     def new_state(self, numel: int, device: torch.device) -> State | None:
         """Return what encodings of a part of numel elements begin with; None for a codec that remembers nothing."""
-        return {name: torch.zeros(numel, device=device) for name in self.remembers} or None
+        return {name: torch.zeros(numel, dtype=torch.float32, device=device) for name in self.remembers} or None
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:

@@ -27,9 +27,9 @@ class Feedback:
         self.step, self.seed = 0, seed
         self.codec = codec
         self.partition = partition
-        self.worker = torch.zeros(partition.numel, device=device)
+        self.worker = torch.zeros(partition.numel, dtype=torch.float32, device=device)
         self.device = self.worker.device
-        self.owner = torch.zeros(partition.shard.length, device=device)
+        self.owner = torch.zeros(partition.shard.length, dtype=torch.float32, device=device)
         self.state: list[list[State | None]] = [
             [codec.new_state(span.length, device) if span.length else None for span in chunk]
             for chunk in partition.chunks

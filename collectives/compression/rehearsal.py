@@ -20,7 +20,7 @@ def rehearse(codec: Codec | MatrixCodec, device: torch.device, *, with_feedback:
             for _ in codec.new_state([_SHAPE], device).exchange([matrix]):
                 pass
             return
-        numbers = torch.zeros(1, device=device)
+        numbers = torch.zeros(1, dtype=torch.float32, device=device)
         wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8, device=device)
         residual = numbers.clone() if with_feedback else None
         codec.encode(numbers, wire, residual=residual, state=codec.new_state(1, device) if with_feedback else None)

@@ -40,7 +40,7 @@ class Threshold(Sparse):
         return 16 + 2 * pad16(4 * (self.count(numel) + self.slack(numel)))
 
     def new_state(self, numel: int, device: torch.device) -> State:
-        return {"tau": torch.zeros(1, device=device)}
+        return {"tau": torch.zeros(1, dtype=torch.float32, device=device)}
 
     def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
         numel, tau = values.numel(), None if state is None else state["tau"]

@@ -73,6 +73,28 @@ def test_codes_are_what_one_process_makes_of_the_same_gradients(ranks: Worlds, c
 
 
 @in_world
+def train_in_double_by_default() -> None:
+    model = model_of()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    torch.set_default_dtype(torch.float64)
+    try:
+        optimizer = hvd.ParameterServer(sgd, compression=hvd.ErrorFeedback("int4", warmup_steps=2), servers=[0])
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            inputs, targets = batch_of(step, hvd.rank())
+            loss_of(model, (inputs.float(), targets.float())).backward()
+            optimizer.step()
+        optimizer.close()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same_on_all_ranks(model.parameters())
+
+
+def test_codes_are_of_float32_whatever_the_default_is(ranks: Worlds) -> None:
+    ranks(2).run(train_in_double_by_default)
+
+
+@in_world
 def resume(compression: Compressor) -> None:
     def made() -> tuple[nn.Module, hvd.ParameterServer]:
         model = model_of()

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
+import torch
 
 import trainer as hvd
 from collectives import CollectiveError, Communicator, PeerLost
@@ -33,10 +34,10 @@ def serve_only(servers: list[int] | None) -> None:
             optimizer.serve()
         with pytest.raises(ValueError, match="no ranks that serve only"):
             optimizer.state_dict()
-        train(model, optimizer, range(STEPS))
+        train(model, optimizer, range(STEPS), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
     optimizer.close()
     if hvd.rank() != 0:
-        assert_close(model.parameters(), simulated([1, 2, 3]), rtol=1e-9, atol=1e-12)
+        assert_close(model.parameters(), simulated([1, 2, 3], decay=0.5), rtol=1e-9, atol=1e-12)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gradwire-server")]
 
 
@@ -44,6 +45,53 @@ def serve_only(servers: list[int] | None) -> None:
 @pytest.mark.parametrize("servers", [None, [0, 2]])
 def test_a_rank_may_serve_only(ranks: Worlds, servers: list[int] | None) -> None:
     ranks(4).run(serve_only, servers)
+
+
+@in_world
+def serve_nothing() -> None:
+    """Of ranks 0 and 1, which serve one parameter, the second gets none."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = hvd.ParameterServer(torch.optim.SGD([parameter], lr=1.0), workers=[2])
+    if hvd.rank() == 2:
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        assert (parameter == 0).all()
+        report = optimizer.report()
+    else:
+        optimizer.serve()
+        report = optimizer.report()
+    assert (report.servers, report.updates, report.lead) == ((0, 0, 0) if hvd.rank() == 1 else (1, 1, 0))
+    assert "updates at" in str(report)
+    optimizer.close()
+
+
+def test_a_server_that_gets_no_parameters(ranks: Worlds) -> None:
+    ranks(3).run(serve_nothing)
+
+
+@in_world
+def fail_at_a_message(place: str) -> None:
+    """The server has no room for what rank 1 pushes, or cannot make gradients of it."""
+    optimizer = hvd.ParameterServer(sgd_of(model_of()), workers=[1])
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room today")
+
+    if optimizer._server is not None:
+        setattr(optimizer._server._layout, place, fail)
+    hvd.barrier()
+    if hvd.rank() == 1:
+        with pytest.raises(CollectiveError, match="no room today" if place == "decode" else "lost rank 0"):
+            optimizer.step()
+    else:
+        optimizer.serve()
+        assert optimizer.report().lost == ((1,) if place == "empty" else ())
+    optimizer.close()
+
+
+@pytest.mark.parametrize("place", ["decode", "empty"])
+def test_a_server_that_fails_at_a_message_leaves_nobody_waiting(ranks: Worlds, place: str) -> None:
+    ranks(2).run(fail_at_a_message, place)
 
 
 @in_world

@@ -47,7 +47,7 @@ class ServerReport:
             contributions=_summed(each.contributions for each in counts),
             late=sum(each.late for each in counts),
             dropped=sum(each.dropped for each in counts),
-            lead=max(each.lead for each in counts),
+            lead=max((each.lead for each in counts), default=0),
             lost=tuple(sorted({rank for each in counts for rank in each.lost})),
         )
 

@@ -15,7 +15,7 @@ from trainer.process_sets import global_process_set
 from trainer.rules.aggregator import Policy
 from trainer.rules.key_server import KeyServer, LocalKeys, RemoteKeys
 from trainer.rules.keys import Keys
-from trainer.rules.serving import checked_servers
+from trainer.rules.roles import checked_ranks
 from trainer.world import current_settings, current_world, here
 
 _LET_GO_S = 2.0
@@ -43,7 +43,7 @@ class KeyGroup:
         self._server: KeyServer | None = None
         self._timeout_s = current_settings().timeout_s
         try:
-            listed = checked_servers(servers, self.size)
+            listed = checked_ranks("servers", servers, self.size) or list(range(self.size))
             quorum = 1 if asynchronous else self.size
             if self.communicator is not None:
                 settings = {"asynchronous": repr(asynchronous), "servers": repr(listed)}

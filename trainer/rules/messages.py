@@ -21,8 +21,9 @@ from trainer.rules.pushed import Layout
 from trainer.rules.server import Shard
 from trainer.rules.serving import Serving, say
 from trainer.rules.told import from_record, of_pair, to_record
+from trainer.world import here
 
-PUSH, LEAVE, REPORT, FAILED = range(4)
+PUSH, LEAVE, REPORT, FAILED, SETTINGS = range(5)
 
 
 class Server(Serving):
@@ -43,11 +44,16 @@ class Server(Serving):
         if kind == REPORT:
             say(communicator, REPORT, self._shard.counts().to_record())
             return True
+        if kind == SETTINGS:
+            text = torch.empty(int(version), dtype=torch.uint8)
+            communicator.recv(text, 0)
+            self._shard.take_settings(worker, json.loads(bytes(text.tolist())))
+            return True
         pushed = self._layout.empty(int(step))
         for buffer in pushed:
             communicator.recv(buffer, 0)
-        gradients = self._layout.decode(pushed, int(step))
         try:
+            gradients = self._layout.decode(pushed, int(step))
             newest, parameters = self._shard.exchange(worker, int(version), weight, gradients)
         except Exception as error:  # told to the worker, who raises it
             say(communicator, FAILED, to_record(error))
@@ -59,21 +65,39 @@ class Server(Serving):
 
 
 class Remote:
-    """Is a server to its worker on another rank, which has rank 0 in their Communicator."""
+    """Is a server to its worker on another rank, which has rank 0 in their Communicator.
 
-    def __init__(self, rank: int, server: int, layout: Layout, communicator: Communicator) -> None:
+    settings: the optimizer whose param groups' settings the server is told when they change; None where it has its own.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        server: int,
+        layout: Layout,
+        communicator: Communicator,
+        settings: torch.optim.Optimizer | None = None,
+    ) -> None:
         self.layout = layout
         self.server = server
         self._rank = rank
         self._operation = f"step at the parameter server on rank {server}"
         self._communicator = communicator
+        self._settings = settings
+        self._told = ""
         self._is_between_messages = True
         self.is_answer_due = False
         """Whether gradients have been pushed, and nothing pulled since."""
 
     def push(self, version: int, weight: float, step: int, pushed: list[Tensor]) -> None:
         """Send what a Sender has made of gradients at a step."""
+        settings = self._told if self._settings is None else _settings_text(self._settings)
         with self._reached():
+            if settings != self._told:
+                text = torch.tensor(list(settings.encode()), dtype=torch.uint8)
+                self._say(SETTINGS, text.numel())
+                self._communicator.send(text, 1)
+                self._told = settings
             self._say(PUSH, version, weight, step)
             for buffer in pushed:
                 self._communicator.send(buffer, 1)
@@ -163,3 +187,16 @@ class Local:
     def leave(self) -> None:
         """Say that nothing more comes."""
         self._shard.leave(self.server)
+
+
+def _settings_text(optimizer: torch.optim.Optimizer) -> str:
+    """Return the settings of all param groups. Raises TypeError for others than numbers, strings and tuples."""
+
+    def number_of(value: Any) -> Any:
+        if getattr(value, "ndim", None) == 0:  # of torch or NumPy
+            return value.item()
+        raise TypeError(f"{here()}a server that serves only cannot be told the setting {value!r} of a param group")
+
+    groups = optimizer.param_groups
+    kept = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    return json.dumps(kept, default=number_of)

@@ -53,7 +53,7 @@ class Layout:
         self.coded: list[_Coded] = []
         for encoding, numbers in members.items():
             assert encoding is not None
-            shapes = [torch.empty(parameters[number].shape, device="meta") for number in numbers]
+            shapes = [torch.empty(parameters[n].shape, dtype=torch.float32, device="meta") for n in numbers]
             numel = sum(shape.numel() for shape in shapes)
             self.coded.append(_Coded(encoding, tuple(numbers), Flat(shapes), numel))
             rehearse(encoding.codec, torch.device("cpu"), with_feedback=encoding.feedback)  # now, not in the first step
@@ -78,7 +78,7 @@ class Layout:
         for coded, buffer in zip(self.coded, pushed[first_code:], strict=True):
             values = buffer
             if (codec := coded.codec(step)) is not None:
-                values = torch.empty(coded.numel)
+                values = torch.empty(coded.numel, dtype=torch.float32)
                 codec.decode(buffer, values)
             for number, view in zip(coded.members, coded.flat.views([values]), strict=True):
                 views[number].copy_(view)
@@ -92,7 +92,9 @@ class Sender:
     def __init__(self, layout: Layout, seed: int) -> None:
         self._layout = layout
         self._seed = seed
-        self._residuals = [torch.zeros(coded.numel) if coded.encoding.feedback else None for coded in layout.coded]
+        self._residuals = [
+            torch.zeros(coded.numel, dtype=torch.float32) if coded.encoding.feedback else None for coded in layout.coded
+        ]
         self._states = [_new_state(coded) for coded in layout.coded]
 
     def encode(self, gradients: Sequence[Tensor | None], step: int) -> list[Tensor]:
@@ -141,7 +143,7 @@ def _room(coded: _Coded, step: int) -> Tensor:
     """Return a new buffer for a code, or for the numbers themselves during the warm-up."""
     codec = coded.codec(step)
     if codec is None:
-        return torch.empty(coded.numel)
+        return torch.empty(coded.numel, dtype=torch.float32)
     return torch.empty(codec.wire_bytes(coded.numel), dtype=torch.uint8)
 
 

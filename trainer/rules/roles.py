@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from collectives.errors import ranks_text
@@ -28,13 +28,16 @@ class Roles:
         return tuple(group[0] for group in self.groups)
 
 
-def check_ranks(name: str, ranks: Sequence[int] | None, size: int) -> None:
-    """Raise ValueError for what is neither None nor some ranks of the process set."""
+def checked_ranks(name: str, ranks: Sequence[int] | None, size: int) -> list[int] | None:
+    """Return some ranks of as many as size, in order; None for None. Raises ValueError for anything else."""
     if ranks is None:
-        return
-    listed = list(ranks)
-    if not listed or len(set(listed)) < len(listed) or not all(isinstance(r, int) and 0 <= r < size for r in listed):
+        return None
+    listed = list(ranks) if isinstance(ranks, Iterable) else []
+    if not all(isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < size for rank in listed):
+        listed = []
+    if not listed or len(set(listed)) < len(listed):
         raise ValueError(f"{here()}{name} must be ranks from 0 to {size - 1}, each once, at least one, not {ranks!r}")
+    return sorted(listed)
 
 
 def roles_of(

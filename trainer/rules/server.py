@@ -64,7 +64,8 @@ class Shard:
     """Holds some of the parameters with their optimizer, and updates them by what all workers contribute.
 
     servers: the ranks that serve, without which nobody can go on. optimizer: of which class, settings and state are taken; its
-    param groups' settings count in each update. timeout_s: how long a worker waits for an update before that is an error.
+    param groups' settings count in each update, unless workers tell theirs. timeout_s: how long a worker waits for an update
+    before that is an error.
     """
 
     def __init__(
@@ -85,17 +86,18 @@ class Shard:
         self._timeout_s = timeout_s
         self._sources = list(parameters)
         self._users = optimizer
+        self._told: dict[int, list[dict[str, Any]]] = {}  # settings of param groups, by the worker that told them
         self._parameters = [nn.Parameter(parameter.detach().cpu().clone()) for parameter in parameters]
         self._optimizer = _of_copies(optimizer, dict(zip(parameters, self._parameters, strict=True)))
         self._changed = threading.Condition()
         self._aggregator: Aggregator[list[Tensor]] = Aggregator(workers, policy)
         self._newest = self.flat.pack(self._parameters)
-        self._failure: Exception | None = None
+        self._failure: CollectiveError | None = None
 
     def exchange(self, worker: int, version: int, weight: float, gradients: list[Tensor]) -> tuple[int, list[Tensor]]:
         """Take a worker's gradients; return the version and the parameters with which it goes on, when it may.
 
-        Raises QuorumLost; CollectiveTimeout, when that takes too long.
+        Raises QuorumLost; CollectiveTimeout, when that takes too long; CollectiveError, where the optimizer has failed.
         """
         operation = f"step of rank {worker} at the parameter server"
         deadline = time.monotonic() + self._timeout_s
@@ -104,9 +106,9 @@ class Shard:
             aggregator.push(worker, version, weight, gradients, time.monotonic())
             self._update()
             self._changed.notify_all()
-            while not aggregator.may_go(worker):
-                if self._failure is not None:
-                    raise self._failure
+            while self._failure is not None or not aggregator.may_go(worker):
+                if self._failure is not None:  # a new error in each thread that raises it
+                    raise self._failure.again(str(self._failure), operation) from self._failure
                 if not aggregator.holds_quorum:
                     raise QuorumLost(aggregator.lost, self._policy.quorum, rank=self.rank, operation=operation)
                 now = time.monotonic()
@@ -119,9 +121,18 @@ class Shard:
             aggregator.went(worker)
             return aggregator.version, self._newest
 
+    def take_settings(self, worker: int, settings: list[dict[str, Any]]) -> None:
+        """Step with a worker's settings of the param groups from now on, if it is the lowest-numbered one that takes part."""
+        with self._changed:
+            self._told[worker] = [
+                {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
+                for group in settings
+            ]
+
     def leave(self, worker: int) -> None:
         """Go on without a worker that is done."""
         with self._changed:
+            self._forget_settings(worker)
             self._aggregator.leave(worker, time.monotonic())
             self._update()
             self._changed.notify_all()
@@ -131,6 +142,7 @@ class Shard:
         with self._changed:
             if worker in self._servers and self._failure is None:
                 self._failure = error
+            self._forget_settings(worker)
             self._aggregator.lose(worker, time.monotonic())
             self._update()
             self._changed.notify_all()
@@ -163,11 +175,19 @@ class Shard:
         try:
             self._step(shares)
         except Exception as error:  # of the optimizer: it is every worker's, not only of the one whose turn it was
-            self._failure = error
+            message = f"the optimizer has failed: {error!r}"
+            self._failure = CollectiveError(message, rank=self.rank, operation="update at the parameter server")
+            self._failure.__cause__ = error
         self._changed.notify_all()
 
+    def _forget_settings(self, worker: int) -> None:
+        """Have those of the next worker count; those of the last one stay."""
+        if len(self._told) > 1:
+            self._told.pop(worker, None)
+
     def _step(self, shares: list[tuple[list[Tensor], float]]) -> None:
-        for theirs, mine in zip(self._users.param_groups, self._optimizer.param_groups, strict=True):
+        settings = self._told[min(self._told)] if self._told else self._users.param_groups
+        for theirs, mine in zip(settings, self._optimizer.param_groups, strict=True):
             mine.update({name: value for name, value in theirs.items() if name != "params"})
         views = [self.flat.views(gradients) for gradients, _ in shares]
         for number, parameter in enumerate(self._parameters):

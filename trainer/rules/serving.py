@@ -1,4 +1,4 @@
-"""What servers inside the ranks have in common: which ranks serve, the threads that answer workers, and records as answers."""
+"""What servers inside the ranks have in common: the threads that answer workers, and records as answers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 
 from collectives import CollectiveError, Communicator
 from trainer.rules.told import of_pair
-from trainer.world import here
 
 _log = logging.getLogger("gradwire")
 
@@ -39,6 +38,7 @@ class Serving(ABC):
 
     def __init__(self, name: str, served: Served, communicators: Mapping[int, Communicator]) -> None:
         self._name = name
+        self._operation = f"serving at {name}"
         self._served = served
         self._threads = [
             threading.Thread(target=self._serve, args=each, name=f"gradwire-server-{each[0]}", daemon=True)
@@ -60,9 +60,15 @@ class Serving(ABC):
             self._served.leave(worker)
         except CollectiveError as error:
             rank = self._served.rank
-            told = of_pair(error, (worker, rank), rank, f"serving at {self._name}")
-            _log.warning("gradwire: %s goes on without rank %d: %s", self._name, worker, told)
-            self._served.lose(worker, told)
+            self._lose(worker, of_pair(error, (worker, rank), rank, self._operation))
+        except Exception as error:  # else the thread would end, and the worker wait for an answer
+            message = f"no answer to rank {worker}: {error!r}"
+            self._lose(worker, CollectiveError(message, rank=self._served.rank, operation=self._operation))
+            communicator.close()
+
+    def _lose(self, worker: int, error: CollectiveError) -> None:
+        _log.warning("gradwire: %s goes on without rank %d: %s", self._name, worker, error)
+        self._served.lose(worker, error)
 
     @abstractmethod
     def _answer(self, worker: int, communicator: Communicator) -> bool:
@@ -74,13 +80,3 @@ def say(communicator: Communicator, kind: int, record: dict[str, Any]) -> None:
     text = json.dumps(record).encode()
     communicator.send(torch.tensor([kind, len(text)], dtype=torch.float64), 0)
     communicator.send(torch.tensor(list(text), dtype=torch.uint8), 0)
-
-
-def checked_servers(servers: Sequence[int] | None, size: int) -> list[int]:
-    """Return the ranks that serve, all by default. Raises ValueError for what is none of them."""
-    listed = list(range(size)) if servers is None else list(servers)
-    if not listed or len(set(listed)) < len(listed) or not all(isinstance(s, int) and 0 <= s < size for s in listed):
-        raise ValueError(
-            f"{here()}servers must be ranks from 0 to {size - 1}, each once, at least one, not {servers!r}"
-        )
-    return sorted(listed)

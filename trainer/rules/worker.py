@@ -22,15 +22,16 @@ class Worker:
 
     rank: this one, which tells what it draws from what others draw. parameters: all of them. parts: for each server, by
     which it is reached, and which parameters it has, by number. Attributes: versions, of the parameters that this rank has,
-    one for each server; steps, how many contributions it has made.
+    one for each server, in the order of parts; steps, how many contributions it has made.
     """
 
     def __init__(
         self, rank: int, parameters: Sequence[Tensor], parts: Sequence[tuple[Remote | Local, Sequence[int]]]
     ) -> None:
         self._parameters = list(parameters)
-        # A Local comes last: what other ranks wait for is on its way before this one waits for them.
-        self._parts = sorted(parts, key=lambda part: isinstance(part[0], Local))
+        self._parts = list(parts)
+        # Its own server first: its part in that update is what other ranks may wait for.
+        self._pulls = sorted(range(len(parts)), key=lambda place: not isinstance(parts[place][0], Local))
         self._senders = [Sender(server.layout, rank << 16 | server.server) for server, _ in self._parts]
         self.versions = [0] * len(self._parts)
         self.steps = 0
@@ -45,7 +46,7 @@ class Worker:
             pushed = self._senders[place].encode([gradients[number] for number in numbers], self.steps)
             server.push(self.versions[place], weight, self.steps, pushed)
         self.steps += 1
-        for place in reversed(range(len(self._parts))):
+        for place in self._pulls:
             server, numbers = self._parts[place]
             self.versions[place], buffers = server.pull()
             with torch.no_grad():
@@ -76,15 +77,17 @@ class Worker:
 class Member:
     """Is one of the ranks that average their gradients, of which the first pushes and pulls for all (Kurth et al. 2017).
 
-    communicator: joins these ranks. worker: that of the first rank; None on the others.
+    communicator: joins these ranks. worker: that of the first rank; None on the others. servers: how many there are.
     """
 
-    def __init__(self, communicator: Communicator, parameters: Sequence[Tensor], worker: Worker | None) -> None:
+    def __init__(
+        self, communicator: Communicator, parameters: Sequence[Tensor], worker: Worker | None, servers: int
+    ) -> None:
         self._communicator = communicator
         self._parameters = list(parameters)
         self._flat = Flat(parameters)
         self._worker = worker
-        self._versions = [0]
+        self._versions = [0] * servers
 
     @property
     def versions(self) -> list[int]:
