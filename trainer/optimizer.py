@@ -168,6 +168,7 @@ class DistributedOptimizer(WrappingOptimizer):
             if not isinstance(made, Rule):
                 raise TypeError(f"{here()}rule returned {made!r}; a Rule is needed")
             self._rule = made
+            self._combination = made.setup.combination  # which counts what is exchanged
             self._take_in(0, parameters)
             self._rule.start()
             shared = self._communicator

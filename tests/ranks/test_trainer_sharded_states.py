@@ -134,6 +134,8 @@ def compare(name: str, algorithm: str, options: dict[str, Any]) -> None:
         assert_same_on_all_ranks(twin.parameters())
         each_rank = hvd.allgather_object(state_bytes(sharded))
         assert sum(each_rank) == state_bytes(whole)
+        assert sharded.stats == whole.stats
+        assert sharded.stats.exchanges > 0
         whole.close()
         sharded.close()
 
