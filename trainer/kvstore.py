@@ -22,7 +22,7 @@ from trainer.rules.key_arguments import (
 )
 from trainer.rules.key_compression import Encoder, codec_of
 from trainer.rules.key_group import KeyGroup
-from trainer.rules.keys import Factory, KeySpec, Name, summed, total_of
+from trainer.rules.keys import Factory, KeySpec, Name, summed
 from trainer.rules.server import Flat
 from trainer.rules.state_files import read_states, write_states
 from trainer.world import here
@@ -293,7 +293,7 @@ class KVStore:
         """Return what became of all pushes so far, summed over keys: how many updates, whose pushes, and how many updates
         each came late. It answers when all that this rank has pushed has come there."""
         self._check_open()
-        return total_of(server.counts() for server in self._group.servers.values())
+        return Counts.total([server.counts() for server in self._group.servers.values()])
 
     def close(self, timeout_s: float | None = None) -> None:
         """Say that nothing more comes from this rank, serve the others until they say so too, and end the threads.

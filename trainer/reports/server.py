@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.rules.aggregator import Counts
@@ -40,20 +39,14 @@ class ServerReport:
     @staticmethod
     def of(counts: Sequence[Counts]) -> ServerReport:
         """Return the report of what each server has counted."""
+        total = Counts.total(counts)
         return ServerReport(
             servers=len(counts),
-            updates=sum(each.updates for each in counts),
-            staleness=_summed(each.staleness for each in counts),
-            contributions=_summed(each.contributions for each in counts),
-            late=sum(each.late for each in counts),
-            dropped=sum(each.dropped for each in counts),
-            lead=max((each.lead for each in counts), default=0),
-            lost=tuple(sorted({rank for each in counts for rank in each.lost})),
+            updates=total.updates,
+            staleness=total.staleness,
+            contributions=total.contributions,
+            late=total.late,
+            dropped=total.dropped,
+            lead=total.lead,
+            lost=total.lost,
         )
-
-
-def _summed(tables: Iterable[dict[int, int]]) -> dict[int, int]:
-    total: Counter[int] = Counter()
-    for table in tables:
-        total.update(table)
-    return dict(sorted(total.items()))

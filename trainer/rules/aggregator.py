@@ -8,7 +8,7 @@ it, the slowest are not waited for (backup workers, Chen et al. 2016); at 1 ever
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, get_args
 
@@ -50,6 +50,25 @@ class Counts:
         """Return what to_record() was made of."""
         tables = {name: dict(map(tuple, record[name])) for name in ("staleness", "contributions")}
         return Counts(**{**record, **tables, "lost": tuple(record["lost"])})
+
+    @staticmethod
+    def total(counts: Sequence[Counts]) -> Counts:
+        """Return what became of the contributions that were counted in several places."""
+        staleness: Counter[int] = Counter()
+        contributions: Counter[int] = Counter()
+        for each in counts:
+            staleness.update(each.staleness)
+            contributions.update(each.contributions)
+        return Counts(
+            updates=sum(each.updates for each in counts),
+            staleness=dict(sorted(staleness.items())),
+            contributions=dict(sorted(contributions.items())),
+            late=sum(each.late for each in counts),
+            dropped=sum(each.dropped for each in counts),
+            pending=sum(each.pending for each in counts),
+            lead=max((each.lead for each in counts), default=0),
+            lost=tuple(sorted({worker for each in counts for worker in each.lost})),
+        )
 
 
 @dataclass(frozen=True)

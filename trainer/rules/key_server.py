@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from collectives import CollectiveError, Communicator
 from trainer.rules.aggregator import Counts
 from trainer.rules.keys import Keys, KeySpec
-from trainer.rules.serving import Serving, say
+from trainer.rules.serving import Serving, hear, receive_record, say
 from trainer.rules.told import from_record, of_pair, to_record
 
 PUSH, PULL, ROWS, COUNTS, LEAVE = range(5)
@@ -88,7 +87,7 @@ class RemoteKeys:
         """Ask what became of all pushes so far, when all that this worker has pushed has come there."""
         with self._named("report"):
             self._say(COUNTS)
-            return Counts.from_record(self._text(self._hear()[1]))
+            return Counts.from_record(receive_record(self._communicator, hear(self._communicator)[1], 1))
 
     def leave(self) -> None:
         """Say that nothing more comes. A server that is lost need not know."""
@@ -102,27 +101,16 @@ class RemoteKeys:
         else:
             self._say(ROWS, spec.number, len(rows))
             self._communicator.send(rows, 1)
-        kind, nbytes = self._hear()
+        kind, nbytes = hear(self._communicator)
         if kind == FAILED:
-            return self._text(nbytes)
+            said: dict[str, Any] = receive_record(self._communicator, nbytes, 1)
+            return said
         value = torch.empty(spec.shape if rows is None else (len(rows), *spec.shape[1:]), dtype=spec.dtype)
         self._communicator.recv(value, 1)
         return value
 
     def _say(self, kind: int, number: int = 0, argument: int = 0) -> None:
         self._communicator.send(torch.tensor([kind, number, argument]), 1)
-
-    def _hear(self) -> tuple[int, int]:
-        head = torch.empty(2, dtype=torch.float64)
-        self._communicator.recv(head, 1)
-        kind, nbytes = head.tolist()
-        return int(kind), int(nbytes)
-
-    def _text(self, nbytes: int) -> dict[str, Any]:
-        text = torch.empty(nbytes, dtype=torch.uint8)
-        self._communicator.recv(text, 1)
-        said: dict[str, Any] = json.loads(bytes(text.tolist()))
-        return said
 
     def _at(self, operation: str) -> str:
         return f"{operation} at the server on rank {self._server}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -215,7 +215,7 @@ class Keys:
 
     def counts(self) -> Counts:
         """Return what became of all pushes so far."""
-        return total_of([key.counts() for key in list(self._keys.values())])
+        return Counts.total([key.counts() for key in list(self._keys.values())])
 
     def set_optimizer(self, factory: Factory) -> None:
         """Update every key by an optimizer of its own from now on."""
@@ -243,27 +243,3 @@ def summed(tensors: Sequence[Tensor]) -> Tensor:
     for each in others:
         total += each.to(total.device)
     return total.to(first.dtype)
-
-
-def total_of(counts: Iterable[Counts]) -> Counts:
-    """Return what became of the pushes of several keys together."""
-    updates = late = dropped = pending = lead = 0
-    staleness: Counter[int] = Counter()
-    contributions: Counter[int] = Counter()
-    lost: set[int] = set()
-    for each in counts:
-        updates, late, dropped = updates + each.updates, late + each.late, dropped + each.dropped
-        pending, lead = pending + each.pending, max(lead, each.lead)
-        staleness.update(each.staleness)
-        contributions.update(each.contributions)
-        lost |= set(each.lost)
-    return Counts(
-        updates=updates,
-        staleness=dict(sorted(staleness.items())),
-        contributions=dict(sorted(contributions.items())),
-        late=late,
-        dropped=dropped,
-        pending=pending,
-        lead=lead,
-        lost=tuple(sorted(lost)),
-    )

@@ -19,7 +19,7 @@ from collectives import CollectiveError, Communicator
 from trainer.rules.aggregator import Counts
 from trainer.rules.pushed import Layout
 from trainer.rules.server import Shard
-from trainer.rules.serving import Serving, say
+from trainer.rules.serving import Serving, hear, receive_record, say
 from trainer.rules.told import from_record, of_pair, to_record
 from trainer.world import here
 
@@ -45,9 +45,7 @@ class Server(Serving):
             say(communicator, REPORT, self._shard.counts().to_record())
             return True
         if kind == SETTINGS:
-            text = torch.empty(int(version), dtype=torch.uint8)
-            communicator.recv(text, 0)
-            self._shard.take_settings(worker, json.loads(bytes(text.tolist())))
+            self._shard.take_settings(worker, receive_record(communicator, int(version), 0))
             return True
         pushed = self._layout.empty(int(step))
         for buffer in pushed:
@@ -107,8 +105,8 @@ class Remote:
         """Wait for the version and the parameters with which to go on. Raises what Shard.exchange() does; PeerLost, with the
         server's rank, where that is lost."""
         with self._reached():
-            kind, number = self._hear()
-            said = self._text(number) if kind == FAILED else None
+            kind, number = hear(self._communicator)
+            said = receive_record(self._communicator, number, 1) if kind == FAILED else None
             buffers = [] if said is not None else self.layout.flat.empty()
             for buffer in buffers:
                 self._communicator.recv(buffer, 1)
@@ -121,7 +119,7 @@ class Remote:
         """Ask what became of all contributions so far."""
         with self._reached():
             self._say(REPORT)
-            return Counts.from_record(self._text(self._hear()[1]))
+            return Counts.from_record(receive_record(self._communicator, hear(self._communicator)[1], 1))
 
     def leave(self) -> None:
         """Say that nothing more comes, once the server's answer has been taken, if one is due. Where a message was broken off,
@@ -147,18 +145,6 @@ class Remote:
 
     def _say(self, kind: int, version: int = 0, weight: float = 0.0, step: int = 0) -> None:
         self._communicator.send(torch.tensor([kind, version, weight, step], dtype=torch.float64), 1)
-
-    def _hear(self) -> tuple[int, int]:
-        head = torch.empty(2, dtype=torch.float64)
-        self._communicator.recv(head, 1)
-        kind, number = head.tolist()
-        return int(kind), int(number)
-
-    def _text(self, nbytes: int) -> dict[str, Any]:
-        text = torch.empty(nbytes, dtype=torch.uint8)
-        self._communicator.recv(text, 1)
-        said: dict[str, Any] = json.loads(bytes(text.tolist()))
-        return said
 
 
 class Local:

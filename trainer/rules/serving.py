@@ -80,3 +80,18 @@ def say(communicator: Communicator, kind: int, record: dict[str, Any]) -> None:
     text = json.dumps(record).encode()
     communicator.send(torch.tensor([kind, len(text)], dtype=torch.float64), 0)
     communicator.send(torch.tensor(list(text), dtype=torch.uint8), 0)
+
+
+def hear(communicator: Communicator) -> tuple[int, int]:
+    """Return the head of a server's answer: its kind, and a number."""
+    head = torch.empty(2, dtype=torch.float64)
+    communicator.recv(head, 1)
+    kind, number = head.tolist()
+    return int(kind), int(number)
+
+
+def receive_record(communicator: Communicator, nbytes: int, sender: int) -> Any:
+    """Return a record of so many bytes, as JSON can have it, from a rank of the two."""
+    text = torch.empty(nbytes, dtype=torch.uint8)
+    communicator.recv(text, sender)
+    return json.loads(bytes(text.tolist()))
