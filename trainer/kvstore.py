@@ -10,8 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from trainer.rules.aggregator import Counts
-from trainer.rules.key_arguments import (
+from trainer.key_value.arguments import (
     check_tensor,
     described,
     lists_of_rows,
@@ -20,11 +19,12 @@ from trainer.rules.key_arguments import (
     spec_of,
     tensors_of,
 )
-from trainer.rules.key_compression import Encoder, codec_of
-from trainer.rules.key_group import KeyGroup
-from trainer.rules.keys import Factory, KeySpec, Name, summed
-from trainer.rules.server import Flat
-from trainer.rules.state_files import read_states, write_states
+from trainer.key_value.compression import Encoder, codec_of
+from trainer.key_value.group import KeyGroup
+from trainer.key_value.keys import Factory, KeySpec, Name, summed
+from trainer.key_value.state_files import read_states, write_states
+from trainer.server.aggregator import Counts
+from trainer.server.flat import Flat
 from trainer.world import here
 
 Type = Literal["local", "device", "dist_sync", "dist_device_sync", "dist_async"]

@@ -19,12 +19,12 @@ from trainer.compression import Policy as Encodings
 from trainer.gradients.agreement import agree_on_parameters, check_settings
 from trainer.process_sets import ProcessSet, ProcessSetLike, global_process_set
 from trainer.reports.server import ServerReport
-from trainer.rules.aggregator import Late, Policy
-from trainer.rules.messages import Local, Remote, Server
-from trainer.rules.pushed import Layout, encodings_of
-from trainer.rules.roles import checked_policy, checked_ranks, roles_of
-from trainer.rules.server import Shard, cut
-from trainer.rules.worker import Member, Worker
+from trainer.server.aggregator import Late, Policy
+from trainer.server.messages import Local, Remote, Server
+from trainer.server.pushed import Layout, encodings_of
+from trainer.server.roles import checked_policy, checked_ranks, roles_of
+from trainer.server.shard import Shard, cut
+from trainer.server.worker import Member, Worker
 from trainer.torch_internals import share_hooks
 from trainer.uncompiled import uncompiled
 from trainer.validation import check_named_parameters

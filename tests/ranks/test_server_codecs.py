@@ -10,7 +10,7 @@ import trainer as hvd
 from tests.harness import ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, loss_of
 from trainer.compression import Compressor, Policy
-from trainer.rules.pushed import Layout, Sender
+from trainer.server.pushed import Layout, Sender
 
 STEPS = 5
 CODECS = ["fp16", "int8", "topk", "randomk", hvd.ErrorFeedback("int4", warmup_steps=2)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer.rules.aggregator import Aggregator, Counts, Policy
+from trainer.server.aggregator import Aggregator, Counts, Policy
 
 
 def aggregator(workers: int = 4, **options: Any) -> Aggregator[str]:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from trainer.compression import Compressor, ErrorFeedback, Policy
-from trainer.rules.pushed import Layout, Sender, encodings_of
-from trainer.rules.server import Flat
+from trainer.server.flat import Flat
+from trainer.server.pushed import Layout, Sender, encodings_of
 
 NAMES = ["matrix", "bias", "other matrix", "wide"]
 PARAMETERS = [torch.zeros(64, 65), torch.zeros(64), torch.zeros(70, 64, dtype=torch.bfloat16), torch.zeros(9).double()]

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from collectives import CollectiveError, CollectiveTimeout, PeerLost
-from trainer.rules.aggregator import Policy
-from trainer.rules.server import QuorumLost, Shard
+from trainer.server.aggregator import Policy
+from trainer.server.errors import QuorumLost
+from trainer.server.shard import Shard
 
 FAR_S = 60.0
 

@@ -12,52 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from collectives import CollectiveError, CollectiveTimeout
-from collectives.errors import ranks_text
-from trainer.rules.aggregator import Aggregator, Counts, Policy
-
-
-class QuorumLost(CollectiveError):
-    """Too many ranks are lost for another update. Attributes: ranks (those that are lost), quorum."""
-
-    def __init__(self, ranks: Sequence[int], quorum: int, *, rank: int, operation: str) -> None:
-        self.ranks = tuple(sorted(ranks))
-        self.quorum = quorum
-        message = f"lost {ranks_text(self.ranks)}: those that are left are fewer than the quorum of {quorum}"
-        super().__init__(message, rank=rank, operation=operation)
-
-
-class Flat:
-    """Lays tensors out one after the other, on the CPU, in one buffer for each dtype."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._shapes = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        self._dtypes = list(dict.fromkeys(dtype for dtype, _ in self._shapes))
-
-    def empty(self) -> list[Tensor]:
-        """Return new buffers."""
-        sizes = {dtype: sum(shape.numel() for its, shape in self._shapes if its == dtype) for dtype in self._dtypes}
-        return [torch.empty(sizes[dtype], dtype=dtype) for dtype in self._dtypes]
-
-    def pack(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return new buffers with these tensors, zeros for None."""
-        buffers = self.empty()
-        for view, tensor in zip(self.views(buffers), tensors, strict=True):
-            if tensor is None:
-                view.zero_()
-            else:
-                view.copy_(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach())
-        return buffers
-
-    def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors that lie in buffers."""
-        by_dtype = dict(zip(self._dtypes, buffers, strict=True))
-        begun = dict.fromkeys(self._dtypes, 0)
-        views = []
-        for dtype, shape in self._shapes:
-            start = begun[dtype]
-            begun[dtype] += shape.numel()
-            views.append(by_dtype[dtype][start : begun[dtype]].view(shape))
-        return views
+from trainer.server.aggregator import Aggregator, Counts, Policy
+from trainer.server.errors import QuorumLost
+from trainer.server.flat import Flat
 
 
 class Shard:

@@ -11,11 +11,11 @@ from typing import Any
 from collectives import Communicator
 from collectives.communicator import close_all
 from trainer.gradients.agreement import check_settings
+from trainer.key_value.keys import Keys
+from trainer.key_value.messages import KeyServer, LocalKeys, RemoteKeys
 from trainer.process_sets import global_process_set
-from trainer.rules.aggregator import Policy
-from trainer.rules.key_server import KeyServer, LocalKeys, RemoteKeys
-from trainer.rules.keys import Keys
-from trainer.rules.roles import checked_ranks
+from trainer.server.aggregator import Policy
+from trainer.server.roles import checked_ranks
 from trainer.world import current_settings, current_world, here
 
 _LET_GO_S = 2.0

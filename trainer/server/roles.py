@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from collectives.errors import ranks_text
-from trainer.rules.aggregator import LATE, Policy
+from trainer.server.aggregator import LATE, Policy
 from trainer.world import here
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from collectives import CollectiveError, Communicator
-from trainer.rules.told import of_pair
+from trainer.server.errors import of_pair
 
 _log = logging.getLogger("gradwire")
 

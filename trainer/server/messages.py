@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from collectives import CollectiveError, Communicator
-from trainer.rules.aggregator import Counts
-from trainer.rules.pushed import Layout
-from trainer.rules.server import Shard
-from trainer.rules.serving import Serving, hear, receive_record, say
-from trainer.rules.told import from_record, of_pair, to_record
+from trainer.server.aggregator import Counts
+from trainer.server.errors import from_record, of_pair, to_record
+from trainer.server.pushed import Layout
+from trainer.server.serving import Serving, hear, receive_record, say
+from trainer.server.shard import Shard
 from trainer.world import here
 
 PUSH, LEAVE, REPORT, FAILED, SETTINGS = range(5)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from collectives import CollectiveError, CollectiveTimeout
 from collectives.compression.codec import Codec
-from trainer.rules.aggregator import Aggregator, Counts, Policy
-from trainer.rules.server import QuorumLost
+from trainer.server.aggregator import Aggregator, Counts, Policy
+from trainer.server.errors import QuorumLost
 
 Name: TypeAlias = int | str
 

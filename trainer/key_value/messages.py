@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from collectives import CollectiveError, Communicator
-from trainer.rules.aggregator import Counts
-from trainer.rules.keys import Keys, KeySpec
-from trainer.rules.serving import Serving, hear, receive_record, say
-from trainer.rules.told import from_record, of_pair, to_record
+from trainer.key_value.keys import Keys, KeySpec
+from trainer.server.aggregator import Counts
+from trainer.server.errors import from_record, of_pair, to_record
+from trainer.server.serving import Serving, hear, receive_record, say
 
 PUSH, PULL, ROWS, COUNTS, LEAVE = range(5)
 DONE, FAILED = range(2)

@@ -15,7 +15,7 @@ from collectives.compression.registry import CODECS
 from collectives.compression.rehearsal import rehearse
 from collectives.compression.seeds import rounding_seed
 from trainer.compression import Cast, Compressor, Encoding, Policy
-from trainer.rules.server import Flat
+from trainer.server.flat import Flat
 from trainer.world import here
 
 

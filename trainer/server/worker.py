@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from collectives import Communicator
-from trainer.rules.aggregator import Counts
-from trainer.rules.messages import Local, Remote
-from trainer.rules.pushed import Sender
-from trainer.rules.server import Flat
-from trainer.rules.told import from_record, to_record
+from trainer.server.aggregator import Counts
+from trainer.server.errors import from_record, to_record
+from trainer.server.flat import Flat
+from trainer.server.messages import Local, Remote
+from trainer.server.pushed import Sender
 
 
 class Worker:
