@@ -14,7 +14,7 @@ from trainer.gradients.agreement import check_settings
 from trainer.key_value.keys import Keys
 from trainer.key_value.messages import KeyServer, LocalKeys, RemoteKeys
 from trainer.process_sets import global_process_set
-from trainer.server.aggregator import Policy
+from trainer.server.aggregator import Scheme
 from trainer.server.roles import checked_ranks
 from trainer.world import current_settings, current_world, here
 
@@ -48,19 +48,19 @@ class KeyGroup:
             if self.communicator is not None:
                 settings = {"asynchronous": repr(asynchronous), "servers": repr(listed)}
                 check_settings(self.communicator, "KVStore", settings)
-            self._connect(listed, Policy(quorum, grace_s=0.0, staleness=None, late="next"))
+            self._connect(listed, Scheme(quorum, grace_s=0.0, staleness=None, late="next"))
         except BaseException:
             self._close_communicators()
             raise
 
-    def _connect(self, servers: Sequence[int], policy: Policy) -> None:
+    def _connect(self, servers: Sequence[int], scheme: Scheme) -> None:
         """Make this rank's server, and what joins it with the others."""
         rank = self.rank
         serving: dict[int, Communicator] = {}
         token = "" if self.communicator is None else self.communicator.allgather_record(secrets.token_hex(8))[0]
         for server in servers:  # in the same order on all ranks, so that nobody waits in a circle
             if server == rank:
-                self.keys = Keys(rank, range(self.size), policy, self._timeout_s)
+                self.keys = Keys(rank, range(self.size), scheme, self._timeout_s)
                 self.servers[server] = LocalKeys(rank, self.keys)
             for worker in range(self.size):
                 if worker == server or rank not in (worker, server):

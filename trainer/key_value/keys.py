@@ -14,7 +14,7 @@ from torch import Tensor
 
 from collectives import CollectiveError, CollectiveTimeout
 from collectives.compression.codec import Codec
-from trainer.server.aggregator import Aggregator, Counts, Policy
+from trainer.server.aggregator import Aggregator, Counts, Scheme
 from trainer.server.errors import QuorumLost
 
 Name: TypeAlias = int | str
@@ -50,14 +50,14 @@ class Key:
     a worker pushes before the others have is kept. With a quorum of 1 every push makes an update at once.
     """
 
-    def __init__(self, spec: KeySpec, value: Tensor, workers: Iterable[int], policy: Policy) -> None:
+    def __init__(self, spec: KeySpec, value: Tensor, workers: Iterable[int], scheme: Scheme) -> None:
         self.spec = spec
         self._value = value
-        self._policy = policy
+        self._scheme = scheme
         self._optimizer: torch.optim.Optimizer | None = None
         self._failure: Exception | None = None
         self._changed = threading.Condition()
-        self._aggregator: Aggregator[Tensor] = Aggregator(workers, policy)
+        self._aggregator: Aggregator[Tensor] = Aggregator(workers, scheme)
         self._kept: dict[int, deque[tuple[int, Tensor]]] = {worker: deque() for worker in workers}
         self._pulled = dict.fromkeys(self._kept, 0)  # the version that each worker has pulled last
         self._leaving: set[int] = set()
@@ -79,7 +79,7 @@ class Key:
         with self._changed:
             while self._failure is None and not self._is_settled(worker):
                 if not self._aggregator.holds_quorum:
-                    raise QuorumLost(self._aggregator.lost, self._policy.quorum, rank=rank, operation=operation)
+                    raise QuorumLost(self._aggregator.lost, self._scheme.quorum, rank=rank, operation=operation)
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
                     raise CollectiveTimeout(timeout_s, self._aggregator.awaited, rank=rank, operation=operation)
@@ -162,17 +162,17 @@ class Keys:
     timeout_s: how long a worker waits for an update before it is an error.
     """
 
-    def __init__(self, rank: int, workers: Sequence[int], policy: Policy, timeout_s: float) -> None:
+    def __init__(self, rank: int, workers: Sequence[int], scheme: Scheme, timeout_s: float) -> None:
         self.codec: Codec | None = None
         self.rank = rank
         self._workers = list(workers)
-        self._policy = policy
+        self._scheme = scheme
         self._timeout_s = timeout_s * _SPEAKS_FIRST
         self._keys: dict[int, Key] = {}
 
     def add(self, spec: KeySpec, value: Tensor, factory: Factory | None) -> None:
         """Hold a key, with this tensor as its value, and an optimizer of a factory's, if any."""
-        key = Key(spec, value, self._workers, self._policy)
+        key = Key(spec, value, self._workers, self._scheme)
         if factory is not None:
             key.set_optimizer(factory)
         self._keys[spec.number] = key

@@ -1,1 +1,1 @@
-"""The parameter server: what it decides, the shards that it holds, and what workers and servers say to each other."""
+"""The parameter server: what it decides, what it holds, and what workers and servers say to each other."""

@@ -1,4 +1,4 @@
-"""What workers and a parameter server say to each other: the threads that serve a shard, and what stands for it at a worker.
+"""What workers and a parameter server say to each other: the threads that serve an Updater, and what stands for it at a worker.
 
 Every worker on another rank has a Communicator of two ranks with the server, on which it pushes and pulls, and which a
 thread of the server's listens to. So no thread waits for another one's turn, and where a rank is lost, only its own
@@ -18,21 +18,21 @@ from torch import Tensor
 from collectives import CollectiveError, Communicator
 from trainer.server.aggregator import Counts
 from trainer.server.errors import from_record, of_pair, to_record
-from trainer.server.pushed import Layout
+from trainer.server.pushed import Packing
 from trainer.server.serving import Serving, hear, receive_record, say
-from trainer.server.shard import Shard
+from trainer.server.updater import Updater
 from trainer.world import here
 
 PUSH, LEAVE, REPORT, FAILED, SETTINGS = range(5)
 
 
 class Server(Serving):
-    """Serves a shard to workers of other ranks. layout: in which they push their gradients."""
+    """Serves an Updater to workers of other ranks. packing: in which they push their gradients."""
 
-    def __init__(self, shard: Shard, layout: Layout, communicators: dict[int, Communicator]) -> None:
-        self._shard = shard
-        self._layout = layout
-        super().__init__("the parameter server", shard, communicators)
+    def __init__(self, updater: Updater, packing: Packing, communicators: dict[int, Communicator]) -> None:
+        self._updater = updater
+        self._packing = packing
+        super().__init__("the parameter server", updater, communicators)
 
     def _answer(self, worker: int, communicator: Communicator) -> bool:
         """Answer the next thing that a worker says; False where that was the last."""
@@ -42,17 +42,17 @@ class Server(Serving):
         if kind == LEAVE:
             return False
         if kind == REPORT:
-            say(communicator, REPORT, self._shard.counts().to_record())
+            say(communicator, REPORT, self._updater.counts().to_record())
             return True
         if kind == SETTINGS:
-            self._shard.take_settings(worker, receive_record(communicator, int(version), 0))
+            self._updater.take_settings(worker, receive_record(communicator, int(version), 0))
             return True
-        pushed = self._layout.empty(int(step))
+        pushed = self._packing.empty(int(step))
         for buffer in pushed:
             communicator.recv(buffer, 0)
         try:
-            gradients = self._layout.decode(pushed, int(step))
-            newest, parameters = self._shard.exchange(worker, int(version), weight, gradients)
+            gradients = self._packing.decode(pushed, int(step))
+            newest, parameters = self._updater.exchange(worker, int(version), weight, gradients)
         except Exception as error:  # told to the worker, who raises it
             say(communicator, FAILED, to_record(error))
             return True
@@ -72,11 +72,11 @@ class Remote:
         self,
         rank: int,
         server: int,
-        layout: Layout,
+        packing: Packing,
         communicator: Communicator,
         settings: torch.optim.Optimizer | None = None,
     ) -> None:
-        self.layout = layout
+        self.packing = packing
         self.server = server
         self._rank = rank
         self._operation = f"step at the parameter server on rank {server}"
@@ -102,12 +102,12 @@ class Remote:
         self.is_answer_due = True
 
     def pull(self) -> tuple[int, list[Tensor]]:
-        """Wait for the version and the parameters with which to go on. Raises what Shard.exchange() does; PeerLost, with the
+        """Wait for the version and the parameters with which to go on. Raises what Updater.exchange() does; PeerLost, with the
         server's rank, where that is lost."""
         with self._reached():
             kind, number = hear(self._communicator)
             said = receive_record(self._communicator, number, 1) if kind == FAILED else None
-            buffers = [] if said is not None else self.layout.flat.empty()
+            buffers = [] if said is not None else self.packing.flat.empty()
             for buffer in buffers:
                 self._communicator.recv(buffer, 1)
         self.is_answer_due = False
@@ -150,29 +150,29 @@ class Remote:
 class Local:
     """Is the server to the worker of its own rank."""
 
-    def __init__(self, rank: int, shard: Shard, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, rank: int, updater: Updater, packing: Packing) -> None:
+        self.packing = packing
         self.server = rank
         self.is_answer_due = False
         """As of a Remote; but nobody sends it."""
-        self._shard = shard
+        self._updater = updater
         self._pushed: tuple[int, float, list[Tensor]] = (0, 0.0, [])
 
     def push(self, version: int, weight: float, step: int, pushed: list[Tensor]) -> None:
         """Keep what a Sender has made of gradients at a step until pull()."""
-        self._pushed = (version, weight, self.layout.decode(pushed, step))
+        self._pushed = (version, weight, self.packing.decode(pushed, step))
 
     def pull(self) -> tuple[int, list[Tensor]]:
-        """Do as Shard.exchange()."""
-        return self._shard.exchange(self.server, *self._pushed)
+        """Do as Updater.exchange()."""
+        return self._updater.exchange(self.server, *self._pushed)
 
     def counts(self) -> Counts:
         """Return what became of all contributions so far."""
-        return self._shard.counts()
+        return self._updater.counts()
 
     def leave(self) -> None:
         """Say that nothing more comes."""
-        self._shard.leave(self.server)
+        self._updater.leave(self.server)
 
 
 def _settings_text(optimizer: torch.optim.Optimizer) -> str:

@@ -1,4 +1,4 @@
-"""What a parameter server holds: a shard of the parameters with its optimizer, which updates it by what workers contribute."""
+"""What a parameter server holds: some of the parameters with their optimizer, which updates them by what workers contribute."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from collectives import CollectiveError, CollectiveTimeout
-from trainer.server.aggregator import Aggregator, Counts, Policy
+from trainer.server.aggregator import Aggregator, Counts, Scheme
 from trainer.server.errors import QuorumLost
 from trainer.server.flat import Flat
 
 
-class Shard:
+class Updater:
     """Holds some of the parameters with their optimizer, and updates them by what all workers contribute.
 
     servers: the ranks that serve, without which nobody can go on. optimizer: of which class, settings and state are taken; its
@@ -32,14 +32,14 @@ class Shard:
         servers: Collection[int],
         parameters: Sequence[Tensor],
         optimizer: torch.optim.Optimizer,
-        policy: Policy,
+        scheme: Scheme,
         timeout_s: float,
     ) -> None:
         self.flat = Flat(parameters)
         self.workers = list(workers)
         self.rank = rank
         self._servers = servers
-        self._policy = policy
+        self._scheme = scheme
         self._timeout_s = timeout_s
         self._sources = list(parameters)
         self._users = optimizer
@@ -47,7 +47,7 @@ class Shard:
         self._parameters = [nn.Parameter(parameter.detach().cpu().clone()) for parameter in parameters]
         self._optimizer = _of_copies(optimizer, dict(zip(parameters, self._parameters, strict=True)))
         self._changed = threading.Condition()
-        self._aggregator: Aggregator[list[Tensor]] = Aggregator(workers, policy)
+        self._aggregator: Aggregator[list[Tensor]] = Aggregator(workers, scheme)
         self._newest = self.flat.pack(self._parameters)
         self._failure: CollectiveError | None = None
 
@@ -67,7 +67,7 @@ class Shard:
                 if self._failure is not None:  # a new error in each thread that raises it
                     raise self._failure.again(str(self._failure), operation) from self._failure
                 if not aggregator.holds_quorum:
-                    raise QuorumLost(aggregator.lost, self._policy.quorum, rank=self.rank, operation=operation)
+                    raise QuorumLost(aggregator.lost, self._scheme.quorum, rank=self.rank, operation=operation)
                 now = time.monotonic()
                 if now >= deadline:
                     waiting_for = aggregator.awaited
@@ -118,7 +118,7 @@ class Shard:
         """Go on where state_dict() was called, with the parameters of this rank's model."""
         with self._changed, torch.no_grad():
             self._optimizer.load_state_dict(state["optimizer"])
-            self._aggregator = Aggregator(self.workers, self._policy, state["version"])
+            self._aggregator = Aggregator(self.workers, self._scheme, state["version"])
             for mine, source in zip(self._parameters, self._sources, strict=True):
                 mine.copy_(source)
             self._newest = self.flat.pack(self._parameters)
