@@ -20,8 +20,8 @@ from trainer.key_value.arguments import (
     tensors_of,
 )
 from trainer.key_value.compression import Encoder, codec_of
+from trainer.key_value.entry import Factory, KeySpec, Name, summed
 from trainer.key_value.group import KeyGroup
-from trainer.key_value.keys import Factory, KeySpec, Name, summed
 from trainer.key_value.state_files import read_states, write_states
 from trainer.server.aggregator import Counts
 from trainer.server.flat import Flat

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.key_value.keys import Factory, KeySpec, Name
+from trainer.key_value.entry import Factory, KeySpec, Name
 from trainer.world import here
 
 

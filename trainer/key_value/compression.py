@@ -13,7 +13,7 @@ from collectives.compression.codec import Codec, State
 from collectives.compression.raw import Raw
 from collectives.compression.registry import CODECS
 from collectives.compression.seeds import rounding_seed
-from trainer.key_value.keys import KeySpec
+from trainer.key_value.entry import KeySpec
 from trainer.key_value.two_bit import TwoBit
 
 

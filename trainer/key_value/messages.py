@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from collectives import CollectiveError, Communicator
-from trainer.key_value.keys import Keys, KeySpec
+from trainer.key_value.entry import KeySpec
+from trainer.key_value.keys import Keys
 from trainer.server.aggregator import Counts
 from trainer.server.errors import from_record, of_pair, to_record
 from trainer.server.serving import Serving, hear, receive_record, say

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import CollectiveError, CollectiveTimeout
+from trainer.copies import of_copies
 from trainer.server.aggregator import Aggregator, Counts, Scheme
 from trainer.server.errors import QuorumLost
 from trainer.server.flat import Flat
@@ -45,7 +46,7 @@ class Updater:
         self._users = optimizer
         self._told: dict[int, list[dict[str, Any]]] = {}  # settings of param groups, by the worker that told them
         self._parameters = [nn.Parameter(parameter.detach().cpu().clone()) for parameter in parameters]
-        self._optimizer = _of_copies(optimizer, dict(zip(parameters, self._parameters, strict=True)))
+        self._optimizer = of_copies(optimizer, dict(zip(parameters, self._parameters, strict=True)))
         self._changed = threading.Condition()
         self._aggregator: Aggregator[list[Tensor]] = Aggregator(workers, scheme)
         self._newest = self.flat.pack(self._parameters)
@@ -167,17 +168,3 @@ def cut(parameters: Sequence[Tensor], servers: Sequence[int]) -> dict[int, list[
         loads[least] += max(1, parameters[number].numel())
         parts[least].append(number)
     return {server: sorted(part) for server, part in parts.items() if part}
-
-
-def _of_copies(optimizer: torch.optim.Optimizer, copies: dict[Tensor, nn.Parameter]) -> torch.optim.Optimizer:
-    """Return an optimizer as this one is, of the copies alone, in as many param groups, some of them perhaps empty."""
-    known: dict[int, Any] = {
-        id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]
-    }
-    made = copy.deepcopy(optimizer, known | {id(parameter): made for parameter, made in copies.items()})
-    wanted = set(copies.values())
-    for group in made.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if parameter in wanted]
-    for parameter in [parameter for parameter in made.state if parameter not in wanted]:
-        del made.state[parameter]
-    return made
