@@ -8,8 +8,8 @@ Communicators break.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from collectives import CollectiveError, Communicator
 from trainer.server.aggregator import Counts
-from trainer.server.errors import from_record, of_pair, to_record
+from trainer.server.client import Client
+from trainer.server.errors import from_record, to_record
 from trainer.server.pushed import Packing
-from trainer.server.serving import Serving, hear, receive_record, say
+from trainer.server.serving import DONE, FAILED, OWN, Serving, receive_record, say
 from trainer.server.updater import Updater
 from trainer.world import here
 
-PUSH, LEAVE, REPORT, FAILED, SETTINGS = range(5)
+PUSH, SETTINGS = range(OWN, OWN + 2)
 
 
 class Server(Serving):
@@ -34,36 +35,26 @@ class Server(Serving):
         self._packing = packing
         super().__init__("the parameter server", updater, communicators)
 
-    def _answer(self, worker: int, communicator: Communicator) -> bool:
-        """Answer the next thing that a worker says; False where that was the last."""
-        head = torch.empty(4, dtype=torch.float64)
-        communicator.recv(head, 0)
-        kind, version, weight, step = head.tolist()
-        if kind == LEAVE:
-            return False
-        if kind == REPORT:
-            say(communicator, REPORT, self._updater.counts().to_record())
-            return True
+    def _answer(self, worker: int, communicator: Communicator, kind: int, numbers: Sequence[float]) -> None:
         if kind == SETTINGS:
-            self._updater.take_settings(worker, receive_record(communicator, int(version), 0))
-            return True
-        pushed = self._packing.empty(int(step))
+            self._updater.take_settings(worker, receive_record(communicator, int(numbers[0]), 0))
+            return
+        weight, version, step = numbers[0], int(numbers[1]), int(numbers[2])
+        pushed = self._packing.empty(step)
         for buffer in pushed:
             communicator.recv(buffer, 0)
         try:
-            gradients = self._packing.decode(pushed, int(step))
-            newest, parameters = self._updater.exchange(worker, int(version), weight, gradients)
+            newest, parameters = self._updater.exchange(worker, version, weight, self._packing.decode(pushed, step))
         except Exception as error:  # told to the worker, who raises it
             say(communicator, FAILED, to_record(error))
-            return True
-        communicator.send(torch.tensor([PUSH, newest], dtype=torch.float64), 0)
+            return
+        communicator.send(torch.tensor([DONE, newest], dtype=torch.float64), 0)
         for buffer in parameters:
             communicator.send(buffer, 0)
-        return True
 
 
-class Remote:
-    """Is a server to its worker on another rank, which has rank 0 in their Communicator.
+class Remote(Client):
+    """Is a server to its worker on another rank.
 
     settings: the optimizer whose param groups' settings the server is told when they change; None where it has its own.
     """
@@ -76,27 +67,23 @@ class Remote:
         communicator: Communicator,
         settings: torch.optim.Optimizer | None = None,
     ) -> None:
+        super().__init__("the parameter server", rank, server, communicator)
         self.packing = packing
-        self.server = server
-        self._rank = rank
-        self._operation = f"step at the parameter server on rank {server}"
-        self._communicator = communicator
         self._settings = settings
         self._told = ""
-        self._is_between_messages = True
         self.is_answer_due = False
         """Whether gradients have been pushed, and nothing pulled since."""
 
     def push(self, version: int, weight: float, step: int, pushed: list[Tensor]) -> None:
         """Send what a Sender has made of gradients at a step."""
         settings = self._told if self._settings is None else _settings_text(self._settings)
-        with self._reached():
+        with self._reached("step"):
             if settings != self._told:
                 text = torch.tensor(list(settings.encode()), dtype=torch.uint8)
                 self._say(SETTINGS, text.numel())
                 self._communicator.send(text, 1)
                 self._told = settings
-            self._say(PUSH, version, weight, step)
+            self._say(PUSH, weight, version, step)
             for buffer in pushed:
                 self._communicator.send(buffer, 1)
         self.is_answer_due = True
@@ -104,47 +91,22 @@ class Remote:
     def pull(self) -> tuple[int, list[Tensor]]:
         """Wait for the version and the parameters with which to go on. Raises what Updater.exchange() does; PeerLost, with the
         server's rank, where that is lost."""
-        with self._reached():
-            kind, number = hear(self._communicator)
-            said = receive_record(self._communicator, number, 1) if kind == FAILED else None
-            buffers = [] if said is not None else self.packing.flat.empty()
+        with self._reached("step"):
+            version, error = self._hear()
+            buffers = [] if error is not None else self.packing.flat.empty()
             for buffer in buffers:
                 self._communicator.recv(buffer, 1)
         self.is_answer_due = False
-        if said is not None:
-            raise from_record(said, self._rank, self._operation)
-        return number, buffers
-
-    def counts(self) -> Counts:
-        """Ask what became of all contributions so far."""
-        with self._reached():
-            self._say(REPORT)
-            return Counts.from_record(receive_record(self._communicator, hear(self._communicator)[1], 1))
+        if error is not None:
+            raise from_record(error, self._rank, self._at("step"))
+        return version, buffers
 
     def leave(self) -> None:
-        """Say that nothing more comes, once the server's answer has been taken, if one is due. Where a message was broken off,
-        which ends the Communicator, the server sees that."""
+        """Say that nothing more comes, once the server's answer has been taken, if one is due."""
         if self.is_answer_due:
             with suppress(CollectiveError):
                 self.pull()
-        if self._is_between_messages:
-            with suppress(CollectiveError):  # a server that is lost need not know
-                self._say(LEAVE)
-        else:
-            self._communicator.close()
-
-    @contextmanager
-    def _reached(self) -> Iterator[None]:
-        """Give errors of the Communicator the optimizer's numbers of ranks."""
-        self._is_between_messages = False
-        try:
-            yield
-            self._is_between_messages = True
-        except CollectiveError as error:
-            raise of_pair(error, (self._rank, self.server), self._rank, self._operation) from error
-
-    def _say(self, kind: int, version: int = 0, weight: float = 0.0, step: int = 0) -> None:
-        self._communicator.send(torch.tensor([kind, version, weight, step], dtype=torch.float64), 1)
+        super().leave()
 
 
 class Local:
