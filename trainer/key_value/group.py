@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from collectives import Communicator
 from collectives.communicator import close_all
 from trainer.gradients.agreement import check_settings
@@ -15,6 +17,7 @@ from trainer.key_value.keys import Keys
 from trainer.key_value.messages import KeyServer, LocalKeys, RemoteKeys
 from trainer.process_sets import global_process_set
 from trainer.server.aggregator import Scheme
+from trainer.server.flat import Flat
 from trainer.server.roles import checked_ranks
 from trainer.world import current_settings, current_world, here
 
@@ -89,6 +92,15 @@ class KeyGroup:
                 raise ValueError(
                     f"{here()}the ranks do not give the same: {everyones[0][1]} on rank 0; {theirs} on rank {rank}"
                 )
+
+    def share(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return rank 0's tensors, on the CPU; the others give some of the same shapes and dtypes. Collective."""
+        flat = Flat(tensors)
+        buffers = flat.pack(tensors)
+        if self.communicator is not None:
+            for buffer in buffers:
+                self.communicator.broadcast(buffer, 0)
+        return flat.views(buffers)
 
     def meet(self) -> None:
         """Return when all ranks have called it. Collective."""
