@@ -14,7 +14,7 @@ from collectives import CollectiveError, Communicator
 
 
 class NotIncluded(CollectiveError, ValueError):
-    """A verb was called with a process set that this rank is not in. It is a ValueError of the caller's, and what
+    """Tells that a verb was called with a process set that this rank is not in. It is a ValueError of the caller's, and what
     Horovod's programs catch as HorovodInternalError."""
 
 

@@ -46,7 +46,7 @@ _TIMELINE_S = 10.0
 
 
 class NotInitialized(RuntimeError, ValueError):
-    """What needs a world was called before init() or after shutdown(). Horovod's programs catch a ValueError."""
+    """Tells that a world was needed before init() or after shutdown(). Horovod's programs catch a ValueError."""
 
 
 class World:

@@ -34,7 +34,7 @@ class KeySpec:
 
     @property
     def travels_coded(self) -> bool:
-        """Whether a codec, where there is one, is for what is pushed to this key."""
+        """Tell whether a codec, where there is one, is for what is pushed to this key."""
         return self.dtype.is_floating_point and self.shape.numel() > 0
 
 

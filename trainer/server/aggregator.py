@@ -115,17 +115,17 @@ class Aggregator(Generic[_Value]):
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """The workers that have been lost."""
+        """Return the workers that have been lost."""
         return tuple(sorted(self._lost))
 
     @property
     def holds_quorum(self) -> bool:
-        """Whether those that still take part are enough for an update."""
+        """Tell whether those that still take part are enough for an update."""
         return len(self._clocks) >= self._quorum
 
     @property
     def awaited(self) -> tuple[int, ...]:
-        """The workers that have contributed nothing to the next update yet."""
+        """Return the workers that have contributed nothing to the next update yet."""
         return tuple(sorted(self._clocks.keys() - self._contributors()))
 
     def push(self, worker: int, version: int, weight: float, value: _Value, now: float) -> None:

@@ -10,7 +10,7 @@ from collectives.errors import ranks_text
 
 
 class QuorumLost(CollectiveError):
-    """Too many ranks are lost for another update. Attributes: ranks (those that are lost), quorum."""
+    """Tells that too many ranks are lost for another update. Attributes: ranks (those that are lost), quorum."""
 
     def __init__(self, ranks: Sequence[int], quorum: int, *, rank: int, operation: str) -> None:
         self.ranks = tuple(sorted(ranks))
