@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import secrets
 import time
@@ -33,17 +32,12 @@ from trainer.wrapped import WrappingOptimizer
 KEY = "gradwire_server"
 """In the state_dict() of an optimizer at a parameter server."""
 
-_LET_GO_S = 2.0
-"""What a thread has for its end once its Communicator is closed."""
-
 _TELL_S = 3.0
 """How much longer each waits than the one before, so that who does not answer is known there, and told: a server for the word
 of a worker, it for an update, a worker for its server, members of a group for their first rank."""
 
 _LOOK_S = 1.0
 """How often serve() looks whether Ctrl-C was pressed."""
-
-_log = logging.getLogger("gradwire")
 
 
 class ParameterServer(WrappingOptimizer):
@@ -302,12 +296,12 @@ class ParameterServer(WrappingOptimizer):
         try:
             if self._worker is not None:
                 self._worker.leave()
-            if self._server is not None and not self._server.join(deadline):
-                _log.warning("gradwire: %sthe parameter server closes while other ranks still train", here())
+            if self._server is not None:
+                self._server.finish(deadline)
         finally:
             self._close_communicators()
             if self._server is not None:
-                self._server.join(time.monotonic() + _LET_GO_S)
+                self._server.let_go()
 
     def _close_communicators(self) -> None:
         self._is_closed = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -20,11 +19,6 @@ from trainer.server.aggregator import Scheme
 from trainer.server.flat import Flat
 from trainer.server.roles import checked_ranks
 from trainer.world import current_settings, current_world, here
-
-_LET_GO_S = 2.0
-"""What a thread has for its end once its Communicator is closed."""
-
-_log = logging.getLogger("gradwire")
 
 
 class KeyGroup:
@@ -116,12 +110,12 @@ class KeyGroup:
         try:
             for server in self.servers.values():
                 server.leave()
-            if self._server is not None and not self._server.join(deadline):
-                _log.warning("gradwire: %sthe key-value store closes while other ranks still use it", here())
+            if self._server is not None:
+                self._server.finish(deadline)
         finally:
             self._close_communicators()
             if self._server is not None:
-                self._server.join(time.monotonic() + _LET_GO_S)
+                self._server.let_go()
 
     def _close_communicators(self) -> None:
         self.is_closed = True

@@ -15,12 +15,16 @@ import torch
 from collectives import CollectiveError, Communicator
 from trainer.server.aggregator import Counts
 from trainer.server.errors import of_pair
+from trainer.world import here
 
 LEAVE, COUNTS, OWN = range(3)
 """What every worker may say: that it is done, or that it wants the Counts; from OWN on, what else it may say to a server."""
 
 DONE, FAILED = range(2)
 """What a server answers."""
+
+_LET_GO_S = 2.0
+"""What a thread has for its end once its Communicator is closed."""
 
 _log = logging.getLogger("gradwire")
 
@@ -62,6 +66,15 @@ class Serving(ABC):
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
+
+    def finish(self, deadline: float) -> None:
+        """Wait as join() does, and warn where workers are left alone."""
+        if not self.join(deadline):
+            _log.warning("gradwire: %s%s closes while other ranks still use it", here(), self._name)
+
+    def let_go(self) -> None:
+        """Wait until the threads have ended, once their Communicators are closed."""
+        self.join(time.monotonic() + _LET_GO_S)
 
     def _serve(self, worker: int, communicator: Communicator) -> None:
         try:
