@@ -91,12 +91,14 @@ class KVStore:
         """
         self._check_open()
         named: dict[Name, Tensor] = {}
+        said: list[Any] = []
         error: Exception | None = None
         try:
             named = self._new_values(key, value)
-        except (TypeError, ValueError) as caught:  # told to the others, who would wait
+            said = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named.items()]
+        except Exception as caught:  # told to the others, who would wait
             error = caught
-        self._group.agree(error, [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named.items()])
+        self._group.agree(error, said)
         tensors = list(named.values())
         flat = Flat(tensors)
         buffers = flat.pack(tensors)
@@ -209,8 +211,8 @@ class KVStore:
         try:
             name, settings = described(optimizer)
             for spec in self._specs.values():
-                _check_updatable(spec.name, spec.dtype)
-        except (TypeError, ValueError) as caught:
+                _check_updatable(spec.name, spec.shape, spec.dtype, optimizer)
+        except Exception as caught:
             error = caught
         self.barrier()  # what was pushed before is for what was there before
         self._group.agree(error, f"{name} {settings}")
@@ -239,7 +241,7 @@ class KVStore:
         try:
             codec = codec_of(compression_params)
             said = codec.identity
-        except (TypeError, ValueError) as caught:
+        except Exception as caught:
             error = ValueError(f"{here()}gradient compression by {compression_params!r}: {caught}")
         self._group.agree(error, said)
         assert codec is not None
@@ -251,31 +253,43 @@ class KVStore:
     def save_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
         """Write the states of all optimizers into one file of rank 0's, by torch.save. Collective.
 
-        Values of keys are not in it: pull and save them. Raises ValueError before set_optimizer(); OSError on rank 0 and
-        ValueError on the others where the file cannot be written.
+        Values of keys are not in it: pull and save them. Raises ValueError before set_optimizer(); where fname is no
+        path, TypeError on the ranks that give it and ValueError on the others; where the file cannot be written, OSError
+        on rank 0 and ValueError on the others.
         """
-        self._check_has_optimizer("save_optimizer_states")
+        path = self._agreed_path("save_optimizer_states", fname)
         self.barrier()  # all that was pushed before is in them
         states = {} if self._group.keys is None else self._group.keys.state_dict()
-        write_states(Path(fname), self._optimizer_name, states, self._group.communicator)
+        write_states(path, self._optimizer_name, states, self._group.communicator)
 
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
         """Go on with the states that save_optimizer_states() wrote, on any number of ranks and servers. Only rank 0 reads the
         file. Collective.
 
-        Raises ValueError before set_optimizer(), for another file, and where a key is not in it, with nothing loaded; where the
-        file cannot be read OSError on rank 0 and ValueError on the others.
+        Raises ValueError before set_optimizer(), for another file, and where a key is not in it or its state cannot be loaded,
+        with nothing loaded; TypeError and ValueError for what is no path as save_optimizer_states() does; where the file cannot
+        be read OSError on rank 0 and ValueError on the others.
         """
-        self._check_has_optimizer("load_optimizer_states")
+        path = self._agreed_path("load_optimizer_states", fname)
         self.barrier()
-        states = read_states(Path(fname), self._optimizer_name, self._group.communicator)
+        states = read_states(path, self._optimizer_name, self._group.communicator)
         if missing := [name for name in self._specs if name not in states]:
             raise ValueError(
                 f"{here()}{fname} has no state of key {missing[0]!r}; it has {', '.join(map(repr, states))}"
             )
-        if self._group.keys is not None:
-            self._group.keys.load_state_dict(states)
-        self._group.meet()
+        keys, error = self._group.keys, None
+        before = {} if keys is None else keys.state_dict()
+        try:
+            if keys is not None:
+                keys.load_state_dict(states)
+        except Exception as caught:  # told to the others, who would wait
+            error = ValueError(f"{here()}{fname} has a state that {self._optimizer_name} cannot load: {caught!r}")
+        try:
+            self._group.agree(error, None)
+        except ValueError:
+            if keys is not None:
+                keys.load_state_dict(before)
+            raise
 
     @staticmethod
     def is_capable(capability: str) -> bool:
@@ -304,7 +318,8 @@ class KVStore:
         self._group.close(timeout_s)
 
     def _new_values(self, key: Key, value: Any) -> dict[Name, Tensor]:
-        """Return what init() is given, by key. Raises TypeError or ValueError."""
+        """Return what init() is given, by key, dense and on the CPU. Raises what kept it from that, TypeError or ValueError
+        as a rule."""
         named = {}
         for name, tensor in pairs_of(key, value, "value"):
             if not isinstance(tensor, Tensor):
@@ -312,8 +327,8 @@ class KVStore:
             if name in self._specs:
                 raise ValueError(f"{here()}key {name!r} has been given to init() before; push() changes it")
             if self._factory is not None:
-                _check_updatable(name, tensor.dtype)
-            named[name] = tensor
+                _check_updatable(name, tensor.shape, tensor.dtype, self._factory)
+            named[name] = _dense(tensor).cpu()
         return named
 
     def _outs(self, key: Key, out: Any) -> list[tuple[KeySpec, list[Tensor]]]:
@@ -338,10 +353,18 @@ class KVStore:
         if self._group.is_closed:
             raise RuntimeError(f"{here()}this key-value store is closed")
 
-    def _check_has_optimizer(self, method: str) -> None:
+    def _agreed_path(self, method: str, fname: str | os.PathLike[str]) -> Path:
+        """Return what a method of optimizer states is given, once all ranks have given a path. Collective."""
         self._check_open()
         if self._factory is None:
             raise ValueError(f"{here()}{method}() needs an optimizer: call set_optimizer() first")
+        path, error = Path(), None
+        try:
+            path = Path(fname)
+        except TypeError:
+            error = TypeError(f"{here()}{method}() needs the path of a file, a str or os.PathLike, not {fname!r}")
+        self._group.agree(error, None)
+        return path
 
     def __repr__(self) -> str:
         return f"KVStore({self._type!r}), rank {self._group.rank} of {self._group.size}, {len(self._specs)} keys"
@@ -352,9 +375,14 @@ def create(name: Type = "local", *, servers: Sequence[int] | None = None) -> KVS
     return KVStore(name, servers=servers)
 
 
-def _check_updatable(name: Name, dtype: torch.dtype) -> None:
+def _check_updatable(name: Name, shape: torch.Size, dtype: torch.dtype, factory: Factory) -> None:
+    """Raise ValueError where a server could not make an optimizer of a key's value."""
     if not dtype.is_floating_point:
         raise ValueError(f"{here()}an optimizer needs floating-point tensors, and key {name!r} has dtype {dtype}")
+    try:
+        factory([torch.zeros(shape, dtype=dtype)])
+    except Exception as error:
+        raise ValueError(f"{here()}no optimizer of key {name!r}, of shape {list(shape)}: {error!r}") from error
 
 
 def _is_sparse(tensor: Tensor) -> bool:

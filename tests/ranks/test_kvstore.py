@@ -229,6 +229,27 @@ def save_and_load(folder: str) -> None:
     (taken := Path(folder) / "taken").mkdir(exist_ok=True)
     with pytest.raises(OSError if hvd.rank() == 0 else ValueError, match="taken"):
         second.save_optimizer_states(taken)
+    for use in (second.save_optimizer_states, second.load_optimizer_states):
+        for wrong in (None, 3, b"states"):  # on one rank, and the other one does not wait
+            with pytest.raises(
+                TypeError if hvd.rank() else ValueError,
+                match="needs the path of a file, a str" if hvd.rank() else "because rank 1 cannot do it",
+            ):
+                use(wrong if hvd.rank() else path)  # type: ignore[arg-type]
+    kept = torch.load(path, weights_only=True)
+    hvd.barrier()
+    if hvd.rank() == 0:
+        torch.save({**kept, "states": {**kept["states"], 7: {"state": 3}}}, path)  # which rank 1 holds
+    hvd.barrier()
+    with pytest.raises(ValueError, match="a state that AdamW cannot load" if hvd.rank() else "because rank 1"):
+        second.load_optimizer_states(path)
+    if hvd.rank() == 0:
+        torch.save(kept, path)
+    after = Path(folder) / "after"
+    second.save_optimizer_states(after)
+    same = torch.load(after, weights_only=True)["states"]
+    for name in keys:  # nothing was loaded: it stands where both stores stood after their last steps
+        assert same[name]["state"][0]["step"] == 6
     second.init("new", torch.zeros(1))
     with pytest.raises(ValueError, match="no state of key 'new'; it has"):
         second.load_optimizer_states(path)
@@ -247,7 +268,7 @@ def save_and_load(folder: str) -> None:
 
 def test_states_go_through_a_file_bit_for_bit(ranks: Worlds, tmp_path: Path) -> None:
     ranks(2).run(save_and_load, str(tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {"states", "taken"}
+    assert {path.name for path in tmp_path.iterdir()} == {"states", "taken", "after"}
 
 
 @in_world
@@ -471,6 +492,12 @@ class Broken(torch.optim.SGD):
         raise ArithmeticError("no step today")
 
 
+def only_of_vectors(tensors: list[Tensor]) -> torch.optim.Optimizer:
+    if tensors[0].ndim > 1:
+        raise ArithmeticError("not today")
+    return torch.optim.SGD(tensors, lr=1.0)
+
+
 @in_world
 def refuse() -> None:
     rank = hvd.rank()
@@ -529,6 +556,8 @@ def refuse() -> None:
             kv.set_optimizer(optimizer)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"key 1 has dtype torch\.int64"):
         kv.set_optimizer(torch.optim.SGD)
+    with pytest.raises(NotImplementedError if rank else ValueError, match="meta" if rank else "because rank 1"):
+        kv.init("x", torch.zeros(2, device="meta") if rank else torch.zeros(2))
     for params, said in (
         ({}, "one of '2bit', .*'topk'"),
         ("2bit", "one of '2bit'"),
@@ -555,6 +584,8 @@ def refuse() -> None:
     floating.init("w", w)
     with pytest.raises(ValueError, match=r"do not give the same: SGD .*0\.1.* on rank 0; SGD .*0\.2.* on rank 1"):
         floating.set_optimizer(functools.partial(torch.optim.SGD, lr=0.1 * (1 + rank)))
+    with pytest.raises(ValueError, match=r"no optimizer of key 'w', of shape \[2, 2\].*not today"):
+        floating.set_optimizer(only_of_vectors)  # which only rank 0, the server, would have seen
     floating.set_optimizer(Broken)
     with pytest.raises(ValueError, match=r"key 'n' has dtype torch\.int64"):
         floating.init("n", n)
