@@ -116,7 +116,7 @@ def test_lists_of_keys_and_values_mean_what_they_do_in_mxnet(ranks: Worlds) -> N
 
 @in_world
 def push_ahead() -> None:
-    """Every rank pushes its rounds in an order of its own, some without pulling in between."""
+    """Push the rounds of every rank in an order of its own, some without pulling in between."""
     kv = hvd.KVStore("dist_sync")
     rank, size, out = hvd.rank(), hvd.size(), torch.zeros(4)
     kv.init(["a", "b"], [torch.zeros(4), torch.zeros(4)])
@@ -316,7 +316,7 @@ def test_rows_are_pulled_alone(ranks: Worlds) -> None:
 
 @in_world
 def push_codes(params: dict[str, Any]) -> None:
-    """What is assigned is the sum of what the codes of all ranks decode to, which a rank can compute by itself."""
+    """See that what is assigned is the sum of what the codes of all ranks decode to, which a rank can compute by itself."""
     rank, size, numel, steps = hvd.rank(), hvd.size(), 5000, 3
     kv = hvd.KVStore("dist_sync")
     kv.init(["w", "n", "e"], [torch.zeros(50, 100), torch.zeros(3, dtype=torch.int64), torch.zeros(0)])
@@ -357,7 +357,7 @@ def test_pushes_travel_as_codes_with_error_feedback(ranks: Worlds, params: dict[
 
 @in_world
 def push_two_bits() -> None:
-    """MXNet's 2bit by hand: threshold, 0 or -threshold, and the rest is kept."""
+    """Do MXNet's 2bit by hand: threshold, 0 or -threshold, and the rest is kept."""
     kv = hvd.KVStore("dist_sync")
     kv.init(0, torch.zeros(5))
     kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
@@ -383,7 +383,7 @@ def test_two_bits_are_mxnets(ranks: Worlds) -> None:
 
 @in_world
 def do_not_wait() -> None:
-    """The last rank begins when the others have pushed and pulled ten times, without which they cannot have waited for it."""
+    """Begin on the last rank when the others have pushed and pulled ten times, without which they cannot have waited for it."""
     kv = hvd.KVStore("dist_async", servers=[0])
     rank, size, out = hvd.rank(), hvd.size(), torch.zeros(3)
     slow = rank == size - 1
@@ -414,7 +414,7 @@ def test_asynchronous_workers_do_not_wait_for_a_slow_one(ranks: Worlds) -> None:
 
 @in_world
 def push_at_once() -> None:
-    """Two updates of a value at once would lose one of them."""
+    """Push at once, where two updates of a value at the same time would lose one of them."""
     kv = hvd.KVStore("dist_async", servers=[0])
     out, pushes = torch.zeros(20000), 100
     kv.init(["a", "b"], [torch.zeros(20000), torch.zeros(3)])
@@ -436,7 +436,7 @@ def test_no_update_is_lost(ranks: Worlds) -> None:
 
 @in_world
 def finish_unevenly() -> None:
-    """A rank that is done is waited for no more, but what it has pushed before the others counts in its round."""
+    """End on one rank earlier: it is waited for no more, but what it has pushed before the others counts in its round."""
     kv = hvd.KVStore("dist_sync", servers=[0])
     rank, out = hvd.rank(), torch.zeros(2)
     kv.init("w", torch.zeros(2))
@@ -457,7 +457,7 @@ def test_who_is_done_is_waited_for_no_more(ranks: Worlds) -> None:
 
 
 def stand_alone() -> None:
-    """Without init(): MXNet's example programs begin like this."""
+    """Use a store without init(), as MXNet's example programs begin."""
     for type in hvd.kvstore.TYPES[:2]:
         kv = hvd.kvstore.create(type)
         assert (kv.rank, kv.num_workers, kv.type) == (0, 1, type)
@@ -605,7 +605,7 @@ def test_what_cannot_be_meant_is_refused(ranks: Worlds) -> None:
 
 
 def wait_in_vain() -> None:
-    """Rank 1 serves, and pushes nothing. Its server alone is impatient, so that it is sure to speak first."""
+    """Pull from rank 1, which serves and pushes nothing. Its server alone is impatient, so that it is sure to speak first."""
     hvd.init(timeout_s=60)
     kv = hvd.KVStore("dist_sync", servers=[1])
     kv.init("w", torch.zeros(2))

@@ -274,7 +274,7 @@ def test_another_number_of_ranks_goes_on(ranks: Worlds) -> None:
 
 @in_world
 def counted() -> None:
-    """The same bytes go out for all gradients of a step, and for all movements every fourth step."""
+    """Count bytes: as many go out for all gradients of a step as for all movements every fourth step."""
     model = model_of()
     optimizer = wrapped(model, every=4, warmup_steps=WARMUP)
     train(model, optimizer, range(WARMUP))
@@ -305,7 +305,7 @@ def test_a_report_counts_the_warm_up_and_the_steps_after_it(ranks: Worlds) -> No
 
 @in_world
 def in_groups() -> None:
-    """Two ranks average every step, and meet the other two every third."""
+    """Average among two ranks in every step, and with the other two in every third."""
     groups = [torch.distributed.new_group(pair) for pair in ([0, 1], [2, 3])]
     mine = groups[hvd.rank() // 2]
     model = model_of()
@@ -361,7 +361,7 @@ def test_what_cannot_be_meant_is_refused(ranks: Worlds) -> None:
 
 @in_world
 def diverge() -> None:
-    """One rank begins elsewhere, so that its common parameters differ."""
+    """Begin elsewhere on one rank, so that its common parameters differ."""
     model = model_of(seed=hvd.rank())
     optimizer = wrapped(model, every=2)
     with pytest.raises(ReplicasDiffer, match="weight"):

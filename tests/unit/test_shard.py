@@ -16,7 +16,7 @@ FAR_S = 60.0
 
 
 def shard_of(policy: Policy, timeout_s: float = FAR_S) -> Shard:
-    """Of rank 0, which serves three workers, as rank 2 does."""
+    """Return the shard of rank 0, which serves three workers, as rank 2 does."""
     parameter = nn.Parameter(torch.zeros(3))
     return Shard(0, range(3), (0, 2), [parameter], torch.optim.SGD([parameter], lr=1.0), policy, timeout_s)
 
