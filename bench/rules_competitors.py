@@ -158,9 +158,7 @@ def _local(
         in_step=True,
         warmup_steps=settings.warmup_steps,
         period=settings.every,
-        sent_bytes=lambda steps: (
-            optimizer.stats.bytes_sent + optimizer.report().bytes_per_step * (steps - settings.warmup_steps)
-        ),
+        sent_bytes=lambda steps: optimizer.report().bytes_sent,
         wait_s=lambda: optimizer.communication_wait_s,
         report=lambda: str(optimizer.report()),
         close=optimizer.close,

@@ -89,8 +89,15 @@ class Mismatch(CollectiveError):
     """
 
     def __init__(
-        self, calls: Mapping[int, str], *, rank: int, operation: str, places: Mapping[int, str] | None = None
+        self,
+        calls: Mapping[int, str],
+        *,
+        rank: int,
+        operation: str,
+        places: Mapping[int, str] | None = None,
+        differing: Sequence[str] = (),
     ) -> None:
+        """differing: what it is, in words, that is not the same in all calls."""
         self.calls = dict(sorted(calls.items()))
         self.places = dict(sorted((places or {}).items()))
         by_call: dict[str, list[int]] = {}
@@ -99,6 +106,8 @@ class Mismatch(CollectiveError):
         said = "; ".join(
             f"{ranks_text(callers)} called {call}{self._where(callers)}" for call, callers in by_call.items()
         )
+        if differing:
+            said += f"; they differ in {' and '.join(filter(None, [', '.join(differing[:-1]), differing[-1]]))}"
         super().__init__(f"the ranks do not agree: {said}", rank=rank, operation=operation)
 
     def _where(self, callers: Iterable[int]) -> str:

@@ -83,15 +83,17 @@ class KVStore:
         """
         self._check_open()
         named: dict[Name, Tensor] = {}
+        said: list[Any] = []
         error: Exception | None = None
         try:
-            named = self._catalogue.new_values(key, value)
+            named = {name: dense(tensor).cpu() for name, tensor in self._catalogue.new_values(key, value).items()}
             if self._factory is not None:
                 for name, tensor in named.items():
-                    check_updatable(name, tensor.dtype)
-        except (TypeError, ValueError) as caught:  # told to the others, who would wait
+                    check_updatable(name, tensor.shape, tensor.dtype, self._factory)
+            said = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named.items()]
+        except Exception as caught:  # told to the others, who would wait
             error = caught
-        self._group.agree(error, [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named.items()])
+        self._group.agree(error, said)
         for name, first in zip(named, self._group.share(list(named.values())), strict=True):
             spec = self._catalogue.add(name, first)
             if spec.server == self._group.rank and self._group.keys is not None:
@@ -182,8 +184,8 @@ class KVStore:
         try:
             name, settings = described(optimizer)
             for spec in self._catalogue:
-                check_updatable(spec.name, spec.dtype)
-        except (TypeError, ValueError) as caught:
+                check_updatable(spec.name, spec.shape, spec.dtype, optimizer)
+        except Exception as caught:
             error = caught
         self.barrier()  # what was pushed before is for what was there before
         self._group.agree(error, f"{name} {settings}")
@@ -212,7 +214,7 @@ class KVStore:
         try:
             codec = codec_of(compression_params)
             said = codec.identity
-        except (TypeError, ValueError) as caught:
+        except Exception as caught:
             error = ValueError(f"{here()}gradient compression by {compression_params!r}: {caught}")
         self._group.agree(error, said)
         assert codec is not None
@@ -224,31 +226,43 @@ class KVStore:
     def save_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
         """Write the states of all optimizers into one file of rank 0's, by torch.save. Collective.
 
-        Values of keys are not in it: pull and save them. Raises ValueError before set_optimizer(); OSError on rank 0 and
-        ValueError on the others where the file cannot be written.
+        Values of keys are not in it: pull and save them. Raises ValueError before set_optimizer(); where fname is no
+        path, TypeError on the ranks that give it and ValueError on the others; where the file cannot be written, OSError
+        on rank 0 and ValueError on the others.
         """
-        self._check_has_optimizer("save_optimizer_states")
+        path = self._agreed_path("save_optimizer_states", fname)
         self.barrier()  # all that was pushed before is in them
         states = {} if self._group.keys is None else self._group.keys.state_dict()
-        write_states(Path(fname), self._optimizer_name, states, self._group.communicator)
+        write_states(path, self._optimizer_name, states, self._group.communicator)
 
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
         """Go on with the states that save_optimizer_states() wrote, on any number of ranks and servers. Only rank 0 reads the
         file. Collective.
 
-        Raises ValueError before set_optimizer(), for another file, and where a key is not in it, with nothing loaded; where the
-        file cannot be read OSError on rank 0 and ValueError on the others.
+        Raises ValueError before set_optimizer(), for another file, and where a key is not in it or its state cannot be loaded,
+        with nothing loaded; TypeError and ValueError for what is no path as save_optimizer_states() does; where the file cannot
+        be read OSError on rank 0 and ValueError on the others.
         """
-        self._check_has_optimizer("load_optimizer_states")
+        path = self._agreed_path("load_optimizer_states", fname)
         self.barrier()
-        states = read_states(Path(fname), self._optimizer_name, self._group.communicator)
+        states = read_states(path, self._optimizer_name, self._group.communicator)
         if missing := [spec.name for spec in self._catalogue if spec.name not in states]:
             raise ValueError(
                 f"{here()}{fname} has no state of key {missing[0]!r}; it has {', '.join(map(repr, states))}"
             )
-        if self._group.keys is not None:
-            self._group.keys.load_state_dict(states)
-        self._group.meet()
+        keys, error = self._group.keys, None
+        before = {} if keys is None else keys.state_dict()
+        try:
+            if keys is not None:
+                keys.load_state_dict(states)
+        except Exception as caught:  # told to the others, who would wait
+            error = ValueError(f"{here()}{fname} has a state that {self._optimizer_name} cannot load: {caught!r}")
+        try:
+            self._group.agree(error, None)
+        except ValueError:
+            if keys is not None:
+                keys.load_state_dict(before)
+            raise
 
     @staticmethod
     def is_capable(capability: str) -> bool:
@@ -280,10 +294,18 @@ class KVStore:
         if self._group.is_closed:
             raise RuntimeError(f"{here()}this key-value store is closed")
 
-    def _check_has_optimizer(self, method: str) -> None:
+    def _agreed_path(self, method: str, fname: str | os.PathLike[str]) -> Path:
+        """Return what a method of optimizer states is given, once all ranks have given a path. Collective."""
         self._check_open()
         if self._factory is None:
             raise ValueError(f"{here()}{method}() needs an optimizer: call set_optimizer() first")
+        path, error = Path(), None
+        try:
+            path = Path(fname)
+        except TypeError:
+            error = TypeError(f"{here()}{method}() needs the path of a file, a str or os.PathLike, not {fname!r}")
+        self._group.agree(error, None)
+        return path
 
     def __repr__(self) -> str:
         return f"KVStore({self._type!r}), rank {self._group.rank} of {self._group.size}, {len(self._catalogue)} keys"

@@ -22,28 +22,41 @@ from trainer.world import current_world, here
 class LocalReport:
     """Says what local updates have cost this rank so far.
 
-    steps: of the optimizer. bytes_per_step: that this rank has sent of movements, spread over all steps since the
-    warm-up. bytes_saved: how many times fewer these are than uncompressed movements. wait_share: of the time since
-    the optimizer was made, in which this rank waited for others. batch_per_rank, global_batch: of a step, where the
-    caller has told; while a rank steps alone, its gradient is that of its own batch.
+    steps: of the optimizer, those before a checkpoint from which it goes on included. All bytes are what this rank has
+    sent since the optimizer was made. warmup_bytes_per_step: of gradients, spread over the steps of the warm-up.
+    bytes_per_step: of movements, spread over all steps after the warm-up. inner_bytes_per_step: of gradients to inner
+    ranks, spread over the same. bytes_sent: all of these together. bytes_saved: how many times fewer bytes movements
+    are than uncompressed ones. wait_share: of the time since the optimizer was made, in which this rank waited for others.
+    batch_per_rank, global_batch: of a step, where the caller has told; while a rank steps alone, its gradient is that of
+    its own batch.
     """
 
     steps: int
+    warmup_bytes_per_step: float
     bytes_per_step: float
+    inner_bytes_per_step: float
+    bytes_sent: int
     bytes_saved: float
     wait_share: float
     batch_per_rank: int | None
     global_batch: int | None
 
     def __str__(self) -> str:
+        warmup = (
+            f"{self.warmup_bytes_per_step / 1e3:.1f} KB a step of the warm-up, then "
+            if self.warmup_bytes_per_step
+            else ""
+        )
+        inner = f", and {self.inner_bytes_per_step / 1e3:.1f} KB to inner ranks" if self.inner_bytes_per_step else ""
         batches = (
             ""
             if self.batch_per_rank is None
             else f"; a batch of {self.batch_per_rank} a rank, {self.global_batch} in all"
         )
         return (
-            f"{self.steps} steps: {self.bytes_per_step / 1e3:.1f} KB a step, {self.bytes_saved:.1f} times fewer than "
-            f"uncompressed; {self.wait_share:.1%} of the time waiting{batches}"
+            f"{self.steps} steps: {warmup}{self.bytes_per_step / 1e3:.1f} KB a step, {self.bytes_saved:.1f} times fewer than "
+            f"uncompressed{inner}; {self.bytes_sent / 1e6:.3f} MB in all; {self.wait_share:.1%} of the time "
+            f"waiting{batches}"
         )
 
 
@@ -59,8 +72,7 @@ class LocalUpdates(DistributedOptimizer):
 
     Ranks hold the same parameters right after an exchange, with fragments or a delay only about the same: end training,
     and validate, after warmup_steps and a multiple of `every` steps. docs/guides/local-updates.md has an example, and
-    says which settings are for which situation. `stats` counts gradients, of the warm-up and among inner ranks; report()
-    counts movements.
+    says which settings are for which situation. report() counts all that was sent, `stats` the gradients of the warm-up alone.
 
     optimizer, named_parameters, process_set, backward_passes_per_step, bucket_bytes: as DistributedOptimizer takes them.
     outer: an optimizer of the same parameters, of which class, settings and state are taken; itself it is not used.
@@ -147,13 +159,14 @@ class LocalUpdates(DistributedOptimizer):
     def report(self, batch_per_rank: int | None = None) -> LocalReport:
         """Return what local updates have cost so far. batch_per_rank: of a step, to have both batches told."""
         local = self._local
-        sent, uncompressed = (0, 0) if local is None else local.exchange_stats
-        steps = self.steps if local is None else local.step
-        alone = max(1, steps - (0 if local is None else local.warmup_steps))
+        sent = rule.Sent() if local is None else local.sent
         return LocalReport(
-            steps=steps,
-            bytes_per_step=sent / alone,
-            bytes_saved=uncompressed / sent if sent else 1.0,
+            steps=self.steps if local is None else local.step,
+            warmup_bytes_per_step=sent.warmup_bytes / max(1, sent.warmup_steps),
+            bytes_per_step=sent.movement_bytes / max(1, sent.steps),
+            inner_bytes_per_step=sent.inner_bytes / max(1, sent.steps),
+            bytes_sent=sent.warmup_bytes + sent.movement_bytes + sent.inner_bytes,
+            bytes_saved=sent.movement_bytes_uncompressed / sent.movement_bytes if sent.movement_bytes else 1.0,
             wait_share=self.communication_wait_s / (time.perf_counter() - self._began),
             batch_per_rank=batch_per_rank,
             global_batch=None if batch_per_rank is None else batch_per_rank * self._communicator.size,

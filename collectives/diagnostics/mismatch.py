@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from collectives.diagnostics.differences import differing
 from collectives.errors import LinkError, Mismatch
 from collectives.link.watch import Watch
 
@@ -61,7 +62,8 @@ def first_difference(calls: Iterable[tuple[int, Call]], after: int = -1) -> dict
 def mismatch(calls: Mapping[int, Call], rank: int, operation: str) -> Mismatch:
     """Return the error that tells of a difference."""
     texts = {caller: call.text for caller, call in calls.items()}
-    return Mismatch(texts, rank=rank, operation=operation, places={r: c.place for r, c in calls.items() if c.place})
+    places = {caller: call.place for caller, call in calls.items() if call.place}
+    return Mismatch(texts, rank=rank, operation=operation, places=places, differing=differing(texts.values()))
 
 
 class Agreement:

@@ -22,7 +22,7 @@ DEADLINE_S = 90.0
 
 
 def bench(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`torchrun -m bench ...`, from the repository's root."""
+    """Run `torchrun -m bench ...` from the repository's root."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return run([*torchrun, "-m", "bench", *arguments])
 
@@ -114,7 +114,7 @@ def test_what_codecs_cannot_do_is_refused(flags: str) -> None:
 
 
 def test_one_wrong_element_on_one_rank_fails_the_run() -> None:
-    """The real driver, with a Communicator whose rank 1 gets one element wrong in one algorithm."""
+    """Run the real driver, with a Communicator whose rank 1 gets one element wrong in one algorithm."""
     script = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})

@@ -41,10 +41,13 @@ if sys.argv[1:]:
 sys.stderr.write("no end of line")
 """
 
-#: Rank 1 fails, the others sleep; none loads torch.
+#: Rank 1 fails, the others sleep, or all fail; none loads torch.
 FAILS = """
-import os, sys, time
+import os, signal, sys, time
 
+if sys.argv[1] == "raise on all":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # who is first ends nobody else
+    raise ValueError(f"rank {os.environ['RANK']}: the script's own")
 if os.environ["RANK"] == "1":
     if sys.argv[1] == "raise":
         raise ValueError("the script's own")
@@ -105,7 +108,7 @@ def test_on_this_host(folder: Path, capfdbinary: pytest.CaptureFixture[bytes]) -
 def test_on_two_hosts(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLLECTIVES_LINK", "tcp")
     monkeypatch.setenv("LEFT_HERE", "yes")
-    flags = ["-H", "127.0.0.2:1,127.0.0.3:2", "-p", "22", "--master-port", str(unused_port())]
+    flags = ["-H", "127.0.0.2:1,127.0.0.3:2", "-p", "22", "--master-port", str(unused_port()), "--start-timeout", "90"]
     status = main(["run", *flags, "--timeline-filename", "it's $HOME.json", "sums.py"])
     out, errors = capsys.readouterr()
     assert status == 0, errors
@@ -127,6 +130,12 @@ def test_a_rank_fails(folder: Path, capsys: pytest.CaptureFixture[str], ending: 
     assert re.findall(rf"^gradwire: {line}$", errors, re.MULTILINE), errors
     assert errors.endswith("gradwire: rank 0 ended because of that\n")
     assert errors.count("gradwire:") == 2
+
+
+def test_an_error_of_all_ranks_is_told_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-np", "2", "fails.py", "raise on all"]) == 1
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("gradwire:")]
+    assert told == ["gradwire: ranks 0, 1 on host localhost ended with exit code 1: ValueError: the script's own"]
 
 
 def test_an_unknown_host_ends_the_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

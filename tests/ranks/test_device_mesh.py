@@ -33,7 +33,7 @@ def mesh_of(*names: str) -> DeviceMesh:
 
 @in_world
 def call_verbs() -> None:
-    """Ranks 0 and 2 are one group along the first dimension, 0 and 1 along the second."""
+    """Call verbs in a mesh: ranks 0 and 2 are one group along the first dimension, 0 and 1 along the second."""
     mesh, mine = mesh_of("dp", "tp"), torch.tensor([float(hvd.rank())])
     columns, rows = [hvd.rank() % 2, hvd.rank() % 2 + 2], [hvd.rank() // 2 * 2, hvd.rank() // 2 * 2 + 1]
     for name, members in (("dp", columns), ("tp", rows)):
@@ -82,7 +82,7 @@ def my_share(step: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
 
 @in_world
 def average_along_a_dimension() -> None:
-    """Ranks that share no gradients hold models of their own."""
+    """Average where ranks that share no gradients hold models of their own."""
     mesh = mesh_of("dp", "other")
     seed = mesh["other"].get_local_rank()
     model, alone = perceptron(seed).double(), perceptron(seed).double()
@@ -106,7 +106,7 @@ def test_gradients_are_averaged_along_a_dimension(ranks: Worlds) -> None:
 
 @in_world
 def meet_inside_and_between() -> None:
-    """Two hosts' worth of ranks: gradients inside, parameters between."""
+    """Average gradients inside of two hosts' worth of ranks, and parameters between."""
     mesh = mesh_of("hosts", "inside")
     model = perceptron().double()
     optimizer = hvd.LocalUpdates(torch.optim.SGD(model.parameters(), lr=0.1), every=2, inner=mesh["inside"])
@@ -143,7 +143,7 @@ def weights_alone(model: nn.Module) -> dict[str, Tensor]:
     [("tensor_parallel", {"": "weights.pt"}), ("pipeline", {"0.": "stage0.pt", "1.": "stage1.pt"})],
 )
 def test_an_example_has_the_weights_of_one_process(tmp_path: Path, example: str, files: dict[str, str]) -> None:
-    """Every program is under 60 lines, and each rank has only a part of the model."""
+    """Check that every program is under 60 lines, and that each rank has only a part of the model."""
     script = (ROOT / f"docs/examples/{example}.py").read_text()
     assert len(script.splitlines()) < 60
     assert "loss " in torchrun(script, tmp_path, processes=4)

@@ -34,7 +34,7 @@ def mapped() -> int:
 
 @in_world
 def write_own_rows() -> None:
-    """All ranks step at the same time, each on rows of its own: by each step, 0.5 less."""
+    """Step on all ranks at the same time, each on rows of its own: by each step, 0.5 less."""
     model = nn.Embedding(ROWS * hvd.size(), 5, sparse=True)
     nn.init.constant_(model.weight, float(hvd.rank()))
     optimizer = hvd.Hogwild(sgd_of(model), model.named_parameters())
@@ -58,7 +58,7 @@ def test_all_ranks_see_what_each_writes(ranks: Worlds, size: int) -> None:
 
 
 class Mixed(nn.Module):
-    """Parameters of several dtypes, layouts and sizes, one of them frozen, one tied, and one empty."""
+    """Hold parameters of several dtypes, layouts and sizes, one of them frozen, one tied, and one empty."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, c
 
 @in_world
 def take_turns() -> None:
-    """One after the other, what is one process training the parameters with an optimizer for each rank: to the bit."""
+    """Train one after the other, to the bit as one process does that has an optimizer for each rank."""
     model = Mixed(seed=hvd.rank())
     weight, matrix = model.convolution.weight, model.matrix
     strides = [parameter.stride() for parameter in model.parameters()]
@@ -126,7 +126,7 @@ def take_turns() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_ranks_that_take_turns_are_one_process_to_the_bit(ranks: Worlds, size: int) -> None:
-    """In a world of one: the wrapped optimizer alone."""
+    """Compare a world of one, too, with the wrapped optimizer alone."""
     ranks(size).run(take_turns)
 
 
@@ -154,7 +154,7 @@ def test_ranks_that_step_at_once_learn(ranks: Worlds) -> None:
 
 @in_world
 def leave() -> None:
-    """Ranks close one after the other, and what is left of the shared memory goes with the last."""
+    """Close one rank after the other; what is left of the shared memory goes with the last."""
     gc.collect()
     before = mapped()
     model = nn.Linear(2, 2, bias=False)
@@ -189,7 +189,7 @@ def test_who_closes_has_a_copy_and_leaves_the_others_alone(ranks: Worlds) -> Non
 
 
 def outlive() -> None:
-    """A rank that has left all Communicators still trains in the shared memory."""
+    """Train in the shared memory on a rank that has left all Communicators."""
     hvd.init()
     model = nn.Embedding(hvd.size(), 2, sparse=True)
     optimizer = hvd.Hogwild(sgd_of(model, lr=1.0))
@@ -210,7 +210,7 @@ def test_nothing_is_needed_of_the_others(failing_world: Callable[[int], World]) 
 
 
 def lose_one(dies: int) -> None:
-    """The others have what it wrote, and train on."""
+    """Lose a rank: the others have what it wrote, and train on."""
     hvd.init()
     model = nn.Embedding(3, 2, sparse=True)
     nn.init.zeros_(model.weight)
@@ -241,7 +241,7 @@ def test_a_rank_that_is_killed_leaves_the_others_training(failing_world: Callabl
 
 @in_world
 def in_pairs() -> None:
-    """Two sets of parameters in one world, each shared by two ranks."""
+    """Train two sets of parameters in one world, each shared by two ranks."""
     evens, odds = hvd.add_process_set([0, 2]), hvd.add_process_set([1, 3])
     mine, other = (evens, odds) if evens.included() else (odds, evens)
     model = nn.Linear(2, 1)
@@ -330,7 +330,7 @@ def test_what_cannot_be_meant_is_refused(ranks: Worlds) -> None:
 
 @in_world
 def share_nothing(said: str) -> None:
-    """Nothing is changed on any rank."""
+    """See errors, with which nothing is changed on any rank."""
     model = perceptron(hvd.rank())
     before = [(parameter.data_ptr(), parameter.detach().clone()) for parameter in model.parameters()]
     with pytest.raises(ValueError, match=said):

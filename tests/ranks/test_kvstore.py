@@ -116,7 +116,7 @@ def test_lists_of_keys_and_values_mean_what_they_do_in_mxnet(ranks: Worlds) -> N
 
 @in_world
 def push_ahead() -> None:
-    """Every rank pushes its rounds in an order of its own, some without pulling in between."""
+    """Push the rounds of every rank in an order of its own, some without pulling in between."""
     kv = hvd.KVStore("dist_sync")
     rank, size, out = hvd.rank(), hvd.size(), torch.zeros(4)
     kv.init(["a", "b"], [torch.zeros(4), torch.zeros(4)])
@@ -229,6 +229,27 @@ def save_and_load(folder: str) -> None:
     (taken := Path(folder) / "taken").mkdir(exist_ok=True)
     with pytest.raises(OSError if hvd.rank() == 0 else ValueError, match="taken"):
         second.save_optimizer_states(taken)
+    for use in (second.save_optimizer_states, second.load_optimizer_states):
+        for wrong in (None, 3, b"states"):  # on one rank, and the other one does not wait
+            with pytest.raises(
+                TypeError if hvd.rank() else ValueError,
+                match="needs the path of a file, a str" if hvd.rank() else "because rank 1 cannot do it",
+            ):
+                use(wrong if hvd.rank() else path)  # type: ignore[arg-type]
+    kept = torch.load(path, weights_only=True)
+    hvd.barrier()
+    if hvd.rank() == 0:
+        torch.save({**kept, "states": {**kept["states"], 7: {"state": 3}}}, path)  # which rank 1 holds
+    hvd.barrier()
+    with pytest.raises(ValueError, match="a state that AdamW cannot load" if hvd.rank() else "because rank 1"):
+        second.load_optimizer_states(path)
+    if hvd.rank() == 0:
+        torch.save(kept, path)
+    after = Path(folder) / "after"
+    second.save_optimizer_states(after)
+    same = torch.load(after, weights_only=True)["states"]
+    for name in keys:  # nothing was loaded: it stands where both stores stood after their last steps
+        assert same[name]["state"][0]["step"] == 6
     second.init("new", torch.zeros(1))
     with pytest.raises(ValueError, match="no state of key 'new'; it has"):
         second.load_optimizer_states(path)
@@ -247,7 +268,7 @@ def save_and_load(folder: str) -> None:
 
 def test_states_go_through_a_file_bit_for_bit(ranks: Worlds, tmp_path: Path) -> None:
     ranks(2).run(save_and_load, str(tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {"states", "taken"}
+    assert {path.name for path in tmp_path.iterdir()} == {"states", "taken", "after"}
 
 
 @in_world
@@ -295,7 +316,7 @@ def test_rows_are_pulled_alone(ranks: Worlds) -> None:
 
 @in_world
 def push_codes(params: dict[str, Any]) -> None:
-    """What is assigned is the sum of what the codes of all ranks decode to, which a rank can compute by itself."""
+    """See that what is assigned is the sum of what the codes of all ranks decode to, which a rank can compute by itself."""
     rank, size, numel, steps = hvd.rank(), hvd.size(), 5000, 3
     kv = hvd.KVStore("dist_sync")
     kv.init(["w", "n", "e"], [torch.zeros(50, 100), torch.zeros(3, dtype=torch.int64), torch.zeros(0)])
@@ -336,7 +357,7 @@ def test_pushes_travel_as_codes_with_error_feedback(ranks: Worlds, params: dict[
 
 @in_world
 def push_two_bits() -> None:
-    """MXNet's 2bit by hand: threshold, 0 or -threshold, and the rest is kept."""
+    """Do MXNet's 2bit by hand: threshold, 0 or -threshold, and the rest is kept."""
     kv = hvd.KVStore("dist_sync")
     kv.init(0, torch.zeros(5))
     kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
@@ -362,7 +383,7 @@ def test_two_bits_are_mxnets(ranks: Worlds) -> None:
 
 @in_world
 def do_not_wait() -> None:
-    """The last rank begins when the others have pushed and pulled ten times, without which they cannot have waited for it."""
+    """Begin on the last rank when the others have pushed and pulled ten times, without which they cannot have waited for it."""
     kv = hvd.KVStore("dist_async", servers=[0])
     rank, size, out = hvd.rank(), hvd.size(), torch.zeros(3)
     slow = rank == size - 1
@@ -393,7 +414,7 @@ def test_asynchronous_workers_do_not_wait_for_a_slow_one(ranks: Worlds) -> None:
 
 @in_world
 def push_at_once() -> None:
-    """Two updates of a value at once would lose one of them."""
+    """Push at once, where two updates of a value at the same time would lose one of them."""
     kv = hvd.KVStore("dist_async", servers=[0])
     out, pushes = torch.zeros(20000), 100
     kv.init(["a", "b"], [torch.zeros(20000), torch.zeros(3)])
@@ -415,7 +436,7 @@ def test_no_update_is_lost(ranks: Worlds) -> None:
 
 @in_world
 def finish_unevenly() -> None:
-    """A rank that is done is waited for no more, but what it has pushed before the others counts in its round."""
+    """End on one rank earlier: it is waited for no more, but what it has pushed before the others counts in its round."""
     kv = hvd.KVStore("dist_sync", servers=[0])
     rank, out = hvd.rank(), torch.zeros(2)
     kv.init("w", torch.zeros(2))
@@ -436,7 +457,7 @@ def test_who_is_done_is_waited_for_no_more(ranks: Worlds) -> None:
 
 
 def stand_alone() -> None:
-    """Without init(): MXNet's example programs begin like this."""
+    """Use a store without init(), as MXNet's example programs begin."""
     for type in hvd.kvstore.TYPES[:2]:
         kv = hvd.kvstore.create(type)
         assert (kv.rank, kv.num_workers, kv.type) == (0, 1, type)
@@ -469,6 +490,12 @@ def test_a_local_store_needs_no_world(ranks: Worlds) -> None:
 class Broken(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         raise ArithmeticError("no step today")
+
+
+def only_of_vectors(tensors: list[Tensor]) -> torch.optim.Optimizer:
+    if tensors[0].ndim > 1:
+        raise ArithmeticError("not today")
+    return torch.optim.SGD(tensors, lr=1.0)
 
 
 @in_world
@@ -529,6 +556,8 @@ def refuse() -> None:
             kv.set_optimizer(optimizer)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"key 1 has dtype torch\.int64"):
         kv.set_optimizer(torch.optim.SGD)
+    with pytest.raises(NotImplementedError if rank else ValueError, match="meta" if rank else "because rank 1"):
+        kv.init("x", torch.zeros(2, device="meta") if rank else torch.zeros(2))
     for params, said in (
         ({}, "one of '2bit', .*'topk'"),
         ("2bit", "one of '2bit'"),
@@ -555,6 +584,8 @@ def refuse() -> None:
     floating.init("w", w)
     with pytest.raises(ValueError, match=r"do not give the same: SGD .*0\.1.* on rank 0; SGD .*0\.2.* on rank 1"):
         floating.set_optimizer(functools.partial(torch.optim.SGD, lr=0.1 * (1 + rank)))
+    with pytest.raises(ValueError, match=r"no optimizer of key 'w', of shape \[2, 2\].*not today"):
+        floating.set_optimizer(only_of_vectors)  # which only rank 0, the server, would have seen
     floating.set_optimizer(Broken)
     with pytest.raises(ValueError, match=r"key 'n' has dtype torch\.int64"):
         floating.init("n", n)
@@ -574,7 +605,7 @@ def test_what_cannot_be_meant_is_refused(ranks: Worlds) -> None:
 
 
 def wait_in_vain() -> None:
-    """Rank 1 serves, and pushes nothing. Its server alone is impatient, so that it is sure to speak first."""
+    """Pull from rank 1, which serves and pushes nothing. Its server alone is impatient, so that it is sure to speak first."""
     hvd.init(timeout_s=60)
     kv = hvd.KVStore("dist_sync", servers=[1])
     kv.init("w", torch.zeros(2))

@@ -237,6 +237,7 @@ def come_late() -> list[float]:
         seconds = time.monotonic() - started
         assert "rank 0 called allreduce(float32[20]" in str(caught.value)
         assert "rank 1 called allreduce(float32[21]" in str(caught.value)
+        assert str(caught.value).endswith("they differ in shape")
         comm.close()
         return seconds
 

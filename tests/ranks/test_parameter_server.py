@@ -149,7 +149,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(ranks: Worlds) -> None:
 
 @in_world
 def go_on_without_the_slow(late: str) -> None:
-    """The last rank begins its second step only when the others have made three more, so that it is three versions late."""
+    """Begin the last rank's second step only when the others have made three more, so that it is three versions late."""
     model = model_of()
     optimizer = hvd.ParameterServer(sgd_of(model), quorum=3, late=late, servers=[0])
     slow = hvd.rank() == 3
@@ -184,7 +184,7 @@ def test_three_of_four_go_on_and_what_is_late_is_counted(ranks: Worlds, late: st
 
 @in_world
 def train_asynchronously(staleness: int | None) -> None:
-    """Every version is a contribution, so that the version says how far all ranks together are."""
+    """Train where every version is a contribution, so that the version says how far all ranks together are."""
     steps = 30
     model = model_of()
     optimizer = hvd.ParameterServer(sgd_of(model), quorum=1, late="next", staleness=staleness, servers=[1])
@@ -216,7 +216,7 @@ def test_asynchronous_training_keeps_to_the_bound(ranks: Worlds, staleness: int 
 
 @in_world
 def finish_unevenly() -> None:
-    """Ranks that are done are waited for no more, but those that serve go on to do so."""
+    """End at different steps: ranks that are done are waited for no more, but those that serve go on to do so."""
     model = model_of()
     optimizer = hvd.ParameterServer(sgd_of(model), servers=[0])
     train(model, optimizer, range(2 + hvd.rank()))

@@ -25,7 +25,7 @@ def run(name: str, folder: Path, processes: int = 2) -> str:
 
 
 def test_ranks_that_step_alone_learn_and_meet(tmp_path: Path) -> None:
-    """On four ranks, all of which have the same loss whenever they have met."""
+    """Run on four ranks, all of which have the same loss whenever they have met."""
     said = run("local_updates", tmp_path, processes=4)
     losses: dict[int, list[str]] = {}
     for step, loss in re.findall(r"rank \d, step (\d+): loss ([0-9.]+)", said):
@@ -37,7 +37,7 @@ def test_ranks_that_step_alone_learn_and_meet(tmp_path: Path) -> None:
 
 
 def test_a_large_batch_learns_with_rates_of_its_own(tmp_path: Path) -> None:
-    """After a warm-up of two epochs to the rate of all ranks' batch."""
+    """Learn after a warm-up of two epochs to the rate of all ranks' batch."""
     said = run("lars_lamb", tmp_path)
     for name, reached in (("LARS", 10), ("LAMB", 0.02)):
         found = re.findall(rf"{name}, epoch (\d): loss ([0-9.]+), rate ([0-9.]+)", said)

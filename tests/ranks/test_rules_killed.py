@@ -28,7 +28,7 @@ FAR_S = 300.0  # so that what ends sooner was told
 
 
 def model_of() -> nn.Sequential:
-    """With one matrix that codecs are for."""
+    """Return a model with one matrix that codecs are for."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 700), nn.Tanh(), nn.Linear(700, 3))
 

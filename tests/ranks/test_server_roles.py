@@ -49,7 +49,7 @@ def test_a_rank_may_serve_only(ranks: Worlds, servers: list[int] | None) -> None
 
 @in_world
 def serve_nothing() -> None:
-    """Of ranks 0 and 1, which serve one parameter, the second gets none."""
+    """Train with one parameter and two servers, of which the second gets nothing to serve."""
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = hvd.ParameterServer(torch.optim.SGD([parameter], lr=1.0), workers=[2])
     if hvd.rank() == 2:
@@ -71,7 +71,7 @@ def test_a_server_that_gets_no_parameters(ranks: Worlds) -> None:
 
 @in_world
 def fail_at_a_message(place: str) -> None:
-    """The server has no room for what rank 1 pushes, or cannot make gradients of it."""
+    """Fail at the server, which has no room for what rank 1 pushes, or cannot make gradients of it."""
     optimizer = hvd.ParameterServer(sgd_of(model_of()), workers=[1])
 
     def fail(*_: object) -> None:

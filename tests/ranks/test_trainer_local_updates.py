@@ -273,8 +273,39 @@ def test_another_number_of_ranks_goes_on(ranks: Worlds) -> None:
 
 
 @in_world
+def counted() -> None:
+    """Count bytes: as many go out for all gradients of a step as for all movements every fourth step."""
+    model = model_of()
+    optimizer = wrapped(model, every=4, warmup_steps=WARMUP)
+    train(model, optimizer, range(WARMUP))
+    before = optimizer.report()
+    assert before.bytes_sent == optimizer.stats.bytes_sent == WARMUP * before.warmup_bytes_per_step > 0
+    assert (before.bytes_per_step, before.bytes_saved) == (0, 1)
+    train(model, optimizer, range(WARMUP, WARMUP + 8))
+    report = optimizer.report()
+    assert report.warmup_bytes_per_step == before.warmup_bytes_per_step == 4 * report.bytes_per_step
+    assert report.bytes_sent == (WARMUP + 2) * report.warmup_bytes_per_step
+    assert optimizer.stats.bytes_sent == before.bytes_sent
+    saved = optimizer.state_dict()
+    optimizer.close()
+
+    optimizer = wrapped(model, every=4, warmup_steps=WARMUP)
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, range(4))
+    again = optimizer.report()
+    assert again.steps == WARMUP + 12
+    assert (again.warmup_bytes_per_step, again.bytes_per_step) == (0, report.bytes_per_step)
+    assert again.bytes_sent == 4 * again.bytes_per_step  # what was sent before the checkpoint, another has counted
+    optimizer.close()
+
+
+def test_a_report_counts_the_warm_up_and_the_steps_after_it(ranks: Worlds) -> None:
+    ranks(2).run(counted)
+
+
+@in_world
 def in_groups() -> None:
-    """Two ranks average every step, and meet the other two every third."""
+    """Average among two ranks in every step, and with the other two in every third."""
     groups = [torch.distributed.new_group(pair) for pair in ([0, 1], [2, 3])]
     mine = groups[hvd.rank() // 2]
     model = model_of()
@@ -286,6 +317,11 @@ def in_groups() -> None:
         assert torch.equal(all_of_them[0], all_of_them[1])
         assert torch.equal(all_of_them[2], all_of_them[3])
         assert torch.equal(all_of_them[0], all_of_them[2]) == ((step + 1) % 3 == 0)
+    report = optimizer.report()
+    assert report.inner_bytes_per_step > 0
+    sent = (report.bytes_per_step + report.inner_bytes_per_step) * STEPS
+    assert report.bytes_sent == pytest.approx(sent)
+    assert optimizer.stats.bytes_sent == 0  # there was no warm-up
     optimizer.close()
 
 
@@ -325,7 +361,7 @@ def test_what_cannot_be_meant_is_refused(ranks: Worlds) -> None:
 
 @in_world
 def diverge() -> None:
-    """One rank begins elsewhere, so that its common parameters differ."""
+    """Begin elsewhere on one rank, so that its common parameters differ."""
     model = model_of(seed=hvd.rank())
     optimizer = wrapped(model, every=2)
     with pytest.raises(ReplicasDiffer, match="weight"):

@@ -68,7 +68,7 @@ def grouped(model: Network) -> list[dict[str, Any]]:
 
 @contextmanager
 def exchanged_by(algorithm: str) -> Iterator[Communicator]:
-    """A Communicator of small segments whose allreduces go by this algorithm."""
+    """Return a Communicator of small segments whose allreduces go by this algorithm."""
     if algorithm != "auto":
         os.environ["COLLECTIVES_ALLREDUCE"] = algorithm
     try:
@@ -299,7 +299,7 @@ def test_what_cannot_be_loaded_is_refused_on_all_ranks(ranks: Worlds, tmp_path: 
 
 @in_world
 def clip(norm_type: float) -> None:
-    """Twice: with a limit that is exceeded, and one that is not."""
+    """Clip twice: with a limit that is exceeded, and one that is not."""
     with exchanged_by("ring") as one, exchanged_by("ring") as other:
         model, twin = Network(), Network()
         whole, sharded = (
@@ -331,7 +331,7 @@ def test_gradients_are_clipped_by_the_norm_over_all_ranks(ranks: Worlds, norm_ty
 
 @in_world
 def clip_nan(norm_type: float) -> None:
-    """One gradient of one rank is NaN."""
+    """Clip where one gradient of one rank is NaN."""
     model, twin = Network(), Network()
     for net, shard in ((model, False), (twin, True)):
         with exchanged_by("ring") as communicator:

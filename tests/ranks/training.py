@@ -38,13 +38,13 @@ def perceptron(seed: int = 0) -> nn.Sequential:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """The global batch of a step: inputs and targets."""
+    """Return the global batch of a step: inputs and targets."""
     generator = torch.Generator().manual_seed(1000 + step)
     return torch.randn(BATCH, 6, generator=generator), torch.randn(BATCH, 3, generator=generator)
 
 
 def share(step: int, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
-    """This rank's part of the global batch, or one of `parts` pieces of that."""
+    """Return this rank's part of the global batch, or one of `parts` pieces of that."""
     length = BATCH // hvd.size() // parts
     start = hvd.rank() * length * parts + part * length
     inputs, targets = batch(step)
@@ -65,7 +65,7 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor | None]:
 
 
 def assert_same_on_all_ranks(tensors: Iterable[Tensor]) -> None:
-    """Bit for bit."""
+    """Compare bit for bit."""
     mine = [tensor.detach().numpy().tobytes() for tensor in tensors]
     for rank, theirs in enumerate(hvd.allgather_object(mine)):
         assert theirs == mine, f"rank {rank} has other values than rank {hvd.rank()}"

@@ -32,7 +32,7 @@ WITH_FEEDBACK = ("int8", "int4")
 
 @dataclass(frozen=True)
 class Rule:
-    """How ranks train: the class of the optimizer, its options, and what else its making needs.
+    """Says how ranks train: the class of the optimizer, its options, and what else its making needs.
 
     feedback: whether the codec of a DistributedOptimizer is to have error feedback. momentum: of the outer optimizer of
     LocalUpdates, None for none. pairs: whether pairs of ranks average in every step.
@@ -45,7 +45,7 @@ class Rule:
     pairs: bool = False
 
     def outlives(self, victim: int, size: int) -> bool:
-        """Whether the others go on without a rank."""
+        """Return whether the others go on without a rank."""
         servers = self.options.get("servers") or range(size)
         return self.name == SERVER and victim not in servers and self.options["quorum"] < size
 
@@ -53,7 +53,7 @@ class Rule:
         return self.name != SERVER or self.options["quorum"] == size
 
     def exchanges_after(self, step: int) -> bool:
-        """Whether all ranks hold the same after a step (from 0 on)."""
+        """Return whether all ranks hold the same after a step (from 0 on)."""
         if self.name == SERVER:
             return False
         alone = step + 1 - self.options.get("warmup_steps", 0)
@@ -68,7 +68,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class TrainingFault:
-    """A world of `size` ranks that train by a rule, in which rank `victim` fails as `kind` says, at a moment of a step.
+    """Describes a world of `size` ranks that train by a rule, in which rank `victim` fails as `kind` says, at a moment of a step.
 
     after_s: the time for which that has gone on then. survivors_close: whether the others close their optimizer after the
     error.
@@ -92,7 +92,7 @@ class TrainingFault:
 
     @property
     def silence_s(self) -> float:
-        """For how long a rank that fails so may be taken for alive."""
+        """Return for how long a rank that fails so may be taken for alive."""
         return TIMEOUT_S if self.kind == STOPPED else 0.0
 
     @property
@@ -101,17 +101,17 @@ class TrainingFault:
 
     @property
     def reporting(self) -> tuple[int, ...]:
-        """The ranks that live on to say what they saw."""
+        """Return the ranks that live on to say what they saw."""
         return self.survivors
 
     @property
     def is_outlived(self) -> bool:
-        """Whether the others are to go on."""
+        """Return whether the others are to go on."""
         return self.rule.outlives(self.victim, self.size)
 
     def culprits(self, rank: int) -> set[int]:
-        """Whom a rank may name: the victim; of two that average in every step also the other one, whom a victim that does not
-        answer holds up, and the victim by its number among the two."""
+        """Return whom a rank may name: the victim; of two that average in every step also the other one, whom a victim that does
+        not answer holds up, and the victim by its number among the two."""
         if not self.rule.pairs:
             return {self.victim}
         if rank // 2 == self.victim // 2:

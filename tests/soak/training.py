@@ -49,7 +49,7 @@ STEPS_WITHOUT = 5  # that survivors take once the victim is known to be lost
 
 
 class PlantedError(Exception):
-    """What a victim raises."""
+    """Stands for what a victim raises."""
 
 
 def train(fault: TrainingFault, directory: Path) -> NoReturn:
@@ -128,7 +128,7 @@ def _train(
     diary: Diary,
     waited_since: list[float],
 ) -> None:
-    """waited_since: holds when the present step began."""
+    """Train step by step. waited_since: holds when the present step began."""
     last: int | None = None
     until = time.monotonic() + ON_S
     for step in count():
@@ -179,7 +179,7 @@ def _end(error: BaseException) -> NoReturn:
 
 
 def _model() -> nn.Sequential:
-    """With one matrix that codecs are for."""
+    """Return a model with one matrix that codecs are for."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 700), nn.Tanh(), nn.Linear(700, 3))
 

@@ -21,7 +21,7 @@ def world(case: Case, size: int, dtype: torch.dtype, op: str, count: int) -> lis
 
 
 def play(case: Case, world: list[Buffers], op: str) -> None:
-    """The collective, by definition."""
+    """Do the collective, by its definition."""
     size = len(world)
     inputs = [buffers.input for buffers in world]
     reduced = torch.empty(0)
@@ -85,7 +85,7 @@ def test_busbw_factors(name: str, size: int, factor: float) -> None:
 @pytest.mark.parametrize("size", [1, 3, 8])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_bytes_are_of_the_whole_array(case: Case, size: int, dtype: torch.dtype) -> None:
-    """Never more than asked for, and less only by what cannot be shared out evenly."""
+    """Check that bytes are never more than asked for, and less only by what cannot be shared out evenly."""
     job = Job(0, size, case.count(1000, size, dtype), dtype, "max", 0, CPU)
     assert 1000 - size * dtype.itemsize < case.nbytes(job) <= 1000
     buffers = case.prepare(job)

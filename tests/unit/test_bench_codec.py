@@ -55,7 +55,7 @@ def test_all_of_the_registry_but_none() -> None:
 
 
 class OneWrong(Int8):
-    """int8 that decodes one element wrongly."""
+    """Is an int8 that decodes one element wrongly."""
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
         super().decode(wire, out, add=add, scale=scale)
@@ -83,7 +83,7 @@ def torchs(name: str) -> Contender:
 
 @pytest.mark.parametrize("name", CODECS)
 def test_torch_does_what_the_codec_does(name: str) -> None:
-    """Within the same bounds, telescoping under error feedback, unbiased where the codec is: in the mean of many."""
+    """Compare: within the same bounds, telescoping under error feedback, unbiased where the codec is: in the mean of many."""
     one = CODECS[name]
     peer = torchs(name)
     values, residual, out = gaussian(NUMEL, CPU, 0), torch.zeros(NUMEL), torch.full((NUMEL,), 2.0)
@@ -140,7 +140,7 @@ def test_relative_error_is_that_of_the_norms() -> None:
 
 
 def test_bytes_that_are_moved() -> None:
-    """As in a table of what a GPU's kernels have to move."""
+    """Count as in a table of what a GPU's kernels have to move."""
     moved = {one: round(moved_bytes(Int8(), one, 1 << 20), 3) for one in OPERATIONS}
     assert moved == {"encode": 5.016, "encode_ef": 13.016, "decode": 5.016, "decode_add": 9.016}
     assert moved_bytes(TopK(0.01), "decode_add", 100_000) == pytest.approx(0.16)

@@ -53,5 +53,5 @@ def test_a_blank_goes_the_same_way_and_touches_nothing(name: str) -> None:
 
 
 def test_ranks_say_the_same_of_a_stand() -> None:
-    """It is in the text of the call, which ranks compare."""
+    """Look into the text of the call, which ranks compare."""
     assert repr(timed(Int8(), Clock())) == repr(timed(Int8(), Clock())) != repr(timed(Int8(block=64), Clock()))

@@ -36,7 +36,7 @@ def test_a_batch_can_be_shared_out(model: str, size: int) -> None:
 
 
 def test_bytes_of_a_step() -> None:
-    """4 ranks: 6/4 of a buffer. A bias and a small matrix go as they are, but for casts."""
+    """Count for 4 ranks 6/4 of a buffer. A bias and a small matrix go as they are, but for casts."""
     module = nn.Sequential(nn.Linear(128, 64), nn.Linear(16, 16, bias=False))
     large, small = 128 * 64, 64 + 16 * 16
     assert wire_bytes(module, "none", 4) == 1.5 * 4 * (large + small)

@@ -110,7 +110,7 @@ def test_algorithms_default_to_all_with_the_peers_beside_auto() -> None:
 def test_what_is_missing_can_be_installed_as_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From a clone: no index has the project."""
+    """See that it is said for a clone, as no index has the project."""
     monkeypatch.setattr(options, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         parse_arguments("allreduce", ["--plot", "out.png"])

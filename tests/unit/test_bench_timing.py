@@ -9,7 +9,7 @@ from bench.timing import Machine, Protocol, median_and_p99, take_turns
 
 
 class Recorder:
-    """A world of one that notes what happens; `time.perf_counter` moves only when a competitor runs."""
+    """Is a world of one that notes what happens; `time.perf_counter` moves only when a competitor runs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []

@@ -30,7 +30,7 @@ def test_limit_of_exact_whole_numbers(dtype: torch.dtype, limit: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("op", "dtype"), REDUCTIONS)
 def test_reducing_in_the_dtype_itself_gives_the_expected(op: str, dtype: torch.dtype, size: int) -> None:
-    """In rank order, one contribution after the other, as a ring does: no partial result is rounded."""
+    """Reduce in rank order, one contribution after the other, as a ring does: no partial result is rounded."""
     combine = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}.get(op, torch.add)
     total = contribution_tile(0, size, op, dtype).to(dtype)
     for rank in range(1, size):

@@ -232,6 +232,33 @@ def test_a_line_for_each_failure_and_the_cause_first() -> None:
     assert told_failures([Failure("c", None, None, "by ssh: no route")]) == ["gradwire: host c: by ssh: no route"]
 
 
+def test_failures_that_are_alike_share_a_line() -> None:
+    failures = [
+        Failure(host, rank, 1, f"[rank{rank}]: ValueError: rank {rank}: every must be a whole number >= 1, not 0")
+        for rank, host in enumerate("aabb")
+    ]
+    assert told_failures(failures) == [
+        "gradwire: ranks 0, 1 on host a and ranks 2, 3 on host b ended with exit code 1: "
+        "ValueError: every must be a whole number >= 1, not 0"
+    ]
+    assert told_failures([*failures[:2], Failure("b", 2, 1, "KeyError: 3"), Failure("b", 3, 2, "KeyError: 3")]) == [
+        "gradwire: ranks 0, 1 on host a ended with exit code 1: ValueError: every must be a whole number >= 1, not 0",
+        "gradwire: rank 2 on host b ended with exit code 1: KeyError: 3",
+        "gradwire: rank 3 on host b ended with exit code 2: KeyError: 3",
+    ]
+    assert told_failures(failures[3:]) == [
+        f"gradwire: rank 3 on host b ended with exit code 1: {failures[3].words}"  # as it stands in its own output
+    ]
+    ended = Failure("b", 3, -15, failures[3].words)  # by torch's agent, on its way out by the same error
+    assert told_failures([*failures[:3], ended]) == told_failures(failures)
+    lost = [Failure("a", rank, 1, f"PeerLost: rank {rank}: allreduce(): lost rank 2") for rank in range(2)]
+    assert told_failures(lost) == [
+        "gradwire: ranks 0, 1 on host a ended with exit code 1: PeerLost: allreduce(): lost rank 2"
+    ]
+    unreached = [Failure(host, None, None, "by ssh: no route") for host in "cd"]
+    assert told_failures(unreached) == ["gradwire: host c: by ssh: no route", "gradwire: host d: by ssh: no route"]
+
+
 def test_the_command_is_installed() -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert f'gradwire = "{main.__module__}:{main.__name__}"' in project

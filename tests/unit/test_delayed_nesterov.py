@@ -25,7 +25,7 @@ def problem() -> tuple[list[Tensor], list[list[Tensor]]]:
 
 
 def by_hand(w: Tensor, gradients: list[Tensor], lr: float, beta: float, n: int, c: float) -> Tensor:
-    """Algorithm 3 of Liu et al. 2024, with the paper's letters."""
+    """Do algorithm 3 of Liu et al. 2024, with the paper's letters."""
     m, total = torch.zeros_like(w), torch.zeros_like(w)
     for t, g in enumerate(gradients):
         total = total + g

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from collectives.diagnostics import mismatch, whereabouts
+from collectives.diagnostics.differences import differing
 from collectives.diagnostics.mismatch import Agreement, Call, first_difference
 from collectives.errors import LinkError, Mismatch
 from tests.unit.test_watch import DEADLINE_S, end_abruptly, watches
@@ -102,3 +103,48 @@ def test_the_place_is_that_of_the_caller_not_of_the_framework(monkeypatch: pytes
     assert called(lambda: whereabouts.of_call(sys._getframe())) == f"{__file__}:{here}"
     monkeypatch.setattr(whereabouts, "_is_users", lambda frame: False)
     assert whereabouts.of_call(sys._getframe()) == ""
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        (("allreduce(float32[6], sum, ring)", "allreduce(float64[6], sum, rsag)"), ["dtype"]),
+        (("allreduce(float32[2, 3], sum, ring)", "allreduce(int8[6], sum, ring)"), ["dtype", "shape"]),
+        (("allreduce(float32[6], sum, ring)", "allreduce(float32[6], max, ring)"), ["op"]),
+        (("allreduce(float32[6], sum, ring)", "allreduce(float32[6], sum, rsag)"), ["algorithm"]),
+        (("allreduce(float32[6], float32[2], sum, ring)", "allreduce(float32[2], float32[6], sum, ring)"), ["shape"]),
+        (
+            ("allreduce(float32[6], sum, ring)", "allreduce(float32[6], sum, prescale=2.0, postscale=1.0, ring)"),
+            ["prescale", "postscale"],
+        ),
+        (
+            ("allreduce(float32[6], sum, ring)", "allreduce(float32[6], sum, direct, int8(block=256, seed=[1, 2]))"),
+            ["codec"],
+        ),
+        (
+            (
+                "allreduce(float32[6], sum, direct, fp16())",
+                "allreduce(float32[6], sum, direct, fp16(), error feedback)",
+            ),
+            ["error feedback"],
+        ),
+        (("broadcast(float32[6], src=0, tree)", "broadcast(float32[6], src=1, tree)"), ["src"]),
+        (("alltoall(float32, splits, direct)", "alltoall(float64, splits, direct)"), ["dtype"]),
+        (("alltoall(float32, splits, direct)", "alltoall(float32, float32[12], direct)"), ["dtype", "shape"]),
+        (
+            ("allgather(float32[2, 2], ring)", "allgather(float32[2, 3], ring)", "allgather(float32[2, 2], ring)"),
+            ["shape"],
+        ),
+        (("allgather(float32[2, 2], ring)", "barrier(tree)"), ["the verb"]),
+    ],
+)
+def test_what_calls_differ_in_is_said_in_words(calls: tuple[str, ...], said: list[str]) -> None:
+    assert sorted(differing(calls)) == sorted(said)
+
+
+def test_a_mismatch_says_in_words_what_differs() -> None:
+    calls = {0: Call(3, "reduce(float32[6], dst=0, sum, tree)"), 1: Call(3, "reduce(int8[2], dst=1, sum, tree)")}
+    assert str(mismatch.mismatch(calls, 0, calls[0].text)).endswith(
+        "rank 1 called reduce(int8[2], dst=1, sum, tree); they differ in dtype, shape and dst"
+    )
+    assert str(Mismatch({0: "a", 1: "b"}, rank=0, operation="a")).endswith("rank 1 called b")

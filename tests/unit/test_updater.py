@@ -17,7 +17,7 @@ FAR_S = 60.0
 
 
 def updater_of(scheme: Scheme, timeout_s: float = FAR_S) -> Updater:
-    """Of rank 0, which serves three workers, as rank 2 does."""
+    """Return the updater of rank 0, which serves three workers, as rank 2 does."""
     parameter = nn.Parameter(torch.zeros(3))
     return Updater(0, range(3), (0, 2), [parameter], torch.optim.SGD([parameter], lr=1.0), scheme, timeout_s)
 

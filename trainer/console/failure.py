@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: Errors by which a rank says that another one failed.
@@ -54,10 +55,18 @@ class Failure:
             return True  # torch's agent ended it; but not a rank that was on its way out by an error of its own
         return _CONSEQUENCES.search(self.words) is not None
 
-    def __str__(self) -> str:
-        who = f"host {self.host}" if self.rank is None else f"rank {self.rank} on host {self.host}"
-        how = "" if self.exit_code is None else f" {ending(self.exit_code)}"
-        return f"{who}{how}: {self.words}" if self.words else f"{who}{how}"
+    @property
+    def common(self) -> tuple[str | None, int | None, str]:
+        """What several ranks have in common that failed alike: how they ended, and their words, but for their own numbers.
+        A host fails by itself."""
+        if self.rank is None:
+            return self.host, self.exit_code, self.words
+        raised = self.exit_code == -signal.SIGTERM and _RAISED.match(self.words)  # and would have ended with 1
+        return (
+            None,
+            1 if raised else self.exit_code,
+            re.sub(rf"\[rank{self.rank}\]: |\brank {self.rank}: ", "", self.words),
+        )
 
 
 def ending(exit_code: int) -> str:
@@ -71,13 +80,35 @@ def ending(exit_code: int) -> str:
     return f"was killed by {name} ({-exit_code})"
 
 
+def told(alike: Sequence[Failure]) -> str:
+    """Return what is told of a failure, or of several that have all in common."""
+    first = alike[0]
+    by_host: dict[str, list[str]] = {}
+    for failure in alike:
+        by_host.setdefault(failure.host, []).append(str(failure.rank))
+    who = " and ".join(
+        f"{_numbered(ranks)} on host {host}" if first.rank is not None else f"host {host}"
+        for host, ranks in by_host.items()
+    )
+    _, exit_code, words = first.common if len(alike) > 1 else (None, first.exit_code, first.words)
+    how = "" if exit_code is None else f" {ending(exit_code)}"
+    return f"{who}{how}: {words}" if words else f"{who}{how}"
+
+
 def told_failures(failures: list[Failure]) -> list[str]:
-    """Return a line for each failure; those that only follow from others share one."""
+    """Return a line for each failure; those that are alike, and those that only follow from others, share one."""
     causes = [failure for failure in failures if not failure.is_consequence] or failures
-    lines = [f"gradwire: {failure}" for failure in causes]
+    alike: dict[tuple[str | None, int | None, str], list[Failure]] = {}
+    for failure in causes:
+        alike.setdefault(failure.common, []).append(failure)
+    lines = [f"gradwire: {told(group)}" for group in alike.values()]
     if others := [str(failure.rank) for failure in failures if failure not in causes]:
-        lines.append(f"gradwire: rank{'s' * (len(others) > 1)} {', '.join(others)} ended because of that")
+        lines.append(f"gradwire: {_numbered(others)} ended because of that")
     return lines
+
+
+def _numbered(ranks: Sequence[str]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
 
 
 def exit_status(failures: list[Failure]) -> int:

@@ -103,7 +103,11 @@ def described(factory: Factory) -> tuple[str, str]:
     return type(made).__name__, str({name: value for name, value in groups[0].items() if name != "params"})
 
 
-def check_updatable(name: Name, dtype: torch.dtype) -> None:
-    """Raise ValueError for a key whose value no optimizer can step."""
+def check_updatable(name: Name, shape: torch.Size, dtype: torch.dtype, factory: Factory) -> None:
+    """Raise ValueError where a server could not make an optimizer of a key's value."""
     if not dtype.is_floating_point:
         raise ValueError(f"{here()}an optimizer needs floating-point tensors, and key {name!r} has dtype {dtype}")
+    try:
+        factory([torch.zeros(shape, dtype=dtype)])
+    except Exception as error:
+        raise ValueError(f"{here()}no optimizer of key {name!r}, of shape {list(shape)}: {error!r}") from error

@@ -74,6 +74,22 @@ class Locality:
         }
 
 
+@dataclass(frozen=True)
+class Sent:
+    """Says what this rank has sent since the rule was made, in bytes, and in how many steps.
+
+    warmup_steps, warmup_bytes: of averaged gradients. steps: after the warm-up. movement_bytes: of movements in these,
+    and movement_bytes_uncompressed what they would have been without a codec. inner_bytes: of gradients to inner ranks.
+    """
+
+    warmup_steps: int = 0
+    warmup_bytes: int = 0
+    steps: int = 0
+    movement_bytes: int = 0
+    movement_bytes_uncompressed: int = 0
+    inner_bytes: int = 0
+
+
 class LocalUpdates(Rule):
     """Averages gradients during the warm-up (and among inner ranks after it), and movements from then on."""
 
@@ -81,6 +97,9 @@ class LocalUpdates(Rule):
         super().__init__(setup)
         self._locality = locality
         self._outer_combination = replace(setup.combination, op=Average, predivide=1.0)
+        self._inner_combination = (
+            None if locality.inner is None else replace(setup.combination, communicator=locality.inner)
+        )
         self._names: list[str] = []
         self._parameters: list[Tensor] = []
         self._fragments: list[Fragment] = []
@@ -91,6 +110,7 @@ class LocalUpdates(Rule):
         self._has_common = False  # whether the outer parameters are what all ranks have in common
         self.step = 0
         """How many steps the optimizer has taken."""
+        self._warmup_taken = self._alone_taken = 0  # since this was made: a checkpoint sets `step`, and sends nothing
 
     @property
     def wait_s(self) -> float:
@@ -98,10 +118,18 @@ class LocalUpdates(Rule):
         return self._waited_s + sum(rule.wait_s for rule in (*rules, *filter(None, [self._averaging])))
 
     @property
-    def exchange_stats(self) -> tuple[int, int]:
-        """Return the bytes that this rank has sent of movements, and would have sent without a codec."""
-        stats = self._outer_combination.traffic.stats
-        return stats.bytes_sent, stats.bytes_uncompressed
+    def sent(self) -> Sent:
+        """Return what this rank has sent so far."""
+        warmup, movements = self.setup.combination.traffic.stats, self._outer_combination.traffic.stats
+        inner = self._inner_combination
+        return Sent(
+            self._warmup_taken,
+            warmup.bytes_sent,
+            self._alone_taken,
+            movements.bytes_sent,
+            movements.bytes_uncompressed,
+            0 if inner is None else inner.traffic.stats.bytes_sent,
+        )
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         if self._fragments or self._averaging is not None:
@@ -138,9 +166,11 @@ class LocalUpdates(Rule):
         if self._averaging is not None:
             self._averaging.after_step()
         if self.step <= self._locality.warmup_steps:
+            self._warmup_taken += 1
             if self.step == self._locality.warmup_steps:
                 self._enter(self.step)
             return
+        self._alone_taken += 1
         if self._pending is not None and self._pending.merge_at == self.step:
             self._merge()
         for number, fragment in enumerate(self._fragments):
@@ -165,8 +195,8 @@ class LocalUpdates(Rule):
         if step < locality.warmup_steps:
             self._averaging = self._averaged(self.setup.combination)
             return
-        if locality.inner is not None:
-            self._averaging = self._averaged(replace(self.setup.combination, communicator=locality.inner))
+        if self._inner_combination is not None:
+            self._averaging = self._averaged(self._inner_combination)
         setup = replace(self.setup, combination=self._outer_combination, policy=locality.policy, passes=Passes(1))
         cut = _cut(self._parameters, locality.fragments)
         self._fragments = [Fragment(self._names[part], self._parameters[part], locality.outer, setup) for part in cut]
