@@ -163,6 +163,7 @@ def _synchronous(random: Random, size: int) -> Rule:
         "compression": codec,
         "bucket_bytes": random.choice((None, 1024)),
         "backward_passes_per_step": random.choice((1, 1, 2)),
+        "shard_states": random.random() < 0.3,
     }
     return Rule(SYNCHRONOUS, options, feedback=codec in WITH_FEEDBACK and random.random() < 0.7)
 
