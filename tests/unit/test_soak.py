@@ -302,8 +302,6 @@ def test_every_rule_meets_every_fault() -> None:
     assert {fault.moment for fault in faults} == set(MOMENTS)
     assert {fault.is_outlived for fault in faults if fault.rule.name == SERVER} == {True, False}
     assert not any(fault.is_outlived for fault in faults if fault.rule.name != SERVER)
-    over_gloo = {draw_training_fault(1, "process_group", index).rule.name for index in range(100)}
-    assert over_gloo == {SYNCHRONOUS, LOCAL}
 
 
 def training_fault(name: str, kind: str, *, is_outlived: bool = False) -> TrainingFault:
