@@ -640,7 +640,7 @@ def push_until_it_fails(kv: hvd.KVStore, key: str, out: Tensor) -> None:
         kv.pushpull(key, torch.ones(2), out=out)
 
 
-@pytest.mark.parametrize("ranks", ["shared_memory", "sockets"], indirect=True)  # gloo ends those who wait for the dead
+@ON_EVERY_TRANSPORT
 @pytest.mark.parametrize(("type", "dies"), [("dist_async", 3), ("dist_async", 1), ("dist_sync", 3), ("dist_sync", 1)])
 def test_a_rank_that_is_killed(failing_world: Callable[[int], World], type: str, dies: int) -> None:
     world = failing_world(4)

@@ -312,7 +312,7 @@ def end_while_serving() -> None:
     optimizer.close(timeout_s=20)
 
 
-@pytest.mark.parametrize("ranks", ["shared_memory", "sockets"], indirect=True)
+@ON_EVERY_TRANSPORT
 def test_a_server_that_ends_blames_nobody(failing_world: Callable[[int], World]) -> None:
     world = failing_world(3)
     world.start(end_while_serving)
@@ -349,7 +349,7 @@ def lose_one(dies: int, quorum: int, steps_before: int) -> None:
     optimizer.close(timeout_s=20)
 
 
-@pytest.mark.parametrize("ranks", ["shared_memory", "sockets"], indirect=True)  # gloo ends those who wait for the dead
+@ON_EVERY_TRANSPORT
 @pytest.mark.parametrize(("dies", "quorum"), [(3, 3), (2, 4), (0, 3)])
 def test_a_rank_that_is_killed(failing_world: Callable[[int], World], dies: int, quorum: int) -> None:
     world = failing_world(4)
