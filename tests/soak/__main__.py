@@ -278,7 +278,8 @@ def training_table(tallies: Sequence[Tally]) -> Table:
 def training_line(tallies: Sequence[Tally]) -> str:
     """How soon the survivors of all faults of training were told: of ranks that ended, and of those that stopped, whose silence
     is only known by the deadline of an operation."""
-    lost, stopped = [], []
+    lost: list[float] = []
+    stopped: list[float] = []
     for tally in tallies:
         for (_, kind), news in tally.training_s.items():
             (stopped if kind == STOPPED else lost).extend(news)
