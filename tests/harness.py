@@ -8,6 +8,7 @@ imported torch and collectives, which makes a fresh world cost tens of milliseco
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -58,6 +59,8 @@ _context.set_forkserver_preload(
         "torch._dynamo",  # which every optimizer imports, for more than a second
         "collectives",
         "collectives.kernels.cpu.shared_memory",
+        "collectives.kernels.cpu.tcp",
+        "trainer",
         "pytest",
     ]
 )
@@ -244,6 +247,7 @@ def _serve(
     connection: Connection,
 ) -> None:
     """The life of a rank: run what comes down the connection until it is closed."""
+    gc.freeze()  # what the server had imported; to look through it, at the latest in leaving, would copy all its pages
     os.environ.update(environment)
     if arrive is not None:
         arrive(rank)

@@ -12,7 +12,7 @@ from tests.pages import ROOT
 DEADLINE_S = 100.0
 
 
-def torchrun(script: str, folder: Path, processes: int = 2) -> str:
+def torchrun(script: str, folder: Path, processes: int = 2, deadline_s: float = DEADLINE_S) -> str:
     """Run a script on several ranks in a folder, and return what it says."""
     (folder / "train.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
@@ -24,7 +24,7 @@ def torchrun(script: str, folder: Path, processes: int = 2) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=deadline_s,
         check=False,
     )
     assert done.returncode == 0, done.stdout

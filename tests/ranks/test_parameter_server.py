@@ -16,8 +16,10 @@ import trainer as hvd
 from collectives import CollectiveError, PeerLost
 from tests.harness import ON_EVERY_TRANSPORT, World, Worlds, meet
 from tests.ranks.training import assert_close, assert_same_on_all_ranks, copies, in_world, loss_of
+from tests.soak.ranks import leave
 
 STEPS = 6
+KNOWN_S = 60.0  # in which the end of a rank is known at last
 
 
 def model_of() -> nn.Sequential:
@@ -291,6 +293,33 @@ def test_what_cannot_be_meant_is_refused(ranks: Worlds) -> None:
     ranks(2).run(refuse)
 
 
+def end_while_serving() -> None:
+    """Rank 2 serves, and ends as a script does, while rank 0 waits for an answer and rank 1 says nothing: both are told."""
+    hvd.init(timeout_s=60)
+    model = model_of()
+    optimizer = hvd.ParameterServer(sgd_of(model), servers=[2])
+    if hvd.rank() == 2:
+        while optimizer.report().contributions[0] == 0:
+            time.sleep(0.01)
+        leave()
+    if hvd.rank() == 1:
+        meet("told", [0, 1])
+    with pytest.raises(PeerLost) as caught:
+        train(model, optimizer, range(1))
+    assert caught.value.ranks == (2,)
+    if hvd.rank() == 0:
+        meet("told", [0, 1])
+    optimizer.close(timeout_s=20)
+
+
+@ON_EVERY_TRANSPORT
+def test_a_server_that_ends_blames_nobody(failing_world: Callable[[int], World]) -> None:
+    world = failing_world(3)
+    world.start(end_while_serving)
+    for outcome in world.collect(100, ranks=[0, 1]):
+        assert outcome.status == "returned", str(outcome)
+
+
 def lose_one(dies: int, quorum: int, steps_before: int) -> None:
     """Train on without one rank, or see the error that says that this cannot be."""
     hvd.init(timeout_s=60)
@@ -304,7 +333,7 @@ def lose_one(dies: int, quorum: int, steps_before: int) -> None:
     if hvd.rank() == dies:
         os._exit(0)
     if dies != 0 and quorum < 4:
-        until = time.monotonic() + 20
+        until = time.monotonic() + KNOWN_S
         while optimizer.report().lost != (dies,):
             assert time.monotonic() < until
             time.sleep(0.05)
@@ -320,7 +349,7 @@ def lose_one(dies: int, quorum: int, steps_before: int) -> None:
     optimizer.close(timeout_s=20)
 
 
-@pytest.mark.parametrize("ranks", ["shared_memory", "sockets"], indirect=True)  # gloo ends those who wait for the dead
+@ON_EVERY_TRANSPORT
 @pytest.mark.parametrize(("dies", "quorum"), [(3, 3), (2, 4), (0, 3)])
 def test_a_rank_that_is_killed(failing_world: Callable[[int], World], dies: int, quorum: int) -> None:
     world = failing_world(4)

@@ -19,8 +19,7 @@ from collectives import PeerLost
 from tests.harness import World, Worlds, meet, wide
 from tests.ranks.training import loss_of, spy
 
-# Not over gloo, which ends who waits for the dead.
-on_our_links = pytest.mark.parametrize("ranks", ["shared_memory", *wide("sockets")], indirect=True)
+on_all_links = pytest.mark.parametrize("ranks", ["shared_memory", *wide("sockets", "process_group")], indirect=True)
 
 STEPS, SAVED, KILLED = 14, 6, 10
 DEADLINE_S = 100.0  # for a world, whose operations have longer
@@ -60,6 +59,7 @@ def server(model: nn.Module, **options: Any) -> hvd.ParameterServer:
 
 RESUMED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "synchronous, int4 with error feedback": (synchronous, {"compression": hvd.ErrorFeedback("int4")}),
+    "sharded states": (synchronous, {"shard_states": True}),
     "local updates, momentum": (local, {"every": 4, "warmup_steps": 3, "momentum": 0.9}),
     "local updates, chunktopk": (local, {"every": 4, "codec": "chunktopk"}),
     "local updates, late fragments": (local, {"every": 6, "fragments": 2, "delay": 2, "codec": "onebit"}),
@@ -130,6 +130,7 @@ COLLECTIVE: dict[str, tuple[Callable[..., Any], dict[str, Any], int]] = {
         {"compression": hvd.ErrorFeedback("int4"), "bucket_bytes": 1024},
         2,
     ),
+    "sharded states, which ranks gather": (synchronous, {"shard_states": True}, 1),
     "local updates, warming up": (local, {"every": 2, "warmup_steps": 3, "bucket_bytes": 1024}, 2),
     "local updates": (local, {"every": 2, "bucket_bytes": 1024}, 2),
     "local updates, chunktopk": (local, {"every": 2, "codec": "chunktopk", "bucket_bytes": 1024}, 2),
@@ -145,7 +146,9 @@ def lose_one_in_an_exchange(rule: str) -> tuple[int, ...]:
     make, options, number = COLLECTIVE[rule]
     optimizer = make(model, **options)
     meet("all have an optimizer")
-    if hvd.rank() == VICTIM:
+    if hvd.rank() == VICTIM and options.get("shard_states"):
+        optimizer._communicator.gather_shares = die_at(number)  # no allreduce, which spy() sees
+    elif hvd.rank() == VICTIM:
         spy(optimizer, die_at(number))
     with pytest.raises(PeerLost) as caught:
         train(model, optimizer, range(STEPS))
@@ -154,7 +157,7 @@ def lose_one_in_an_exchange(rule: str) -> tuple[int, ...]:
     return caught.value.ranks
 
 
-@on_our_links
+@on_all_links
 @pytest.mark.parametrize("rule", COLLECTIVE)
 def test_one_is_killed_in_an_exchange_of_all(failing_world: Callable[[int], World], rule: str) -> None:
     world = failing_world(3)
@@ -210,7 +213,7 @@ def lose_one_in_a_push(options: dict[str, Any], victim: int, error: type[Excepti
     return named
 
 
-@on_our_links
+@on_all_links
 @pytest.mark.parametrize("case", PUSHED)
 def test_one_is_killed_in_a_push(failing_world: Callable[[int], World], case: str) -> None:
     options, victim, error = PUSHED[case]

@@ -184,7 +184,7 @@ def lose_one_of_a_group(dies: int, quorum: int) -> None:
     optimizer.close(timeout_s=20)
 
 
-@pytest.mark.parametrize("ranks", ["shared_memory", "sockets"], indirect=True)
+@ON_EVERY_TRANSPORT
 @pytest.mark.parametrize(("dies", "quorum"), [(0, 2), (2, 2), (2, 1), (3, 1)])
 def test_a_rank_of_a_group_that_is_killed(failing_world: Callable[[int], World], dies: int, quorum: int) -> None:
     world = failing_world(4)

@@ -28,16 +28,17 @@ from tests.harness import GRACE_S, TRANSPORTS, Outcome, World
 from tests.soak.faults import KINDS, NETWORK_KINDS, STOPPED, Fault, draw_fault
 from tests.soak.network import Network
 from tests.soak.operations import SESSION_OPERATIONS, draw_session
-from tests.soak.places import NAMESPACES, WORLDS_AT_A_TIME, Place, place
+from tests.soak.places import NAMESPACES, Place, place
 from tests.soak.ranks import Report, failed_at_file, leave, report_file, run_session, suffer
 from tests.soak.rules import KINDS as TRAINING_KINDS
-from tests.soak.rules import RULES, TrainingFault, draw_training_fault
+from tests.soak.rules import RULES, TIMEOUT_S, TrainingFault, draw_training_fault
 from tests.soak.training import train
 from tests.soak.verdict import Finding, Kind, judge_fault, judge_session, judge_training, news_s
 
 WORLD_SESSIONS = 25  # that a world lives for
 SESSION_DEADLINE_S = 180.0
 FAULT_DEADLINE_S = 90.0
+SOON_S = 2.0  # in which survivors of a lost rank are to be told
 TRAINING_DEADLINE_S = 300.0  # torch's optimizers take long to load and to end where cores are scarce
 LEAVE_S = 30.0  # an interpreter that has loaded torch and Numba takes seconds to end where cores are scarce
 PROGRESS_S = 15.0
@@ -48,18 +49,24 @@ WIDTH = 110  # of the table, where nobody looks on
 @dataclass
 class Tally:
     """What has been done on one transport, and what was found. news_s: by the kind of a fault, how long each took to be heard of.
-    training_s: the same of training, by rule and kind. limitation: why nothing could be."""
+    training_s: the same of training, by rule and kind, where the others were to be told; outlived: where they were to go on.
+    limitation: why nothing could be."""
 
     transport: str
     operations: int = 0
     news_s: dict[str, list[float]] = field(default_factory=dict)
     training_s: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    outlived: Counter[tuple[str, str]] = field(default_factory=Counter)
     counts: Counter[Kind] = field(default_factory=Counter)
     limitation: str = ""
 
     @property
     def faults(self) -> int:
-        return sum(map(len, (*self.news_s.values(), *self.training_s.values())))
+        return sum(map(len, self.news_s.values())) + self.faults_of_training
+
+    @property
+    def faults_of_training(self) -> int:
+        return sum(map(len, self.training_s.values())) + self.outlived.total()
 
 
 @dataclass
@@ -133,12 +140,12 @@ class Soak:
         self._run(map(begin, map(drawn, range(start, start + faults))), faults)
 
     def _run(self, worlds: Iterable[_Running], faults: int) -> None:
-        """Judge worlds with faults. WORLDS_AT_A_TIME of them live at the same time."""
+        """Judge worlds with faults. worlds_at_a_time of the place live at the same time."""
         running: deque[_Running] = deque()
         before = self.tally.faults
         for begun in worlds:
             running.append(begun)
-            if len(running) == WORLDS_AT_A_TIME:
+            if len(running) == self._place.worlds_at_a_time:
                 self._end_of(running.popleft())
             self._progress(f"{self.tally.faults - before} of {faults} faults")
         while running:
@@ -184,7 +191,11 @@ class Soak:
         failed_at: float | None,
         directory: Path,
     ) -> None:
-        self.tally.training_s.setdefault((fault.rule.name, fault.kind), []).append(news_s(fault, reports, failed_at))
+        rule_and_kind = fault.rule.name, fault.kind
+        if fault.is_outlived:
+            self.tally.outlived[rule_and_kind] += 1
+        else:
+            self.tally.training_s.setdefault(rule_and_kind, []).append(news_s(fault, reports, failed_at))
         if found := judge_training(fault, outcomes, reports, failed_at):
             again = f"--start {fault.index} --operations 0 --faults 0 --training 1"
             self._tell(found, f"fault {fault.index} of training: {fault}", again, directory)
@@ -247,18 +258,49 @@ def fault_table(tallies: Sequence[Tally]) -> Table:
 
 
 def training_table(tallies: Sequence[Tally]) -> Table:
-    """A row for each rule and kind of fault: on each transport how many there were, and the median and the slowest news of one;
-    of ParameterServers only where the others do not go on."""
+    """A row for each rule and kind of fault: on each transport how many of them were to be told, and the median and the slowest
+    news of one; and how many the others were to outlive."""
     drawn = Table(box=box.SIMPLE, padding=0)
-    drawn.add_column("number, median and\nslowest news, s")
+    drawn.add_column("told, median and\nslowest news, s; outlived")
     for tally in tallies:
         drawn.add_column(tally.transport, justify="right")
     for rule in RULES:
         for kind in TRAINING_KINDS:
-            every = [tally.training_s.get((rule, kind), []) for tally in tallies]
-            cells = (f"{len(news)}  {median(news):5.2f} {max(news):5.2f}" if news else "" for news in every)
+            cells = []
+            for tally in tallies:
+                news, outlived = tally.training_s.get((rule, kind), []), tally.outlived[rule, kind]
+                told = f"{len(news)}  {median(news):5.2f} {max(news):5.2f}" if news else ""
+                cells.append("; ".join(part for part in (told, str(outlived) if outlived else "") if part))
             drawn.add_row(f"{rule}, {kind}", *cells)
     return drawn
+
+
+def training_line(tallies: Sequence[Tally]) -> str:
+    """How soon the survivors of all faults of training were told: of ranks that ended, and of those that stopped, whose silence
+    is only known by the deadline of an operation."""
+    lost: list[float] = []
+    stopped: list[float] = []
+    for tally in tallies:
+        for (_, kind), news in tally.training_s.items():
+            (stopped if kind == STOPPED else lost).extend(news)
+    faults, outlived = sum(tally.faults_of_training for tally in tallies), sum(t.outlived.total() for t in tallies)
+    parts = [
+        f"{faults} faults of training",
+        f"{sum(t.counts.total() for t in tallies)} findings",
+        f"{outlived} outlived",
+    ]
+    if lost:
+        soon = sum(news <= SOON_S for news in lost)
+        parts.append(
+            f"{soon} of {len(lost)} lost ranks told within {SOON_S:g} s ({soon / len(lost):.1%}; median {median(lost):.2f}, "
+            f"worst {max(lost):.2f} s)"
+        )
+    if stopped:
+        parts.append(
+            f"{len(stopped)} stopped ranks told at a deadline of {TIMEOUT_S:g} s (median {median(stopped):.2f}, "
+            f"worst {max(stopped):.2f} s)"
+        )
+    return "; ".join(parts)
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -303,6 +345,7 @@ def main(arguments: Sequence[str]) -> int:
             except HostsError as error:
                 tallies.append(Tally(transport, limitation=str(error)))
     console.print(table(tallies), fault_table(tallies), training_table(tallies))
+    console.print(training_line(tallies), markup=False, highlight=False, soft_wrap=True)
     return int(any(tally.counts for tally in tallies) or all(tally.limitation for tally in tallies))
 
 

@@ -15,7 +15,8 @@ from tests.harness import TRANSPORTS, World
 from tests.soak.network import Network
 
 NAMESPACES = "namespaces"
-WORLDS_AT_A_TIME = 2  # that have a network each, so that what befalls one leaves the other alone
+NETWORKS = 2  # so that what befalls the ranks of one leaves those of the other alone
+WORLDS_HERE = 4  # side by side on this machine: a world mostly waits
 MOST_HOSTS = 4
 RATE = "1gbit"
 _NAMESPACES_OF_A_HOST = ("mnt", "uts", "net")
@@ -69,6 +70,10 @@ class Place:
         return bool(self._clusters)
 
     @property
+    def worlds_at_a_time(self) -> int:
+        return len(self._clusters) or WORLDS_HERE
+
+    @property
     def address(self) -> str:
         """Where rank 0 can be reached."""
         return hosts.address(0) if self.on_hosts else "127.0.0.1"
@@ -76,7 +81,7 @@ class Place:
     def world(self, size: int, host_count: int) -> tuple[World, Path, Network | None]:
         """A fresh world, its directory, and its network. host_count: over how many simulated hosts, where there are any.
 
-        WORLDS_AT_A_TIME later the network is another world's, so it must be whole again.
+        worlds_at_a_time later the network is another world's, so it must be whole again.
         """
         number = next(self._worlds)
         directory = self._directory / f"{self.transport}-{number}"
@@ -99,5 +104,5 @@ def place(transport: str, directory: Path) -> Iterator[Place]:
         return
     hosts.check_machine()
     with ExitStack() as stack:
-        clusters = [stack.enter_context(hosts.Cluster(MOST_HOSTS + 1, RATE)) for _ in range(WORLDS_AT_A_TIME)]
+        clusters = [stack.enter_context(hosts.Cluster(MOST_HOSTS + 1, RATE)) for _ in range(NETWORKS)]
         yield Place(transport, directory, clusters)

@@ -128,7 +128,7 @@ def draw_training_fault(seed: int, transport: str, index: int) -> TrainingFault:
     """Return a fault of a world on one transport."""
     random = Random(f"{seed}/{transport}/training/{index}")
     size = random.choice((3, 4))
-    rule = _DRAW[random.choice(RULES[:2] if transport == "process_group" else RULES)](random, size)
+    rule = _DRAW[random.choice(RULES)](random, size)
     kind, step = random.choice(KINDS), random.randint(0, LATEST_STEP)
     moments = [BEFORE, BACKWARD, BETWEEN]
     if kind in (KILLED, STOPPED):
@@ -163,6 +163,7 @@ def _synchronous(random: Random, size: int) -> Rule:
         "compression": codec,
         "bucket_bytes": random.choice((None, 1024)),
         "backward_passes_per_step": random.choice((1, 1, 2)),
+        "shard_states": random.random() < 0.3,
     }
     return Rule(SYNCHRONOUS, options, feedback=codec in WITH_FEEDBACK and random.random() < 0.7)
 

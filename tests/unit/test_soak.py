@@ -302,8 +302,6 @@ def test_every_rule_meets_every_fault() -> None:
     assert {fault.moment for fault in faults} == set(MOMENTS)
     assert {fault.is_outlived for fault in faults if fault.rule.name == SERVER} == {True, False}
     assert not any(fault.is_outlived for fault in faults if fault.rule.name != SERVER)
-    over_gloo = {draw_training_fault(1, "process_group", index).rule.name for index in range(100)}
-    assert over_gloo == {SYNCHRONOUS, LOCAL}
 
 
 def training_fault(name: str, kind: str, *, is_outlived: bool = False) -> TrainingFault:
@@ -341,3 +339,15 @@ def test_who_is_to_go_on_may_not_fail() -> None:
     failing = Report(witness=Witness.of(lost(2), EVERYONE, 0.0))
     assert judge_training(fault, [], {0: Report()}, failed_at=1e12) == []
     assert [finding.kind for finding in judge_training(fault, [], {0: failing}, failed_at=1e12)] == [Kind.WRONG]
+
+
+def test_how_many_were_told_soon_is_one_line() -> None:
+    tally = soak.Tally("sockets")
+    tally.training_s = {(SYNCHRONOUS, KILLED): [0.1, 0.3, 2.5], (LOCAL, EXITS): [0.2], (LOCAL, STOPPED): [6.5]}
+    tally.outlived[SERVER, KILLED] += 2
+    tally.counts[Kind.LATE] += 1
+    assert tally.faults == 7
+    assert soak.training_line([tally]) == (
+        "7 faults of training; 1 findings; 2 outlived; 3 of 4 lost ranks told within 2 s (75.0%; median 0.25, worst 2.50 s); "
+        "1 stopped ranks told at a deadline of 6 s (median 6.50, worst 6.50 s)"
+    )

@@ -85,6 +85,8 @@ class Serving(ABC):
                     self._answer(worker, communicator, *said)
             self._served.leave(worker)
         except CollectiveError as error:
+            if not threading.main_thread().is_alive():  # it is this process that ends, and no worker is to blame
+                return
             rank = self._served.rank
             self._lose(worker, of_pair(error, (worker, rank), rank, self._operation))
         except Exception as error:  # else the thread would end, and the worker wait for an answer
