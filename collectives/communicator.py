@@ -114,14 +114,17 @@ class Communicator:
             quick = connection.transport.quick
             if segment_bytes is None:
                 segment_bytes = default_segment_bytes(self.topology, quick=quick)
-            algorithms = legal_algorithms(connection.transport.algorithms)
+            transport = connection.transport
+            algorithms = legal_algorithms(transport.algorithms)
             tables = overrides(algorithms, os.environ)  # a wrong one is a ValueError on all ranks alike
             for collective in algorithms:
-                preferred = connection.transport.preferred
-                tables.setdefault(collective, default_table(collective, self.topology, preferred, quick=quick))
-            plans = Plans(self.topology, algorithms, tables, segment_bytes, eager=connection.transport.eager)
+                tables.setdefault(
+                    collective, default_table(collective, self.topology, transport.preferred, quick=quick)
+                )
+            eager, halves = transport.eager, transport.halves
+            plans = Plans(self.topology, algorithms, tables, segment_bytes, eager=eager, halves=halves)
             patience_s = timeout_s if stall_shutdown_s is None else min(timeout_s, stall_shutdown_s)
-            self._engine = Engine(connection.transport, connection.watch, plans, patience_s, stall_warning_s)
+            self._engine = Engine(transport, connection.watch, plans, patience_s, stall_warning_s)
             self._lanes = ""
             self.timeline: Timeline | None = None
             """Where operations are recorded at present."""

@@ -30,14 +30,18 @@ def reduce_shares(
     assert algorithm is not None
     scales = f", prescale={prescale}, postscale={postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
     call = Call(f"reduce_shares({arguments.described(tensor)}, {name}{scales}, {algorithm})", "reduce_shares")
+    whole = engine.whole("reduce_shares", algorithm, tensor, tensor.numel(), name)
 
     def body(turn: Turn) -> None:
         buffer = engine.buffer(tensor)
         if prescale != 1.0:
             buffer.flat.mul_(prescale)
-        engine.over_buffer(turn, "reduce_scatter", algorithm, buffer.flat, name)
+        if whole is not None:
+            engine.run_whole(turn, whole, buffer.flat, buffer.flat)
+        else:
+            engine.over_buffer(turn, "reduce_scatter", algorithm, buffer.flat, name)
         for span in shares.spans[engine.rank]:
-            finish(buffer.flat[span.start : span.stop], name, engine.size, postscale)
+            finish(buffer.flat[span.start : span.stop], name if whole is None else "sum", engine.size, postscale)
         buffer.store()
 
     return engine.submit(call, body, async_op=async_op)
@@ -49,9 +53,13 @@ def gather_shares(engine: Engine, tensor: torch.Tensor, async_op: bool) -> Work 
     algorithm = shares.algorithm
     call = Call(f"gather_shares({arguments.described(tensor)}, {algorithm or 'rsag'})", "gather_shares")
 
+    whole = None if algorithm is None else engine.whole("gather_shares", algorithm, tensor, tensor.numel())
+
     def body(turn: Turn) -> None:
         buffer = engine.buffer(tensor)
-        if algorithm is not None:
+        if whole is not None:
+            engine.run_whole(turn, whole, buffer.flat, buffer.flat)
+        elif algorithm is not None:
             engine.over_buffer(turn, "allgather", algorithm, buffer.flat)
         else:
             lengths = [span.length for (span,) in shares.spans]
