@@ -111,10 +111,10 @@ class Communicator:
         settings += [f"{name}={os.environ[name]!r}" for name in variables(PLANNERS, os.environ).values()]
         connection = connect(membership, link, ", ".join(settings), timeout_s)
         try:
-            quick = connection.transport.quick
+            transport = connection.transport
+            quick = transport.quick
             if segment_bytes is None:
                 segment_bytes = default_segment_bytes(self.topology, quick=quick)
-            transport = connection.transport
             algorithms = legal_algorithms(transport.algorithms)
             tables = overrides(algorithms, os.environ)  # a wrong one is a ValueError on all ranks alike
             for collective in algorithms:

@@ -57,7 +57,8 @@ class Plans:
     """The plans of one Communicator, which knows no tensors.
 
     topology: of its ranks. algorithms: the names that each collective has. tables: what 'auto' runs. segment_bytes: see
-    Communicator. eager, halves: as of a Transport. grouped, in all methods: whether both ends of a message must be posted together.
+    Communicator. eager, halves: as of a Transport. grouped, in all methods: whether both ends of a message must be posted
+    together.
     """
 
     def __init__(

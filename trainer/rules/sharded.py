@@ -100,9 +100,9 @@ class Sharded(Synchronous):
     def stepping(self) -> Iterator[None]:
         """Have the optimizer step on this rank's pieces. Raises RuntimeError where gradients are not what backward() left."""
         for bucket in self.bucketing.buckets:
+            is_changed = bucket.memory._version != bucket.finished_version
             for slot, parameter in enumerate(bucket.parameters):
-                is_another = parameter.grad is not None and not bucket.holds_gradient(slot)
-                if is_another or bucket.memory._version != bucket.finished_version:
+                if is_changed or not (parameter.grad is None or bucket.holds_gradient(slot)):
                     raise RuntimeError(here() + _CHANGED.format(bucket.names[slot]))
         self._pieces.fill()
         with self._pieces.in_place_of_parameters():
@@ -112,6 +112,8 @@ class Sharded(Synchronous):
         begin = time.perf_counter()
         self._pieces.gather()
         self._gathered_s += time.perf_counter() - begin
+        for bucket in self.bucketing.buckets:  # for an optimizer may use the memory of gradients, as it does unsharded
+            bucket.take_note()
         super().after_step()
 
     @torch.no_grad()
