@@ -436,6 +436,15 @@ class Communicator:
             return self.allreduce(tensor, op, prescale=prescale, postscale=postscale, async_op=async_op)
         return verbs.reduce_shares(self._engine, tensor, op, prescale, postscale, shares, async_op)
 
+    def prepare_reduce_shares(
+        self, tensor: Tensor, op: Op = "sum", *, prescale: float = 1.0, postscale: float = 1.0
+    ) -> PreparedOperation:
+        """Check and plan a reduce_shares of a tensor once, as prepare_allreduce does an allreduce."""
+        shares = verbs.shares_of(self._engine, tensor)
+        if shares.algorithm is None:
+            return self.prepare_allreduce(tensor, op, prescale=prescale, postscale=postscale)
+        return verbs.prepare_reduce_shares(self._engine, tensor, op, prescale, postscale, shares)
+
     def shares(self, numel: int, dtype: torch.dtype = torch.float32) -> tuple[tuple[slice, ...], ...]:
         """Return, by rank, what is whose in a tensor of so many elements between reduce_shares and gather_shares: slices of its
         elements, in order, about as many elements for each rank. Not a collective call; the same on all ranks."""

@@ -144,6 +144,10 @@ class Pieces:
             for group, parameters in zip(self._optimizer.param_groups, before, strict=True):
                 group["params"] = parameters
 
+    def gradients(self) -> list[list[Tensor]]:
+        """Return where this rank's pieces of the gradients lie, by bucket."""
+        return [way.gradients() for way in self._ways]
+
     @torch.no_grad()
     def fill(self) -> None:
         """Give every piece the values of its parameter, and its gradient where the parameter has one."""
@@ -178,9 +182,15 @@ class _Way:
         self.flat = flat[: bucket.memory.numel()]
         self._pieces = pieces
         self._spans = bucket.spans
-        self._memories = [bucket.memory[span] for span in bucket.spans]
-        self._gradients = [_lying(each, piece.ranges) for each, piece in zip(self._memories, pieces, strict=True)]
+        memories = [bucket.memory[span] for span in bucket.spans]
+        self._parts = [_parts(each, piece.ranges) for each, piece in zip(memories, pieces, strict=True)]
+        self._gradients = [_lying(each, piece.ranges) for each, piece in zip(memories, pieces, strict=True)]
         self._look()
+
+    def gradients(self) -> list[Tensor]:
+        """Return where the pieces of the gradients lie that there are."""
+        pairs = zip(self._pieces, self._parts, strict=True)
+        return [part for piece, parts in pairs if piece.parameter.grad is not None for part in parts]
 
     def _look(self) -> None:
         """Make the views of the parameters where they lie now."""
@@ -188,9 +198,7 @@ class _Way:
         self._homes: list[Tensor] = []
         """Where each piece belongs; an optimizer may give it other memory."""
         self._filled, self._taken, self._given = _Copies(), _Copies(), _Copies()
-        for piece, span, memory, gradient in zip(
-            self._pieces, self._spans, self._memories, self._gradients, strict=True
-        ):
+        for piece, span, parts, gradient in zip(self._pieces, self._spans, self._parts, self._gradients, strict=True):
             whole, place, ranges = memory_of(piece.parameter), self.flat[span], piece.ranges
             if len(ranges) == 1 and piece.tensor.data_ptr() != whole[slice(*ranges[0])].data_ptr():
                 piece.tensor.data = whole[slice(*ranges[0])]
@@ -202,7 +210,7 @@ class _Way:
                 self._given.add(_parts(whole, others), _parts(place, others))
             else:
                 self._filled.add(_split(home, ranges), _parts(whole, ranges))
-                self._filled.add(_split(gradient, ranges), _parts(memory, ranges))
+                self._filled.add(_split(gradient, ranges), parts)
                 self._given.add([whole], [place])
 
     def fill(self) -> None:

@@ -120,14 +120,8 @@ class Sharded(Synchronous):
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
         """Do as Rule.clip_grad_norm_, over all ranks' pieces. Collective."""
         self.synchronize()
-        parts = [
-            bucket.memory[span][start:stop]
-            for bucket in self.bucketing.buckets
-            for piece, span in zip(self._pieces.of(bucket), bucket.spans, strict=True)
-            if piece.parameter.grad is not None
-            for start, stop in piece.ranges
-        ]
-        own = torch.nn.utils.get_total_norm(parts, norm_type)
+        parts = self._pieces.gradients()
+        own = torch.nn.utils.get_total_norm([part for each in parts for part in each], norm_type)
         total = own.to(self.communicator.control_device, torch.float64)
         if math.isinf(norm_type):
             self.communicator.allreduce(total, "max")
@@ -136,8 +130,8 @@ class Sharded(Synchronous):
             self.communicator.allreduce(total, Sum)
             total = total ** (1 / norm_type)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # NaN where the norm is
-        for part in parts:
-            part.mul_(factor.to(part.device))
+        for each in filter(None, parts):
+            torch._foreach_mul_(each, factor.to(each[0].device))
         for bucket in self.bucketing.buckets:
             bucket.take_note()
         return total.to(own.dtype)
