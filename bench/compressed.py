@@ -31,6 +31,7 @@ from bench.timing import (
     take_turns,
 )
 from collectives import Communicator
+from collectives.compression.algorithms_for import shot_of
 from collectives.compression.codec import Codec, State
 
 Codecs = Mapping[str, tuple[Codec, bool]]
@@ -262,4 +263,4 @@ def _ridden(comm: Communicator, label: str, codecs: Codecs, nbytes: int) -> str:
     if label == NONE:
         return comm.chosen("allreduce", nbytes)
     codec = codecs[label][0]
-    return f"{label}, {comm.chosen('allreduce', codec.wire_bytes(nbytes // 4)) if codec.summable else 'two_shot'}"
+    return f"{label}, {comm.chosen('allreduce', codec.wire_bytes(nbytes // 4)) if codec.summable else shot_of(codec)}"

@@ -1,16 +1,18 @@
 """Which codec may ride which algorithm of allreduce, and what that costs.
 
-What an exchange of codes loses grows with how often a number is encoded on its way. 'two_shot' encodes twice whatever the number
-of ranks: its schedule is `direct`, inside hosts after plain sums where ranks share hosts and there are several. Any other
-schedule encodes each partial sum that it sends: `collectives.check_algorithm` counts how often, the table is in
-docs/guides/compression.md. What is lost of partial sums nobody keeps, so error feedback, and codecs that remember anything from
-step to step, need 'two_shot'. Codes that can be added as they are (fp16, bf16, randomk, none) ride the other algorithms as
-numbers.
+What an exchange of codes loses grows with how often a number is encoded on its way. 'two_shot' encodes twice whatever the
+number of ranks: its schedule is `direct`, inside hosts after plain sums where ranks share hosts and there are several.
+'one_shot' is the same with a single round: every rank sends its code to all others, of p ranks p/2 times the bytes, and nothing
+is encoded again. Any other schedule encodes each partial sum that it sends: `collectives.check_algorithm` counts how often, the
+table is in docs/guides/compression.md. What is lost of partial sums nobody keeps, so error feedback, and codecs that remember
+anything from step to step, need one of the two: which, the codec says. Codes that can be added as they are (fp16, bf16,
+randomk, none) ride the other algorithms as numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,22 +20,43 @@ from collectives.compression.codec import Codec
 from collectives.plan.algorithms import BETWEEN_HOSTS, PLANNERS, direct
 from collectives.plan.schedule import Planner
 
+ONE_SHOT = "one_shot"
 TWO_SHOT = "two_shot"
 
 
+def shot_of(codec: Codec) -> str:
+    """Return which of the two is for a codec."""
+    return ONE_SHOT if codec.one_shot else TWO_SHOT
+
+
 def algorithms_for(codec: Codec, algorithms: Sequence[str], *, with_feedback: bool) -> tuple[str, ...]:
-    """Return those that a codec may ride: two_shot, the best of those that encode, and of the algorithms of allreduce."""
+    """Return those that a codec may ride: its shot, the best of those that encode, and of the algorithms of allreduce."""
     if codec.summable:
-        return (TWO_SHOT, *algorithms)
+        return (shot_of(codec), *algorithms)
     if with_feedback or codec.needs_feedback or codec.new_state(1, torch.device("cpu")) is not None:
-        return (TWO_SHOT,)
-    return (TWO_SHOT, *(name for name in algorithms if name in PLANNERS["allreduce"]))
+        return (shot_of(codec),)
+    return (shot_of(codec), *(name for name in algorithms if name in PLANNERS["allreduce"]))
 
 
-def planner_for_codes(algorithm: str) -> tuple[Planner, bool]:
-    """Return what ranks follow that exchange codes, and whether those of a host sum their numbers first, as they are."""
+@dataclass(frozen=True)
+class Ride:
+    """Says how codes ride an algorithm.
+
+    planner: what ranks follow that exchange codes. by_hosts: whether those of a host sum their numbers first, as they are.
+    encodes_sums: whether the sum over all ranks is encoded, as ranks are sent it, or each rank adds all codes by itself.
+    """
+
+    planner: Planner
+    by_hosts: bool
+    encodes_sums: bool
+
+
+def ride(algorithm: str) -> Ride:
+    """Return how codes ride an algorithm, that some codec may ride."""
+    if algorithm == ONE_SHOT:
+        return Ride(direct.one_shot, by_hosts=True, encodes_sums=False)
     if algorithm == TWO_SHOT:
-        return direct.allreduce, True
+        return Ride(direct.allreduce, by_hosts=True, encodes_sums=True)
     if algorithm in BETWEEN_HOSTS:
-        return BETWEEN_HOSTS[algorithm], True
-    return PLANNERS["allreduce"][algorithm], False
+        return Ride(BETWEEN_HOSTS[algorithm], by_hosts=True, encodes_sums=True)
+    return Ride(PLANNERS["allreduce"][algorithm], by_hosts=False, encodes_sums=True)

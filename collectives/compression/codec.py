@@ -27,7 +27,8 @@ class Codec(ABC):
     the same bytes on every device.
 
     name: in the registry. summable: whether codes may be added as they are, as numbers of wire_dtype. needs_feedback: whether
-    training does not converge without error feedback. draws: whether the step decides (`at`) which numbers are
+    training does not converge without error feedback. one_shot: whether every rank is sent every other's code, as a sum of them
+    would lose much more in a code of its own. draws: whether the step decides (`at`) which numbers are
     sent. remembers: names of what its state keeps of every number, which must begin as zero and may be added: what ranks
     remember of the same number may be summed and handed to one of them.
     """
@@ -35,6 +36,7 @@ class Codec(ABC):
     name: ClassVar[str]
     summable: ClassVar[bool] = False
     needs_feedback: ClassVar[bool] = False
+    one_shot: ClassVar[bool] = False
     draws: ClassVar[bool] = False
     remembers: ClassVar[tuple[str, ...]] = ()
     wire_dtype: ClassVar[torch.dtype] = torch.uint8

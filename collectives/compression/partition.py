@@ -43,8 +43,9 @@ class Partition:
 
     @property
     def shard(self) -> Span:
-        """Return the one that this rank owns, where each rank has one."""
-        return self.shards[self.group.index(self.rank)] if self.group else Span(0, 0)
+        """Return the one that this rank owns, where each rank has one; else nothing."""
+        owns = self.group and len(self.shards) == len(self.group)
+        return self.shards[self.group.index(self.rank)] if owns else Span(0, 0)
 
     @property
     def longest(self) -> int:

@@ -2,7 +2,8 @@
 
 The rules are these. A block begins as version 0, this rank's own numbers, and becomes another version whenever something is
 added to it: version r + 1 in round r. Each version that is sent, or added to, is encoded once, and from then on counts as
-what its code decodes to, on this rank too; so does the sum over all ranks, on every rank that has it. What arrives is decoded
+what its code decodes to, on this rank too; so does the sum over all ranks, on every rank that has it, unless all ranks make it
+of the same codes. What arrives is decoded
 into its block, or added to it, the codes of all ranks, this one's among them, in the order of the group; a code that is passed
 on is passed on as it came. So replicas are the same to the bit, which collectives.plan.check sees to.
 """
@@ -37,13 +38,16 @@ class CodedProgram(Program):
         code_bytes: int,
         group: Sequence[int],
         *,
+        encodes_sums: bool = True,
         lookahead: int = 1,
     ) -> None:
         """Lay out a schedule.
 
         segments: see Program; their blocks are encoded one by one. code_bytes: the length of the longest code. group: the ranks
-        that the ranks of the schedule stand for. lookahead: see Program.
+        that the ranks of the schedule stand for. encodes_sums: whether the sum over all ranks is encoded too. lookahead: see
+        Program.
         """
+        self._encodes_sums = encodes_sums
         self._stride = -(-max(code_bytes, 1) // _APART) * _APART
         self._rank = group[schedule.rank]
         self._order = {rank: position for position, rank in enumerate(group)}
@@ -126,10 +130,11 @@ class CodedProgram(Program):
             own = self._decode(flight, block)
             codes = sorted((*(a for a in arrivals if a.block == block), own), key=lambda code: self._order[code.peer])
             completes = index == self._last_reduced[block] and self._last_received.get(block, -1) < index
+            in_sum = completes and self._encodes_sums
             for position, code in enumerate(codes):
                 if code is not own:
                     yield Instruction(Kind.WAIT, number=code.number)
-                yield code._replace(kind=Kind.ADD if position else Kind.DECODE, number=int(completes))
+                yield code._replace(kind=Kind.ADD if position else Kind.DECODE, number=int(in_sum))
             del flight.codes[block]
             flight.versions[block] = 1 + index - self._lead
             if completes:
@@ -150,17 +155,19 @@ class CodedProgram(Program):
         for block, span in enumerate(flight.layout):
             if span.length:
                 yield self._encode(flight, block)
-                yield self._decode(flight, block)._replace(number=1)
+                yield self._decode(flight, block)._replace(number=int(self._encodes_sums))
                 flight.versions[block] = 1
                 yield from self._complete(flight, block)
         yield from self._settle(flight)
 
     def _complete(self, flight: Flight, block: int) -> Iterator[Instruction]:
-        """Encode the sum over all ranks: every rank that has it does, also one that sends it to nobody."""
+        """Encode the sum over all ranks, where that is done: every rank that has it does, also one that sends it to nobody."""
         offset, length = _place_of(flight, block)
-        yield Instruction(Kind.COMPLETE, self._rank, offset, length, segment=flight.segment, block=block)
-        yield self._encode(flight, block)
-        flight.unsettled.append(block)
+        number = int(self._encodes_sums)
+        yield Instruction(Kind.COMPLETE, self._rank, offset, length, -1, number, flight.segment, block)
+        if self._encodes_sums:
+            yield self._encode(flight, block)
+            flight.unsettled.append(block)
 
     def _settle(self, flight: Flight) -> Iterator[Instruction]:
         """Take what the codes of sums decode to, once these are on their way."""

@@ -42,7 +42,9 @@ class Kind(IntEnum):
     ENCODE = 5  # what lies at `offset`, to scratch memory at `scratch`: version `number` of block `block`
     DECODE = 6  # the code of `peer` in scratch memory at `scratch`, to `offset`; where `number` is 1, to the sum
     ADD = 7  # the code of `peer` in scratch memory at `scratch`, to what lies at `offset`; where `number` is 1, to the sum
-    COMPLETE = 8  # the sum is that over all ranks, of what belongs at `offset`; it is encoded next
+    COMPLETE = (
+        8  # what lies at `offset` is summed over all ranks; where `number` is 1, that is in the sum, and encoded next
+    )
 
 
 class Instruction(NamedTuple):

@@ -118,9 +118,9 @@ class Codes:
     def work(self, instruction: Instruction) -> None:
         """Encode, decode, or divide."""
         kind, peer, offset, length, scratch, number, segment, block = instruction
-        in_sum = self._has_sum if kind == Kind.ENCODE else kind == Kind.COMPLETE or number == 1
+        in_sum = self._has_sum if kind == Kind.ENCODE else number == 1
         numbers = self._sum[:length] if in_sum else self._flat[offset : offset + length]
-        self._has_sum = kind == Kind.COMPLETE
+        self._has_sum = in_sum and kind == Kind.COMPLETE
         if kind == Kind.COMPLETE:
             if self._divisor != 1:
                 numbers.div_(self._divisor)

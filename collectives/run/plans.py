@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
-from collectives.compression.algorithms_for import TWO_SHOT, algorithms_for, planner_for_codes
+from collectives.compression.algorithms_for import algorithms_for, ride, shot_of
 from collectives.compression.codec import Codec
 from collectives.compression.partition import Partition, effective, partition_of
 from collectives.plan.algorithms import IN_HALVES, PLANNERS, RESERVED, hierarchical
@@ -111,7 +111,7 @@ class Plans:
                 f"rank {self._place.rank}: codec {codec.name!r}{corrected} cannot ride the algorithm {algorithm!r}; allowed are "
                 f"{', '.join(('auto', *names))}"
             )
-        return algorithm if algorithm == TWO_SHOT else self.choose("allreduce", algorithm, nbytes)
+        return algorithm if algorithm == names[0] else self.choose("allreduce", algorithm, nbytes)
 
     def choose_for_parts(self, collective: str, algorithm: str, lengths: Sequence[int], element_size: int) -> str:
         """Do as choose, for a message made of a part per rank. What a link does by itself needs equal parts; 'auto' then takes
@@ -132,7 +132,7 @@ class Plans:
         else:
             numel, nbytes = nbytes // 4, codec.wire_bytes(nbytes // 4)
             name = self.choose_for_codec(codec, algorithm, nbytes, with_feedback=False)
-            if name == TWO_SHOT or not codec.summable:
+            if name == shot_of(codec) or not codec.summable:
                 partition = self.partition(codec, numel, name)
                 used = effective(codec, partition)
                 if not partition.group:
@@ -200,16 +200,16 @@ class Plans:
         segment = max(1, self.segment_bytes // element_size)
         return self._once(("inside hosts", which, parts, segment, grouped), planned)
 
-    def partition(self, codec: Codec, numel: int, algorithm: str = TWO_SHOT) -> Partition:
-        """Return who encodes what of a buffer."""
+    def partition(self, codec: Codec, numel: int, algorithm: str | None = None) -> Partition:
+        """Return who encodes what of a buffer. algorithm: without one, the codec's shot."""
+        chosen = algorithm or shot_of(codec)
 
         def planned() -> Partition:
-            _, by_hosts = planner_for_codes(algorithm)
-            hosts = self.topology.hosts if by_hosts else (tuple(range(self._place.size)),)
-            planner = partial(self._schedule_of_codes, algorithm)
+            hosts = self.topology.hosts if ride(chosen).by_hosts else (tuple(range(self._place.size)),)
+            planner = partial(self._schedule_of_codes, chosen)
             return partition_of(codec, numel, self._place.rank, hosts, self.segment_bytes, planner)
 
-        return self._once(("partition", codec, numel, algorithm), planned)
+        return self._once(("partition", codec, numel, chosen), planned)
 
     def of_codes(
         self, codec: Codec, used: Codec, partition: Partition, algorithm: str, *, grouped: bool
@@ -220,16 +220,19 @@ class Plans:
         def planned() -> CodedProgram:
             group = partition.group
             schedule = self._schedule_of_codes(algorithm, Place(group.index(self._place.rank), len(group)))
-            return CodedProgram(schedule, partition.chunks, code_bytes, group, lookahead=0 if grouped else 1)
+            encodes_sums, lookahead = ride(algorithm).encodes_sums, 0 if grouped else 1
+            return CodedProgram(
+                schedule, partition.chunks, code_bytes, group, encodes_sums=encodes_sums, lookahead=lookahead
+            )
 
         code_bytes = used.wire_bytes(partition.longest)
         return self._once(("codes", codec, code_bytes, algorithm, partition.numel, grouped), planned)
 
     def _schedule_of_codes(self, algorithm: str, place: Place) -> Schedule:
         """Return what a rank of a group follows: of a rank of each host, or of all ranks."""
-        planner, by_hosts = planner_for_codes(algorithm)
-        hosts = tuple((rank,) for rank in range(place.size)) if by_hosts else self.topology.hosts
-        return planner(replace(place, hosts=hosts))
+        rides = ride(algorithm)
+        hosts = tuple((rank,) for rank in range(place.size)) if rides.by_hosts else self.topology.hosts
+        return rides.planner(replace(place, hosts=hosts))
 
     def _program(
         self,

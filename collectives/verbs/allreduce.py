@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from collectives import arguments
-from collectives.compression.algorithms_for import TWO_SHOT
+from collectives.compression.algorithms_for import shot_of
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.registry import make_codec
@@ -157,7 +157,7 @@ def allreduce_compressed(
         seed=seed,
     )
     engine.prepare_codec(codec, tensor.device, with_feedback=with_feedback)
-    adds_codes = codec.summable and chosen != TWO_SHOT
+    adds_codes = codec.summable and chosen != shot_of(codec)
     codes = torch.empty(0, dtype=codec.wire_dtype, device=tensor.device)
     whole = engine.whole("allreduce", chosen, codes, nbytes // codes.element_size()) if adds_codes else None
     if not adds_codes:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import Communicator, Mismatch, PeerLost
+from collectives.compression.algorithms_for import shot_of
 from collectives.compression.codec import Codec
 from collectives.compression.dgc import DGC
 from collectives.compression.fp8 import Float8
@@ -22,7 +23,7 @@ from collectives.plan.schedule import Place, Schedule
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds, wide
 from tests.ranks.exact import ALLREDUCES, SEVERAL_SEGMENTS, Checks, contribution, on_host, reduced
 from tests.ranks.test_failures import DEADLINE_S, FAR_S, TIMEOUT_S, Witness, die, witness
-from tests.two_shot_model import TwoShotModel
+from tests.shot_model import ShotModel
 
 COMPRESSING = [name for name in CODECS if name != "none"]
 SUMMABLE = [name for name in COMPRESSING if CODECS[name].summable]
@@ -64,14 +65,14 @@ def same_as_model(name: str, numels: list[int]) -> list[str]:
     with communicator() as comm:
         for numel in numels:
             for op, with_feedback in (("sum", True), ("average", True), ("average", False)):
-                model = TwoShotModel(codec, numel, comm.topology.hosts, SEGMENT_BYTES, with_feedback=with_feedback)
+                model = ShotModel(codec, numel, comm.topology.hosts, SEGMENT_BYTES, with_feedback=with_feedback)
                 feedback = comm.new_feedback(codec, numel) if with_feedback else None
                 for step in range(3):
                     numbers = inputs(comm.size, numel, step)
                     mine = numbers[comm.rank].clone()
                     with checks.case(name=name, numel=numel, op=op, feedback=with_feedback, step=step):
                         options = {"codec": codec, "feedback": feedback, "step": step, "seed": numel}
-                        comm.allreduce(mine, op, algorithm="two_shot", **options)
+                        comm.allreduce(mine, op, algorithm=shot_of(codec), **options)
                         checks.equal(mine, model.step(numbers, op, step, seed=numel))
                         if feedback is not None and model.feedbacks is not None:
                             wanted = model.feedbacks[comm.rank].tensors()
@@ -87,14 +88,14 @@ def sizes(world: int) -> list[int]:
 @ON_EVERY_TRANSPORT
 @pytest.mark.parametrize("world", [1, 2, 3, *wide(5)])
 @pytest.mark.parametrize("name", [*COMPRESSING, *SPECIAL])
-def test_two_shot_equals_its_model(ranks: Worlds, world: int, name: str) -> None:
+def test_the_shot_equals_its_model(ranks: Worlds, world: int, name: str) -> None:
     assert ranks(world).run(same_as_model, name, sizes(world)) == [[]] * world
 
 
 @ON_EVERY_TRANSPORT
 @pytest.mark.parametrize("world", [2, 5])
-@pytest.mark.parametrize("name", ["int8", "onebit", "topk", "dgc"])
-def test_two_shot_in_many_chunks(ranks: Worlds, world: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["int8", "onebit", "topk", "chunktopk", "dgc"])
+def test_the_shot_in_many_chunks(ranks: Worlds, world: int, name: str) -> None:
     assert ranks(world).run(same_as_model, name, [LARGE]) == [[]] * world
 
 
@@ -300,7 +301,7 @@ def poisoned(name: str, value: float) -> list[str]:
     """One rank has a number that is not finite, once."""
     codec, numel, at, complaints = codec_named(name), 4001, 1234, []
     with communicator() as comm:
-        for algorithm in ("auto", "two_shot"):
+        for algorithm in ("auto", shot_of(codec)):
             feedback = comm.new_feedback(codec, numel)
             for step in range(3):
                 mine = inputs(comm.size, numel, step)[comm.rank]

@@ -18,7 +18,7 @@ from tests.harness import Worlds
 from tests.ranks.exact import on_host
 from tests.ranks.ladder import HEIGHT, REMEMBERING, Ladder, encoded, loss_at, optimizer_of, owed, train
 from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, spy
-from tests.two_shot_model import TwoShotModel
+from tests.shot_model import ShotModel
 from trainer.compression import NAMES, Compressor, ErrorFeedback
 
 CODECS = [name for name in NAMES if name not in ("none", "fp16", "bf16")]
@@ -76,7 +76,7 @@ def same_as_model() -> None:
                 for index, span in zip(bucket.items, spans, strict=True):
                     buffer[span] = gradients[index].flatten()
             segment_bytes = optimizer._communicator._engine.plans.segment_bytes
-            two_shot = TwoShotModel(Int8(), inputs[0].numel(), hosts, segment_bytes, with_feedback=False)
+            two_shot = ShotModel(Int8(), inputs[0].numel(), hosts, segment_bytes, with_feedback=False)
             expected = two_shot.step(inputs, "average", step)
             for index, span in zip(bucket.items, spans, strict=True):
                 gradient = parameters[index].grad
@@ -209,7 +209,7 @@ def with_gaps() -> None:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), compression=codec)
     hosts = [list(host) for host in optimizer._communicator.topology.hosts]
     segment_bytes = optimizer._communicator._engine.plans.segment_bytes
-    two_shot = TwoShotModel(codec, 2 * start, hosts, segment_bytes, with_feedback=True)
+    two_shot = ShotModel(codec, 2 * start, hosts, segment_bytes, with_feedback=True)
     for step in range(4):
         inputs = [torch.zeros(2 * start) for _ in range(hvd.size())]
         for rank, tensor in enumerate(inputs):

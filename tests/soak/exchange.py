@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from collectives import Communicator
+from collectives.compression.algorithms_for import shot_of
 from collectives.run.work import Work
 from tests.ranks.exact import Checks, contribution, reduced
 from tests.ranks.test_compressed import codec_named
 from tests.ranks.test_compressed import inputs as uneven_magnitudes
+from tests.shot_model import ShotModel
 from tests.soak.operations import Operation, Session
-from tests.two_shot_model import TwoShotModel
 
 UNTOUCHED = 7  # what lies between and around the elements of a tensor
 NOT_FINITE = (float("nan"), float("inf"), float("-inf"), -0.0)
@@ -164,13 +165,13 @@ class Exchange:
         for step in steps[:-1]:
             comm.allreduce(results[step], o.op, step=step, algorithm=o.algorithm, **options)
         work = comm.allreduce(results[-1], o.op, step=steps[-1], **options, **how)
-        modelled = o.algorithm == "two_shot" or not codec.summable
+        modelled = o.algorithm == shot_of(codec) or not codec.summable
 
         def check(checks: Checks) -> None:
             if modelled:
                 segment_bytes = comm.segment_bytes
                 with_feedback = feedback is not None
-                model = TwoShotModel(codec, o.numel, comm.topology.hosts, segment_bytes, with_feedback=with_feedback)
+                model = ShotModel(codec, o.numel, comm.topology.hosts, segment_bytes, with_feedback=with_feedback)
                 for step in steps:
                     checks.equal(results[step], model.step(numbers[step], o.op, step, seed=position))
             else:

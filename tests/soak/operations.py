@@ -8,6 +8,7 @@ from random import Random
 
 import torch
 
+from collectives.compression.algorithms_for import shot_of
 from tests.ranks.exact import DTYPES, FLOATING, ops
 from tests.ranks.test_compressed import COMPRESSING, SPECIAL, codec_named
 
@@ -189,9 +190,10 @@ def _grouped_allreduce(draw: _Draw) -> Operation:
 
 def _compressed(draw: _Draw) -> Operation:
     codec = draw.random.choice((*COMPRESSING, *SPECIAL))
-    names = ["auto", "two_shot", *(draw.names("allreduce") if codec_named(codec).summable else ())]
+    shot = shot_of(codec_named(codec))
+    names = ["auto", shot, *(draw.names("allreduce") if codec_named(codec).summable else ())]
     algorithm = draw.random.choice(names)
-    steps = draw.random.choice((1, 1, 3)) if algorithm == "two_shot" else 1
+    steps = draw.random.choice((1, 1, 3)) if algorithm == shot else 1
     numel = min(draw.numel(torch.float32), CODEC_NUMELS)
     op = draw.random.choice(("sum", "average"))
     return Operation("compressed", algorithm=algorithm, codec=codec, op=op, numel=numel, steps=steps)

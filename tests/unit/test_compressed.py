@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.compression.algorithms_for import algorithms_for, planner_for_codes
+from collectives.compression.algorithms_for import algorithms_for, ride
 from collectives.compression.dgc import DGC
 from collectives.compression.feedback import Feedback
 from collectives.compression.integers import Int4, Int8
@@ -21,7 +21,7 @@ from collectives.plan.coded import CodedProgram
 from collectives.plan.schedule import Place
 from collectives.run.executor import execute
 from collectives.run.payload import Codes, Scratch
-from tests.two_shot_model import CPU, TwoShotModel
+from tests.shot_model import CPU, ShotModel
 from tests.unit.in_process import Hub, InProcessTransport, run_ranks
 
 HOSTS = ([[0]], [[0, 1, 2]], [[0], [1], [2], [3]], [[0, 2], [1, 3]], [[0, 1, 4], [2, 3]], [[0, 3], [1], [2]])
@@ -49,6 +49,7 @@ class TestRegistry:
         ridden = {name: algorithms_for(codec(), algorithms, with_feedback=False) for name, codec in CODECS.items()}
         assert all("native" in ridden[name] for name in ("none", "fp16", "bf16", "randomk"))
         assert all(ridden[name] == ("two_shot",) for name in ("onebit", "topk", "threshold", "dgc"))
+        assert ridden["chunktopk"] == ("one_shot",)
         assert ridden["int8"] == ("two_shot", "ring")
         assert algorithms_for(Int8(), algorithms, with_feedback=True) == ("two_shot",)
 
@@ -100,7 +101,7 @@ def test_every_order_of_messages_gives_the_result_of_the_model(
     size: int, eager: bool, codec: Int8 | Int4 | Threshold | RandomK
 ) -> None:
     numel, hosts = 60_011, [[rank] for rank in range(size)]
-    model = TwoShotModel(codec, numel, hosts, 200, with_feedback=True)
+    model = ShotModel(codec, numel, hosts, 200, with_feedback=True)
     assert len(model.partitions[0].chunks) > 5
     hub = Hub(size, eager=eager)
     feedbacks = [Feedback(codec, partition, CPU) for partition in model.partitions]
@@ -140,10 +141,12 @@ def test_every_order_of_messages_gives_the_result_of_the_model(
             assert all(torch.equal(tensor, saved[name]) for name, tensor in mine.state_dict().items())
 
 
-@pytest.mark.parametrize(("algorithm", "sent"), [("two_shot", 6), ("ring", 6), ("rsag", 6), ("recursive_doubling", 8)])
+@pytest.mark.parametrize(
+    ("algorithm", "sent"), [("one_shot", 12), ("two_shot", 6), ("ring", 6), ("rsag", 6), ("recursive_doubling", 8)]
+)
 def test_bytes_are_read_off_the_plan(algorithm: str, sent: int) -> None:
-    """Of four shards; recursive doubling sends all four twice."""
-    planner, _ = planner_for_codes(algorithm)
+    """Of four shards; recursive doubling sends all four twice, one shot to three others."""
+    planner = ride(algorithm).planner
     partition = partition_of(Int8(), 4096, 1, [[0, 1, 2, 3]], 1 << 20, planner)
     program = CodedProgram(planner(Place(1, 4)), partition.chunks, Int8().wire_bytes(1024), range(4))
     assert program.sent_bytes(Int8().wire_bytes) == sent * Int8().wire_bytes(1024)

@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 
 from collectives import Communicator
-from collectives.compression.algorithms_for import TWO_SHOT
+from collectives.compression.algorithms_for import shot_of
 from collectives.compression.codec import Codec
 from collectives.compression.raw import Raw
 
@@ -93,6 +93,7 @@ class Traffic:
             if codec is not None and codec.summable:  # whose codes are summed like numbers
                 self._planned[key] = self._wire_bytes(codec.wire_bytes(nbytes // 4), None)
             else:
-                sent = self._communicator.wire_bytes("allreduce", nbytes, TWO_SHOT, codec or Raw())
+                used = codec or Raw()
+                sent = self._communicator.wire_bytes("allreduce", nbytes, shot_of(used), used)
                 self._planned[key] = sent or 0
         return self._planned[key]

@@ -179,12 +179,13 @@ class LocalUpdates(Rule):
         return rule
 
     def _exchange(self, fragment: Fragment) -> None:
-        movements, step = fragment.movements(), self.step
+        fragment.move()
+        step = self.step
         if self._thread is None:
-            fragment.exchange(movements, step)
+            fragment.exchange(step)
             fragment.hand_out(0.0)
         else:
-            done = self._thread.submit(lambda: fragment.exchange(movements, step))
+            done = self._thread.submit(lambda: fragment.exchange(step))
             self._pending = _Pending(self._fragments.index(fragment), step + self._locality.delay, done)
 
     def _merge(self) -> None:
@@ -298,19 +299,22 @@ class Fragment:
         named: dict[Tensor, str] = dict(zip(self._outer, names, strict=True))
         self._check = ReplicaCheck(setup.combination.communicator, self._optimizer, lambda: named, every=1)
 
-    def movements(self) -> list[Tensor]:
-        """Return by how much this rank's parameters are below the outer ones: what a gradient would be."""
-        pairs = zip(self._outer, self._parameters, strict=True)
-        return [outer.detach() - parameter.detach() for outer, parameter in pairs]
+    @torch.no_grad()
+    def move(self) -> None:
+        """Set the outer parameters' gradients to by how much this rank's parameters are below them: in place from the second
+        time on, where the gradients lie in what is exchanged."""
+        for parameter, outer in zip(self._parameters, self._outer, strict=True):
+            if outer.grad is None:
+                outer.grad = outer - parameter
+            else:
+                torch.sub(outer, parameter, out=outer.grad)
 
-    def exchange(self, movements: Sequence[Tensor], step: int) -> None:
+    def exchange(self, step: int) -> None:
         """Step the outer parameters by all ranks' movements. Raises ReplicasDiffer where ranks then hold different
         ones."""
-        torch.autograd.backward(self._outer, list(movements))  # which gives them to the leaves, and exchanges them
         self.rule.synchronize()
         self._optimizer.step()
         self.rule.after_step()
-        self._optimizer.zero_grad()
         self.rule.reset()
         self._check.compare(step)
 

@@ -47,7 +47,7 @@ PLANNERS: dict[str, dict[str, Planner]] = {
 IN_HALVES = ("ring", "rsag", "direct")
 
 #: Names that mean something else as `algorithm=`, whoever offers them.
-RESERVED = ("auto", "two_shot")
+RESERVED = ("auto", "one_shot", "two_shot")
 
 #: What the links of this repository do by themselves, so that planners need other names.
 _OF_LINKS = ("native", "shared")

@@ -2,8 +2,9 @@
 
 The two-shot allreduce (reduce-scatter, then allgather, each by one all-to-all) is the shape that quantized allreduce needs.
 With p ranks and n bytes, per rank: reduce_scatter, allgather and alltoall 1 round, (p - 1)/p n bytes sent; allreduce 2 rounds,
-2(p - 1)/p n; scatter and broadcast 1 round in which the root sends (p - 1)/p n and (p - 1) n; gather and reduce 1 round in
-which every other rank sends n/p and n. A rank adds the others' contributions to its own in rank order.
+2(p - 1)/p n, or in one round (p - 1) n, where each rank adds everything by itself; scatter and broadcast 1 round in which the
+root sends (p - 1)/p n and (p - 1) n; gather and reduce 1 round in which every other rank sends n/p and n. A rank adds the
+others' contributions to its own in rank order.
 """
 
 from __future__ import annotations
@@ -41,6 +42,12 @@ def allgather(place: Place) -> Schedule:
 
 def allreduce(place: Place) -> Schedule:
     return reduce_scatter(place).then(allgather(place))
+
+
+def one_shot(place: Place) -> Schedule:
+    whole = (Span(0, 1),)
+    sends = [send(peer, whole) for peer in _others(place)]
+    return _schedule(place, 1, sends + [reduce(peer, whole) for peer in sorted(_others(place))])
 
 
 def broadcast(place: Place) -> Schedule:

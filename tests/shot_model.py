@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from collectives.compression.algorithms_for import ride, shot_of
 from collectives.compression.codec import Codec
 from collectives.compression.feedback import Feedback
 from collectives.compression.partition import effective, partition_of
@@ -21,15 +22,19 @@ def encoded(codec: Codec, values: torch.Tensor, **how: object) -> torch.Tensor:
     return wire
 
 
-class TwoShotModel:
-    """hosts: the ranks of each. with_feedback: whether what is lost comes back in the next step."""
+class ShotModel:
+    """Of one shot or two, as the codec says.
+
+    hosts: the ranks of each. with_feedback: whether what is lost comes back in the next step.
+    """
 
     def __init__(
         self, codec: Codec, numel: int, hosts: Sequence[Sequence[int]], segment_bytes: int, *, with_feedback: bool
     ) -> None:
         self.codec, self.hosts, self.numel = codec, hosts, numel
         size = sum(len(host) for host in hosts)
-        self.partitions = [partition_of(codec, numel, rank, hosts, segment_bytes) for rank in range(size)]
+        planner = ride(shot_of(codec)).planner
+        self.partitions = [partition_of(codec, numel, rank, hosts, segment_bytes, planner) for rank in range(size)]
         self.feedbacks = [Feedback(codec, partition, CPU) for partition in self.partitions] if with_feedback else None
 
     def step(self, inputs: Sequence[torch.Tensor], op: str, step: int, seed: int = 0) -> torch.Tensor:
@@ -81,6 +86,9 @@ class TwoShotModel:
             )
             codec.decode(wire, total, add=position > 0)
         total /= divisor
+        if self.codec.one_shot:
+            result[span.start : span.stop] = total
+            return
         feedback = self.feedbacks[group[owner]] if self.feedbacks else None
         start = span.start - self.partitions[group[owner]].shard.start
         wire = encoded(
