@@ -429,7 +429,7 @@ class Communicator:
         """Do the first half of allreduce: leave in `tensor`, where shares() says that it is this rank's, the bits that allreduce
         with the same arguments would. What is elsewhere in it is undefined.
 
-        Where the algorithm that allreduce would take has no halves (ring, rsag and direct have), all of it is done.
+        Where the algorithm that allreduce would take has no halves (ring, rsag, direct and shared have), all of it is done.
         """
         shares = verbs.shares_of(self._engine, tensor)
         if shares.algorithm is None:

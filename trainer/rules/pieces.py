@@ -275,9 +275,9 @@ def _parts(flat: Tensor, ranges: Ranges) -> list[Tensor]:
     return [flat[start:stop] for start, stop in ranges]
 
 
-def _split(values: Tensor, ranges: Ranges) -> tuple[Tensor, ...]:
+def _split(values: Tensor, ranges: Ranges) -> list[Tensor]:
     """Return the parts of what taken() returned."""
-    return values.split([stop - start for start, stop in ranges])
+    return list(values.split([stop - start for start, stop in ranges]))
 
 
 def _outside(inside: tuple[int, int], numel: int) -> Ranges:
