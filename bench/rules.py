@@ -42,7 +42,7 @@ sent: by a rank, of gradients, movements or parameters, uncompressed ones as 2(p
 
 @dataclass(frozen=True)
 class RuleRow:
-    """One model trained by one rule. Field names are the keys of the JSON.
+    """Says what came of one model that was trained by one rule. Field names are the keys of the JSON.
 
     tokens_per_s: of all ranks together. over_first: the loss over that of the first competitor with this seed. reach_time,
     reach_tokens, reach_bytes: what it took until its loss was as low as the first one's last, over what that took; None where

@@ -23,7 +23,7 @@ FRAGMENTS = 4
 
 @dataclass(frozen=True)
 class Settings:
-    """What rules are told, beside their name: as the options of `bench rules` say."""
+    """Holds what rules are told, beside their name: as the options of `bench rules` say."""
 
     every: int
     outer_lr: float
@@ -41,7 +41,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Competitor:
-    """A model in training by a rule.
+    """Holds a model that is trained by a rule.
 
     forward: what to call, the module itself or its wrapper. in_step: whether all ranks take as many steps. warmup_steps,
     period: they have their parameters in common after so many steps, and every period of steps from then on. sent_bytes:
@@ -63,7 +63,7 @@ class Competitor:
 
 @dataclass(frozen=True)
 class Entry:
-    """One competitor of a run: RULE[+CODEC][@SHARE]. share: of the steps or the time of the run."""
+    """Names one competitor of a run: RULE[+CODEC][@SHARE]. share: of the steps or the time of the run."""
 
     text: str
     rule: str
@@ -92,7 +92,7 @@ def entry(text: str) -> Entry:
 
 
 def exchanged_bytes(module: nn.Module) -> float:
-    """What a rank sends for an average of as many float32 as there are parameters: 2(p-1)/p of them."""
+    """Return what a rank sends for an average of as many float32 as there are parameters: 2(p-1)/p of them."""
     size = hvd.size()
     return 2 * (size - 1) / size * 4 * sum(parameter.numel() for parameter in module.parameters())
 

@@ -20,7 +20,7 @@ AGREE_S = 2.0
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is: of steps or of seconds, the other being None."""
+    """Says how long a run is: of steps or of seconds, the other being None."""
 
     steps: int | None
     seconds: float | None
@@ -28,7 +28,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Slowness:
-    """The rank that sleeps for so long in every step, as if it computed longer."""
+    """Says which rank sleeps for so long in every step, as if it computed longer."""
 
     rank: int
     seconds: float
@@ -36,7 +36,7 @@ class Slowness:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A rank's parameters as the run went on, with its steps, seconds and sent bytes until then."""
+    """Holds a rank's parameters as the run went on, with its steps, seconds and sent bytes until then."""
 
     steps: int
     seconds: float
@@ -46,7 +46,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Point:
-    """What all ranks had done together, and the validation loss then. seconds, sent_bytes: of the average rank."""
+    """Says what all ranks had done together, and the validation loss then. seconds, sent_bytes: of the average rank."""
 
     tokens: float
     seconds: float

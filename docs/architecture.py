@@ -26,8 +26,8 @@ FILLS = {"bench": "#fef3c7", "trainer": "#dcfce7", "collectives": "#dbeafe"}
 WIDTH = 7.4
 #: Of a box: the height of its name with the margins, and of a line of its sentence; below it comes a gap.
 NAME, SENTENCE, GAP = 0.42, 0.2, 0.26
-#: How many letters of a sentence fit in a unit of width.
-LETTERS = 22
+#: How many letters of a sentence fit in a unit of width, and of a name.
+LETTERS, LETTERS_OF_NAME = 22, 13
 
 
 def layers() -> Iterator[tuple[str, ...]]:
@@ -119,7 +119,9 @@ def main() -> None:
                 (left + 0.03, bottom), share - 0.06, height, facecolor=FILLS[package], edgecolor=LINE, zorder=2
             )
             axes.add_patch(box)
-            axes.text(left + 0.1, top - 0.18, module, fontsize=8, weight="bold", va="center", zorder=3)
+            name = module if len(row) <= 4 else module.partition(".")[2]
+            size = min(8, 8 * LETTERS_OF_NAME * share / len(name))
+            axes.text(left + 0.1, top - 0.18, name, fontsize=size, weight="bold", va="center", zorder=3)
             axes.text(left + 0.1, top - 0.32, "\n".join(wrapped[module]), fontsize=6.5, va="top", zorder=3)
             places[module] = left + share, bottom + height / 2, number
     for importer, imported in direct(imports(modules)):

@@ -87,9 +87,9 @@ from trainer.reports.server import ServerReport
 from trainer.reports.stragglers import Stragglers
 from trainer.reports.timeline import start_timeline, stop_timeline
 from trainer.rules.rule import Rule
-from trainer.rules.server import QuorumLost
 from trainer.sampler import ElasticSampler
 from trainer.schedules import WarmupLR
+from trainer.server.errors import QuorumLost
 from trainer.sync_batch_norm import SyncBatchNorm
 from trainer.world import (
     add_process_set,

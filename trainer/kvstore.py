@@ -7,24 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-import torch
 from torch import Tensor
 
-from trainer.rules.aggregator import Counts
-from trainer.rules.key_arguments import (
-    check_tensor,
-    described,
-    lists_of_rows,
-    pairs_of,
-    rows_of,
-    spec_of,
-    tensors_of,
-)
-from trainer.rules.key_compression import Encoder, codec_of
-from trainer.rules.key_group import KeyGroup
-from trainer.rules.keys import Factory, KeySpec, Name, summed
-from trainer.rules.server import Flat
-from trainer.rules.state_files import read_states, write_states
+from trainer.key_value.arguments import check_updatable, described, lists_of_rows, rows_of
+from trainer.key_value.catalogue import Catalogue
+from trainer.key_value.compression import Encoder, codec_of
+from trainer.key_value.entry import Factory, Name, summed
+from trainer.key_value.group import KeyGroup
+from trainer.key_value.sparse import dense, fill, fill_rows, is_sparse
+from trainer.key_value.state_files import read_states, write_states
+from trainer.server.aggregator import Counts
 from trainer.world import here
 
 Type = Literal["local", "device", "dist_sync", "dist_device_sync", "dist_async"]
@@ -62,11 +54,11 @@ class KVStore:
         if type not in TYPES:
             raise ValueError(f"{here()}type must be one of {', '.join(map(repr, TYPES))}, not {type!r}")
         self._type = type
-        self._specs: dict[Name, KeySpec] = {}
         self._factory: Factory | None = None
         self._optimizer_name = ""
         self._encoder: Encoder | None = None
         self._group = KeyGroup(alone=type in ("local", "device"), asynchronous=type == "dist_async", servers=servers)
+        self._catalogue = Catalogue(self._group.servers)
 
     @property
     def type(self) -> str:
@@ -93,19 +85,15 @@ class KVStore:
         named: dict[Name, Tensor] = {}
         error: Exception | None = None
         try:
-            named = self._new_values(key, value)
+            named = self._catalogue.new_values(key, value)
+            if self._factory is not None:
+                for name, tensor in named.items():
+                    check_updatable(name, tensor.dtype)
         except (TypeError, ValueError) as caught:  # told to the others, who would wait
             error = caught
         self._group.agree(error, [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named.items()])
-        tensors = list(named.values())
-        flat = Flat(tensors)
-        buffers = flat.pack(tensors)
-        if self._group.communicator is not None:
-            for buffer in buffers:
-                self._group.communicator.broadcast(buffer, 0)
-        for name, first in zip(named, flat.views(buffers), strict=True):
-            spec = KeySpec(name, len(self._specs), first.shape, first.dtype, self._least_loaded())
-            self._specs[name] = spec
+        for name, first in zip(named, self._group.share(list(named.values())), strict=True):
+            spec = self._catalogue.add(name, first)
             if spec.server == self._group.rank and self._group.keys is not None:
                 self._group.keys.add(spec, first.clone(), self._factory)
         self._group.meet()  # nobody pushes before all servers know the keys
@@ -120,13 +108,8 @@ class KVStore:
         sent; PeerLost where the rank that holds a key is lost.
         """
         self._check_open()
-        pushes = []
-        for name, values in pairs_of(key, value, "value"):
-            spec = spec_of(self._specs, name)
-            tensors = tensors_of(name, values, "value")
-            for tensor in tensors:
-                check_tensor(spec, tensor, "value")
-            pushes.append((spec, summed([_dense(tensor) for tensor in tensors]).cpu()))
+        given = self._catalogue.tensors(key, value, "value")
+        pushes = [(spec, summed([dense(tensor) for tensor in tensors]).cpu()) for spec, tensors in given]
         for spec, total in pushes:
             server = self._group.servers[spec.server]
             if self._encoder is not None and spec.travels_coded:
@@ -145,19 +128,18 @@ class KVStore:
         """
         self._check_open()
         wanted = []
-        for spec, tensors in self._outs(key, out):
-            if not ignore_sparse and any(_is_sparse(tensor) for tensor in tensors):
+        for spec, tensors in self._catalogue.tensors(key, out, "out"):
+            if not ignore_sparse and any(is_sparse(tensor) for tensor in tensors):
                 raise ValueError(f"{here()}out of key {spec.name!r} is sparse: row_sparse_pull() is for that")
-            wanted.append((spec, [tensor for tensor in tensors if not _is_sparse(tensor)]))
+            wanted.append((spec, [tensor for tensor in tensors if not is_sparse(tensor)]))
         for spec, tensors in wanted:
             if tensors:
-                value = self._group.servers[spec.server].pull(spec)
-                _fill(tensors, value)
+                fill(tensors, self._group.servers[spec.server].pull(spec))
 
     def pushpull(self, key: Key, value: Any, out: Any = None, priority: int = 0) -> None:
         """Push values, and pull into out, or else into the values themselves."""
         out = value if out is None else out
-        self._outs(key, out)  # what is wrong with it is found before anything is pushed
+        self._catalogue.tensors(key, out, "out")  # what is wrong with it is found before anything is pushed
         self.push(key, value, priority)
         self.pull(key, out, priority)
 
@@ -176,7 +158,7 @@ class KVStore:
         Raises as pull() does; TypeError and ValueError for row_ids that are no rows.
         """
         self._check_open()
-        outs = self._outs(key, out)
+        outs = self._catalogue.tensors(key, out, "out")
         chosen = lists_of_rows(key, [tensors for _, tensors in outs], row_ids)
         wanted = [
             (spec, tensor, rows_of(spec, rows))
@@ -184,16 +166,7 @@ class KVStore:
             for tensor, rows in zip(tensors, ids, strict=True)
         ]
         for spec, tensor, rows in wanted:
-            values = self._group.servers[spec.server].pull(spec, rows)
-            with torch.no_grad():
-                if _is_sparse(tensor):
-                    tensor.copy_(
-                        torch.sparse_coo_tensor(
-                            rows[None], values, spec.shape, is_coalesced=True, check_invariants=False
-                        )
-                    )
-                else:
-                    tensor[rows.to(tensor.device)] = values.to(tensor.device)
+            fill_rows(tensor, rows, self._group.servers[spec.server].pull(spec, rows))
 
     def set_optimizer(self, optimizer: Factory) -> None:
         """Update every key, also those to come, by an optimizer of its own, made at its server. Collective.
@@ -208,8 +181,8 @@ class KVStore:
         name, settings, error = "", "", None
         try:
             name, settings = described(optimizer)
-            for spec in self._specs.values():
-                _check_updatable(spec.name, spec.dtype)
+            for spec in self._catalogue:
+                check_updatable(spec.name, spec.dtype)
         except (TypeError, ValueError) as caught:
             error = caught
         self.barrier()  # what was pushed before is for what was there before
@@ -269,7 +242,7 @@ class KVStore:
         self._check_has_optimizer("load_optimizer_states")
         self.barrier()
         states = read_states(Path(fname), self._optimizer_name, self._group.communicator)
-        if missing := [name for name in self._specs if name not in states]:
+        if missing := [spec.name for spec in self._catalogue if spec.name not in states]:
             raise ValueError(
                 f"{here()}{fname} has no state of key {missing[0]!r}; it has {', '.join(map(repr, states))}"
             )
@@ -303,37 +276,6 @@ class KVStore:
         """
         self._group.close(timeout_s)
 
-    def _new_values(self, key: Key, value: Any) -> dict[Name, Tensor]:
-        """Return what init() is given, by key. Raises TypeError or ValueError."""
-        named = {}
-        for name, tensor in pairs_of(key, value, "value"):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{here()}value of key {name!r} must be a tensor, not {tensor!r}")
-            if name in self._specs:
-                raise ValueError(f"{here()}key {name!r} has been given to init() before; push() changes it")
-            if self._factory is not None:
-                _check_updatable(name, tensor.dtype)
-            named[name] = tensor
-        return named
-
-    def _outs(self, key: Key, out: Any) -> list[tuple[KeySpec, list[Tensor]]]:
-        """Return each key with the tensors to be filled. Raises KeyError, TypeError or ValueError."""
-        wanted = []
-        for name, outs in pairs_of(key, out, "out"):
-            spec = spec_of(self._specs, name)
-            tensors = tensors_of(name, outs, "out")
-            for tensor in tensors:
-                check_tensor(spec, tensor, "out")
-            wanted.append((spec, tensors))
-        return wanted
-
-    def _least_loaded(self) -> int:
-        """Return the server whose keys have the fewest elements."""
-        loads = dict.fromkeys(sorted(self._group.servers), 0)
-        for spec in self._specs.values():
-            loads[spec.server] += max(1, spec.shape.numel())
-        return min(loads, key=lambda server: loads[server])
-
     def _check_open(self) -> None:
         if self._group.is_closed:
             raise RuntimeError(f"{here()}this key-value store is closed")
@@ -344,29 +286,9 @@ class KVStore:
             raise ValueError(f"{here()}{method}() needs an optimizer: call set_optimizer() first")
 
     def __repr__(self) -> str:
-        return f"KVStore({self._type!r}), rank {self._group.rank} of {self._group.size}, {len(self._specs)} keys"
+        return f"KVStore({self._type!r}), rank {self._group.rank} of {self._group.size}, {len(self._catalogue)} keys"
 
 
 def create(name: Type = "local", *, servers: Sequence[int] | None = None) -> KVStore:
     """Return a KVStore of a type, as mxnet.kvstore.create() does."""
     return KVStore(name, servers=servers)
-
-
-def _check_updatable(name: Name, dtype: torch.dtype) -> None:
-    if not dtype.is_floating_point:
-        raise ValueError(f"{here()}an optimizer needs floating-point tensors, and key {name!r} has dtype {dtype}")
-
-
-def _is_sparse(tensor: Tensor) -> bool:
-    return tensor.layout is not torch.strided
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_dense() if _is_sparse(tensor) else tensor
-
-
-def _fill(tensors: Sequence[Tensor], value: Tensor) -> None:
-    with torch.no_grad():
-        for tensor in tensors:
-            tensor.copy_(value)

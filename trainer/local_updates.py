@@ -65,7 +65,8 @@ class LocalUpdates(DistributedOptimizer):
     optimizer, named_parameters, process_set, backward_passes_per_step, bucket_bytes: as DistributedOptimizer takes them.
     outer: an optimizer of the same parameters, of which class, settings and state are taken; itself it is not used.
     codec, policy: what movements travel as, of all parameters, whatever their size: as compression= and policy= of
-    DistributedOptimizer; "chunktopk" brings the error feedback that takes the place of outer momentum (SparseLoCo, 2025).
+    DistributedOptimizer; "chunktopk" brings the error feedback that takes the place of outer momentum (SparseLoCo, 2025),
+    and is for an outer SGD with a rate of as many as there are ranks: few of them send the same numbers.
     warmup_codec: what gradients travel as during the warm-up, and among inner ranks.
     fragments: the parameters are cut into so many parts, which are exchanged in turn, each every `every` steps. delay:
     ranks go on for so many steps while a part is on its way, and then keep the share `alpha` of their own parameters

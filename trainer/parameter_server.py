@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import secrets
 import time
@@ -14,17 +13,16 @@ from torch import Tensor
 
 from collectives import CollectiveError, Communicator
 from collectives.communicator import close_all
-from trainer.compression import Compression, Compressor
-from trainer.compression import Policy as Encodings
+from trainer.compression import Compression, Compressor, Policy
 from trainer.gradients.agreement import agree_on_parameters, check_settings
 from trainer.process_sets import ProcessSet, ProcessSetLike, global_process_set
 from trainer.reports.server import ServerReport
-from trainer.rules.aggregator import Late, Policy
-from trainer.rules.messages import Local, Remote, Server
-from trainer.rules.pushed import Layout, encodings_of
-from trainer.rules.roles import checked_policy, checked_ranks, roles_of
-from trainer.rules.server import Shard, cut
-from trainer.rules.worker import Member, Worker
+from trainer.server.aggregator import Late, Scheme
+from trainer.server.messages import Local, Remote, Server
+from trainer.server.pushed import Packing, encodings_of
+from trainer.server.roles import checked_ranks, checked_scheme, roles_of
+from trainer.server.updater import Updater, cut
+from trainer.server.worker import Member, Worker
 from trainer.torch_internals import share_hooks
 from trainer.uncompiled import uncompiled
 from trainer.validation import check_named_parameters
@@ -34,17 +32,12 @@ from trainer.wrapped import WrappingOptimizer
 KEY = "gradwire_server"
 """In the state_dict() of an optimizer at a parameter server."""
 
-_LET_GO_S = 2.0
-"""What a thread has for its end once its Communicator is closed."""
-
 _TELL_S = 3.0
 """How much longer each waits than the one before, so that who does not answer is known there, and told: a server for the word
 of a worker, it for an update, a worker for its server, members of a group for their first rank."""
 
 _LOOK_S = 1.0
 """How often serve() looks whether Ctrl-C was pressed."""
-
-_log = logging.getLogger("gradwire")
 
 
 class ParameterServer(WrappingOptimizer):
@@ -113,7 +106,7 @@ class ParameterServer(WrappingOptimizer):
         world = current_world()
         self._owned: list[Communicator] = []  # by this optimizer
         self._communicator = self._open(process_set)
-        self._shard: Shard | None = None
+        self._updater: Updater | None = None
         self._server: Server | None = None
         self._worker: Worker | Member | None = None
         self._timeout_s = world.settings.timeout_s
@@ -133,10 +126,10 @@ class ParameterServer(WrappingOptimizer):
                 asked["servers"], asked["workers"], self._communicator.allgather_record(self._numbers(group))
             )
             count = len(self._roles.groups)
-            policy = Policy(count if quorum is None else quorum, grace_s, staleness, late)
-            described = {name: repr(value) for name, value in vars(policy).items()}
+            scheme = Scheme(count if quorum is None else quorum, grace_s, staleness, late)
+            described = {name: repr(value) for name, value in vars(scheme).items()}
             check_settings(self._communicator, "ParameterServer", described)
-            self._policy = checked_policy(policy, count)
+            self._scheme = checked_scheme(scheme, count)
             agree_on_parameters(self._communicator, names, parameters)
             trained = [number for number, parameter in enumerate(parameters) if parameter.requires_grad]
             self._connect([names[n] for n in trained], [parameters[n] for n in trained], encodings, group)
@@ -163,7 +156,7 @@ class ParameterServer(WrappingOptimizer):
         return [place[launched] for launched in group.global_ranks]
 
     def _connect(
-        self, names: Sequence[str], parameters: Sequence[Tensor], encodings: Encodings, group: Communicator | None
+        self, names: Sequence[str], parameters: Sequence[Tensor], encodings: Policy, group: Communicator | None
     ) -> None:
         """Make the servers, and what joins this rank with them."""
         world, rank, roles = current_world(), self._communicator.rank, self._roles
@@ -176,7 +169,7 @@ class ParameterServer(WrappingOptimizer):
         trains = {member for members in roles.groups for member in members}
         for server, numbers in shares.items():  # in the same order on all ranks, so that nobody waits in a circle
             part = [parameters[number] for number in numbers]
-            layout = Layout([names[number] for number in numbers], part, encodings)
+            packing = Packing([names[number] for number in numbers], part, encodings)
             pairs: dict[int, Communicator] = {}
             patience_s = self._timeout_s + (0 if rank == server else 2 * _TELL_S)
             for worker in roles.workers:
@@ -186,13 +179,13 @@ class ParameterServer(WrappingOptimizer):
             self._owned += pairs.values()
             if server == rank:
                 update_s = self._timeout_s + _TELL_S
-                self._shard = Shard(rank, roles.workers, shares, part, self.optimizer, self._policy, update_s)
-                self._server = Server(self._shard, layout, pairs)
+                self._updater = Updater(rank, roles.workers, shares, part, self.optimizer, self._scheme, update_s)
+                self._server = Server(self._updater, packing, pairs)
                 if rank in roles.workers:
-                    parts.append((Local(rank, self._shard, layout), numbers))
+                    parts.append((Local(rank, self._updater, packing), numbers))
             elif rank in roles.workers:
                 settings = None if server in trains else self.optimizer
-                parts.append((Remote(rank, server, layout, pairs[rank], settings), numbers))
+                parts.append((Remote(rank, server, packing, pairs[rank], settings), numbers))
         worker_here = Worker(rank, parameters, parts) if rank in roles.workers else None
         self._worker = worker_here if group is None else Member(group, parameters, worker_here, len(shares))
 
@@ -253,7 +246,7 @@ class ParameterServer(WrappingOptimizer):
         self._check_open()
         if self._worker is not None:
             return ServerReport.of(self._worker.counts())
-        return ServerReport.of([] if self._shard is None else [self._shard.counts()])
+        return ServerReport.of([] if self._updater is None else [self._updater.counts()])
 
     def state_dict(self) -> dict[str, Any]:
         """Return where this rank and its server stand: every rank saves its own, after the same step, and the model.
@@ -262,9 +255,9 @@ class ParameterServer(WrappingOptimizer):
         only, which do not stop between two steps.
         """
         self._check_synchronous("state_dict")
-        mine = None if self._shard is None else self._shard.state_dict()
+        mine = None if self._updater is None else self._updater.state_dict()
         worker = self._training()
-        at = {"layout": self._layout, "version": worker.versions[0], "shard": mine, "worker": worker.state_dict()}
+        at = {"layout": self._layout, "version": worker.versions[0], "updater": mine, "worker": worker.state_dict()}
         return {**self.optimizer.state_dict(), KEY: at}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -285,8 +278,8 @@ class ParameterServer(WrappingOptimizer):
                 f"and parameters, after the same step; not so on {', '.join(f'rank {rank}' for rank in wrong)}"
             )
         self.optimizer.load_state_dict({name: value for name, value in state_dict.items() if name != KEY})
-        if self._shard is not None:
-            self._shard.load_state_dict(saved["shard"])
+        if self._updater is not None:
+            self._updater.load_state_dict(saved["updater"])
         assert version is not None  # a fault, else
         worker.load_state_dict(saved["worker"], version)
         self._communicator.barrier()  # nobody contributes before all servers know the version
@@ -303,12 +296,12 @@ class ParameterServer(WrappingOptimizer):
         try:
             if self._worker is not None:
                 self._worker.leave()
-            if self._server is not None and not self._server.join(deadline):
-                _log.warning("gradwire: %sthe parameter server closes while other ranks still train", here())
+            if self._server is not None:
+                self._server.finish(deadline)
         finally:
             self._close_communicators()
             if self._server is not None:
-                self._server.join(time.monotonic() + _LET_GO_S)
+                self._server.let_go()
 
     def _close_communicators(self) -> None:
         self._is_closed = True
@@ -327,9 +320,9 @@ class ParameterServer(WrappingOptimizer):
 
     def _check_synchronous(self, verb: str) -> None:
         count, trained = len(self._roles.groups), sum(map(len, self._roles.groups))
-        if self._policy.quorum < count or trained < self._communicator.size:
+        if self._scheme.quorum < count or trained < self._communicator.size:
             raise ValueError(
-                f"{here()}{verb} needs quorum={count}, all that push, not {self._policy.quorum}, and no ranks that serve only: "
+                f"{here()}{verb} needs quorum={count}, all that push, not {self._scheme.quorum}, and no ranks that serve only: "
                 "others do not stand at one place together. Save the model of one rank, and begin with new servers"
             )
 

@@ -14,7 +14,7 @@ from collectives import CollectiveError, Communicator
 
 
 class NotIncluded(CollectiveError, ValueError):
-    """A verb was called with a process set that this rank is not in. It is a ValueError of the caller's, and what
+    """Tells that a verb was called with a process set that this rank is not in. It is a ValueError of the caller's, and what
     Horovod's programs catch as HorovodInternalError."""
 
 
@@ -112,7 +112,7 @@ def group_along(mesh: DeviceMesh, here: int) -> dist.ProcessGroup:
     return mesh.get_group()
 
 
-def check_ranks(here: int, ranks: list[int], size: int, registered: Iterable[ProcessSet]) -> None:
+def check_new_set(here: int, ranks: list[int], size: int, registered: Iterable[ProcessSet]) -> None:
     """Raise ValueError unless these are different ranks of a world, and not those of a registered set. here: this rank."""
     if not ranks or len(set(ranks)) < len(ranks) or not all(0 <= rank < size for rank in ranks):
         raise ValueError(

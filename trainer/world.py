@@ -31,7 +31,7 @@ from trainer.process_sets import (
     NotIncluded,
     ProcessSet,
     ProcessSetLike,
-    check_ranks,
+    check_new_set,
     global_process_set,
     group_along,
     ranks_of,
@@ -46,7 +46,7 @@ _TIMELINE_S = 10.0
 
 
 class NotInitialized(RuntimeError, ValueError):
-    """What needs a world was called before init() or after shutdown(). Horovod's programs catch a ValueError."""
+    """Tells that a world was needed before init() or after shutdown(). Horovod's programs catch a ValueError."""
 
 
 class World:
@@ -154,7 +154,7 @@ class World:
         for process_set in process_sets:  # on all ranks alike, since they are the same
             if process_set.counts_launched and not self._is_whole:
                 raise ValueError(f"rank {self.rank}: after init(comm=), a process set is made of a list of ranks")
-            check_ranks(self.rank, process_set.ranks, self.size, registered)
+            check_new_set(self.rank, process_set.ranks, self.size, registered)
             registered.append(process_set)
         for process_set in process_sets:
             self._register(process_set)

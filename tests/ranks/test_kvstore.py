@@ -21,8 +21,8 @@ from tests.harness import ON_EVERY_TRANSPORT, World, Worlds, meet
 from tests.pages import ROOT
 from tests.ranks.test_guides import torchrun
 from tests.ranks.training import in_world
-from trainer.rules.key_compression import Encoder, codec_of
-from trainer.rules.keys import KeySpec
+from trainer.key_value.compression import Encoder, codec_of
+from trainer.key_value.entry import KeySpec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int32, torch.int64)
 SHAPES = ((), (0,), (1,), (3, 5), (700, 300))

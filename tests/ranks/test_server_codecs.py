@@ -10,7 +10,7 @@ import trainer as hvd
 from tests.harness import ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, loss_of
 from trainer.compression import Compressor, Policy
-from trainer.rules.pushed import Layout, Sender
+from trainer.server.pushed import Packing, Sender
 
 STEPS = 5
 CODECS = ["fp16", "int8", "topk", "randomk", hvd.ErrorFeedback("int4", warmup_steps=2)]
@@ -38,15 +38,15 @@ def simulated(size: int, compression: Compressor) -> list[Tensor]:
     model = model_of()
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
-    layout = Layout([""] * len(parameters), parameters, Policy(compression))
-    senders = [Sender(layout, rank << 16) for rank in range(size)]
+    packing = Packing([""] * len(parameters), parameters, Policy(compression))
+    senders = [Sender(packing, rank << 16) for rank in range(size)]
     for step in range(STEPS):
         totals = [torch.zeros_like(parameter) for parameter in parameters]
         for rank in range(size):
             optimizer.zero_grad()
             loss_of(model, batch_of(step, rank)).backward()
             pushed = senders[rank].encode([parameter.grad for parameter in parameters], step)
-            for total, gradient in zip(totals, layout.flat.views(layout.decode(pushed, step)), strict=True):
+            for total, gradient in zip(totals, packing.flat.views(packing.decode(pushed, step)), strict=True):
                 total.add_(gradient, alpha=1 / size)
         for parameter, total in zip(parameters, totals, strict=True):
             parameter.grad = total

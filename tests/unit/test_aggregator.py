@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from trainer.rules.aggregator import Aggregator, Counts, Policy
+from trainer.server.aggregator import Aggregator, Counts, Scheme
 
 
 def aggregator(workers: int = 4, **options: Any) -> Aggregator[str]:
     return Aggregator(
-        range(workers), Policy(**{"quorum": 3, "grace_s": 0.0, "staleness": None, "late": "weight"} | options)
+        range(workers), Scheme(**{"quorum": 3, "grace_s": 0.0, "staleness": None, "late": "weight"} | options)
     )
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from trainer.compression import Compressor, ErrorFeedback, Policy
-from trainer.rules.pushed import Layout, Sender, encodings_of
-from trainer.rules.server import Flat
+from trainer.server.flat import Flat
+from trainer.server.pushed import Packing, Sender, encodings_of
 
 NAMES = ["matrix", "bias", "other matrix", "wide"]
 PARAMETERS = [torch.zeros(64, 65), torch.zeros(64), torch.zeros(70, 64, dtype=torch.bfloat16), torch.zeros(9).double()]
@@ -25,20 +25,20 @@ def dense(gradients: list[Tensor | None]) -> list[Tensor]:
     return [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, PARAMETERS, strict=True)]
 
 
-def through(layout: Layout, sender: Sender, step: int) -> list[Tensor]:
+def through(packing: Packing, sender: Sender, step: int) -> list[Tensor]:
     """Return gradients of a step as a server gets them, in buffers that it has made itself."""
     pushed = sender.encode(gradients_of(step), step)
-    received = layout.empty(step)
+    received = packing.empty(step)
     for source, target in zip(pushed, received, strict=True):
         assert (source.dtype, source.shape) == (target.dtype, target.shape)
         target.copy_(source)
-    return layout.flat.views(layout.decode(received, step))
+    return packing.flat.views(packing.decode(received, step))
 
 
 @pytest.mark.parametrize("compression", ["none", "fp16", "int8", "onebit", "topk", "randomk", "dgc", "qsgd"])
 def test_small_gradients_travel_as_they_are_and_others_as_codes(compression: str) -> None:
-    layout = Layout(NAMES, PARAMETERS, Policy(compression))
-    decoded = through(layout, Sender(layout, 3), 0)
+    packing = Packing(NAMES, PARAMETERS, Policy(compression))
+    decoded = through(packing, Sender(packing, 3), 0)
     exact = [torch.equal(one, other) for one, other in zip(decoded, dense(gradients_of(0)), strict=True)]
     if compression == "none":
         assert exact == [True] * 4
@@ -46,19 +46,19 @@ def test_small_gradients_travel_as_they_are_and_others_as_codes(compression: str
         assert exact == [False, False, True, False]
     else:
         assert exact == [False, True, False, True]
-        codes = Sender(layout, 3).encode(gradients_of(0), 0)[2:]
+        codes = Sender(packing, 3).encode(gradients_of(0), 0)[2:]
         assert sum(code.nbytes for code in codes) < 4 * (64 * 65 + 70 * 64)
 
 
 @pytest.mark.parametrize("compression", ["onebit", "topk", "randomk", ErrorFeedback("int4", warmup_steps=2)])
 def test_with_error_feedback_only_what_is_kept_is_missing(compression: Compressor) -> None:
-    layout = Layout(NAMES[:1], PARAMETERS[:1], Policy(compression))
-    sender = Sender(layout, 3)
+    packing = Packing(NAMES[:1], PARAMETERS[:1], Policy(compression))
+    sender = Sender(packing, 3)
     total, given = torch.zeros(64, 65), torch.zeros(64, 65)
     for step in range(STEPS):
         (gradient, *_) = dense(gradients_of(step))
         pushed = sender.encode([gradient], step)
-        total += Flat(PARAMETERS[:1]).views(layout.decode(pushed, step))[0]
+        total += Flat(PARAMETERS[:1]).views(packing.decode(pushed, step))[0]
         given += gradient
         if isinstance(compression, ErrorFeedback) and step < 2:
             assert torch.equal(total, given)
@@ -69,13 +69,13 @@ def test_with_error_feedback_only_what_is_kept_is_missing(compression: Compresso
 
 @pytest.mark.parametrize("compression", ["topk", "dgc", "qsgd", "randomk"])
 def test_a_sender_goes_on_bit_for_bit(compression: str) -> None:
-    layout = Layout(NAMES, PARAMETERS, Policy(compression))
-    first, second = Sender(layout, 3), Sender(layout, 3)
+    packing = Packing(NAMES, PARAMETERS, Policy(compression))
+    first, second = Sender(packing, 3), Sender(packing, 3)
     for step in range(2):
         first.encode(gradients_of(step), step)
     second.load_state_dict(first.state_dict())
     for step in range(2, STEPS):
-        for one, other in zip(through(layout, first, step), through(layout, second, step), strict=True):
+        for one, other in zip(through(packing, first, step), through(packing, second, step), strict=True):
             assert torch.equal(one, other)
 
 

@@ -33,7 +33,7 @@ _STRANGE = "the other side does not speak as a check does"
 
 
 class _Line:
-    """A connection on which both sides send lines of JSON, with a deadline for each answer, and for all."""
+    """Sends and receives lines of JSON on a connection, with a deadline for each answer, and for all."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection

@@ -32,7 +32,7 @@ class LastWords:
 
     @property
     def text(self) -> str:
-        """The line, shortened; nothing where there was none."""
+        """Return the line, shortened; nothing where there was none."""
         return (self._error or self._line)[:_LONGEST]
 
 
@@ -47,7 +47,7 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the rank only says that others failed, or was ended for it by torch's agent."""
+        """Tell whether the rank only says that others failed, or was ended for it by torch's agent."""
         if self.rank is None:
             return False
         if self.exit_code == -signal.SIGTERM and not _RAISED.match(self.words):

@@ -40,17 +40,17 @@ class Moments:
         self.last = deque(self.last, maxlen=max(count, self.last.maxlen or 0))
 
     def gradients_begin(self) -> None:
-        """The first gradient of a backward() is there."""
+        """Note that the first gradient of a backward() is there."""
         self._began_ns = now_ns()
 
     def gradients_end(self) -> None:
-        """The last gradient of a backward() is there."""
+        """Note that the last gradient of a backward() is there."""
         self._ready_ns = now_ns()
         if (lane := self._communicator.lane("training")) is not None:
             lane.span("backward", self._began_ns)
 
     def bucket_ready(self, number: int, nbytes: int) -> None:
-        """A bucket is about to be sent."""
+        """Note that a bucket is about to be sent."""
         if not self._has_sent:
             self._has_sent = True
             self._sent_ns = now_ns()
@@ -59,11 +59,11 @@ class Moments:
             lane.mark("bucket ready", bucket=number, bytes=nbytes)
 
     def flush_begins(self) -> None:
-        """What this rank has is exchanged now, outside of backward()."""
+        """Note that what this rank has is exchanged now, outside of backward()."""
         self._ready_ns = now_ns()
 
     def exchange_ends(self, number: int, wait_begin_ns: int) -> None:
-        """All buckets are exchanged, which has been waited for since wait_begin_ns."""
+        """Note that all buckets are exchanged, which has been waited for since wait_begin_ns."""
         now = now_ns()
         if (lane := self._communicator.lane("training")) is not None:
             lane.span("wait", wait_begin_ns, exchange=number)

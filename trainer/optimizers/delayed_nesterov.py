@@ -12,8 +12,8 @@ from trainer.optimizers.foreach import ForeachOptimizer, check_range
 
 
 class DelayedNesterov(ForeachOptimizer):
-    """SGD whose momentum follows the average of `delay` gradients (Delayed Nesterov; Liu, Chhaparia, Douillard et al. 2024,
-    algorithm 3, whose N is the delay and whose beta is the momentum):
+    """Steps as SGD does, with a momentum that follows the average of `delay` gradients (Delayed Nesterov; Liu, Chhaparia,
+    Douillard et al. 2024, algorithm 3, whose N is the delay and whose beta is the momentum):
 
         s = s + g
         every delay-th step:    m = momentum * m + s / delay,  s = 0

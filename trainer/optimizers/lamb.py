@@ -13,7 +13,7 @@ from trainer.optimizers.layerwise import trust_ratios
 
 
 class LAMB(ForeachOptimizer):
-    """Adam with a rate for each parameter tensor (You et al. 2019, algorithm 2, phi(z) = z):
+    """Steps as Adam does, with a rate for each parameter tensor (You et al. 2019, algorithm 2, phi(z) = z):
 
         m = beta1 * m + (1 - beta1) * g,    v = beta2 * v + (1 - beta2) * g * g
         r = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * w

@@ -13,7 +13,7 @@ from trainer.optimizers.layerwise import trust_ratios
 
 
 class LARS(ForeachOptimizer):
-    """Momentum SGD with a rate for each parameter tensor (You, Gitman, Ginsburg 2017, algorithm 1):
+    """Steps as SGD with momentum does, with a rate for each parameter tensor (You, Gitman, Ginsburg 2017, algorithm 1):
 
         rate = lr * trust_coefficient * |w| / (|g| + weight_decay * |w|)
         v = momentum * v + rate * (g + weight_decay * w)

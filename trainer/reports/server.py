@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.rules.aggregator import Counts
+from trainer.server.aggregator import Counts
 
 
 @dataclass(frozen=True)

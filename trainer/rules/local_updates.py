@@ -9,7 +9,6 @@ checkpoints.
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from collectives import CollectiveError, Communicator
 from collectives.daemon import DaemonThread
 from trainer.compression import Policy
+from trainer.copies import of_copies
 from trainer.gradients.agreement import check_settings
 from trainer.gradients.combination import Combination
 from trainer.gradients.exchange import Passes
@@ -291,7 +291,11 @@ class Fragment:
     ) -> None:
         self._parameters = list(parameters)
         self._outer = [nn.Parameter(_widened(parameter)) for parameter in parameters]
-        self._optimizer = _of_copies(outer, dict(zip(parameters, self._outer, strict=True)))
+        self._optimizer = of_copies(outer, dict(zip(parameters, self._outer, strict=True)))
+        filled = [
+            group for group in self._optimizer.param_groups if group["params"]
+        ]  # the others are of other fragments
+        self._optimizer.param_groups = filled
         self.rule = Synchronous(replace(setup, optimizer=self._optimizer))
         self.rule.add(names, self._outer)
         self.rule.bucketing.learn(range(len(self._outer)))  # any order will do, as all arrive together
@@ -349,18 +353,6 @@ def _widened(parameter: Tensor) -> Tensor:
     """Return a copy in which small steps are not lost: in float32 at least."""
     wide = torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
     return parameter.detach().to(wide, copy=True)
-
-
-def _of_copies(outer: torch.optim.Optimizer, copies: dict[Tensor, nn.Parameter]) -> torch.optim.Optimizer:
-    """Return an optimizer as `outer` is, of the copies of those of its parameters that have one."""
-    mine: dict[int, Any] = {id(parameter): parameter for group in outer.param_groups for parameter in group["params"]}
-    mine |= {id(parameter): made for parameter, made in copies.items()}
-    made = copy.deepcopy(outer, mine)
-    wanted = set(copies.values())
-    for group in made.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if parameter in wanted]
-    made.param_groups = [group for group in made.param_groups if group["params"]]
-    return made
 
 
 def _cut(parameters: Sequence[Tensor], fragments: int) -> list[slice]:

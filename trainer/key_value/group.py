@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from collectives import Communicator
 from collectives.communicator import close_all
 from trainer.gradients.agreement import check_settings
+from trainer.key_value.keys import Keys
+from trainer.key_value.messages import KeyServer, LocalKeys, RemoteKeys
 from trainer.process_sets import global_process_set
-from trainer.rules.aggregator import Policy
-from trainer.rules.key_server import KeyServer, LocalKeys, RemoteKeys
-from trainer.rules.keys import Keys
-from trainer.rules.roles import checked_ranks
+from trainer.server.aggregator import Scheme
+from trainer.server.flat import Flat
+from trainer.server.roles import checked_ranks
 from trainer.world import current_settings, current_world, here
-
-_LET_GO_S = 2.0
-"""What a thread has for its end once its Communicator is closed."""
-
-_log = logging.getLogger("gradwire")
 
 
 class KeyGroup:
@@ -48,19 +45,19 @@ class KeyGroup:
             if self.communicator is not None:
                 settings = {"asynchronous": repr(asynchronous), "servers": repr(listed)}
                 check_settings(self.communicator, "KVStore", settings)
-            self._connect(listed, Policy(quorum, grace_s=0.0, staleness=None, late="next"))
+            self._connect(listed, Scheme(quorum, grace_s=0.0, staleness=None, late="next"))
         except BaseException:
             self._close_communicators()
             raise
 
-    def _connect(self, servers: Sequence[int], policy: Policy) -> None:
+    def _connect(self, servers: Sequence[int], scheme: Scheme) -> None:
         """Make this rank's server, and what joins it with the others."""
         rank = self.rank
         serving: dict[int, Communicator] = {}
         token = "" if self.communicator is None else self.communicator.allgather_record(secrets.token_hex(8))[0]
         for server in servers:  # in the same order on all ranks, so that nobody waits in a circle
             if server == rank:
-                self.keys = Keys(rank, range(self.size), policy, self._timeout_s)
+                self.keys = Keys(rank, range(self.size), scheme, self._timeout_s)
                 self.servers[server] = LocalKeys(rank, self.keys)
             for worker in range(self.size):
                 if worker == server or rank not in (worker, server):
@@ -90,6 +87,15 @@ class KeyGroup:
                     f"{here()}the ranks do not give the same: {everyones[0][1]} on rank 0; {theirs} on rank {rank}"
                 )
 
+    def share(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return rank 0's tensors, on the CPU; the others give some of the same shapes and dtypes. Collective."""
+        flat = Flat(tensors)
+        buffers = flat.pack(tensors)
+        if self.communicator is not None:
+            for buffer in buffers:
+                self.communicator.broadcast(buffer, 0)
+        return flat.views(buffers)
+
     def meet(self) -> None:
         """Return when all ranks have called it. Collective."""
         if self.communicator is not None:
@@ -104,12 +110,12 @@ class KeyGroup:
         try:
             for server in self.servers.values():
                 server.leave()
-            if self._server is not None and not self._server.join(deadline):
-                _log.warning("gradwire: %sthe key-value store closes while other ranks still use it", here())
+            if self._server is not None:
+                self._server.finish(deadline)
         finally:
             self._close_communicators()
             if self._server is not None:
-                self._server.join(time.monotonic() + _LET_GO_S)
+                self._server.let_go()
 
     def _close_communicators(self) -> None:
         self.is_closed = True

@@ -1,4 +1,4 @@
-"""What servers inside the ranks have in common: the threads that answer workers, and records as answers."""
+"""What servers inside the ranks have in common: the threads that answer workers, and what both sides say."""
 
 from __future__ import annotations
 
@@ -7,13 +7,24 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from collectives import CollectiveError, Communicator
-from trainer.rules.told import of_pair
+from trainer.server.aggregator import Counts
+from trainer.server.errors import of_pair
+from trainer.world import here
+
+LEAVE, COUNTS, OWN = range(3)
+"""What every worker may say: that it is done, or that it wants the Counts; from OWN on, what else it may say to a server."""
+
+DONE, FAILED = range(2)
+"""What a server answers."""
+
+_LET_GO_S = 2.0
+"""What a thread has for its end once its Communicator is closed."""
 
 _log = logging.getLogger("gradwire")
 
@@ -28,6 +39,9 @@ class Served(Protocol):
 
     def lose(self, worker: int, error: CollectiveError) -> None:
         """Go on without a worker that has failed. error: that tells of it."""
+
+    def counts(self) -> Counts:
+        """Return what became of all contributions so far."""
 
 
 class Serving(ABC):
@@ -53,10 +67,22 @@ class Serving(ABC):
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
+    def finish(self, deadline: float) -> None:
+        """Wait as join() does, and warn where workers are left alone."""
+        if not self.join(deadline):
+            _log.warning("gradwire: %s%s closes while other ranks still use it", here(), self._name)
+
+    def let_go(self) -> None:
+        """Wait until the threads have ended, once their Communicators are closed."""
+        self.join(time.monotonic() + _LET_GO_S)
+
     def _serve(self, worker: int, communicator: Communicator) -> None:
         try:
-            while self._answer(worker, communicator):
-                pass
+            while (said := _head(communicator))[0] != LEAVE:
+                if said[0] == COUNTS:
+                    say(communicator, DONE, self._served.counts().to_record())
+                else:
+                    self._answer(worker, communicator, *said)
             self._served.leave(worker)
         except CollectiveError as error:
             rank = self._served.rank
@@ -71,8 +97,8 @@ class Serving(ABC):
         self._served.lose(worker, error)
 
     @abstractmethod
-    def _answer(self, worker: int, communicator: Communicator) -> bool:
-        """Answer the next thing that a worker says; False where that was the last."""
+    def _answer(self, worker: int, communicator: Communicator, kind: int, numbers: Sequence[float]) -> None:
+        """Answer what a worker says, of a kind of the server's own, with three numbers."""
 
 
 def say(communicator: Communicator, kind: int, record: dict[str, Any]) -> None:
@@ -82,12 +108,12 @@ def say(communicator: Communicator, kind: int, record: dict[str, Any]) -> None:
     communicator.send(torch.tensor(list(text), dtype=torch.uint8), 0)
 
 
-def hear(communicator: Communicator) -> tuple[int, int]:
-    """Return the head of a server's answer: its kind, and a number."""
-    head = torch.empty(2, dtype=torch.float64)
-    communicator.recv(head, 1)
-    kind, number = head.tolist()
-    return int(kind), int(number)
+def _head(communicator: Communicator) -> tuple[int, list[float]]:
+    """Return the head of what a worker says: its kind, and three numbers."""
+    head = torch.empty(4, dtype=torch.float64)
+    communicator.recv(head, 0)
+    kind, *numbers = head.tolist()
+    return int(kind), numbers
 
 
 def receive_record(communicator: Communicator, nbytes: int, sender: int) -> Any:

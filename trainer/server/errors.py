@@ -1,11 +1,22 @@
-"""Errors that ranks tell each other of: as records, and with the numbers that ranks have among all, not in a pair."""
+"""Errors of workers and servers: told to each other as records, and with the numbers that ranks have among all, not in a pair."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from collectives import CollectiveError, CollectiveTimeout, PeerLost
-from trainer.rules.server import QuorumLost
+from collectives.errors import ranks_text
+
+
+class QuorumLost(CollectiveError):
+    """Tells that too many ranks are lost for another update. Attributes: ranks (those that are lost), quorum."""
+
+    def __init__(self, ranks: Sequence[int], quorum: int, *, rank: int, operation: str) -> None:
+        self.ranks = tuple(sorted(ranks))
+        self.quorum = quorum
+        message = f"lost {ranks_text(self.ranks)}: those that are left are fewer than the quorum of {quorum}"
+        super().__init__(message, rank=rank, operation=operation)
 
 
 def of_pair(error: CollectiveError, pair: tuple[int, int], rank: int, operation: str) -> CollectiveError:

@@ -1,4 +1,4 @@
-"""The keys of a key-value store that one server holds: their values, and the updates that workers' pushes make of them."""
+"""An entry of a key-value store: what all ranks know of its key, its value at a server, and how pushes update it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,13 @@ import torch
 from torch import Tensor
 
 from collectives import CollectiveError, CollectiveTimeout
-from collectives.compression.codec import Codec
-from trainer.rules.aggregator import Aggregator, Counts, Policy
-from trainer.rules.server import QuorumLost
+from trainer.server.aggregator import Aggregator, Counts, Scheme
+from trainer.server.errors import QuorumLost
 
 Name: TypeAlias = int | str
 
 Factory: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer]
 """Makes an optimizer of a list of tensors, such as functools.partial(torch.optim.SGD, lr=0.1)."""
-
-_SPEAKS_FIRST = 0.9
-"""The share of timeout_s for which a server waits for other workers: so it is the server, which knows for whom it waits, that
-says so, and not the worker that waits for the server."""
 
 
 @dataclass(frozen=True)
@@ -39,25 +34,25 @@ class KeySpec:
 
     @property
     def travels_coded(self) -> bool:
-        """Whether a codec, where there is one, is for what is pushed to this key."""
+        """Tell whether a codec, where there is one, is for what is pushed to this key."""
         return self.dtype.is_floating_point and self.shape.numel() > 0
 
 
-class Key:
+class Entry:
     """Holds the value of one key, and updates it by the sum of what workers push.
 
     With the quorum at all workers an update is made of one push of each, the first one that has not been used; what
     a worker pushes before the others have is kept. With a quorum of 1 every push makes an update at once.
     """
 
-    def __init__(self, spec: KeySpec, value: Tensor, workers: Iterable[int], policy: Policy) -> None:
+    def __init__(self, spec: KeySpec, value: Tensor, workers: Iterable[int], scheme: Scheme) -> None:
         self.spec = spec
         self._value = value
-        self._policy = policy
+        self._scheme = scheme
         self._optimizer: torch.optim.Optimizer | None = None
         self._failure: Exception | None = None
         self._changed = threading.Condition()
-        self._aggregator: Aggregator[Tensor] = Aggregator(workers, policy)
+        self._aggregator: Aggregator[Tensor] = Aggregator(workers, scheme)
         self._kept: dict[int, deque[tuple[int, Tensor]]] = {worker: deque() for worker in workers}
         self._pulled = dict.fromkeys(self._kept, 0)  # the version that each worker has pulled last
         self._leaving: set[int] = set()
@@ -79,7 +74,7 @@ class Key:
         with self._changed:
             while self._failure is None and not self._is_settled(worker):
                 if not self._aggregator.holds_quorum:
-                    raise QuorumLost(self._aggregator.lost, self._policy.quorum, rank=rank, operation=operation)
+                    raise QuorumLost(self._aggregator.lost, self._scheme.quorum, rank=rank, operation=operation)
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
                     raise CollectiveTimeout(timeout_s, self._aggregator.awaited, rank=rank, operation=operation)
@@ -154,82 +149,6 @@ class Key:
             self._value.grad = gradient
             self._optimizer.step()
             self._value.grad = None
-
-
-class Keys:
-    """Holds all keys of one server. Attributes: rank, that of the server; codec: what is pushed with a step is a code of it.
-
-    timeout_s: how long a worker waits for an update before it is an error.
-    """
-
-    def __init__(self, rank: int, workers: Sequence[int], policy: Policy, timeout_s: float) -> None:
-        self.codec: Codec | None = None
-        self.rank = rank
-        self._workers = list(workers)
-        self._policy = policy
-        self._timeout_s = timeout_s * _SPEAKS_FIRST
-        self._keys: dict[int, Key] = {}
-
-    def add(self, spec: KeySpec, value: Tensor, factory: Factory | None) -> None:
-        """Hold a key, with this tensor as its value, and an optimizer of a factory's, if any."""
-        key = Key(spec, value, self._workers, self._policy)
-        if factory is not None:
-            key.set_optimizer(factory)
-        self._keys[spec.number] = key
-
-    def spec(self, number: int) -> KeySpec:
-        """Return what is known of a key."""
-        return self._keys[number].spec
-
-    def new_payload(self, number: int, step: int | None) -> Tensor:
-        """Return memory for what a worker pushes to a key, as push() takes it."""
-        spec = self.spec(number)
-        if step is None:
-            return torch.empty(spec.shape, dtype=spec.dtype)
-        assert self.codec is not None
-        return torch.empty(self.codec.at(step).wire_bytes(spec.shape.numel()), dtype=torch.uint8)
-
-    def push(self, worker: int, number: int, payload: Tensor, step: int | None) -> None:
-        """Take what a worker pushes: a tensor, or with a step what the codec of that step has made of it."""
-        spec = self.spec(number)
-        if step is not None:
-            assert self.codec is not None
-            decoded = torch.empty(spec.shape.numel(), dtype=torch.float32)
-            self.codec.at(step).decode(payload, decoded)
-            payload = decoded.view(spec.shape).to(spec.dtype)
-        self._keys[number].push(worker, payload)
-
-    def pull(self, worker: int, number: int, rows: Tensor | None = None) -> Tensor:
-        """Return the value of a key, or some of its rows, as soon as all that this worker has pushed is in it: Key.pull."""
-        return self._keys[number].pull(worker, rows, self._timeout_s, self.rank)
-
-    def leave(self, worker: int) -> None:
-        """Go on without a worker that is done."""
-        for key in list(self._keys.values()):
-            key.leave(worker)
-
-    def lose(self, worker: int, error: CollectiveError) -> None:
-        """Go on without a worker that has failed, with whatever error."""
-        for key in list(self._keys.values()):
-            key.lose(worker)
-
-    def counts(self) -> Counts:
-        """Return what became of all pushes so far."""
-        return Counts.total([key.counts() for key in list(self._keys.values())])
-
-    def set_optimizer(self, factory: Factory) -> None:
-        """Update every key by an optimizer of its own from now on."""
-        for key in self._keys.values():
-            key.set_optimizer(factory)
-
-    def state_dict(self) -> dict[Name, Any]:
-        """Return the states of the optimizers, by the names of their keys."""
-        return {key.spec.name: key.state_dict() for key in self._keys.values()}
-
-    def load_state_dict(self, states: dict[Name, Any]) -> None:
-        """Load states, of these keys and perhaps others."""
-        for key in self._keys.values():
-            key.load_state_dict(states[key.spec.name])
 
 
 def summed(tensors: Sequence[Tensor]) -> Tensor:

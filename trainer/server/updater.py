@@ -1,4 +1,4 @@
-"""What a parameter server holds: a shard of the parameters with its optimizer, which updates it by what workers contribute."""
+"""What a parameter server holds: some of the parameters with their optimizer, which updates them by what workers contribute."""
 
 from __future__ import annotations
 
@@ -12,55 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from collectives import CollectiveError, CollectiveTimeout
-from collectives.errors import ranks_text
-from trainer.rules.aggregator import Aggregator, Counts, Policy
+from trainer.copies import of_copies
+from trainer.server.aggregator import Aggregator, Counts, Scheme
+from trainer.server.errors import QuorumLost
+from trainer.server.flat import Flat
 
 
-class QuorumLost(CollectiveError):
-    """Too many ranks are lost for another update. Attributes: ranks (those that are lost), quorum."""
-
-    def __init__(self, ranks: Sequence[int], quorum: int, *, rank: int, operation: str) -> None:
-        self.ranks = tuple(sorted(ranks))
-        self.quorum = quorum
-        message = f"lost {ranks_text(self.ranks)}: those that are left are fewer than the quorum of {quorum}"
-        super().__init__(message, rank=rank, operation=operation)
-
-
-class Flat:
-    """Lays tensors out one after the other, on the CPU, in one buffer for each dtype."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._shapes = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        self._dtypes = list(dict.fromkeys(dtype for dtype, _ in self._shapes))
-
-    def empty(self) -> list[Tensor]:
-        """Return new buffers."""
-        sizes = {dtype: sum(shape.numel() for its, shape in self._shapes if its == dtype) for dtype in self._dtypes}
-        return [torch.empty(sizes[dtype], dtype=dtype) for dtype in self._dtypes]
-
-    def pack(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return new buffers with these tensors, zeros for None."""
-        buffers = self.empty()
-        for view, tensor in zip(self.views(buffers), tensors, strict=True):
-            if tensor is None:
-                view.zero_()
-            else:
-                view.copy_(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach())
-        return buffers
-
-    def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors that lie in buffers."""
-        by_dtype = dict(zip(self._dtypes, buffers, strict=True))
-        begun = dict.fromkeys(self._dtypes, 0)
-        views = []
-        for dtype, shape in self._shapes:
-            start = begun[dtype]
-            begun[dtype] += shape.numel()
-            views.append(by_dtype[dtype][start : begun[dtype]].view(shape))
-        return views
-
-
-class Shard:
+class Updater:
     """Holds some of the parameters with their optimizer, and updates them by what all workers contribute.
 
     servers: the ranks that serve, without which nobody can go on. optimizer: of which class, settings and state are taken; its
@@ -75,22 +33,22 @@ class Shard:
         servers: Collection[int],
         parameters: Sequence[Tensor],
         optimizer: torch.optim.Optimizer,
-        policy: Policy,
+        scheme: Scheme,
         timeout_s: float,
     ) -> None:
         self.flat = Flat(parameters)
         self.workers = list(workers)
         self.rank = rank
         self._servers = servers
-        self._policy = policy
+        self._scheme = scheme
         self._timeout_s = timeout_s
         self._sources = list(parameters)
         self._users = optimizer
         self._told: dict[int, list[dict[str, Any]]] = {}  # settings of param groups, by the worker that told them
         self._parameters = [nn.Parameter(parameter.detach().cpu().clone()) for parameter in parameters]
-        self._optimizer = _of_copies(optimizer, dict(zip(parameters, self._parameters, strict=True)))
+        self._optimizer = of_copies(optimizer, dict(zip(parameters, self._parameters, strict=True)))
         self._changed = threading.Condition()
-        self._aggregator: Aggregator[list[Tensor]] = Aggregator(workers, policy)
+        self._aggregator: Aggregator[list[Tensor]] = Aggregator(workers, scheme)
         self._newest = self.flat.pack(self._parameters)
         self._failure: CollectiveError | None = None
 
@@ -110,7 +68,7 @@ class Shard:
                 if self._failure is not None:  # a new error in each thread that raises it
                     raise self._failure.again(str(self._failure), operation) from self._failure
                 if not aggregator.holds_quorum:
-                    raise QuorumLost(aggregator.lost, self._policy.quorum, rank=self.rank, operation=operation)
+                    raise QuorumLost(aggregator.lost, self._scheme.quorum, rank=self.rank, operation=operation)
                 now = time.monotonic()
                 if now >= deadline:
                     waiting_for = aggregator.awaited
@@ -161,7 +119,7 @@ class Shard:
         """Go on where state_dict() was called, with the parameters of this rank's model."""
         with self._changed, torch.no_grad():
             self._optimizer.load_state_dict(state["optimizer"])
-            self._aggregator = Aggregator(self.workers, self._policy, state["version"])
+            self._aggregator = Aggregator(self.workers, self._scheme, state["version"])
             for mine, source in zip(self._parameters, self._sources, strict=True):
                 mine.copy_(source)
             self._newest = self.flat.pack(self._parameters)
@@ -210,17 +168,3 @@ def cut(parameters: Sequence[Tensor], servers: Sequence[int]) -> dict[int, list[
         loads[least] += max(1, parameters[number].numel())
         parts[least].append(number)
     return {server: sorted(part) for server, part in parts.items() if part}
-
-
-def _of_copies(optimizer: torch.optim.Optimizer, copies: dict[Tensor, nn.Parameter]) -> torch.optim.Optimizer:
-    """Return an optimizer as this one is, of the copies alone, in as many param groups, some of them perhaps empty."""
-    known: dict[int, Any] = {
-        id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]
-    }
-    made = copy.deepcopy(optimizer, known | {id(parameter): made for parameter, made in copies.items()})
-    wanted = set(copies.values())
-    for group in made.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if parameter in wanted]
-    for parameter in [parameter for parameter in made.state if parameter not in wanted]:
-        del made.state[parameter]
-    return made

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.rules.keys import Factory, KeySpec, Name
+from trainer.key_value.entry import Factory, KeySpec, Name
 from trainer.world import here
 
 
@@ -49,14 +49,6 @@ def check_tensor(spec: KeySpec, tensor: Tensor, what: str) -> None:
             f"{here()}{what} of key {spec.name!r} must have shape {list(spec.shape)} and dtype {spec.dtype}, as init() was "
             f"given, not {list(tensor.shape)} and {tensor.dtype}"
         )
-
-
-def spec_of(specs: Mapping[Name, KeySpec], name: Name) -> KeySpec:
-    """Return what is known of a key. Raises KeyError, which lists the keys, for one that is not known."""
-    if name not in specs:
-        known = ", ".join(map(repr, list(specs)[:10])) + (", ..." if len(specs) > 10 else "")
-        raise KeyError(f"{here()}key {name!r} was never given to init(); known are {known or 'none'}")
-    return specs[name]
 
 
 def rows_of(spec: KeySpec, row_ids: Any) -> Tensor:
@@ -109,3 +101,9 @@ def described(factory: Factory) -> tuple[str, str]:
     if len(groups) != 1 or len(groups[0]["params"]) != 1 or groups[0]["params"][0] is not probe:
         raise TypeError(f"{here()}{wanted}; {factory!r} returned an optimizer of something else: {made!r}")
     return type(made).__name__, str({name: value for name, value in groups[0].items() if name != "params"})
+
+
+def check_updatable(name: Name, dtype: torch.dtype) -> None:
+    """Raise ValueError for a key whose value no optimizer can step."""
+    if not dtype.is_floating_point:
+        raise ValueError(f"{here()}an optimizer needs floating-point tensors, and key {name!r} has dtype {dtype}")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from collectives import Communicator
-from trainer.rules.keys import Name
+from trainer.key_value.entry import Name
 from trainer.world import here
 
 FORMAT = "gradwire key-value store 1"

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from collectives import Communicator
-from trainer.rules.aggregator import Counts
-from trainer.rules.messages import Local, Remote
-from trainer.rules.pushed import Sender
-from trainer.rules.server import Flat
-from trainer.rules.told import from_record, to_record
+from trainer.server.aggregator import Counts
+from trainer.server.errors import from_record, to_record
+from trainer.server.flat import Flat
+from trainer.server.messages import Local, Remote
+from trainer.server.pushed import Sender
 
 
 class Worker:
@@ -32,7 +32,7 @@ class Worker:
         self._parts = list(parts)
         # Its own server first: its part in that update is what other ranks may wait for.
         self._pulls = sorted(range(len(parts)), key=lambda place: not isinstance(parts[place][0], Local))
-        self._senders = [Sender(server.layout, rank << 16 | server.server) for server, _ in self._parts]
+        self._senders = [Sender(server.packing, rank << 16 | server.server) for server, _ in self._parts]
         self.versions = [0] * len(self._parts)
         self.steps = 0
 
@@ -50,7 +50,7 @@ class Worker:
             server, numbers = self._parts[place]
             self.versions[place], buffers = server.pull()
             with torch.no_grad():
-                for number, newest in zip(numbers, server.layout.flat.views(buffers), strict=True):
+                for number, newest in zip(numbers, server.packing.flat.views(buffers), strict=True):
                     self._parameters[number].copy_(newest)
 
     def counts(self) -> list[Counts]:

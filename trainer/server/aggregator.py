@@ -72,7 +72,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Policy:
+class Scheme:
     """Says what makes an update.
 
     quorum: how many workers must have contributed to it. grace_s: for how many seconds after that others are waited for.
@@ -100,13 +100,13 @@ class Aggregator(Generic[_Value]):
     Attribute version: how many updates have been made. Times are those of one clock, in seconds.
     """
 
-    def __init__(self, workers: Iterable[int], policy: Policy, version: int = 0) -> None:
+    def __init__(self, workers: Iterable[int], scheme: Scheme, version: int = 0) -> None:
         self.version = version
-        self._policy = policy
+        self._scheme = scheme
         self._clocks = dict.fromkeys(workers, 0)  # contributions of each worker that takes part
         self._versions: dict[int, int] = {}  # to which each has contributed last
         self._lost: set[int] = set()
-        self._quorum = policy.quorum
+        self._quorum = scheme.quorum
         self._pending: list[_Contribution[_Value]] = []
         self._complete_at: float | None = None  # since when the quorum is there
         self._ages: Counter[int] = Counter()
@@ -115,17 +115,17 @@ class Aggregator(Generic[_Value]):
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """The workers that have been lost."""
+        """Return the workers that have been lost."""
         return tuple(sorted(self._lost))
 
     @property
     def holds_quorum(self) -> bool:
-        """Whether those that still take part are enough for an update."""
+        """Tell whether those that still take part are enough for an update."""
         return len(self._clocks) >= self._quorum
 
     @property
     def awaited(self) -> tuple[int, ...]:
-        """The workers that have contributed nothing to the next update yet."""
+        """Return the workers that have contributed nothing to the next update yet."""
         return tuple(sorted(self._clocks.keys() - self._contributors()))
 
     def push(self, worker: int, version: int, weight: float, value: _Value, now: float) -> None:
@@ -138,7 +138,7 @@ class Aggregator(Generic[_Value]):
         self._contributed[worker] += 1
         self._ages[age] += 1
         self._late += age > 0
-        if age > 0 and self._policy.late == "drop":
+        if age > 0 and self._scheme.late == "drop":
             self._dropped += 1
         else:
             self._pending.append(_Contribution(worker, weight, age, value))
@@ -148,7 +148,7 @@ class Aggregator(Generic[_Value]):
         """Return when the next update is to be made, as things stand; None where more has to come first."""
         if self._complete_at is None:
             return None
-        return now if not self.awaited else self._complete_at + self._policy.grace_s
+        return now if not self.awaited else self._complete_at + self._scheme.grace_s
 
     def take(self, now: float) -> list[tuple[_Value, float]] | None:
         """Return what the next update is made of, with factors, ordered by worker; None where it is not due.
@@ -212,8 +212,8 @@ class Aggregator(Generic[_Value]):
             self._complete_at = now
 
     def _discount(self, age: int) -> float:
-        return 1 / (1 + age) if self._policy.late == "weight" else 1.0
+        return 1 / (1 + age) if self._scheme.late == "weight" else 1.0
 
     def _ahead(self, worker: int) -> bool:
-        bound = self._policy.staleness
+        bound = self._scheme.staleness
         return bound is None or self._clocks[worker] - min(self._clocks.values()) <= bound

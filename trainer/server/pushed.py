@@ -15,7 +15,7 @@ from collectives.compression.registry import CODECS
 from collectives.compression.rehearsal import rehearse
 from collectives.compression.seeds import rounding_seed
 from trainer.compression import Cast, Compressor, Encoding, Policy
-from trainer.rules.server import Flat
+from trainer.server.flat import Flat
 from trainer.world import here
 
 
@@ -35,9 +35,9 @@ class _Coded:
         return self.encoding.codec.at(since_warmup) if since_warmup >= 0 else None
 
 
-class Layout:
-    """Lays out what is pushed of some parameters' gradients: those that travel as they are first, one buffer for each dtype;
-    then a code for each encoding.
+class Packing:
+    """Says how gradients of some parameters are packed: those that travel as they are first, one buffer for each dtype; then
+    a code for each encoding.
 
     policy: says by name which parameter travels as what; only codecs of buffers. Attribute flat: the layout of all
     gradients, and of the parameters, without codes.
@@ -89,18 +89,19 @@ class Sender:
     """Makes buffers of gradients, and keeps what their encoding loses, which is part of the next step's. seed: tells what is
     drawn here from what others draw."""
 
-    def __init__(self, layout: Layout, seed: int) -> None:
-        self._layout = layout
+    def __init__(self, packing: Packing, seed: int) -> None:
+        self._packing = packing
         self._seed = seed
         self._residuals = [
-            torch.zeros(coded.numel, dtype=torch.float32) if coded.encoding.feedback else None for coded in layout.coded
+            torch.zeros(coded.numel, dtype=torch.float32) if coded.encoding.feedback else None
+            for coded in packing.coded
         ]
-        self._states = [_new_state(coded) for coded in layout.coded]
+        self._states = [_new_state(coded) for coded in packing.coded]
 
     def encode(self, gradients: Sequence[Tensor | None], step: int) -> list[Tensor]:
-        """Return buffers for Layout.decode()."""
-        pushed = self._layout.plain_of(gradients)
-        for number, coded in enumerate(self._layout.coded):
+        """Return buffers for Packing.decode()."""
+        pushed = self._packing.plain_of(gradients)
+        for number, coded in enumerate(self._packing.coded):
             (values,) = coded.flat.pack([gradients[member] for member in coded.members])
             if (codec := coded.codec(step)) is not None:
                 code = _room(coded, step)

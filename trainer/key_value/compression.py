@@ -13,8 +13,8 @@ from collectives.compression.codec import Codec, State
 from collectives.compression.raw import Raw
 from collectives.compression.registry import CODECS
 from collectives.compression.seeds import rounding_seed
-from trainer.rules.keys import KeySpec
-from trainer.rules.two_bit import TwoBit
+from trainer.key_value.entry import KeySpec
+from trainer.key_value.two_bit import TwoBit
 
 
 def codec_of(params: Mapping[str, Any]) -> Codec:

@@ -17,7 +17,7 @@ _SHIFTS = (0, 2, 4, 6)
 
 @dataclass(frozen=True)
 class TwoBit(Codec):
-    """threshold, 0 or -threshold, in two bits: the first from threshold on, the last from -threshold on.
+    """Sends threshold, 0 or -threshold, in two bits: the first from threshold on, the last from -threshold on.
 
     This is MXNet's "2bit"; what is lost is added to the next push, as everywhere with error feedback. It is not
     registered, since a fixed threshold needs a user who knows the size of the gradients. What is not finite decodes to

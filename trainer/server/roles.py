@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from collectives.errors import ranks_text
-from trainer.rules.aggregator import LATE, Policy
+from trainer.server.aggregator import LATE, Scheme
 from trainer.world import here
 
 
@@ -70,19 +70,19 @@ def roles_of(
     return Roles(tuple(serving), tuple(found))
 
 
-def checked_policy(policy: Policy, size: int) -> Policy:
-    """Return the policy. Raises ValueError for one that cannot be meant."""
-    if not isinstance(policy.quorum, int) or not 1 <= policy.quorum <= size:
+def checked_scheme(scheme: Scheme, size: int) -> Scheme:
+    """Return the scheme. Raises ValueError for one that cannot be meant."""
+    if not isinstance(scheme.quorum, int) or not 1 <= scheme.quorum <= size:
         raise ValueError(
-            f"{here()}quorum must be a whole number from 1 to {size}, of ranks or groups, not {policy.quorum!r}"
+            f"{here()}quorum must be a whole number from 1 to {size}, of ranks or groups, not {scheme.quorum!r}"
         )
-    if not (isinstance(policy.grace_s, (int, float)) and math.isfinite(policy.grace_s) and policy.grace_s >= 0):
-        raise ValueError(f"{here()}grace_s must be a finite number of seconds >= 0, not {policy.grace_s!r}")
-    if policy.staleness is not None and (not isinstance(policy.staleness, int) or policy.staleness < 0):
-        raise ValueError(f"{here()}staleness must be a whole number >= 0, or None, not {policy.staleness!r}")
-    if policy.late not in LATE:
-        raise ValueError(f"{here()}late must be one of {', '.join(map(repr, LATE))}, not {policy.late!r}")
-    return policy
+    if not (isinstance(scheme.grace_s, (int, float)) and math.isfinite(scheme.grace_s) and scheme.grace_s >= 0):
+        raise ValueError(f"{here()}grace_s must be a finite number of seconds >= 0, not {scheme.grace_s!r}")
+    if scheme.staleness is not None and (not isinstance(scheme.staleness, int) or scheme.staleness < 0):
+        raise ValueError(f"{here()}staleness must be a whole number >= 0, or None, not {scheme.staleness!r}")
+    if scheme.late not in LATE:
+        raise ValueError(f"{here()}late must be one of {', '.join(map(repr, LATE))}, not {scheme.late!r}")
+    return scheme
 
 
 def _said(group: Sequence[int] | None) -> str:
