@@ -111,17 +111,20 @@ class Communicator:
         settings += [f"{name}={os.environ[name]!r}" for name in variables(PLANNERS, os.environ).values()]
         connection = connect(membership, link, ", ".join(settings), timeout_s)
         try:
-            quick = connection.transport.quick
+            transport = connection.transport
+            quick = transport.quick
             if segment_bytes is None:
                 segment_bytes = default_segment_bytes(self.topology, quick=quick)
-            algorithms = legal_algorithms(connection.transport.algorithms)
+            algorithms = legal_algorithms(transport.algorithms)
             tables = overrides(algorithms, os.environ)  # a wrong one is a ValueError on all ranks alike
             for collective in algorithms:
-                preferred = connection.transport.preferred
-                tables.setdefault(collective, default_table(collective, self.topology, preferred, quick=quick))
-            plans = Plans(self.topology, algorithms, tables, segment_bytes, eager=connection.transport.eager)
+                tables.setdefault(
+                    collective, default_table(collective, self.topology, transport.preferred, quick=quick)
+                )
+            eager, halves = transport.eager, transport.halves
+            plans = Plans(self.topology, algorithms, tables, segment_bytes, eager=eager, halves=halves)
             patience_s = timeout_s if stall_shutdown_s is None else min(timeout_s, stall_shutdown_s)
-            self._engine = Engine(connection.transport, connection.watch, plans, patience_s, stall_warning_s)
+            self._engine = Engine(transport, connection.watch, plans, patience_s, stall_warning_s)
             self._lanes = ""
             self.timeline: Timeline | None = None
             """Where operations are recorded at present."""
@@ -426,12 +429,21 @@ class Communicator:
         """Do the first half of allreduce: leave in `tensor`, where shares() says that it is this rank's, the bits that allreduce
         with the same arguments would. What is elsewhere in it is undefined.
 
-        Where the algorithm that allreduce would take has no halves (ring, rsag and direct have), all of it is done.
+        Where the algorithm that allreduce would take has no halves (ring, rsag, direct and shared have), all of it is done.
         """
         shares = verbs.shares_of(self._engine, tensor)
         if shares.algorithm is None:
             return self.allreduce(tensor, op, prescale=prescale, postscale=postscale, async_op=async_op)
         return verbs.reduce_shares(self._engine, tensor, op, prescale, postscale, shares, async_op)
+
+    def prepare_reduce_shares(
+        self, tensor: Tensor, op: Op = "sum", *, prescale: float = 1.0, postscale: float = 1.0
+    ) -> PreparedOperation:
+        """Check and plan a reduce_shares of a tensor once, as prepare_allreduce does an allreduce."""
+        shares = verbs.shares_of(self._engine, tensor)
+        if shares.algorithm is None:
+            return self.prepare_allreduce(tensor, op, prescale=prescale, postscale=postscale)
+        return verbs.prepare_reduce_shares(self._engine, tensor, op, prescale, postscale, shares)
 
     def shares(self, numel: int, dtype: torch.dtype = torch.float32) -> tuple[tuple[slice, ...], ...]:
         """Return, by rank, what is whose in a tensor of so many elements between reduce_shares and gather_shares: slices of its

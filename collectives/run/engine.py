@@ -118,7 +118,7 @@ class Engine:
         """
         like, op = carried(like, op)
         device_type = "cpu" if self._via_host else like.device.type
-        if algorithm not in PLANNERS[verb]:
+        if algorithm not in PLANNERS.get(verb, PLANNERS["allreduce"]):
             outgoing, incoming = map(tuple, lengths)
             request = Request(verb, algorithm, like.dtype, device_type, numel, op, root, outgoing, incoming)
             return self._transport.collective(request)._replace(algorithm=algorithm)

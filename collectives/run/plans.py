@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TypeVar
 
 from collectives.compression.algorithms_for import algorithms_for, ride, shot_of
@@ -17,7 +18,7 @@ from collectives.plan.coded import CodedProgram
 from collectives.plan.program import LOOKAHEAD, Program
 from collectives.plan.schedule import Place, Schedule
 from collectives.plan.selection import Table, choose
-from collectives.plan.spans import Layout, Span, segments_of_blocks, segments_of_buffer, split
+from collectives.plan.spans import Layout, Span, segments_of_blocks, segments_of_buffer, split, split_aligned
 from collectives.plan.topology import Topology
 
 _Planned = TypeVar("_Planned")
@@ -56,7 +57,8 @@ class Plans:
     """The plans of one Communicator, which knows no tensors.
 
     topology: of its ranks. algorithms: the names that each collective has. tables: what 'auto' runs. segment_bytes: see
-    Communicator. eager: as of a Transport. grouped, in all methods: whether both ends of a message must be posted together.
+    Communicator. eager, halves: as of a Transport. grouped, in all methods: whether both ends of a message must be posted
+    together.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class Plans:
         segment_bytes: int,
         *,
         eager: bool = False,
+        halves: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._eager = eager
+        self._halves = halves
         self.topology = topology
         self.tables = tables
         self._place = Place(topology.rank, topology.size, 0, topology.hosts)
@@ -155,9 +159,12 @@ class Plans:
 
     def shares(self, numel: int, element_size: int) -> Shares:
         """Return the shares of a buffer. Where the allreduce has halves they are the blocks of its segments, since which ranks'
-        numbers are added first depends on the block; else near-equal parts of the buffer."""
+        numbers are added first depends on the block, or what the link says; else near-equal parts of the buffer."""
         size = self._place.size
         algorithm = self.choose("allreduce", "auto", numel * element_size)
+        if algorithm in self._halves:
+            aligned = split_aligned(Span(0, numel), size, max(1, self._halves[algorithm] // element_size))
+            return Shares(algorithm, tuple((span,) for span in aligned))
         if algorithm not in IN_HALVES:
             return Shares(None, tuple((span,) for span in split(Span(0, numel), size)))
         segments = segments_of_buffer(numel, size, max(1, self.segment_bytes // element_size))

@@ -21,7 +21,7 @@ from collectives.verbs.reduce import reduce
 from collectives.verbs.reduce_scatter import reduce_scatter
 from collectives.verbs.scatter import scatter
 from collectives.verbs.send import send
-from collectives.verbs.shares import gather_shares, reduce_shares, shares_of
+from collectives.verbs.shares import gather_shares, prepare_reduce_shares, reduce_shares, shares_of
 
 __all__ = [
     "allgather",
@@ -35,6 +35,7 @@ __all__ = [
     "grouped_allreduce",
     "named_codec",
     "prepare_allreduce",
+    "prepare_reduce_shares",
     "recv",
     "reduce",
     "reduce_scatter",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from collectives import arguments
@@ -11,6 +13,7 @@ from collectives.run.absences import Call
 from collectives.run.engine import Engine
 from collectives.run.operations import Turn
 from collectives.run.plans import Shares
+from collectives.run.prepared import PreparedOperation
 from collectives.run.work import Work
 
 
@@ -24,34 +27,63 @@ def reduce_shares(
     engine: Engine, tensor: torch.Tensor, op: Op, prescale: float, postscale: float, shares: Shares, async_op: bool
 ) -> Work | None:
     """Do the first half. shares: of the tensor; their algorithm has halves."""
+    call, body = _planned(engine, tensor, op, prescale, postscale, shares)
+    return engine.submit(call, body, async_op=async_op)
+
+
+def prepare_reduce_shares(
+    engine: Engine, tensor: torch.Tensor, op: Op, prescale: float, postscale: float, shares: Shares
+) -> PreparedOperation:
+    """Do all of reduce_shares that can be done once for many runs."""
+    call, body = _planned(engine, tensor, op, prescale, postscale, shares)
+    return PreparedOperation(engine, tensor, call, body, None)
+
+
+def _planned(
+    engine: Engine, tensor: torch.Tensor, op: Op, prescale: float, postscale: float, shares: Shares
+) -> tuple[Call, Callable[[Turn], None]]:
+    """Check the arguments, and return what is called, and the body."""
     name = op_name(engine.rank, op)
     check_arithmetic(engine.rank, tensor.dtype, name, prescale, postscale)
     algorithm = shares.algorithm
     assert algorithm is not None
     scales = f", prescale={prescale}, postscale={postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
     call = Call(f"reduce_shares({arguments.described(tensor)}, {name}{scales}, {algorithm})", "reduce_shares")
+    whole = engine.whole("reduce_shares", algorithm, tensor, tensor.numel(), name)
 
     def body(turn: Turn) -> None:
         buffer = engine.buffer(tensor)
         if prescale != 1.0:
             buffer.flat.mul_(prescale)
-        engine.over_buffer(turn, "reduce_scatter", algorithm, buffer.flat, name)
+        if whole is not None:
+            engine.run_whole(turn, whole, buffer.flat, buffer.flat)
+        else:
+            engine.over_buffer(turn, "reduce_scatter", algorithm, buffer.flat, name)
         for span in shares.spans[engine.rank]:
-            finish(buffer.flat[span.start : span.stop], name, engine.size, postscale)
+            finish(buffer.flat[span.start : span.stop], name if whole is None else "sum", engine.size, postscale)
         buffer.store()
 
-    return engine.submit(call, body, async_op=async_op)
+    return call, body
 
 
 def gather_shares(engine: Engine, tensor: torch.Tensor, async_op: bool) -> Work | None:
-    """Do the second half; where the algorithm has none, an allgather of what is each rank's."""
+    """Do the second half, at once where an equal call has been made ready before; where the algorithm has none, an allgather of
+    what is each rank's."""
+    if not async_op and engine.repeat(tensor, "gather_shares"):
+        return None
     shares = shares_of(engine, tensor)
     algorithm = shares.algorithm
     call = Call(f"gather_shares({arguments.described(tensor)}, {algorithm or 'rsag'})", "gather_shares")
 
+    whole = None if algorithm is None else engine.whole("gather_shares", algorithm, tensor, tensor.numel())
+    if whole is not None:
+        engine.remember(tensor, "gather_shares", call, whole)
+
     def body(turn: Turn) -> None:
         buffer = engine.buffer(tensor)
-        if algorithm is not None:
+        if whole is not None:
+            engine.run_whole(turn, whole, buffer.flat, buffer.flat)
+        elif algorithm is not None:
             engine.over_buffer(turn, "allgather", algorithm, buffer.flat)
         else:
             lengths = [span.length for (span,) in shares.spans]

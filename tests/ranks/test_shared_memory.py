@@ -70,6 +70,22 @@ def both_paths(dtype: torch.dtype) -> None:
                     assert torch.equal(tensor.isnan(), expected.isnan()), (numel, op)
                     assert torch.equal(tensor.nan_to_num(), expected.nan_to_num()), (numel, op)
                 assert numel * dtype.itemsize <= 8192 or without_a_copy(comm)
+            halves_on_both_paths(comm, numel, dtype, base[3:])
+
+
+def halves_on_both_paths(comm: Communicator, numel: int, dtype: torch.dtype, shared: torch.Tensor) -> None:
+    op = "sum" if dtype is torch.bool else "average"
+    expected = in_rank_order(comm.size, numel, dtype, op).nan_to_num()
+    (mine,) = comm.shares(numel, dtype)[comm.rank]
+    for tensor in (torch.empty(numel, dtype=dtype), shared):
+        tensor.copy_(contribution(comm.rank, numel, dtype))
+        comm.reduce_shares(tensor, op)
+        result = tensor[mine].clone()
+        assert torch.equal(result.nan_to_num(), expected[mine]), numel
+        tensor.zero_()[mine] = result
+        comm.gather_shares(tensor)
+        assert torch.equal(tensor.nan_to_num(), expected), numel
+    assert numel * dtype.itemsize <= 8192 or without_a_copy(comm)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, *wide(8)])

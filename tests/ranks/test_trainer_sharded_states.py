@@ -169,6 +169,38 @@ def test_it_holds_with_what_changes_the_exchange(ranks: Worlds, options: dict[st
     ranks(3).run(compare, "adamw foreach", "ring", options)
 
 
+class Replacing(torch.optim.SGD):
+    """Gives parameters other memory in every step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data = parameter.data - group["lr"] * parameter.grad
+
+
+@in_world
+def move_memory(algorithm: str, kind: Callable[..., torch.optim.Optimizer]) -> None:
+    with exchanged_by(algorithm) as one, exchanged_by(algorithm) as other:
+        model, twin = Network(), Network()
+        for net, communicator, shard in ((model, one, False), (twin, other, True)):
+            optimizer = kind(net.parameters(), lr=0.1)
+            wrapping = hvd.DistributedOptimizer(optimizer, process_set=communicator, shard_states=shard)
+            for step in range(4):
+                train(net, wrapping, range(step, step + 1), schedule=False)
+                net.wide.weight.data = net.wide.weight.data.clone()
+                net.one.data = net.one.data.clone()
+            wrapping.close()
+        assert_equal(model, twin)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+def test_memory_of_parameters_may_change(ranks: Worlds, algorithm: str) -> None:
+    for kind in (Replacing, partial(torch.optim.SGD, momentum=0.9)):
+        ranks(3).run(move_memory, algorithm, kind)
+
+
 @in_world
 def share_memory_evenly() -> tuple[int, int, int]:
     """Return the bytes of state on this rank, on one that has all of it, and of padding that one rank may have more."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from collectives import Communicator
 from trainer.compression import Cast, Encoding
 from trainer.gradients.bucket_plan import BucketPlan
 from trainer.gradients.buffers import CodedBuffer, PlainBuffer, buffer_for
@@ -52,11 +53,13 @@ class Bucket:
             shapes = list(map(_shape_in_memory, held))
             self.buffer: PlainBuffer = buffer_for(kind)(combination, kind, plan, shapes, device, number)
         else:
-            values = _zeros(combination, plan.numel, dtype, device)
+            values = zeros_for(combination.communicator, plan.numel, dtype, device)
             self.buffer = PlainBuffer(combination, values, kind.codec(dtype))
         self.memory = self.buffer.values.to(dtype)
-        self._rank = combination.communicator.rank
-        self.shares = combination.communicator.shares(self.memory.numel(), dtype) if combination.in_shares else ()
+        communicator = combination.communicator
+        self.shares = communicator.shares(self.memory.numel(), dtype) if combination.in_shares else ()
+        others = [parts for rank, parts in enumerate(self.shares) if rank != communicator.rank]
+        self._of_others = [self.memory[part] for parts in others for part in parts]
         self.spans = [slice(start, start + each.numel()) for each, start in zip(held, plan.offsets, strict=True)]
         self.finished_version = self.memory._version
         self._views = [
@@ -148,8 +151,8 @@ class Bucket:
                 self.parameters[slot].grad = self._gradients[slot]
             elif self.coded is not None:  # codes give it a result all the same
                 self.coded.withhold(slot)
-        for part in (part for rank, parts in enumerate(self.shares) if rank != self._rank for part in parts):
-            self.memory[part].zero_()
+        if self._of_others:
+            torch._foreach_zero_(self._of_others)
         self.take_note()
 
     def take_note(self) -> None:
@@ -169,10 +172,10 @@ def presence_of(buckets: Sequence[Bucket], combination: Combination) -> list[Pla
     return [PlainBuffer(Combination(combination.communicator, Sum), counts)]
 
 
-def _zeros(combination: Combination, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros, where the communicator reduces them with the least copying."""
+def zeros_for(communicator: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros, where a communicator reduces and gathers them with the least copying."""
     if device.type == "cpu":
-        return combination.communicator.empty(numel, dtype=dtype).zero_()
+        return communicator.empty(numel, dtype=dtype).zero_()
     return torch.zeros(numel, dtype=dtype, device=device)
 
 

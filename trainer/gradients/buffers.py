@@ -54,9 +54,6 @@ class PlainBuffer(Operations):
             yield self._combination.start(self.values, self._cast)
             return
         self._combination.traffic.count_sent(self.values.nbytes)
-        if self._combination.in_shares:
-            yield self._combination.start_shares(self.values)
-            return
         if self._prepared is None:
             self._prepared = self._combination.prepare(self.values)
         yield self._prepared.start()

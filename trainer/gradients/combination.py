@@ -60,12 +60,7 @@ class Combination:
             async_op=True,
         )
 
-    def start_shares(self, values: Tensor) -> Work:
-        """Begin to combine values as they are, in place, of which each rank gets its share."""
-        prescale, postscale = 1 / self.predivide, self.predivide
-        return self.communicator.reduce_shares(values, self.op, prescale=prescale, postscale=postscale, async_op=True)
-
     def prepare(self, values: Tensor) -> PreparedOperation:
         """Prepare to combine values as they are, in place, as often as wanted."""
-        prescale, postscale = 1 / self.predivide, self.predivide
-        return self.communicator.prepare_allreduce(values, self.op, prescale=prescale, postscale=postscale)
+        prepare = self.communicator.prepare_reduce_shares if self.in_shares else self.communicator.prepare_allreduce
+        return prepare(values, self.op, prescale=1 / self.predivide, postscale=self.predivide)

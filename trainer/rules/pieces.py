@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from collectives import Communicator
-from trainer.gradients.bucket import Bucket
+from trainer.gradients.bucket import Bucket, zeros_for
 from trainer.ops import Sum
 from trainer.world import here
 
@@ -23,7 +23,8 @@ _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class Piece:
-    """Holds what this rank steps of a parameter: a tensor with one dimension, of the elements that are its `ranges`.
+    """Holds what this rank steps of a parameter: a tensor with one dimension, of the elements that are its `ranges`, in the
+    parameter's own memory where these are one.
 
     by_rank: everyone's ranges, of which these are this rank's.
     """
@@ -34,7 +35,7 @@ class Piece:
     tensor: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tensor = taken(memory_of(self.parameter), self.ranges)
+        self.tensor = _lying(memory_of(self.parameter), self.ranges)
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Pieces:
         self._optimizer = optimizer
         self._communicator = communicator
         self._buckets: list[Bucket] = []
-        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._ways: list[_Way] = []
         self._of: dict[Tensor, Piece] = {}
 
     @property
@@ -85,6 +86,9 @@ class Pieces:
                 wanted[parameter] = self._evenly(parameter) if known is None else known.by_rank
             if parameter not in self._of or self._of[parameter].by_rank != wanted[parameter]:
                 self._recut(parameter, wanted[parameter])
+            self._of[parameter].tensor.grad = None
+        self._ways = []  # and its memory, before there is another
+        self._ways = self._ways_of(buckets)
 
     def _recut(self, parameter: Tensor, by_rank: tuple[Ranges, ...]) -> None:
         """Make a piece anew, and give it what is known of it. Collective, where it had a state."""
@@ -140,35 +144,110 @@ class Pieces:
             for group, parameters in zip(self._optimizer.param_groups, before, strict=True):
                 group["params"] = parameters
 
+    def gradients(self) -> list[list[Tensor]]:
+        """Return where this rank's pieces of the gradients lie, by bucket."""
+        return [way.gradients() for way in self._ways]
+
     @torch.no_grad()
     def fill(self) -> None:
         """Give every piece the values of its parameter, and its gradient where the parameter has one."""
-        for piece in self._of.values():
-            piece.tensor.grad = None
-        for bucket in self._buckets:
-            for piece, span in zip(self.of(bucket), bucket.spans, strict=True):
-                piece.tensor.copy_(taken(memory_of(piece.parameter), piece.ranges))
-                if piece.parameter.grad is not None:
-                    piece.tensor.grad = taken(bucket.memory[span], piece.ranges)
+        for way in self._ways:
+            way.fill()
 
     @torch.no_grad()
     def gather(self) -> None:
         """Give the parameters what all ranks' pieces are now. Collective."""
-        for bucket in self._buckets:
-            flat = self._scratch_for(bucket.memory)
-            for piece, span in zip(self.of(bucket), bucket.spans, strict=True):
-                put(flat[span], piece.ranges, piece.tensor)
-            self._communicator.gather_shares(flat)
-            for piece, span in zip(self.of(bucket), bucket.spans, strict=True):
-                memory_of(piece.parameter).copy_(flat[span])
-                piece.tensor.grad = None
+        for way in self._ways:
+            way.take()
+            self._communicator.gather_shares(way.flat)
+            way.give()
 
-    def _scratch_for(self, memory: Tensor) -> Tensor:
-        """Return memory that is kept, as long as a bucket's."""
-        key = memory.dtype, memory.device
-        if key not in self._scratch or self._scratch[key].numel() < memory.numel():
-            self._scratch[key] = torch.zeros_like(memory)
-        return self._scratch[key][: memory.numel()]
+    def _ways_of(self, buckets: Sequence[Bucket]) -> list[_Way]:
+        """Return the ways for buckets, all of whose parameters pass through the same memory, as long as the longest needs it."""
+        longest: dict[tuple[torch.dtype, torch.device], int] = {}
+        for bucket in buckets:
+            kind, numel = (bucket.memory.dtype, bucket.memory.device), bucket.memory.numel()
+            longest[kind] = max(numel, longest.get(kind, 0))
+        flat = {kind: zeros_for(self._communicator, numel, *kind) for kind, numel in longest.items()}
+        return [_Way(each, self.of(each), flat[each.memory.dtype, each.memory.device]) for each in buckets]
+
+
+class _Way:
+    """The way of a bucket's parameters to the optimizer, and of what becomes of them to all ranks: through views, made once.
+
+    flat: memory that is laid out as the bucket's, for others to use too between give() and take().
+    """
+
+    def __init__(self, bucket: Bucket, pieces: Sequence[Piece], flat: Tensor) -> None:
+        self.flat = flat[: bucket.memory.numel()]
+        self._pieces = pieces
+        self._spans = bucket.spans
+        memories = [bucket.memory[span] for span in bucket.spans]
+        self._parts = [_parts(each, piece.ranges) for each, piece in zip(memories, pieces, strict=True)]
+        self._gradients = [_lying(each, piece.ranges) for each, piece in zip(memories, pieces, strict=True)]
+        self._look()
+
+    def gradients(self) -> list[Tensor]:
+        """Return where the pieces of the gradients lie that there are."""
+        pairs = zip(self._pieces, self._parts, strict=True)
+        return [part for piece, parts in pairs if piece.parameter.grad is not None for part in parts]
+
+    def _look(self) -> None:
+        """Make the views of the parameters where they lie now."""
+        self._addresses = [piece.parameter.data_ptr() for piece in self._pieces]
+        self._homes: list[Tensor] = []
+        """Where each piece belongs; an optimizer may give it other memory."""
+        self._filled, self._taken, self._given = _Copies(), _Copies(), _Copies()
+        for piece, span, parts, gradient in zip(self._pieces, self._spans, self._parts, self._gradients, strict=True):
+            whole, place, ranges = memory_of(piece.parameter), self.flat[span], piece.ranges
+            if len(ranges) == 1 and piece.tensor.data_ptr() != whole[slice(*ranges[0])].data_ptr():
+                piece.tensor.data = whole[slice(*ranges[0])]
+            home = piece.tensor.detach()
+            self._homes.append(home)
+            self._taken.add(_parts(place, ranges), _split(home, ranges))
+            if len(ranges) == 1:
+                others = _outside(ranges[0], whole.numel())
+                self._given.add(_parts(whole, others), _parts(place, others))
+            else:
+                self._filled.add(_split(home, ranges), _parts(whole, ranges))
+                self._filled.add(_split(gradient, ranges), parts)
+                self._given.add([whole], [place])
+
+    def fill(self) -> None:
+        """Give the pieces what the optimizer is to see."""
+        if self._addresses != [piece.parameter.data_ptr() for piece in self._pieces]:
+            self._look()
+        self._filled.run()
+        for piece, gradient in zip(self._pieces, self._gradients, strict=True):
+            piece.tensor.grad = gradient if piece.parameter.grad is not None else None
+
+    def take(self) -> None:
+        """Bring to `flat` what the optimizer has made of the pieces."""
+        for piece, home in zip(self._pieces, self._homes, strict=True):
+            if piece.tensor.data_ptr() != home.data_ptr():
+                home.copy_(piece.tensor)
+                piece.tensor.data = home
+        self._taken.run()
+
+    def give(self) -> None:
+        """Bring to the parameters what all ranks' pieces are, from `flat`."""
+        self._given.run()
+
+
+class _Copies:
+    """Copies tensors, the same ones as often as wanted."""
+
+    def __init__(self) -> None:
+        self._destinations: list[Tensor] = []
+        self._sources: list[Tensor] = []
+
+    def add(self, destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        self._destinations += destinations
+        self._sources += sources
+
+    def run(self) -> None:
+        if self._destinations:
+            torch._foreach_copy_(self._destinations, self._sources)
 
 
 def memory_of(tensor: Tensor) -> Tensor:
@@ -178,14 +257,33 @@ def memory_of(tensor: Tensor) -> Tensor:
 
 def taken(flat: Tensor, ranges: Ranges) -> Tensor:
     """Return a copy of some elements, one after the other."""
-    return torch.cat([flat[start:stop] for start, stop in ranges]) if ranges else flat.new_empty(0)
+    return torch.cat(_parts(flat, ranges)) if ranges else flat.new_empty(0)
 
 
 def put(flat: Tensor, ranges: Ranges, values: Tensor) -> None:
     """Do the contrary of taken()."""
-    parts = values.split([stop - start for start, stop in ranges])
-    for (start, stop), part in zip(ranges, parts, strict=True):
-        flat[start:stop].copy_(part)
+    for part, value in zip(_parts(flat, ranges), _split(values, ranges), strict=True):
+        part.copy_(value)
+
+
+def _lying(flat: Tensor, ranges: Ranges) -> Tensor:
+    """Return some elements, one after the other: themselves where they lie so, else a copy."""
+    return flat[slice(*ranges[0])] if len(ranges) == 1 else taken(flat, ranges)
+
+
+def _parts(flat: Tensor, ranges: Ranges) -> list[Tensor]:
+    return [flat[start:stop] for start, stop in ranges]
+
+
+def _split(values: Tensor, ranges: Ranges) -> list[Tensor]:
+    """Return the parts of what taken() returned."""
+    return list(values.split([stop - start for start, stop in ranges]))
+
+
+def _outside(inside: tuple[int, int], numel: int) -> Ranges:
+    """Return what is before a range, and after."""
+    start, stop = inside
+    return tuple(each for each in ((0, start), (stop, numel)) if each[0] < each[1])
 
 
 def cut_whole(piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,9 +100,9 @@ class Sharded(Synchronous):
     def stepping(self) -> Iterator[None]:
         """Have the optimizer step on this rank's pieces. Raises RuntimeError where gradients are not what backward() left."""
         for bucket in self.bucketing.buckets:
+            is_changed = bucket.memory._version != bucket.finished_version
             for slot, parameter in enumerate(bucket.parameters):
-                is_another = parameter.grad is not None and not bucket.holds_gradient(slot)
-                if is_another or bucket.memory._version != bucket.finished_version:
+                if is_changed or not (parameter.grad is None or bucket.holds_gradient(slot)):
                     raise RuntimeError(here() + _CHANGED.format(bucket.names[slot]))
         self._pieces.fill()
         with self._pieces.in_place_of_parameters():
@@ -112,20 +112,16 @@ class Sharded(Synchronous):
         begin = time.perf_counter()
         self._pieces.gather()
         self._gathered_s += time.perf_counter() - begin
+        for bucket in self.bucketing.buckets:  # for an optimizer may use the memory of gradients, as it does unsharded
+            bucket.take_note()
         super().after_step()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
         """Do as Rule.clip_grad_norm_, over all ranks' pieces. Collective."""
         self.synchronize()
-        parts = [
-            bucket.memory[span][start:stop]
-            for bucket in self.bucketing.buckets
-            for piece, span in zip(self._pieces.of(bucket), bucket.spans, strict=True)
-            if piece.parameter.grad is not None
-            for start, stop in piece.ranges
-        ]
-        own = torch.nn.utils.get_total_norm(parts, norm_type)
+        parts = self._pieces.gradients()
+        own = torch.nn.utils.get_total_norm([part for each in parts for part in each], norm_type)
         total = own.to(self.communicator.control_device, torch.float64)
         if math.isinf(norm_type):
             self.communicator.allreduce(total, "max")
@@ -134,8 +130,8 @@ class Sharded(Synchronous):
             self.communicator.allreduce(total, Sum)
             total = total ** (1 / norm_type)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # NaN where the norm is
-        for part in parts:
-            part.mul_(factor.to(part.device))
+        for each in filter(None, parts):
+            torch._foreach_mul_(each, factor.to(each[0].device))
         for bucket in self.bucketing.buckets:
             bucket.take_note()
         return total.to(own.dtype)

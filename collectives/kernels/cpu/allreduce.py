@@ -1,4 +1,5 @@
-"""The allreduce of the ranks that share a segment of memory: small, staged in chunks, or in place without a copy."""
+"""The allreduce of the ranks that share a segment of memory, or one half of it: small, staged in chunks, or in place without a
+copy."""
 
 from __future__ import annotations
 
@@ -46,6 +47,17 @@ from collectives.kernels.cpu.context import (
 from collectives.kernels.cpu.intrinsics import copy
 from collectives.kernels.cpu.waiting import least_of, note_wait_for_all, rest, wait_for_headers, wait_for_line
 
+#: What of an allreduce is done: rank r reduces the r-th share; what all ranks have of their shares is spread to all.
+REDUCES, SPREADS = 1, 2
+
+
+@njit
+def _start(context, rank, nbytes):
+    """Return where the share of a rank begins, in bytes: as split_aligned cuts them, at multiples of LINE."""
+    size = field(context, SIZE)
+    lines = (nbytes + LINE - 1) // LINE
+    return min(nbytes, LINE * (rank * (lines // size) + min(rank, lines % size)))
+
 
 @njit
 def _read_headers(context, header):
@@ -77,23 +89,43 @@ def _address(context, rank, header):
 
 
 @njit
-def _reduce_without_copy(context, header, nbytes, itemsize, function, op, divisor):
-    """Reduce this rank's span of all ranks' buffers in rank order, and write the result to all."""
+def _reduce_without_copy(context, header, parity, nbytes, itemsize, function, op, divisor, halves):
+    """Reduce this rank's share of all ranks' buffers in rank order; write the result to all, or where only that half is done,
+    to its own."""
     rank, size, block = field(context, RANK), field(context, SIZE), field(context, BLOCK)
-    share = (nbytes + size * LINE - 1) // (size * LINE) * LINE
-    stop = min(nbytes, (rank + 1) * share)
-    position = rank * share
-    first = _address(context, 0, header)
+    position, stop = _start(context, rank, nbytes), _start(context, rank + 1, nbytes)
+    first, own = _address(context, 0, header), _address(context, rank, header)
+    slot = field(context, WHOLE) + (2 * rank + parity) * field(
+        context, WHOLE_BYTES
+    )  # as long as a block, and not in use
     while position < stop:
         length = min(block, stop - position)
         count = length // itemsize
+        total = first + position
+        if halves == REDUCES and rank != 0:
+            total = slot
+            copy(total, first + position, length)
         for peer in range(1, size):
-            combine(function, first + position, _address(context, peer, header) + position, count, op, divisor)
+            combine(function, total, _address(context, peer, header) + position, count, op, divisor)
         if divisor != 1:
-            combine(function, first + position, first + position, count, DIVIDE, divisor)
-        for peer in range(1, size):
-            copy(_address(context, peer, header) + position, first + position, length)
+            combine(function, total, total, count, DIVIDE, divisor)
+        if halves != REDUCES:
+            for peer in range(1, size):
+                copy(_address(context, peer, header) + position, total, length)
+        elif rank != 0:
+            copy(own + position, total, length)
         position += length
+
+
+@njit
+def _gather_without_copy(context, header, nbytes):
+    """Take the others' shares out of their buffers."""
+    rank, size = field(context, RANK), field(context, SIZE)
+    own = _address(context, rank, header)
+    for step in range(1, size):
+        peer = (rank + step) % size
+        start, stop = _start(context, peer, nbytes), _start(context, peer + 1, nbytes)
+        copy(own + start, _address(context, peer, header) + start, stop - start)
 
 
 @njit
@@ -111,6 +143,17 @@ def _reduce_whole(context, parity, data, nbytes, itemsize, function, op, divisor
 
 
 @njit
+def _gather_whole(context, parity, data, nbytes):
+    """Take the others' shares of a small message."""
+    rank, size, slot_bytes = field(context, RANK), field(context, SIZE), field(context, WHOLE_BYTES)
+    slots = field(context, WHOLE) + parity * slot_bytes
+    for peer in range(size):
+        start, stop = _start(context, peer, nbytes), _start(context, peer + 1, nbytes)
+        if peer != rank:
+            copy(data + start, slots + 2 * peer * slot_bytes + start, stop - start)
+
+
+@njit
 def _chunk(context, owner, number, sub):
     """Return where the contribution of rank `sub` to a chunk of the owner's span is staged."""
     size = field(context, SIZE)
@@ -119,15 +162,15 @@ def _chunk(context, owner, number, sub):
 
 
 @njit
-def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor):
-    """Chunk by chunk, hand the others their part of this rank's tensor, reduce the own part, and take the results.
+def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor, halves):
+    """Chunk by chunk, hand the others their share of this rank's tensor, reduce the own share, and take the results; or half of
+    that.
 
     The result of a chunk is left in rank 0's place of it (the owner 0 uses rank 1's).
     """
     rank, size, depth = field(context, RANK), field(context, SIZE), field(context, DEPTH)
     chunk_bytes, before, block = field(context, CHUNK_BYTES), field(context, CHUNKS), field(context, BLOCK)
-    share = (nbytes + size * LINE - 1) // (size * LINE) * LINE
-    chunks = (share + chunk_bytes - 1) // chunk_bytes
+    chunks = (_start(context, 1, nbytes) + chunk_bytes - 1) // chunk_bytes  # of the first share: none is longer
     staged, reduced, copied = field(context, MINE_STAGED), field(context, MINE_REDUCED), field(context, MINE_COPIED)
     beats = 0
     since = int64(0)
@@ -136,31 +179,34 @@ def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor):
     while copied < chunks:
         moved = False
         if copied < reduced and least_of(context, REDUCED) > before + copied:
-            for step in range(1, size):
+            for step in range(1, size if halves & SPREADS else 1):
                 owner = (rank + step) % size
-                start = owner * share + copied * chunk_bytes
-                length = min(chunk_bytes, min(nbytes, (owner + 1) * share) - start)
+                start = _start(context, owner, nbytes) + copied * chunk_bytes
+                length = min(chunk_bytes, _start(context, owner + 1, nbytes) - start)
                 if length > 0:
                     copy(data + start, _chunk(context, owner, before + copied, 1 if owner == 0 else 0), length)
             copied += 1
             store(line_of(context, rank, COPIED), before + copied)
             moved = True
         if reduced < staged and least_of(context, STAGED) > before + reduced:
-            start = rank * share + reduced * chunk_bytes
-            stop = min(min(nbytes, (rank + 1) * share), start + chunk_bytes)
+            start = _start(context, rank, nbytes) + reduced * chunk_bytes
+            stop = min(_start(context, rank + 1, nbytes), start + chunk_bytes)
             offset = 0
             while start < stop:
                 length = min(block, stop - start)
                 count = length // itemsize
                 own = data + start
                 number = before + reduced
-                if rank == 0:
+                if halves == SPREADS:
+                    copy(_chunk(context, rank, number, 1 if rank == 0 else 0) + offset, own, length)
+                elif rank == 0:
                     result = _chunk(context, rank, number, 1) + offset
                     for peer in range(1, size):
                         combine(function, own, _chunk(context, rank, number, peer) + offset, count, op, divisor)
                     if divisor != 1:
                         combine(function, own, own, count, DIVIDE, divisor)
-                    copy(result, own, length)
+                    if halves & SPREADS:
+                        copy(result, own, length)
                 else:
                     result = _chunk(context, rank, number, 0) + offset
                     for peer in range(1, size):
@@ -175,10 +221,10 @@ def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor):
             store(line_of(context, rank, REDUCED), before + reduced)
             moved = True
         if staged < chunks and (staged < depth or least_of(context, COPIED) > before + staged - depth):
-            for step in range(1, size):
+            for step in range(1, size if halves & REDUCES else 1):
                 owner = (rank + step) % size
-                start = owner * share + staged * chunk_bytes
-                length = min(chunk_bytes, min(nbytes, (owner + 1) * share) - start)
+                start = _start(context, owner, nbytes) + staged * chunk_bytes
+                length = min(chunk_bytes, _start(context, owner + 1, nbytes) - start)
                 if length > 0:
                     copy(_chunk(context, owner, before + staged, rank), data + start, length)
             staged += 1
@@ -215,10 +261,11 @@ def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor):
 _START, _ANNOUNCED, _STAGING_NOW, _REDUCED_NOW = range(4)
 
 
-@compiled(njit, int64(*[int64] * 12), nogil=True)
-def allreduce(context, nbytes, itemsize, function, op, divisor, data, sequence, tag, slot, offset, born):
+@compiled(njit, int64(*[int64] * 13), nogil=True)
+def allreduce(context, nbytes, itemsize, function, op, divisor, halves, data, sequence, tag, slot, offset, born):
     """Reduce `nbytes` at `data` over the ranks of a segment, in place. After PENDING, call it again in the same way.
 
+    halves: REDUCES | SPREADS, or one of them: then only this rank's share holds the result, or is what it has of it.
     sequence, tag: what all ranks must agree on, the operation's number and what is called. slot, offset, born: where
     the tensor lies in this rank's shared allocations; slot is -1 for one that does not.
     """
@@ -249,11 +296,17 @@ def allreduce(context, nbytes, itemsize, function, op, divisor, data, sequence, 
         set_field(context, PATIENT, 0)
         _read_headers(context, header)
         if small:
-            _reduce_whole(context, parity, data, nbytes, itemsize, function, op, divisor)
+            if halves == SPREADS:
+                _gather_whole(context, parity, data, nbytes)
+            else:
+                _reduce_whole(context, parity, data, nbytes, itemsize, function, op, divisor)
             set_field(context, PHASE, _START)
             return FINISHED_WITH_NEWS if field(context, NEWS) != 0 else FINISHED
         if field(context, DIRECT) == 1:
-            _reduce_without_copy(context, header, nbytes, itemsize, function, op, divisor)
+            if halves == SPREADS:
+                _gather_without_copy(context, header, nbytes)
+            else:
+                _reduce_without_copy(context, header, parity, nbytes, itemsize, function, op, divisor, halves)
             store(line_of(context, rank, DONE), sequence)
             phase = _REDUCED_NOW
         else:
@@ -263,7 +316,7 @@ def allreduce(context, nbytes, itemsize, function, op, divisor, data, sequence, 
             phase = _STAGING_NOW
         set_field(context, PHASE, phase)
     if phase == _STAGING_NOW:
-        status = _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor)
+        status = _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor, halves)
     else:
         status = wait_for_line(context, DONE, sequence)
     if status == FINISHED:

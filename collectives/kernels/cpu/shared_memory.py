@@ -5,7 +5,7 @@ All but the arithmetic is compiled, or loaded from the disk, when this file is l
 
 from __future__ import annotations
 
-from collectives.kernels.cpu.allreduce import allreduce
+from collectives.kernels.cpu.allreduce import REDUCES, SPREADS, allreduce
 from collectives.kernels.cpu.arithmetic import DIVIDE, OPS, arithmetic
 from collectives.kernels.cpu.context import (
     ABORTED,
@@ -20,6 +20,7 @@ from collectives.kernels.cpu.context import (
     FIELDS,
     FINISHED_WITH_NEWS,
     KNOWN,
+    LINE,
     PATIENT,
     PEER,
     PENDING,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -30,6 +31,11 @@ class SharedMemory:
         self._allocations = Allocations(group)
         self._sequence = 0
 
+    @property
+    def halves(self) -> Mapping[str, int]:
+        """See Transport."""
+        return {PREFERRED["allreduce"]: self.group.kernels.LINE}
+
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """See Allocations.empty."""
         return self._allocations.empty(shape, dtype)
@@ -41,8 +47,11 @@ class SharedMemory:
         nbytes = request.numel * request.dtype.itemsize
         divisor = group.size if request.op == "average" else 1
         arithmetic = cpu_arithmetic(request.dtype).address
-        kind = (nbytes, request.dtype.itemsize, arithmetic, group.kernels.OPS[request.op], divisor)
-        kernel = partial(group.kernels.allreduce, group.context_address, *kind)
+        kernels = group.kernels
+        parts = {"reduce_shares": kernels.REDUCES, "gather_shares": kernels.SPREADS}
+        halves = parts.get(request.verb, kernels.REDUCES | kernels.SPREADS)
+        kind = (nbytes, request.dtype.itemsize, arithmetic, kernels.OPS[request.op], divisor, halves)
+        kernel = partial(kernels.allreduce, group.context_address, *kind)
         is_small = nbytes <= group.whole_bytes
 
         def allreduce(flat: torch.Tensor, same: torch.Tensor, tag: int, deadline: float) -> None:
