@@ -128,18 +128,14 @@ def _synchronous(module: nn.Module, codec: str, settings: Settings) -> Competito
 
 
 def _local(
-    module: nn.Module, codec: str, settings: Settings, *, momentum: bool, fragments: int = 1, delay: int = 0
+    module: nn.Module,
+    codec: str,
+    settings: Settings,
+    outer: torch.optim.Optimizer | None,
+    *,
+    fragments: int = 1,
+    delay: int = 0,
 ) -> Competitor:
-    outer = (
-        torch.optim.SGD(
-            module.parameters(),
-            lr=settings.outer_lr,
-            momentum=settings.outer_momentum,
-            nesterov=settings.outer_momentum > 0,
-        )
-        if momentum
-        else None
-    )
     optimizer = hvd.LocalUpdates(
         adamw(module),
         module.named_parameters(),
@@ -166,15 +162,26 @@ def _local(
 
 
 def _average(module: nn.Module, codec: str, settings: Settings) -> Competitor:
-    return _local(module, codec, settings, momentum=False)
+    return _local(module, codec, settings, None)
+
+
+def _sum(module: nn.Module, codec: str, settings: Settings) -> Competitor:
+    return _local(module, codec, settings, torch.optim.SGD(module.parameters(), lr=hvd.size()))
+
+
+def _nesterov(module: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """Return DiLoCo's outer optimizer."""
+    momentum = settings.outer_momentum
+    return torch.optim.SGD(module.parameters(), lr=settings.outer_lr, momentum=momentum, nesterov=momentum > 0)
 
 
 def _diloco(module: nn.Module, codec: str, settings: Settings) -> Competitor:
-    return _local(module, codec, settings, momentum=True)
+    return _local(module, codec, settings, _nesterov(module, settings))
 
 
 def _streaming(module: nn.Module, codec: str, settings: Settings) -> Competitor:
-    return _local(module, codec, settings, momentum=True, fragments=FRAGMENTS, delay=settings.delay)
+    outer = _nesterov(module, settings)
+    return _local(module, codec, settings, outer, fragments=FRAGMENTS, delay=settings.delay)
 
 
 def _served(module: nn.Module, settings: Settings, *, quorum: int, staleness: int | None = None) -> Competitor:
@@ -231,6 +238,7 @@ RULES: dict[str, Callable[[nn.Module, str, Settings], Competitor]] = {
     "ddp": _ddp,
     "synchronous": _synchronous,
     "average": _average,
+    "sum": _sum,
     "diloco": _diloco,
     "streaming": _streaming,
     "server": _server,
@@ -239,7 +247,7 @@ RULES: dict[str, Callable[[nn.Module, str, Settings], Competitor]] = {
     "asynchronous": _asynchronous,
     "hogwild": _hogwild,
 }
-CODED = {"synchronous", "average", "diloco", "streaming"}
+CODED = {"synchronous", "average", "sum", "diloco", "streaming"}
 """Those of which what is exchanged may be encoded."""
 UNLIKE = {"alone", "streaming", "quorum", "stale", "asynchronous", "hogwild"}
 """Those of which ranks do not hold the same parameters at the end."""
