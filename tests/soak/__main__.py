@@ -48,16 +48,18 @@ WIDTH = 110  # of the table, where nobody looks on
 
 @dataclass
 class Tally:
-    """What has been done on one transport, and what was found. news_s: by the kind of a fault, how long each took to be heard of.
-    training_s: the same of training, by rule and kind, where the others were to be told; outlived: where they were to go on.
-    limitation: why nothing could be."""
+    """What has been done on one transport, and what was found. news_s: by the kind of a fault, how long each took to be heard of,
+    None where somebody did not hear of it. training_s: the same of training, by rule and kind, where the others were to be told;
+    outlived: where they were to go on. counts: of all findings; training_findings: how many of them training had. limitation:
+    why nothing could be."""
 
     transport: str
     operations: int = 0
-    news_s: dict[str, list[float]] = field(default_factory=dict)
-    training_s: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    news_s: dict[str, list[float | None]] = field(default_factory=dict)
+    training_s: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)
     outlived: Counter[tuple[str, str]] = field(default_factory=Counter)
     counts: Counter[Kind] = field(default_factory=Counter)
+    training_findings: int = 0
     limitation: str = ""
 
     @property
@@ -197,6 +199,7 @@ class Soak:
         else:
             self.tally.training_s.setdefault(rule_and_kind, []).append(news_s(fault, reports, failed_at))
         if found := judge_training(fault, outcomes, reports, failed_at):
+            self.tally.training_findings += len(found)
             again = f"--start {fault.index} --operations 0 --faults 0 --training 1"
             self._tell(found, f"fault {fault.index} of training: {fault}", again, directory)
 
@@ -246,20 +249,21 @@ def table(tallies: Sequence[Tally]) -> Table:
 
 
 def fault_table(tallies: Sequence[Tally]) -> Table:
-    """A row for each kind of fault: on each transport how many there were, and the slowest news of one."""
+    """A row for each kind of fault: on each transport how many there were, the slowest news of one, and of how many somebody was
+    not told."""
     drawn = Table(box=box.SIMPLE, padding=0)
     drawn.add_column("number, and\nslowest news, s")
     for tally in tallies:
         drawn.add_column(tally.transport, justify="right")
     for kind in (*KINDS, *NETWORK_KINDS):
         every = [tally.news_s.get(kind, []) for tally in tallies]
-        drawn.add_row(kind, *(f"{len(news)}  {max(news):5.2f}" if news else "" for news in every))
+        drawn.add_row(kind, *(_cell(news, max) for news in every))
     return drawn
 
 
 def training_table(tallies: Sequence[Tally]) -> Table:
-    """A row for each rule and kind of fault: on each transport how many of them were to be told, and the median and the slowest
-    news of one; and how many the others were to outlive."""
+    """A row for each rule and kind of fault: on each transport how many of them were to be told, the median and the slowest news
+    of one, and of how many somebody was not told; and how many the others were to outlive."""
     drawn = Table(box=box.SIMPLE, padding=0)
     drawn.add_column("told, median and\nslowest news, s; outlived")
     for tally in tallies:
@@ -268,9 +272,8 @@ def training_table(tallies: Sequence[Tally]) -> Table:
         for kind in TRAINING_KINDS:
             cells = []
             for tally in tallies:
-                news, outlived = tally.training_s.get((rule, kind), []), tally.outlived[rule, kind]
-                told = f"{len(news)}  {median(news):5.2f} {max(news):5.2f}" if news else ""
-                cells.append("; ".join(part for part in (told, str(outlived) if outlived else "") if part))
+                news, outlived = _cell(tally.training_s.get((rule, kind), []), median, max), tally.outlived[rule, kind]
+                cells.append("; ".join(part for part in (news, str(outlived) if outlived else "") if part))
             drawn.add_row(f"{rule}, {kind}", *cells)
     return drawn
 
@@ -278,29 +281,51 @@ def training_table(tallies: Sequence[Tally]) -> Table:
 def training_line(tallies: Sequence[Tally]) -> str:
     """How soon the survivors of all faults of training were told: of ranks that ended, and of those that stopped, whose silence
     is only known by the deadline of an operation."""
-    lost: list[float] = []
-    stopped: list[float] = []
+    lost: list[float | None] = []
+    stopped: list[float | None] = []
     for tally in tallies:
         for (_, kind), news in tally.training_s.items():
             (stopped if kind == STOPPED else lost).extend(news)
     faults, outlived = sum(tally.faults_of_training for tally in tallies), sum(t.outlived.total() for t in tallies)
     parts = [
         f"{faults} faults of training",
-        f"{sum(t.counts.total() for t in tallies)} findings",
+        f"{sum(tally.training_findings for tally in tallies)} findings",
         f"{outlived} outlived",
     ]
     if lost:
-        soon = sum(news <= SOON_S for news in lost)
+        soon = sum(news <= SOON_S for news in _told(lost))
         parts.append(
-            f"{soon} of {len(lost)} lost ranks told within {SOON_S:g} s ({soon / len(lost):.1%}; median {median(lost):.2f}, "
-            f"worst {max(lost):.2f} s)"
+            f"{soon} of {len(lost)} lost ranks told within {SOON_S:g} s ({soon / len(lost):.1%}; {_summary(lost)})"
         )
     if stopped:
+        told = len(_told(stopped))
         parts.append(
-            f"{len(stopped)} stopped ranks told at a deadline of {TIMEOUT_S:g} s (median {median(stopped):.2f}, "
-            f"worst {max(stopped):.2f} s)"
+            f"{told} of {len(stopped)} stopped ranks told at a deadline of {TIMEOUT_S:g} s ({_summary(stopped)})"
         )
     return "; ".join(parts)
+
+
+def _told(news: Sequence[float | None]) -> list[float]:
+    return [seconds for seconds in news if seconds is not None]
+
+
+def _summary(news: Sequence[float | None]) -> str:
+    """The median and the slowest of news, and how many faults somebody was not told of."""
+    told = _told(news)
+    times = [f"median {median(told):.2f}, worst {max(told):.2f} s"] if told else []
+    return ", ".join(times + _untold(news))
+
+
+def _cell(news: Sequence[float | None], *statistics: Callable[[list[float]], float]) -> str:
+    """How many faults there were, statistics of their news, and how many somebody was not told of."""
+    told = _told(news)
+    numbers = f"{len(news)} " + "".join(f" {statistic(told):5.2f}" for statistic in statistics if told)
+    return ", ".join([numbers, *_untold(news)]) if news else ""
+
+
+def _untold(news: Sequence[float | None]) -> list[str]:
+    untold = len(news) - len(_told(news))
+    return [f"{untold} not told"] if untold else []
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:

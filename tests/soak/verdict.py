@@ -65,7 +65,7 @@ def judge_fault(
         failed = outcome.rank == fault.victim and failed_at is not None
         if not (failed and fault.kind == STOPPED):
             found += _of_outcome(outcome, EXIT_CODES.get(fault.kind, 0) if failed else 0)
-    affected = fault.reporting if fault.kind != CLOSES else fault.survivors
+    affected = _affected(fault)
     found += compare_replicas({rank: report for rank, report in reports.items() if rank in affected})
     for rank, report in reports.items():
         found += [Finding(Kind.WRONG, f"rank {rank}: {text}") for text in report.wrong]
@@ -115,6 +115,11 @@ def compare_replicas(reports: Mapping[int, Report]) -> list[Finding]:
     return found
 
 
+def _affected(fault: Fault | TrainingFault) -> tuple[int, ...]:
+    """The ranks that live on, and that a fault is to be told of."""
+    return fault.reporting if fault.kind != CLOSES else fault.survivors
+
+
 def _witnesses(reports: Mapping[int, Report]) -> dict[int, Witness]:
     return {rank: report.witness for rank, report in reports.items() if report.witness is not None}
 
@@ -157,12 +162,16 @@ def _of_testimony(fault: Fault | TrainingFault, rank: int, report: Report, faile
         yield Finding(Kind.LATE, f"after {witness.raised - since:.1f} s: {said}")
 
 
-def news_s(fault: Fault | TrainingFault, reports: Mapping[int, Report], failed_at: float | None) -> float:
-    """How long the slowest rank took to hear of a fault; 0 where there was none to hear of."""
-    if failed_at is None or fault.kind in HARMLESS:
+def news_s(fault: Fault | TrainingFault, reports: Mapping[int, Report], failed_at: float | None) -> float | None:
+    """How long the slowest rank took to hear of a fault; None where one that was to hear of it did not. 0 where there was nothing
+    to hear of."""
+    if fault.kind in HARMLESS:
         return 0.0
-    witnesses = [reports[rank].witness for rank in fault.reporting if rank in reports]
-    return max((w.raised - max(w.waited_since, failed_at) for w in witnesses if w is not None), default=0.0)
+    witnesses = _witnesses(reports)
+    affected = _affected(fault)
+    if failed_at is None or not witnesses.keys() >= set(affected):
+        return None
+    return max(witnesses[rank].raised - max(witnesses[rank].waited_since, failed_at) for rank in affected)
 
 
 def _tells_of_others(witness: Witness) -> bool:

@@ -41,7 +41,7 @@ from tests.soak.ranks import Report, Witness
 from tests.soak.rules import KINDS as TRAINING_KINDS
 from tests.soak.rules import LOCAL, MOMENTS, RULES, SERVER, SYNCHRONOUS, TrainingFault, draw_training_fault
 from tests.soak.strangers import ports
-from tests.soak.verdict import Kind, judge_fault, judge_session, judge_training
+from tests.soak.verdict import Kind, judge_fault, judge_session, judge_training, news_s
 from trainer import QuorumLost
 
 ALGORITHMS = legal_algorithms(
@@ -345,9 +345,46 @@ def test_how_many_were_told_soon_is_one_line() -> None:
     tally = soak.Tally("sockets")
     tally.training_s = {(SYNCHRONOUS, KILLED): [0.1, 0.3, 2.5], (LOCAL, EXITS): [0.2], (LOCAL, STOPPED): [6.5]}
     tally.outlived[SERVER, KILLED] += 2
-    tally.counts[Kind.LATE] += 1
+    tally.counts[Kind.LATE] += 3
+    tally.training_findings += 1
     assert tally.faults == 7
     assert soak.training_line([tally]) == (
         "7 faults of training; 1 findings; 2 outlived; 3 of 4 lost ranks told within 2 s (75.0%; median 0.25, worst 2.50 s); "
-        "1 stopped ranks told at a deadline of 6 s (median 6.50, worst 6.50 s)"
+        "1 of 1 stopped ranks told at a deadline of 6 s (median 6.50, worst 6.50 s)"
     )
+
+
+def test_who_was_not_told_was_not_told_soon(tmp_path: Path) -> None:
+    """Of a fault that never came, of one without a witness, of one with a survivor that wrote no report, and of one that all were
+    told of."""
+    fault = training_fault(SYNCHRONOUS, KILLED)
+    witness = Witness.of(lost(2), EVERYONE, 0.0)
+    told, untold = Report(witness=witness), Report()
+    run = soak.Soak(StandIn(tmp_path, []), 7, 2, Console(file=io.StringIO()))  # type: ignore[arg-type]
+    for reports, failed_at in (
+        ({0: untold, 1: untold}, None),
+        ({0: told, 1: untold}, witness.raised),
+        ({0: told}, witness.raised),
+        ({0: told, 1: told}, witness.raised),
+    ):
+        run._judge_training(fault, [], reports, failed_at, tmp_path)
+    assert run.tally.counts == {Kind.WRONG: 1, Kind.NO_CULPRIT: 1}
+    assert soak.training_line([run.tally]) == (
+        "4 faults of training; 2 findings; 0 outlived; 1 of 4 lost ranks told within 2 s (25.0%; median 0.00, worst 0.00 s, "
+        "3 not told)"
+    )
+    alone = soak.Tally("sockets", training_s={(LOCAL, STOPPED): [None]})
+    assert soak.training_line([alone]).endswith("0 of 1 stopped ranks told at a deadline of 6 s (1 not told)")
+    for drawn in (soak.fault_table, soak.training_table):
+        tally = soak.Tally("sockets", news_s={KILLED: [None, 0.5]}, training_s={(LOCAL, KILLED): [None, 0.5]})
+        said = io.StringIO()
+        Console(file=said, width=110).print(drawn([tally]))
+        assert "0.50, 1 not told" in said.getvalue()
+
+
+def test_who_closes_need_not_be_told() -> None:
+    told = Report(witness=Witness.of(lost(2), EVERYONE, 0.0))
+    assert news_s(fault_of(CLOSES), {0: told, 1: told, 2: Report()}, failed_at=1e12) is not None
+    assert news_s(fault_of(KILLED), {0: told, 1: told}, failed_at=1e12) is not None
+    assert news_s(fault_of(CUT), {0: told, 1: told, 2: Report()}, failed_at=1e12) is None
+    assert news_s(fault_of(FLAPS), {}, failed_at=1e12) == 0.0
