@@ -149,16 +149,16 @@ def run(schedules: Sequence[Schedule], source: Masks, destination: Masks | None 
     return state
 
 
-def encodings(schedules: Sequence[Schedule]) -> int:
+def encodings(schedules: Sequence[Schedule], *, encodes_sums: bool = True) -> int:
     """Return how often a number is encoded on its way at most, in an allreduce of codes by the schedules of all ranks.
 
-    Follows their CodedPrograms, and takes what is encoded or added for a thing that depends on all that it was made of. Raises
-    ScheduleError where ranks end with different things, or wait for codes that nobody sends.
+    encodes_sums: as of the CodedPrograms, which are followed. What is encoded or added is taken for a thing that depends on all
+    that it was made of. Raises ScheduleError where ranks end with different things, or wait for codes that nobody sends.
     """
     things = _Things()
     channels: dict[tuple[int, int], list[int]] = defaultdict(list)
     held = [[things.made("number", s.rank, block) for block in range(s.blocks)] for s in schedules]
-    followers = [_follow(schedule, held[schedule.rank], channels, things) for schedule in schedules]
+    followers = [_follow(s, held[s.rank], channels, things, encodes_sums=encodes_sums) for s in schedules]
     waiting: dict[int, tuple[int, int]] = {}  # by rank, for whom, and for which of its messages
     while True:
         before = waiting
@@ -189,11 +189,16 @@ class _Things:
 
 
 def _follow(
-    schedule: Schedule, held: list[int], channels: dict[tuple[int, int], list[int]], things: _Things
+    schedule: Schedule,
+    held: list[int],
+    channels: dict[tuple[int, int], list[int]],
+    things: _Things,
+    *,
+    encodes_sums: bool,
 ) -> Iterator[tuple[int, int]]:
     """Follow one rank's program of codes; while it must wait, yield for whom, and for which of its own messages."""
     blocks = tuple(Span(block, block + 1) for block in range(schedule.blocks))
-    program = CodedProgram(schedule, [blocks], 1, range(schedule.size))
+    program = CodedProgram(schedule, [blocks], 1, range(schedule.size), encodes_sums=encodes_sums)
     codes: dict[int, int] = {}
     expected: dict[int, tuple[int, int, int]] = {}
     received: dict[int, int] = defaultdict(int)

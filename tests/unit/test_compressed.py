@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.compression.algorithms_for import algorithms_for, ride
+from collectives.compression.algorithms_for import algorithms_for, ride, shot_of
+from collectives.compression.chunktopk import ChunkTopK
+from collectives.compression.codec import Codec
 from collectives.compression.dgc import DGC
 from collectives.compression.feedback import Feedback
 from collectives.compression.integers import Int4, Int8
@@ -16,7 +18,6 @@ from collectives.compression.randomk import RandomK
 from collectives.compression.registry import CODECS, make_codec
 from collectives.compression.seeds import rounding_seed
 from collectives.compression.threshold import Threshold
-from collectives.plan.algorithms import direct
 from collectives.plan.coded import CodedProgram
 from collectives.plan.schedule import Place
 from collectives.run.executor import execute
@@ -96,14 +97,13 @@ def test_what_is_shorter_as_it_is_goes_as_it_is() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("codec", [Int8(stochastic=True), Int4(), Threshold(), RandomK(ratio=0.2)])
-def test_every_order_of_messages_gives_the_result_of_the_model(
-    size: int, eager: bool, codec: Int8 | Int4 | Threshold | RandomK
-) -> None:
+@pytest.mark.parametrize("codec", [Int8(stochastic=True), Int4(), Threshold(), RandomK(ratio=0.2), ChunkTopK()])
+def test_every_order_of_messages_gives_the_result_of_the_model(size: int, eager: bool, codec: Codec) -> None:
     numel, hosts = 60_011, [[rank] for rank in range(size)]
     model = ShotModel(codec, numel, hosts, 200, with_feedback=True)
     assert len(model.partitions[0].chunks) > 5
     hub = Hub(size, eager=eager)
+    how = ride(shot_of(codec))
     feedbacks = [Feedback(codec, partition, CPU) for partition in model.partitions]
     scratches = [Scratch() for _ in range(size)]
     for step in range(3):
@@ -114,8 +114,13 @@ def test_every_order_of_messages_gives_the_result_of_the_model(
         def run(rank: int, step: int = step, outputs: list[torch.Tensor] = outputs) -> None:
             partition = model.partitions[rank]
             used = effective(codec.at(step), partition)
-            schedule = direct.allreduce(Place(rank, size))
-            program = CodedProgram(schedule, partition.chunks, used.wire_bytes(partition.longest), range(size))
+            program = CodedProgram(
+                how.planner(Place(rank, size)),
+                partition.chunks,
+                used.wire_bytes(partition.longest),
+                range(size),
+                encodes_sums=how.encodes_sums,
+            )
             codes = Codes(
                 program,
                 outputs[rank],
@@ -146,9 +151,11 @@ def test_every_order_of_messages_gives_the_result_of_the_model(
 )
 def test_bytes_are_read_off_the_plan(algorithm: str, sent: int) -> None:
     """Of four shards; recursive doubling sends all four twice, one shot to three others."""
-    planner = ride(algorithm).planner
-    partition = partition_of(Int8(), 4096, 1, [[0, 1, 2, 3]], 1 << 20, planner)
-    program = CodedProgram(planner(Place(1, 4)), partition.chunks, Int8().wire_bytes(1024), range(4))
+    how = ride(algorithm)
+    partition = partition_of(Int8(), 4096, 1, [[0, 1, 2, 3]], 1 << 20, how.planner)
+    schedule = how.planner(Place(1, 4))
+    longest = Int8().wire_bytes(partition.longest)
+    program = CodedProgram(schedule, partition.chunks, longest, range(4), encodes_sums=how.encodes_sums)
     assert program.sent_bytes(Int8().wire_bytes) == sent * Int8().wire_bytes(1024)
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.plan.algorithms import BETWEEN_HOSTS, PLANNERS
+from collectives.plan.algorithms import BETWEEN_HOSTS, PLANNERS, direct
 from collectives.plan.check import ScheduleError, check_algorithm, contributions, encodings, run
 from collectives.plan.schedule import Action, Place, Planner, Schedule, receive, reduce, send
 from collectives.plan.spans import Span
@@ -266,6 +266,13 @@ def test_a_broken_schedule_is_caught() -> None:
 def test_how_often_codes_are_encoded(algorithm: str, count: Callable[[int], int]) -> None:
     for size in (1, 2, 3, 4, 5, 8, 16):
         assert encodings(plan("allreduce", algorithm, size)) == count(size)
+
+
+def test_one_shot_encodes_once() -> None:
+    """And all ranks add the same codes, in the same order."""
+    check_algorithm("allreduce", direct.one_shot, range(1, 17))
+    for size in range(1, 17):
+        assert encodings([direct.one_shot(Place(rank, size)) for rank in range(size)], encodes_sums=False) == 1
 
 
 def test_codes_that_nobody_sends_are_not_waited_for() -> None:
