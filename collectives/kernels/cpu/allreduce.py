@@ -95,9 +95,8 @@ def _reduce_without_copy(context, header, parity, nbytes, itemsize, function, op
     rank, size, block = field(context, RANK), field(context, SIZE), field(context, BLOCK)
     position, stop = _start(context, rank, nbytes), _start(context, rank + 1, nbytes)
     first, own = _address(context, 0, header), _address(context, rank, header)
-    slot = field(context, WHOLE) + (2 * rank + parity) * field(
-        context, WHOLE_BYTES
-    )  # as long as a block, and not in use
+    slot_bytes = field(context, WHOLE_BYTES)  # not less than a block has; and a large message leaves the slot free
+    slot = field(context, WHOLE) + (2 * rank + parity) * slot_bytes
     while position < stop:
         length = min(block, stop - position)
         count = length // itemsize

@@ -30,8 +30,11 @@ _DEPTH, _SMALLEST_DEPTH = 8, 2
 _STAGING_BYTES, _SMALLEST_CHUNK, _LARGEST_CHUNK = 8 << 20, 4 << 10, 64 << 10
 _RINGS_BYTES, _SMALLEST_RING, _LARGEST_RING = 16 << 20, 16 << 10, 512 << 10
 
-#: What is reduced at once: it and its sources stay in the first-level cache.
+#: What is reduced at once: it and its sources stay in the first-level cache. Where it may not be made in its place, it is made in
+#: the slot that a rank has for a whole small message of an operation of this parity, which is free during one of a large message:
+#: all ranks have begun that, so nobody reads what the one two before has left there.
 _BLOCK_BYTES = 8 << 10
+assert _BLOCK_BYTES <= _WHOLE_BYTES, "a block has room in a slot for a whole message"
 
 #: How long close() waits for a kernel to return, which takes it 50 ms after an abort.
 _LEAVE_S = 1.0
