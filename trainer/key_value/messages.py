@@ -36,6 +36,10 @@ class KeyServer(Serving):
             communicator.recv(payload, 0)
             self._keys.push(worker, number, payload, step)
             return
+        if kind not in (PULL, ROWS):
+            raise ValueError(
+                f"rank {worker} says {kind}, which is none of PUSH ({PUSH}), PULL ({PULL}) and ROWS ({ROWS})"
+            )
         rows = None
         if kind == ROWS:
             rows = torch.empty(argument, dtype=torch.int64)

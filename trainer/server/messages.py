@@ -39,6 +39,8 @@ class Server(Serving):
         if kind == SETTINGS:
             self._updater.take_settings(worker, receive_record(communicator, int(numbers[0]), 0))
             return
+        if kind != PUSH:
+            raise ValueError(f"rank {worker} says {kind}, which is neither PUSH ({PUSH}) nor SETTINGS ({SETTINGS})")
         weight, version, step = numbers[0], int(numbers[1]), int(numbers[2])
         pushed = self._packing.empty(step)
         for buffer in pushed:
