@@ -15,7 +15,9 @@ def of_copies(optimizer: torch.optim.Optimizer, copies: Mapping[Tensor, nn.Param
     so some may be empty."""
     groups = optimizer.param_groups
     known: dict[int, Any] = {id(parameter): parameter for group in groups for parameter in group["params"]}
-    made = copy.deepcopy(optimizer, known | {id(parameter): made for parameter, made in copies.items()})
+    others = [parameter for parameter in known.values() if parameter not in copies and parameter in optimizer.state]
+    not_copied: dict[int, Any] = {id(optimizer.state[parameter]): {} for parameter in others}
+    made = copy.deepcopy(optimizer, known | not_copied | {id(parameter): made for parameter, made in copies.items()})
     wanted = set(copies.values())
     for group in made.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter in wanted]

@@ -37,8 +37,14 @@ def test_the_copies_of_all_step_as_the_originals_do() -> None:
         assert not torch.equal(copied, unmoved)  # and the optimizer left them alone
 
 
+class NotCopied:
+    def __deepcopy__(self, memo: object) -> NotCopied:
+        raise AssertionError("the state of a parameter without a copy is copied")
+
+
 def test_nothing_is_left_of_parameters_without_a_copy() -> None:
     optimizer, parameters = stepped()
+    optimizer.state[parameters[0]]["large"] = NotCopied()
     (copied,) = (copies := copies_of(parameters[1])).values()
     made = of_copies(optimizer, copies)
     assert [(group["lr"], group["params"]) for group in made.param_groups] == [(0.5, [copied]), (0.25, [])]
