@@ -32,6 +32,9 @@ _REMEMBERED_CALLS = 256
 
 _NOT_RECORDED = nullcontext()
 
+#: Of which verb, whose algorithms they have, others are a half.
+_WHOLE_OF = {"reduce_shares": "allreduce", "gather_shares": "allreduce"}
+
 
 class Engine:
     """Runs the operations of one Communicator. timeout_s and stall_warning_s as there.
@@ -118,7 +121,7 @@ class Engine:
         """
         like, op = carried(like, op)
         device_type = "cpu" if self._via_host else like.device.type
-        if algorithm not in PLANNERS.get(verb, PLANNERS["allreduce"]):
+        if algorithm not in PLANNERS[_WHOLE_OF.get(verb, verb)]:
             outgoing, incoming = map(tuple, lengths)
             request = Request(verb, algorithm, like.dtype, device_type, numel, op, root, outgoing, incoming)
             return self._transport.collective(request)._replace(algorithm=algorithm)
