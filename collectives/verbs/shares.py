@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from collectives import arguments
+from collectives.link.base import Whole
 from collectives.plan.spans import consecutive
 from collectives.reduction import Op, check_arithmetic, finish, op_name
 from collectives.run.absences import Call
@@ -27,7 +28,7 @@ def reduce_shares(
     engine: Engine, tensor: torch.Tensor, op: Op, prescale: float, postscale: float, shares: Shares, async_op: bool
 ) -> Work | None:
     """Do the first half. shares: of the tensor; their algorithm has halves."""
-    call, body = _planned(engine, tensor, op, prescale, postscale, shares)
+    call, body, _ = _planned(engine, tensor, op, prescale, postscale, shares)
     return engine.submit(call, body, async_op=async_op)
 
 
@@ -35,14 +36,15 @@ def prepare_reduce_shares(
     engine: Engine, tensor: torch.Tensor, op: Op, prescale: float, postscale: float, shares: Shares
 ) -> PreparedOperation:
     """Do all of reduce_shares that can be done once for many runs."""
-    call, body = _planned(engine, tensor, op, prescale, postscale, shares)
-    return PreparedOperation(engine, tensor, call, body, None)
+    call, body, whole = _planned(engine, tensor, op, prescale, postscale, shares)
+    alone = whole if whole is not None and prescale == postscale == 1.0 and engine.takes_as_is(tensor, whole) else None
+    return PreparedOperation(engine, tensor, call, body, alone.run if alone is not None else None)
 
 
 def _planned(
     engine: Engine, tensor: torch.Tensor, op: Op, prescale: float, postscale: float, shares: Shares
-) -> tuple[Call, Callable[[Turn], None]]:
-    """Check the arguments, and return what is called, and the body."""
+) -> tuple[Call, Callable[[Turn], None], Whole | None]:
+    """Check the arguments, and return what is called, the body, and what the link has made ready."""
     name = op_name(engine.rank, op)
     check_arithmetic(engine.rank, tensor.dtype, name, prescale, postscale)
     algorithm = shares.algorithm
@@ -63,7 +65,7 @@ def _planned(
             finish(buffer.flat[span.start : span.stop], name if whole is None else "sum", engine.size, postscale)
         buffer.store()
 
-    return call, body
+    return call, body, whole
 
 
 def gather_shares(engine: Engine, tensor: torch.Tensor, async_op: bool) -> Work | None:

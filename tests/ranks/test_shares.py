@@ -51,6 +51,12 @@ def _compare(comm: Communicator, algorithm: str) -> None:
             comm.reduce_shares(tensor, op, prescale=prescale, postscale=postscale, async_op=True).wait()
             mine = owners == comm.rank
             assert torch.equal(tensor[mine], whole[mine]), (dtype, numel, op)
+            prepared = torch.empty_like(whole)
+            operation = comm.prepare_reduce_shares(prepared, op, prescale=prescale, postscale=postscale)
+            for run in (operation, lambda operation=operation: operation.start().wait(), operation):
+                prepared.copy_(rounded(comm.rank, numel, dtype))
+                run()
+                assert torch.equal(prepared[mine], whole[mine]), (dtype, numel, op, "prepared")
             tensor[~mine] = float("nan")
             comm.gather_shares(tensor)
             assert torch.equal(tensor, whole), (dtype, numel, op)
