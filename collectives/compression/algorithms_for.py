@@ -25,12 +25,14 @@ TWO_SHOT = "two_shot"
 
 
 def shot_of(codec: Codec) -> str:
-    """Return which of the two is for a codec."""
+    """Return 'one_shot' or 'two_shot', whichever is the one for a codec: the algorithm that 'auto' runs for codes that cannot be
+    added as they are, and the only one that encodes with error feedback."""
     return ONE_SHOT if codec.one_shot else TWO_SHOT
 
 
 def algorithms_for(codec: Codec, algorithms: Sequence[str], *, with_feedback: bool) -> tuple[str, ...]:
-    """Return those that a codec may ride: its shot, the best of those that encode, and of the algorithms of allreduce."""
+    """Return those that a codec may ride: first what shot_of() says, the best of those that encode, then algorithms of allreduce.
+    algorithms: the names that allreduce has."""
     if codec.summable:
         return (shot_of(codec), *algorithms)
     if with_feedback or codec.needs_feedback or codec.new_state(1, torch.device("cpu")) is not None:
@@ -40,10 +42,11 @@ def algorithms_for(codec: Codec, algorithms: Sequence[str], *, with_feedback: bo
 
 @dataclass(frozen=True)
 class Ride:
-    """Says how codes ride an algorithm.
+    """Says how codes travel in an allreduce by some algorithm.
 
-    planner: what ranks follow that exchange codes. by_hosts: whether those of a host sum their numbers first, as they are.
-    encodes_sums: whether the sum over all ranks is encoded, as ranks are sent it, or each rank adds all codes by itself.
+    planner: makes the schedule of the ranks that exchange codes. by_hosts: whether ranks of one host first sum their numbers, as
+    they are. encodes_sums: whether the sum over all ranks is encoded in its turn, since ranks are sent it; False where each rank
+    is sent the codes of all others, and adds them up by itself.
     """
 
     planner: Planner
@@ -52,7 +55,8 @@ class Ride:
 
 
 def ride(algorithm: str) -> Ride:
-    """Return how codes ride an algorithm, that some codec may ride."""
+    """Return how codes travel in an allreduce by an algorithm: 'one_shot', 'two_shot', or one that has a planner. Raises KeyError
+    for what has none, as what a link does by itself."""
     if algorithm == ONE_SHOT:
         return Ride(direct.one_shot, by_hosts=True, encodes_sums=False)
     if algorithm == TWO_SHOT:

@@ -21,10 +21,10 @@ class ChunkTopK(Codec):
     magnitudes a chunk), and two scales as bfloat16. For k = 64 that is 116 bytes a chunk, 141 times fewer than float32.
 
     The codec of SparseLoCo (2025). Contraction: a chunk keeps the larger part of its energy at the same place, rounded to
-    two magnitudes; biased, and meant for error feedback. Ranks that agree on little choose other places: their sum has up
-    to p times as many, so it is not encoded again, and every rank sends its code to all others. A chunk with a number that
-    is not finite decodes to NaN where it sends any. Of a last chunk that is shorter, k / 4096 of the numbers are sent,
-    rounded up.
+    two magnitudes; biased, and meant for error feedback. Ranks mostly choose different places, so the sum over p ranks has
+    up to p * k numbers of a chunk that are not zero. To encode it again would keep k of them: instead every rank sends its
+    code to all others, which add up all codes. A chunk with a number that is not finite decodes to NaN where it sends any.
+    Of a last chunk that is shorter, k / 4096 of the numbers are sent, rounded up.
 
     k: a multiple of 4 from 4 to 1024.
     """

@@ -27,10 +27,11 @@ class Codec(ABC):
     the same bytes on every device.
 
     name: in the registry. summable: whether codes may be added as they are, as numbers of wire_dtype. needs_feedback: whether
-    training does not converge without error feedback. one_shot: whether every rank is sent every other's code, as a sum of them
-    would lose much more in a code of its own. draws: whether the step decides (`at`) which numbers are
-    sent. remembers: names of what its state keeps of every number, which must begin as zero and may be added: what ranks
-    remember of the same number may be summed and handed to one of them.
+    training does not converge without error feedback. one_shot: whether each rank sends its code to all others, which add all
+    codes by themselves: for a codec that would lose too much were the sum over the ranks encoded again. Else a rank adds up its
+    share of the numbers, and sends all others a code of the sum. draws: whether the step decides (`at`) which numbers are sent.
+    remembers: names of what its state keeps of every number, which must begin as zero and may be added: what ranks remember of
+    the same number may be summed and handed to one of them.
     """
 
     name: ClassVar[str]

@@ -3,9 +3,9 @@
 The rules are these. A block begins as version 0, this rank's own numbers, and becomes another version whenever something is
 added to it: version r + 1 in round r. Each version that is sent, or added to, is encoded once, and from then on counts as
 what its code decodes to, on this rank too; so does the sum over all ranks, on every rank that has it, unless all ranks make it
-of the same codes. What arrives is decoded
-into its block, or added to it, the codes of all ranks, this one's among them, in the order of the group; a code that is passed
-on is passed on as it came. So replicas are the same to the bit, which collectives.plan.check sees to.
+of the same codes. What arrives is decoded into its block, or added to it, the codes of all ranks, this one's among them, in the
+order of the group; a code that is passed on is passed on as it came. So replicas are the same to the bit, which
+collectives.plan.check sees to.
 """
 
 from __future__ import annotations

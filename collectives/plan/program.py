@@ -32,9 +32,7 @@ _KEPT = 1 << 14
 class Kind(IntEnum):
     """What an instruction asks for. "The sum" is memory of its own for one block, in which sums over all ranks are made."""
 
-    SEND = (
-        0  # to `peer`, what lies in the source at `offset`, or where `scratch` is not negative, in scratch memory there
-    )
+    SEND = 0  # to `peer`, what lies in the source at `offset`; where `scratch` is not negative, in scratch memory there
     RECEIVE = 1  # from `peer`: into the destination at `offset`, or where `scratch` is not negative, into scratch memory there
     POST = 2  # start all sends and receives since the last POST; they carry the tag of `segment`
     WAIT = 3  # for the message that is number `number` of all sends and receives
@@ -42,9 +40,7 @@ class Kind(IntEnum):
     ENCODE = 5  # what lies at `offset`, to scratch memory at `scratch`: version `number` of block `block`
     DECODE = 6  # the code of `peer` in scratch memory at `scratch`, to `offset`; where `number` is 1, to the sum
     ADD = 7  # the code of `peer` in scratch memory at `scratch`, to what lies at `offset`; where `number` is 1, to the sum
-    COMPLETE = (
-        8  # what lies at `offset` is summed over all ranks; where `number` is 1, that is in the sum, and encoded next
-    )
+    COMPLETE = 8  # what lies at `offset` is summed over all ranks; where `number` is 1, in the sum, and encoded next
 
 
 class Instruction(NamedTuple):

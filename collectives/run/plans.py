@@ -158,8 +158,12 @@ class Plans:
         return self._once(("buffer", collective, algorithm, root, numel, segment, grouped), planned)
 
     def shares(self, numel: int, element_size: int) -> Shares:
-        """Return the shares of a buffer. Where the allreduce has halves they are the blocks of its segments, since which ranks'
-        numbers are added first depends on the block, or what the link says; else near-equal parts of the buffer."""
+        """Return whose is which part of a buffer between the halves of the allreduce that 'auto' would run.
+
+        Where a planner makes that, the blocks of its segments, since the order in which ranks' numbers are added depends on the
+        block; where the link does it by itself, near-equal parts that begin where the link says; where it has no halves,
+        near-equal parts of the buffer.
+        """
         size = self._place.size
         algorithm = self.choose("allreduce", "auto", numel * element_size)
         if algorithm in self._halves:

@@ -57,8 +57,9 @@ class Failure:
 
     @property
     def common(self) -> tuple[str | None, int | None, str]:
-        """What several ranks have in common that failed alike: how they ended, and their words, but for their own numbers.
-        A host fails by itself."""
+        """Return what is equal for failures that people would call the same, and are told on one line: None, the exit code, and
+        the words without the rank's own number. In place of None the host's name where the host itself failed, which is
+        like no other failure."""
         if self.rank is None:
             return self.host, self.exit_code, self.words
         raised = self.exit_code == -signal.SIGTERM and _RAISED.match(self.words)  # and would have ended with 1

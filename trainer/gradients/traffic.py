@@ -82,11 +82,11 @@ class Traffic:
             self._uncompressed += nbytes * (self._communicator.size - 1)
 
     def _wire_bytes(self, nbytes: int, codec: Codec | None) -> int:
-        """Return what this rank sends for a message, remembered: reading it off a plan takes longer than a small
-        exchange.
+        """Return how many bytes this rank sends in an allreduce of nbytes; with a codec, of nbytes of float32 as codes.
 
-        All is counted on the route that codes take, whatever algorithm numbers take, or a number that is smaller might
-        only be one of another route.
+        Numbers, and codes that are summed as numbers, count as if they went by two-shot, and other codes by their own shot:
+        so what a codec saves does not depend on which algorithm the numbers would have taken. Results are kept, since
+        to read one off a plan takes longer than a small exchange.
         """
         key = (nbytes, codec)
         if key not in self._planned:

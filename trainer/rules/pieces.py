@@ -235,17 +235,19 @@ class _Way:
 
 
 class _Copies:
-    """Copies tensors, the same ones as often as wanted."""
+    """Copies tensors to others, the same ones as often as wanted: add() says which, run() copies."""
 
     def __init__(self) -> None:
         self._destinations: list[Tensor] = []
         self._sources: list[Tensor] = []
 
     def add(self, destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Have run() copy each source to the destination at its place, from now on."""
         self._destinations += destinations
         self._sources += sources
 
     def run(self) -> None:
+        """Copy all that was added, as it is now."""
         if self._destinations:
             torch._foreach_copy_(self._destinations, self._sources)
 

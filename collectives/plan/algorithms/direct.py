@@ -45,6 +45,7 @@ def allreduce(place: Place) -> Schedule:
 
 
 def one_shot(place: Place) -> Schedule:
+    """Send the whole buffer to all others, and add theirs, in one round: an allreduce that sends nobody a sum."""
     whole = (Span(0, 1),)
     sends = [send(peer, whole) for peer in _others(place)]
     return _schedule(place, 1, sends + [reduce(peer, whole) for peer in sorted(_others(place))])
