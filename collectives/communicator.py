@@ -121,8 +121,14 @@ class Communicator:
                 tables.setdefault(
                     collective, default_table(collective, self.topology, transport.preferred, quick=quick)
                 )
-            eager, halves = transport.eager, transport.halves
-            plans = Plans(self.topology, algorithms, tables, segment_bytes, eager=eager, halves=halves)
+            plans = Plans(
+                self.topology,
+                algorithms,
+                tables,
+                segment_bytes,
+                eager=transport.eager,
+                share_alignment_bytes=transport.share_alignment_bytes,
+            )
             patience_s = timeout_s if stall_shutdown_s is None else min(timeout_s, stall_shutdown_s)
             self._engine = Engine(transport, connection.watch, plans, patience_s, stall_warning_s)
             self._lanes = ""

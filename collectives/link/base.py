@@ -81,9 +81,10 @@ class Transport(ABC):
     before its receiver has asked for the message, so that programs are to end with an answer; hears_anyone, whether
     next_sender() is offered; waits_again, whether a wait whose deadline has passed harms nothing; shares_memory, whether this
     rank shares memory with others of its host; algorithms, the names under which it does whole verbs by itself, by verb;
-    preferred, which of these 'auto' is to take whatever the size, by verb; halves, which of its allreduces it does by halves too,
-    as the verbs reduce_shares and gather_shares, in place like the whole, with the number of bytes at whose multiples shares
-    begin; routes, lines for people: what joins this rank with which others, and why.
+    preferred, which of these 'auto' is to take whatever the size, by verb; share_alignment_bytes, for its allreduces that
+    it does by halves too, as the verbs reduce_shares and gather_shares, in place like the whole: at multiples of how many bytes
+    it cuts a buffer into shares, one a rank, in order of the ranks and of near-equal length, as plan.spans.split_aligned does;
+    routes, lines for people: what joins this rank with which others, and why.
     """
 
     rank: int
@@ -97,7 +98,7 @@ class Transport(ABC):
     waits_again: bool = False
     algorithms: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     preferred: Mapping[str, str] = MappingProxyType({})
-    halves: Mapping[str, int] = MappingProxyType({})
+    share_alignment_bytes: Mapping[str, int] = MappingProxyType({})
     routes: tuple[str, ...] = ()
 
     @abstractmethod

@@ -84,7 +84,7 @@ class RoutingTransport(Transport):
         self.algorithms = group.algorithms
         if near is not None:
             self.shares_memory = True
-            self.preferred, self.halves = near.preferred, near.halves
+            self.preferred, self.share_alignment_bytes = near.preferred, near.share_alignment_bytes
             self.algorithms = {
                 verb: (*near.algorithms.get(verb, ()), *names) for verb, names in group.algorithms.items()
             }
@@ -149,7 +149,7 @@ class RoutingTransport(Transport):
     def collective(self, request: Request) -> Whole:
         """See Transport."""
         near = self._near
-        if near is not None and request.algorithm in near.algorithms.get(request.verb, near.halves):
+        if near is not None and request.algorithm in near.algorithms.get(request.verb, near.share_alignment_bytes):
             return near.collective(request)
         return self._group.collective(request)
 

@@ -57,8 +57,8 @@ class Plans:
     """The plans of one Communicator, which knows no tensors.
 
     topology: of its ranks. algorithms: the names that each collective has. tables: what 'auto' runs. segment_bytes: see
-    Communicator. eager, halves: as of a Transport. grouped, in all methods: whether both ends of a message must be posted
-    together.
+    Communicator. eager, share_alignment_bytes: as of a Transport. grouped, in all methods: whether both ends of a message must be
+    posted together.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Plans:
         segment_bytes: int,
         *,
         eager: bool = False,
-        halves: Mapping[str, int] = MappingProxyType({}),
+        share_alignment_bytes: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._eager = eager
-        self._halves = halves
+        self._share_alignment_bytes = share_alignment_bytes
         self.topology = topology
         self.tables = tables
         self._place = Place(topology.rank, topology.size, 0, topology.hosts)
@@ -166,8 +166,9 @@ class Plans:
         """
         size = self._place.size
         algorithm = self.choose("allreduce", "auto", numel * element_size)
-        if algorithm in self._halves:
-            aligned = split_aligned(Span(0, numel), size, max(1, self._halves[algorithm] // element_size))
+        if algorithm in self._share_alignment_bytes:
+            alignment = max(1, self._share_alignment_bytes[algorithm] // element_size)
+            aligned = split_aligned(Span(0, numel), size, alignment)
             return Shares(algorithm, tuple((span,) for span in aligned))
         if algorithm not in IN_HALVES:
             return Shares(None, tuple((span,) for span in split(Span(0, numel), size)))

@@ -89,7 +89,7 @@ def _address(context, rank, header):
 
 
 @njit
-def _reduce_without_copy(context, header, parity, nbytes, itemsize, function, op, divisor, halves):
+def _reduce_without_copy(context, header, parity, nbytes, itemsize, function, op, divisor, doing):
     """Reduce this rank's share of all ranks' buffers in rank order; write the result to all, or where only that half is done,
     to its own."""
     rank, size, block = field(context, RANK), field(context, SIZE), field(context, BLOCK)
@@ -101,14 +101,14 @@ def _reduce_without_copy(context, header, parity, nbytes, itemsize, function, op
         length = min(block, stop - position)
         count = length // itemsize
         total = first + position
-        if halves == REDUCES and rank != 0:
+        if doing == REDUCES and rank != 0:
             total = slot
             copy(total, first + position, length)
         for peer in range(1, size):
             combine(function, total, _address(context, peer, header) + position, count, op, divisor)
         if divisor != 1:
             combine(function, total, total, count, DIVIDE, divisor)
-        if halves != REDUCES:
+        if doing != REDUCES:
             for peer in range(1, size):
                 copy(_address(context, peer, header) + position, total, length)
         elif rank != 0:
@@ -161,7 +161,7 @@ def _chunk(context, owner, number, sub):
 
 
 @njit
-def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor, halves):
+def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor, doing):
     """Chunk by chunk, hand the others their share of this rank's tensor, reduce the own share, and take the results; or half of
     that.
 
@@ -178,7 +178,7 @@ def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor, ha
     while copied < chunks:
         moved = False
         if copied < reduced and least_of(context, REDUCED) > before + copied:
-            for step in range(1, size if halves & SPREADS else 1):
+            for step in range(1, size if doing & SPREADS else 1):
                 owner = (rank + step) % size
                 start = _start(context, owner, nbytes) + copied * chunk_bytes
                 length = min(chunk_bytes, _start(context, owner + 1, nbytes) - start)
@@ -196,7 +196,7 @@ def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor, ha
                 count = length // itemsize
                 own = data + start
                 number = before + reduced
-                if halves == SPREADS:
+                if doing == SPREADS:
                     copy(_chunk(context, rank, number, 1 if rank == 0 else 0) + offset, own, length)
                 elif rank == 0:
                     result = _chunk(context, rank, number, 1) + offset
@@ -204,7 +204,7 @@ def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor, ha
                         combine(function, own, _chunk(context, rank, number, peer) + offset, count, op, divisor)
                     if divisor != 1:
                         combine(function, own, own, count, DIVIDE, divisor)
-                    if halves & SPREADS:
+                    if doing & SPREADS:
                         copy(result, own, length)
                 else:
                     result = _chunk(context, rank, number, 0) + offset
@@ -220,7 +220,7 @@ def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor, ha
             store(line_of(context, rank, REDUCED), before + reduced)
             moved = True
         if staged < chunks and (staged < depth or least_of(context, COPIED) > before + staged - depth):
-            for step in range(1, size if halves & REDUCES else 1):
+            for step in range(1, size if doing & REDUCES else 1):
                 owner = (rank + step) % size
                 start = _start(context, owner, nbytes) + staged * chunk_bytes
                 length = min(chunk_bytes, _start(context, owner + 1, nbytes) - start)
@@ -261,10 +261,10 @@ _START, _ANNOUNCED, _STAGING_NOW, _REDUCED_NOW = range(4)
 
 
 @compiled(njit, int64(*[int64] * 13), nogil=True)
-def allreduce(context, nbytes, itemsize, function, op, divisor, halves, data, sequence, tag, slot, offset, born):
+def allreduce(context, nbytes, itemsize, function, op, divisor, doing, data, sequence, tag, slot, offset, born):
     """Reduce `nbytes` at `data` over the ranks of a segment, in place. After PENDING, call it again in the same way.
 
-    halves: REDUCES | SPREADS, or one of them: then only this rank's share holds the result, or is what it has of it.
+    doing: REDUCES | SPREADS, or one of them: then only this rank's share holds the result, or is what it has of it.
     sequence, tag: what all ranks must agree on, the operation's number and what is called. slot, offset, born: where
     the tensor lies in this rank's shared allocations; slot is -1 for one that does not.
     """
@@ -295,17 +295,17 @@ def allreduce(context, nbytes, itemsize, function, op, divisor, halves, data, se
         set_field(context, PATIENT, 0)
         _read_headers(context, header)
         if small:
-            if halves == SPREADS:
+            if doing == SPREADS:
                 _gather_whole(context, parity, data, nbytes)
             else:
                 _reduce_whole(context, parity, data, nbytes, itemsize, function, op, divisor)
             set_field(context, PHASE, _START)
             return FINISHED_WITH_NEWS if field(context, NEWS) != 0 else FINISHED
         if field(context, DIRECT) == 1:
-            if halves == SPREADS:
+            if doing == SPREADS:
                 _gather_without_copy(context, header, nbytes)
             else:
-                _reduce_without_copy(context, header, parity, nbytes, itemsize, function, op, divisor, halves)
+                _reduce_without_copy(context, header, parity, nbytes, itemsize, function, op, divisor, doing)
             store(line_of(context, rank, DONE), sequence)
             phase = _REDUCED_NOW
         else:
@@ -315,7 +315,7 @@ def allreduce(context, nbytes, itemsize, function, op, divisor, halves, data, se
             phase = _STAGING_NOW
         set_field(context, PHASE, phase)
     if phase == _STAGING_NOW:
-        status = _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor, halves)
+        status = _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor, doing)
     else:
         status = wait_for_line(context, DONE, sequence)
     if status == FINISHED:

@@ -30,7 +30,7 @@ class SharedMemoryTransport(Table, Transport):
         self.reductions = reductions
         self.preferred = {} if reductions is None else PREFERRED
         self.algorithms = {verb: (name,) for verb, name in self.preferred.items()}
-        self.halves = {} if reductions is None else reductions.halves
+        self.share_alignment_bytes = {} if reductions is None else reductions.share_alignment_bytes
         self._group = group
         self._kernels = group.kernels
         self._index = {member: index for index, member in enumerate(group.members)}

@@ -32,7 +32,7 @@ class SharedMemory:
         self._sequence = 0
 
     @property
-    def halves(self) -> Mapping[str, int]:
+    def share_alignment_bytes(self) -> Mapping[str, int]:
         """See Transport."""
         return {PREFERRED["allreduce"]: self.group.kernels.LINE}
 
@@ -49,8 +49,8 @@ class SharedMemory:
         arithmetic = cpu_arithmetic(request.dtype).address
         kernels = group.kernels
         parts = {"reduce_shares": kernels.REDUCES, "gather_shares": kernels.SPREADS}
-        halves = parts.get(request.verb, kernels.REDUCES | kernels.SPREADS)
-        kind = (nbytes, request.dtype.itemsize, arithmetic, kernels.OPS[request.op], divisor, halves)
+        doing = parts.get(request.verb, kernels.REDUCES | kernels.SPREADS)
+        kind = (nbytes, request.dtype.itemsize, arithmetic, kernels.OPS[request.op], divisor, doing)
         kernel = partial(kernels.allreduce, group.context_address, *kind)
         is_small = nbytes <= group.whole_bytes
 
