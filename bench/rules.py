@@ -28,14 +28,14 @@ from trainer.compression import NAMES
 from trainer.examples import bytes_gpt
 from trainer.examples.loop import choose_device, digest, share_cores
 
-DEFAULT = "synchronous,average,diloco,sum+chunktopk"
+DEFAULT = "synchronous,average,diloco,average+chunktopk"
 MODELS: dict[str, dict[str, Any]] = {"small": {}, **bytes_gpt.PRESETS}
 POINTS = 12
 """The loss is looked at so many times in a run."""
 
 NOTES = f"""\
 RULE is one of {", ".join(RULES)}.
-Local updates: average, sum (an outer rate of as many as there are ranks, for chunktopk), diloco, and streaming.
+Local updates: average (with chunktopk the sum of what is sent), diloco, and streaming.
 loss: on text not trained on, with the parameters that ranks have, each a share of it; over first: over the first
 competitor's. reaches: the share of the first competitor's time, steps and bytes after which a loss as low as its last is seen.
 sent: by a rank, of gradients, movements or parameters, uncompressed ones as 2(p-1)/p of them."""

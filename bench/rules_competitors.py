@@ -165,10 +165,6 @@ def _average(module: nn.Module, codec: str, settings: Settings) -> Competitor:
     return _local(module, codec, settings, None)
 
 
-def _sum(module: nn.Module, codec: str, settings: Settings) -> Competitor:
-    return _local(module, codec, settings, torch.optim.SGD(module.parameters(), lr=hvd.size()))
-
-
 def _nesterov(module: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     """Return DiLoCo's outer optimizer."""
     momentum = settings.outer_momentum
@@ -238,7 +234,6 @@ RULES: dict[str, Callable[[nn.Module, str, Settings], Competitor]] = {
     "ddp": _ddp,
     "synchronous": _synchronous,
     "average": _average,
-    "sum": _sum,
     "diloco": _diloco,
     "streaming": _streaming,
     "server": _server,
@@ -247,7 +242,7 @@ RULES: dict[str, Callable[[nn.Module, str, Settings], Competitor]] = {
     "asynchronous": _asynchronous,
     "hogwild": _hogwild,
 }
-CODED = {"synchronous", "average", "sum", "diloco", "streaming"}
+CODED = {"synchronous", "average", "diloco", "streaming"}
 """Those of which what is exchanged may be encoded."""
 UNLIKE = {"alone", "streaming", "quorum", "stale", "asynchronous", "hogwild"}
 """Those of which ranks do not hold the same parameters at the end."""

@@ -262,6 +262,7 @@ class KVStore:
         except ValueError:
             if keys is not None:
                 keys.load_state_dict(before)
+            self._group.meet()  # nobody pushes before all servers have done that
             raise
 
     @staticmethod

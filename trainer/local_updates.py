@@ -75,10 +75,12 @@ class LocalUpdates(DistributedOptimizer):
     says which settings are for which situation. report() counts all that was sent, `stats` the gradients of the warm-up alone.
 
     optimizer, named_parameters, process_set, backward_passes_per_step, bucket_bytes: as DistributedOptimizer takes them.
-    outer: an optimizer of the same parameters, of which class, settings and state are taken; itself it is not used.
+    outer: an optimizer of the same parameters, of which class, settings and state are taken; itself it is not used. None:
+    the parameters are averaged. What travels by "chunktopk", of which few ranks send the same numbers, is averaged over as
+    many as send a number, if that is one: by an SGD with a rate of as many as send codes, the ranks, or the hosts where
+    these are several and some have several ranks.
     codec, policy: what movements travel as, of all parameters, whatever their size: as compression= and policy= of
-    DistributedOptimizer; "chunktopk" brings the error feedback that takes the place of outer momentum (SparseLoCo, 2025),
-    and is for an outer SGD with a rate of as many as there are ranks: few of them send the same numbers.
+    DistributedOptimizer; "chunktopk" brings the error feedback that takes the place of outer momentum (SparseLoCo, 2025).
     warmup_codec: what gradients travel as during the warm-up, and among inner ranks.
     fragments: the parameters are cut into so many parts, which are exchanged in turn, each every `every` steps. delay:
     ranks go on for so many steps while a part is on its way, and then keep the share `alpha` of their own parameters
@@ -116,10 +118,9 @@ class LocalUpdates(DistributedOptimizer):
             raise TypeError(f"{here()}optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
         parameters = tensors_of(optimizer.param_groups)
         _check(every, warmup_steps, fragments, delay, alpha, len(parameters))
-        outer = torch.optim.SGD(parameters, lr=1.0) if outer is None else outer
-        if not isinstance(outer, torch.optim.Optimizer):
+        if not isinstance(outer, torch.optim.Optimizer | None):
             raise TypeError(f"{here()}outer must be a torch.optim.Optimizer or None, not {type(outer).__name__}")
-        if {p for group in outer.param_groups for p in group["params"]} != set(parameters):
+        if outer is not None and {p for group in outer.param_groups for p in group["params"]} != set(parameters):
             raise ValueError(f"{here()}outer must be an optimizer of the same parameters as optimizer")
         pairs = None if named_parameters is None else list(named_parameters)
         wanted = dict(policy or {})

@@ -187,7 +187,7 @@ class ParameterServer(WrappingOptimizer):
                 settings = None if server in trains else self.optimizer
                 parts.append((Remote(rank, server, packing, pairs[rank], settings), numbers))
         worker_here = Worker(rank, parameters, parts) if rank in roles.workers else None
-        self._worker = worker_here if group is None else Member(group, parameters, worker_here, len(shares))
+        self._worker = worker_here if group is None else Member(rank, group, parameters, worker_here, len(shares))
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -267,7 +267,7 @@ class ParameterServer(WrappingOptimizer):
         Raises ValueError, on all ranks, with nothing loaded, where the state_dict of one is of something else.
         """
         self._check_synchronous("load_state_dict")
-        worker = self._training()
+        self._training()
         saved = state_dict.get(KEY) or {}
         version = saved.get("version")
         said = self._communicator.allgather_record([saved.get("layout") == self._layout, version])
@@ -277,12 +277,26 @@ class ParameterServer(WrappingOptimizer):
                 f"{here()}load_state_dict needs what state_dict() returned on this rank of as many ranks, with the same servers "
                 f"and parameters, after the same step; not so on {', '.join(f'rank {rank}' for rank in wrong)}"
             )
+        before, fault = self.state_dict(), ""
+        try:
+            self._take(state_dict)
+        except Exception as error:  # told to the others, who would wait
+            fault = f"{type(error).__name__}: {error}"
+        faults = self._communicator.allgather_record(fault)
+        if any(faults):
+            self._take(before)
+        self._communicator.barrier()  # nobody contributes before all servers know the version
+        for rank, theirs in enumerate(faults):
+            if theirs:
+                raise ValueError(f"{here()}load_state_dict: rank {rank} was given what cannot be loaded ({theirs})")
+
+    def _take(self, state_dict: dict[str, Any]) -> None:
+        """Go on where state_dict() was called, on this rank and at its server. Raises what their states raise."""
+        saved = state_dict[KEY]
         self.optimizer.load_state_dict({name: value for name, value in state_dict.items() if name != KEY})
         if self._updater is not None:
             self._updater.load_state_dict(saved["updater"])
-        assert version is not None  # a fault, else
-        worker.load_state_dict(saved["worker"], version)
-        self._communicator.barrier()  # nobody contributes before all servers know the version
+        self._training().load_state_dict(saved["worker"], saved["version"])
 
     def close(self, timeout_s: float | None = None) -> None:
         """Say that nothing more comes from this rank, serve the others until they say so too, and end the threads.

@@ -88,8 +88,9 @@ def partition_of(
 
 def effective(codec: Codec, partition: Partition) -> Codec:
     """Return the codec, or none where the numbers themselves are shorter than their code. A codec that remembers must be asked
-    all the same, as what it makes of the numbers may be another thing than the numbers."""
+    all the same, as what it makes of the numbers may be another thing than the numbers; so must one of one shot, whose sums are
+    of other ranks' numbers each."""
     longest = partition.longest
-    if codec.wire_bytes(longest) < 4 * longest or codec.new_state(1, torch.device("cpu")) is not None:
+    if codec.wire_bytes(longest) < 4 * longest or codec.one_shot or codec.new_state(1, torch.device("cpu")) is not None:
         return codec
     return Raw()

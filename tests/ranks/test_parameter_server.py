@@ -137,6 +137,10 @@ def resume() -> None:
         for parameter, value in zip(again.parameters(), parameters, strict=True):
             parameter.copy_(value)
     resumed.load_state_dict(saved)
+    if hvd.rank() == 0:  # of one rank, what the collective look at the layout does not see
+        broken = {**saved, "gradwire_server": {**saved["gradwire_server"], "updater": {"version": 2}}}
+    with pytest.raises(ValueError, match=r"rank 0 was given what cannot be loaded \(KeyError"):
+        resumed.load_state_dict(broken if hvd.rank() == 0 else saved)
     assert set(resumed.versions) == {2}
     train(again, resumed, range(2, STEPS))
     for one, other in zip(model.parameters(), again.parameters(), strict=True):

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import trainer as hvd
 from collectives import ReplicasDiffer
 from tests.harness import ON_EVERY_TRANSPORT, Worlds, wide
+from tests.ranks.exact import on_host
 from tests.ranks.training import assert_same_on_all_ranks, in_world, loss_of
 
 pytestmark = ON_EVERY_TRANSPORT
@@ -190,6 +192,31 @@ CODED: dict[str, dict[str, Any]] = {
         "warmup_codec": "powersgd",
     },
 }
+
+
+@in_world
+def sum_of_codes(host_of: str) -> None:
+    """Have each host move numbers of its own by 1, on all of its ranks: with outer=None, all get that movement as it is."""
+    host = host_of[hvd.rank()]
+    parameter = nn.Parameter(torch.zeros(4 * 4096))
+    optimizer = hvd.LocalUpdates(torch.optim.SGD([parameter], lr=1.0), every=1, codec="chunktopk")
+    mine = torch.arange(parameter.numel()) % 512 == ord(host)
+    parameter.grad = -mine.float()
+    optimizer.step()
+    moved = torch.zeros(512, dtype=torch.bool)
+    moved[[ord(each) for each in host_of]] = True
+    assert torch.equal(parameter.detach(), moved.repeat(parameter.numel() // 512).float())
+    optimizer.close()
+
+
+def sum_of_codes_on_hosts(host_of: str) -> None:
+    with on_host(host_of[dist.get_rank()]):
+        sum_of_codes(host_of)
+
+
+@pytest.mark.parametrize("host_of", ["a", "ab", "aabb"])
+def test_few_numbers_of_each_rank_are_summed(ranks: Worlds, host_of: str) -> None:
+    ranks(len(host_of)).run(sum_of_codes_on_hosts, host_of)
 
 
 @in_world

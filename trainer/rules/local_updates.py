@@ -3,8 +3,9 @@
 Each rank trains a copy of its own. Every `every` steps the ranks average what their parameters have moved by since they
 last met, and an outer optimizer applies that, as if it were a gradient, to the outer parameters, of which all ranks
 hold the same (DiLoCo, Douillard et al. 2023). With an outer SGD of rate 1 that is averaging the parameters (local SGD,
-Stich 2018). The outer optimizer is exchanged for like any other, by the synchronous rule, with its buckets, codecs and
-checkpoints.
+Stich 2018). Where movements travel in codes of few numbers each, mostly other ones on every rank, the mean over all
+ranks is a fraction of what the sender of a number wants; a rate of as many as there are codes makes it the sum. The
+outer optimizer is exchanged for like any other, by the synchronous rule, with its buckets, codecs and checkpoints.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from collectives import CollectiveError, Communicator
+from collectives.compression.codec import Codec
 from collectives.daemon import DaemonThread
-from trainer.compression import Policy
+from trainer.compression import Encoding, Policy
 from trainer.copies import of_copies
 from trainer.gradients.agreement import check_settings
 from trainer.gradients.combination import Combination
@@ -43,15 +45,15 @@ class Locality:
     """Says how far ranks go alone.
 
     every: steps between two exchanges of the same parameters. outer: an optimizer of the same parameters, whose class,
-    settings and state the outer one begins with. warmup_steps: in which gradients are averaged first. policy: what
-    movements travel as. fragments: into how many parts the parameters are cut, which are exchanged one after the other.
-    delay: for how many steps ranks go on while a fragment is exchanged. alpha: the share of its own parameters that a
-    rank keeps of a fragment that is so late. inner: ranks that average their gradients in every step; None for none.
-    owns_inner: whether nobody else uses that Communicator.
+    settings and state the outer one begins with; None to average. warmup_steps: in which gradients are averaged first.
+    policy: what movements travel as. fragments: into how many parts the parameters are cut, which are exchanged one
+    after the other. delay: for how many steps ranks go on while a fragment is exchanged. alpha: the share of its own
+    parameters that a rank keeps of a fragment that is so late. inner: ranks that average their gradients in every step;
+    None for none. owns_inner: whether nobody else uses that Communicator.
     """
 
     every: int
-    outer: torch.optim.Optimizer
+    outer: torch.optim.Optimizer | None
     warmup_steps: int
     policy: Policy
     fragments: int
@@ -64,12 +66,13 @@ class Locality:
     def described(self) -> dict[str, str]:
         """Return in words, by the names of arguments, what must be the same on all ranks."""
         codec, policy = self.policy.described
-        settings = [{name: group[name] for name in group if name != "params"} for group in self.outer.param_groups]
+        groups = [] if self.outer is None else self.outer.param_groups
+        settings = [{name: group[name] for name in group if name != "params"} for group in groups]
         return {
             **{name: str(getattr(self, name)) for name in ("every", "warmup_steps", "fragments", "delay", "alpha")},
             "codec": codec,
             "policy": policy,
-            "outer": f"{type(self.outer).__name__} {settings}",
+            "outer": "none" if self.outer is None else f"{type(self.outer).__name__} {settings}",
             "inner": "none" if self.inner is None else "a process set",
         }
 
@@ -199,7 +202,20 @@ class LocalUpdates(Rule):
             self._averaging = self._averaged(self._inner_combination)
         setup = replace(self.setup, combination=self._outer_combination, policy=locality.policy, passes=Passes(1))
         cut = _cut(self._parameters, locality.fragments)
-        self._fragments = [Fragment(self._names[part], self._parameters[part], locality.outer, setup) for part in cut]
+        outer = locality.outer or self._averaging_outer()
+        self._fragments = [Fragment(self._names[part], self._parameters[part], outer, setup) for part in cut]
+
+    def _averaging_outer(self) -> torch.optim.Optimizer:
+        """Return the outer optimizer that averages: what travels in one shot over those that send a number, if that is one."""
+        hosts = self.communicator.topology.hosts
+        encoders = self.communicator.size if max(map(len, hosts)) == 1 or len(hosts) == 1 else len(hosts)
+        by_rate: dict[float, list[Tensor]] = {}
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            encoding = self._locality.policy.encoding(name, parameter)
+            codec = encoding.codec if isinstance(encoding, Encoding) else None
+            is_one_shot = isinstance(codec, Codec) and codec.one_shot
+            by_rate.setdefault(float(encoders) if is_one_shot else 1.0, []).append(parameter)
+        return torch.optim.SGD([{"params": parameters, "lr": rate} for rate, parameters in by_rate.items()])
 
     def _averaged(self, combination: Combination) -> Synchronous:
         """Return the rule that averages gradients among these ranks."""
@@ -280,7 +296,7 @@ class LocalUpdates(Rule):
             return
         for number, fragment in enumerate(self._fragments):
             others = [other[KEY]["fragments"][number] for other in also]
-            fragment.load_state_dict(part["fragments"][number], others)
+            fragment.load_state_dict(part["fragments"][number], others, keep_rates=self._locality.outer is None)
         if part["pending"] is not None:
             fragment_number, merge_at = part["pending"]
             self._pending = _Pending(fragment_number, merge_at, None)
@@ -368,15 +384,19 @@ class Fragment:
         """Return the outer parameters and what the outer optimizer and its exchange remember."""
         return {"outer": [outer.detach().clone() for outer in self._outer], "optimizer": self.rule.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
-        """Go on from a state_dict(), and `also` of ranks that are no more. Raises ValueError for other parameters."""
+    def load_state_dict(self, state: dict[str, Any], also: Sequence[dict[str, Any]], *, keep_rates: bool) -> None:
+        """Go on from a state_dict(), and `also` of ranks that are no more. keep_rates: whether the outer optimizer's rates are
+        those of this world, and not the saved ones. Raises ValueError for other parameters."""
         shapes = [list(saved.shape) for saved in state["outer"]], [list(outer.shape) for outer in self._outer]
         if shapes[0] != shapes[1]:
             raise ValueError(f"{here()}load_state_dict: saved outer parameters of shapes {shapes[0]}, not {shapes[1]}")
         with torch.no_grad():
             for outer, saved in zip(self._outer, state["outer"], strict=True):
                 outer.copy_(saved)
+        rates = [group["lr"] for group in self._optimizer.param_groups] if keep_rates else []
         self.rule.load_state_dict(state["optimizer"], [other["optimizer"] for other in also])
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=keep_rates):
+            group["lr"] = rate
 
 
 def _widened(parameter: Tensor) -> Tensor:

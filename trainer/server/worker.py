@@ -77,12 +77,14 @@ class Worker:
 class Member:
     """Is one of the ranks that average their gradients, of which the first pushes and pulls for all (Kurth et al. 2017).
 
-    communicator: joins these ranks. worker: that of the first rank; None on the others. servers: how many there are.
+    rank: this one's number among all. communicator: joins the ranks of the group. worker: that of the first rank; None on the
+    others. servers: how many there are.
     """
 
     def __init__(
-        self, communicator: Communicator, parameters: Sequence[Tensor], worker: Worker | None, servers: int
+        self, rank: int, communicator: Communicator, parameters: Sequence[Tensor], worker: Worker | None, servers: int
     ) -> None:
+        self._rank = rank
         self._communicator = communicator
         self._parameters = list(parameters)
         self._flat = Flat(parameters)
@@ -108,7 +110,7 @@ class Member:
         else:
             said = self._hear()
             if "versions" not in said:
-                raise from_record(said, self._communicator.rank, "step at the parameter server, by rank 0 of the group")
+                raise from_record(said, self._rank, "step at the parameter server, by rank 0 of the group")
             self._versions = said["versions"]
         self._share()
 
