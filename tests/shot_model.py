@@ -23,7 +23,7 @@ def encoded(codec: Codec, values: torch.Tensor, **how: object) -> torch.Tensor:
 
 
 class ShotModel:
-    """Of one shot or two, as the codec says.
+    """Compute what a compressed allreduce of all ranks must give, of one shot or two as the codec says.
 
     hosts: the ranks of each. with_feedback: whether what is lost comes back in the next step.
     """

@@ -21,6 +21,7 @@ from trainer.server.aggregator import Late, Scheme
 from trainer.server.messages import Local, Remote, Server
 from trainer.server.pushed import Packing, encodings_of
 from trainer.server.roles import checked_ranks, checked_scheme, roles_of
+from trainer.server.serving import end
 from trainer.server.updater import Updater, cut
 from trainer.server.worker import Member, Worker
 from trainer.torch_internals import share_hooks
@@ -306,16 +307,12 @@ class ParameterServer(WrappingOptimizer):
         """
         if self._is_closed:
             return
-        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        try:
-            if self._worker is not None:
-                self._worker.leave()
-            if self._server is not None:
-                self._server.finish(deadline)
-        finally:
-            self._close_communicators()
-            if self._server is not None:
-                self._server.let_go()
+        patience_s = self._timeout_s if timeout_s is None else timeout_s
+        end(self._server, patience_s, leave=self._leave, close=self._close_communicators)
+
+    def _leave(self) -> None:
+        if self._worker is not None:
+            self._worker.leave()
 
     def _close_communicators(self) -> None:
         self._is_closed = True

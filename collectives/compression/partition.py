@@ -53,6 +53,12 @@ class Partition:
         return max((span.length for chunk in self.chunks for span in chunk), default=0)
 
 
+def sums_inside(hosts: Sequence[Sequence[int]]) -> bool:
+    """Return whether the ranks of each host first sum a buffer among themselves, as it is, so that a host has one code of what
+    it sums: where there are several hosts, and several ranks on any."""
+    return len(hosts) > 1 and any(len(host) > 1 for host in hosts)
+
+
 def partition_of(
     codec: Codec,
     numel: int,
@@ -64,7 +70,7 @@ def partition_of(
     """Cut a buffer for the schedule that a planner makes for a group. hosts: the ranks of each, as in Topology. segment_bytes:
     the most that a chunk's code should take."""
     everything = Span(0, numel)
-    inside_hosts = len(hosts) > 1 and any(len(host) > 1 for host in hosts)
+    inside_hosts = sums_inside(hosts)
     if not inside_hosts:
         parts: Layout = (everything,)
         group = tuple(sorted(member for host in hosts for member in host))

@@ -1,4 +1,4 @@
-"""What it is in which calls differ, in words, read off the texts in which ranks tell each other what they call."""
+"""Says in words in what calls differ, by the texts in which ranks tell each other what they call."""
 
 from __future__ import annotations
 

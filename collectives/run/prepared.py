@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from collectives.link.base import WholeRun
+from collectives.link.base import Whole
 from collectives.run.operations import Turn, digest
 from collectives.run.work import Work
 
@@ -23,10 +23,12 @@ class PreparedOperation:
     it returns does; in between the tensor belongs to the operation. Every run counts as a call of the verb: all ranks run the
     same operations in the same order, prepared or not, and errors are those of the verb. (MPI 4.0, 2021, section 6.12:
     persistent collectives.)
+
+    whole: what the link has made ready, where that is all there is to do.
     """
 
     def __init__(
-        self, engine: Engine, tensor: torch.Tensor, call: str, body: Callable[[Turn], None], whole: WholeRun | None
+        self, engine: Engine, tensor: torch.Tensor, call: str, body: Callable[[Turn], None], whole: Whole | None
     ) -> None:
         self._engine = engine
         self._tensor = tensor
@@ -35,7 +37,7 @@ class PreparedOperation:
         self._call = call
         self._digest = digest(call)
         self._body = body
-        self._whole = whole
+        self._whole = whole.run if whole is not None and engine.takes_as_is(tensor, whole) else None
         self._work: Work | None = None
 
     def __call__(self) -> None:

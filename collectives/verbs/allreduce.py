@@ -57,8 +57,7 @@ def prepare_allreduce(
 ) -> PreparedOperation:
     """Do all of an allreduce that can be done once for many runs."""
     call, body, (whole,) = _planned(engine, [tensor], op, prescale, postscale, algorithm)
-    alone = whole if whole is not None and prescale == postscale == 1.0 and engine.takes_as_is(tensor, whole) else None
-    return PreparedOperation(engine, tensor, call, body, alone.run if alone is not None else None)
+    return PreparedOperation(engine, tensor, call, body, whole if prescale == postscale == 1.0 else None)
 
 
 def _planned(

@@ -37,8 +37,7 @@ def prepare_reduce_shares(
 ) -> PreparedOperation:
     """Do all of reduce_shares that can be done once for many runs."""
     call, body, whole = _planned(engine, tensor, op, prescale, postscale, shares)
-    alone = whole if whole is not None and prescale == postscale == 1.0 and engine.takes_as_is(tensor, whole) else None
-    return PreparedOperation(engine, tensor, call, body, alone.run if alone is not None else None)
+    return PreparedOperation(engine, tensor, call, body, whole if prescale == postscale == 1.0 else None)
 
 
 def _planned(

@@ -279,8 +279,8 @@ def training_table(tallies: Sequence[Tally]) -> Table:
 
 
 def training_line(tallies: Sequence[Tally]) -> str:
-    """How soon the survivors of all faults of training were told: of ranks that ended, and of those that stopped, whose silence
-    is only known by the deadline of an operation."""
+    """Return, in words, how soon the survivors of all faults of training were told: of ranks that ended, and of those that
+    stopped, whose silence is only known by the deadline of an operation."""
     lost: list[float | None] = []
     stopped: list[float | None] = []
     for tally in tallies:

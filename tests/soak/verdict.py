@@ -163,8 +163,8 @@ def _of_testimony(fault: Fault | TrainingFault, rank: int, report: Report, faile
 
 
 def news_s(fault: Fault | TrainingFault, reports: Mapping[int, Report], failed_at: float | None) -> float | None:
-    """How long the slowest rank took to hear of a fault; None where one that was to hear of it did not. 0 where there was nothing
-    to hear of."""
+    """Return how long the slowest rank took to hear of a fault; None where one that was to hear of it did not. 0 where there
+    was nothing to hear of."""
     if fault.kind in HARMLESS:
         return 0.0
     witnesses = _witnesses(reports)

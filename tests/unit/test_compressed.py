@@ -150,7 +150,7 @@ def test_every_order_of_messages_gives_the_result_of_the_model(size: int, eager:
     ("algorithm", "sent"), [("one_shot", 12), ("two_shot", 6), ("ring", 6), ("rsag", 6), ("recursive_doubling", 8)]
 )
 def test_bytes_are_read_off_the_plan(algorithm: str, sent: int) -> None:
-    """Of four shards; recursive doubling sends all four twice, one shot to three others."""
+    """Count codes of four shards; recursive doubling sends all four twice, one shot to three others."""
     how = ride(algorithm)
     partition = partition_of(Int8(), 4096, 1, [[0, 1, 2, 3]], 1 << 20, how.planner)
     schedule = how.planner(Place(1, 4))

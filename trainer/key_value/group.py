@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from trainer.process_sets import global_process_set
 from trainer.server.aggregator import Scheme
 from trainer.server.flat import Flat
 from trainer.server.roles import checked_ranks
+from trainer.server.serving import end
 from trainer.world import current_settings, current_world, here
 
 
@@ -106,16 +106,12 @@ class KeyGroup:
         end the threads. Again does nothing."""
         if self.is_closed:
             return
-        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        try:
-            for server in self.servers.values():
-                server.leave()
-            if self._server is not None:
-                self._server.finish(deadline)
-        finally:
-            self._close_communicators()
-            if self._server is not None:
-                self._server.let_go()
+        patience_s = self._timeout_s if timeout_s is None else timeout_s
+        end(self._server, patience_s, leave=self._leave, close=self._close_communicators)
+
+    def _leave(self) -> None:
+        for server in self.servers.values():
+            server.leave()
 
     def _close_communicators(self) -> None:
         self.is_closed = True

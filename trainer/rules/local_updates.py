@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from collectives import CollectiveError, Communicator
 from collectives.compression.codec import Codec
+from collectives.compression.partition import sums_inside
 from collectives.daemon import DaemonThread
 from trainer.compression import Encoding, Policy
 from trainer.copies import of_copies
@@ -126,12 +127,12 @@ class LocalUpdates(Rule):
         warmup, movements = self.setup.combination.traffic.stats, self._outer_combination.traffic.stats
         inner = self._inner_combination
         return Sent(
-            self._warmup_taken,
-            warmup.bytes_sent,
-            self._alone_taken,
-            movements.bytes_sent,
-            movements.bytes_uncompressed,
-            0 if inner is None else inner.traffic.stats.bytes_sent,
+            warmup_steps=self._warmup_taken,
+            warmup_bytes=warmup.bytes_sent,
+            steps=self._alone_taken,
+            movement_bytes=movements.bytes_sent,
+            movement_bytes_uncompressed=movements.bytes_uncompressed,
+            inner_bytes=0 if inner is None else inner.traffic.stats.bytes_sent,
         )
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
@@ -208,7 +209,7 @@ class LocalUpdates(Rule):
     def _averaging_outer(self) -> torch.optim.Optimizer:
         """Return the outer optimizer that averages: what travels in one shot over those that send a number, if that is one."""
         hosts = self.communicator.topology.hosts
-        encoders = self.communicator.size if max(map(len, hosts)) == 1 or len(hosts) == 1 else len(hosts)
+        encoders = len(hosts) if sums_inside(hosts) else self.communicator.size
         by_rate: dict[float, list[Tensor]] = {}
         for name, parameter in zip(self._names, self._parameters, strict=True):
             encoding = self._locality.policy.encoding(name, parameter)

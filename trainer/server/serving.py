@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -72,10 +72,6 @@ class Serving(ABC):
         if not self.join(deadline):
             _log.warning("gradwire: %s%s closes while other ranks still use it", here(), self._name)
 
-    def let_go(self) -> None:
-        """Wait until the threads have ended, once their Communicators are closed."""
-        self.join(time.monotonic() + _LET_GO_S)
-
     def _serve(self, worker: int, communicator: Communicator) -> None:
         try:
             while (said := _head(communicator))[0] != LEAVE:
@@ -101,6 +97,20 @@ class Serving(ABC):
     @abstractmethod
     def _answer(self, worker: int, communicator: Communicator, kind: int, numbers: Sequence[float]) -> None:
         """Answer what a worker says, of a kind of the server's own, with three numbers."""
+
+
+def end(serving: Serving | None, timeout_s: float, *, leave: Callable[[], None], close: Callable[[], None]) -> None:
+    """End what a rank has at servers: say by `leave` that nothing more comes, serve others until they say so, for timeout_s at
+    most, close the Communicators, and wait until the threads that used them have ended. serving: None where it does not serve."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        leave()
+        if serving is not None:
+            serving.finish(deadline)
+    finally:
+        close()
+        if serving is not None:
+            serving.join(time.monotonic() + _LET_GO_S)
 
 
 def say(communicator: Communicator, kind: int, record: dict[str, Any]) -> None:
