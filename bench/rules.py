@@ -27,6 +27,7 @@ from bench.rules_training import Length, Point, Slowness, Training
 from trainer.compression import NAMES
 from trainer.examples import bytes_gpt
 from trainer.examples.loop import choose_device, digest, share_cores
+from trainer.server.aggregator import LATE
 
 DEFAULT = "synchronous,average,diloco,average+chunktopk"
 MODELS: dict[str, dict[str, Any]] = {"small": {}, **bytes_gpt.PRESETS}
@@ -36,6 +37,8 @@ POINTS = 12
 NOTES = f"""\
 RULE is one of {", ".join(RULES)}.
 Local updates: average (with chunktopk the sum of what is sent), diloco, and streaming.
+A server makes an update of what all ranks have pushed (server), all but one (quorum, and stale, which bounds how far a rank is
+ahead), or any (asynchronous).
 loss: on text not trained on, with the parameters that ranks have, each a share of it; over first: over the first
 competitor's. reaches: the share of the first competitor's time, steps and bytes after which a loss as low as its last is seen.
 sent: by a rank, of gradients, movements or parameters, uncompressed ones as 2(p-1)/p of them."""
@@ -116,6 +119,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--warmup-codec", choices=NAMES, default="none", help="what gradients travel as in those (default none)")
     add("--staleness", type=partial(count_from, 0), default=4, help="of stale, in steps (default 4)")
+    add("--late", choices=LATE, default="weight", help="what late gradients are to quorum and stale (default weight)")
     add("--delay", type=partial(count_from, 0), default=1, help="of streaming, in steps (default 1)")
     add("--k", type=partial(count_from, 4), default=64, help="of every 4096 numbers, of chunktopk (default 64)")
     add("--slow", type=slowness, metavar="RANK:SECONDS", help="a rank that sleeps so long in each step")
@@ -156,7 +160,7 @@ def train(chosen: argparse.Namespace, which: Entry, seed: int, first: RuleRow | 
     task = bytes_gpt.task(config)
     torch.manual_seed(seed)
     module = task.build().to(choose_device("cpu"))
-    options = ("every", "outer_lr", "outer_momentum", "warmup_steps", "warmup_codec", "staleness", "delay", "k")
+    options = ("every", "outer_lr", "outer_momentum", "warmup_steps", "warmup_codec", "staleness", "late", "delay", "k")
     competitor = RULES[which.rule](module, which.codec, Settings(**{name: getattr(chosen, name) for name in options}))
     length = Length(
         None if chosen.steps is None else max(1, round(chosen.steps * which.share)),
@@ -204,7 +208,7 @@ def format_header(meta: Mapping[str, Any], row: RuleRow) -> list[str]:
         f" {meta['context']} bytes a rank, world size {row.world_size}, {length}",
         f"# every {meta['every']}, outer Nesterov {meta['outer_lr']:g}/{meta['outer_momentum']:g}, warm-up"
         f" {meta['warmup_steps']} steps ({meta['warmup_codec']}), staleness {meta['staleness']},"
-        f" delay {meta['delay']}, k {meta['k']}",
+        f" late {meta['late']}, delay {meta['delay']}, k {meta['k']}",
         *([f"# Network: {meta['network']}"] if meta["network"] else []),
         *([f"# Slow: {meta['slow']}"] if meta["slow"] else []),
         f"# {meta['device']}, torch {meta['torch']}",

@@ -15,6 +15,7 @@ import trainer as hvd
 from collectives.compression.chunktopk import ChunkTopK
 from trainer.compression import NAMES, Compressor
 from trainer.examples.loop import adamw
+from trainer.server.aggregator import Late
 
 NONE = "none"
 FRAGMENTS = 4
@@ -31,6 +32,7 @@ class Settings:
     warmup_steps: int
     warmup_codec: str
     staleness: int
+    late: Late
     delay: int
     k: int
 
@@ -180,8 +182,10 @@ def _streaming(module: nn.Module, codec: str, settings: Settings) -> Competitor:
     return _local(module, codec, settings, outer, fragments=FRAGMENTS, delay=settings.delay)
 
 
-def _served(module: nn.Module, settings: Settings, *, quorum: int, staleness: int | None = None) -> Competitor:
-    optimizer = hvd.ParameterServer(adamw(module), module.named_parameters(), quorum=quorum, staleness=staleness)
+def _served(module: nn.Module, *, quorum: int, staleness: int | None = None, late: Late = "weight") -> Competitor:
+    optimizer = hvd.ParameterServer(
+        adamw(module), module.named_parameters(), quorum=quorum, staleness=staleness, late=late
+    )
     sent = exchanged_bytes(module)
     return Competitor(
         module=module,
@@ -198,19 +202,23 @@ def _served(module: nn.Module, settings: Settings, *, quorum: int, staleness: in
 
 
 def _server(module: nn.Module, codec: str, settings: Settings) -> Competitor:
-    return _served(module, settings, quorum=hvd.size())
+    return _served(module, quorum=hvd.size())
 
 
 def _quorum(module: nn.Module, codec: str, settings: Settings) -> Competitor:
-    return _served(module, settings, quorum=max(1, hvd.size() - 1))
+    return _served(module, quorum=_all_but_one(), late=settings.late)
+
+
+def _all_but_one() -> int:
+    return max(1, hvd.size() - 1)
 
 
 def _stale(module: nn.Module, codec: str, settings: Settings) -> Competitor:
-    return _served(module, settings, quorum=1, staleness=settings.staleness)
+    return _served(module, quorum=_all_but_one(), staleness=settings.staleness, late=settings.late)
 
 
 def _asynchronous(module: nn.Module, codec: str, settings: Settings) -> Competitor:
-    return _served(module, settings, quorum=1)
+    return _served(module, quorum=1)
 
 
 def _hogwild(module: nn.Module, codec: str, settings: Settings) -> Competitor:

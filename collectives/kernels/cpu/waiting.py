@@ -24,8 +24,12 @@ from collectives.kernels.cpu.context import (
 )
 
 _SLICE_NS = 50_000_000
-_SLEEP_US = 100
-_LONG_SLEEP_US = 500
+
+# A sleep is a sixteenth of the wait so far, within these bounds: it makes a wait that much longer at most, while threads that
+# wait for long, as those of a server do, take next to nothing of the cores.
+_SLEEP_SHARE = 16
+_SHORTEST_SLEEP_US = 100
+_LONGEST_SLEEP_US = 2000
 
 
 @njit
@@ -40,11 +44,11 @@ def rest(context, beats, since):
     if waited > _SLICE_NS:
         return PENDING
     if field(context, PATIENT) != 0:
-        sleep_us(_LONG_SLEEP_US)
+        sleep_us(_LONGEST_SLEEP_US)
     elif waited < field(context, YIELD_NS):
         give_way()
     else:
-        sleep_us(_SLEEP_US)
+        sleep_us(min(_LONGEST_SLEEP_US, max(_SHORTEST_SLEEP_US, waited // (1000 * _SLEEP_SHARE))))
     return FINISHED
 
 
