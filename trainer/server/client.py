@@ -11,7 +11,8 @@ import torch
 from collectives import CollectiveError, Communicator
 from trainer.server.aggregator import Counts
 from trainer.server.errors import of_pair
-from trainer.server.serving import COUNTS, FAILED, LEAVE, receive_record
+from trainer.server.records import receive
+from trainer.server.serving import COUNTS, FAILED, LEAVE
 
 
 class Client:
@@ -32,7 +33,7 @@ class Client:
         with self._reached("report"):
             self._say(COUNTS)
             nbytes, _ = self._hear()
-            return Counts.from_record(receive_record(self._communicator, nbytes, 1))
+            return Counts.from_record(receive(self._communicator, nbytes, 1))
 
     def leave(self) -> None:
         """Say that nothing more comes. Where a message was broken off, which ends the Communicator, the server sees that."""
@@ -51,7 +52,7 @@ class Client:
         head = torch.empty(2, dtype=torch.float64)
         self._communicator.recv(head, 1)
         kind, number = map(int, head.tolist())
-        return number, receive_record(self._communicator, number, 1) if kind == FAILED else None
+        return number, receive(self._communicator, number, 1) if kind == FAILED else None
 
     @contextmanager
     def _reached(self, operation: str) -> Iterator[None]:

@@ -7,7 +7,6 @@ Communicators break.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -20,7 +19,8 @@ from trainer.server.aggregator import Counts
 from trainer.server.client import Client
 from trainer.server.errors import from_record, to_record
 from trainer.server.pushed import Packing
-from trainer.server.serving import DONE, FAILED, OWN, Serving, receive_record, say
+from trainer.server.records import packed, receive
+from trainer.server.serving import DONE, FAILED, OWN, Serving, say
 from trainer.server.updater import Updater
 from trainer.world import here
 
@@ -37,7 +37,7 @@ class Server(Serving):
 
     def _answer(self, worker: int, communicator: Communicator, kind: int, numbers: Sequence[float]) -> None:
         if kind == SETTINGS:
-            self._updater.take_settings(worker, receive_record(communicator, int(numbers[0]), 0))
+            self._updater.take_settings(worker, receive(communicator, int(numbers[0]), 0))
             return
         if kind != PUSH:
             raise ValueError(f"rank {worker} says {kind}, which is neither PUSH ({PUSH}) nor SETTINGS ({SETTINGS})")
@@ -72,18 +72,17 @@ class Remote(Client):
         super().__init__("the parameter server", rank, server, communicator)
         self.packing = packing
         self._settings = settings
-        self._told = ""
+        self._told: Tensor | None = None
         self.is_answer_due = False
         """Whether gradients have been pushed, and nothing pulled since."""
 
     def push(self, version: int, weight: float, step: int, pushed: list[Tensor]) -> None:
         """Send what a Sender has made of gradients at a step."""
-        settings = self._told if self._settings is None else _settings_text(self._settings)
+        settings = None if self._settings is None else _settings_of(self._settings)
         with self._reached("step"):
-            if settings != self._told:
-                text = torch.tensor(list(settings.encode()), dtype=torch.uint8)
-                self._say(SETTINGS, text.numel())
-                self._communicator.send(text, 1)
+            if settings is not None and (self._told is None or not torch.equal(settings, self._told)):
+                self._say(SETTINGS, settings.numel())
+                self._communicator.send(settings, 1)
                 self._told = settings
             self._say(PUSH, weight, version, step)
             for buffer in pushed:
@@ -139,8 +138,8 @@ class Local:
         self._updater.leave(self.server)
 
 
-def _settings_text(optimizer: torch.optim.Optimizer) -> str:
-    """Return the settings of all param groups. Raises TypeError for others than numbers, strings and tuples."""
+def _settings_of(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Return the settings of all param groups as a record. Raises TypeError for others than numbers, strings and tuples."""
 
     def number_of(value: Any) -> Any:
         if getattr(value, "ndim", None) == 0:  # of torch or NumPy
@@ -149,4 +148,4 @@ def _settings_text(optimizer: torch.optim.Optimizer) -> str:
 
     groups = optimizer.param_groups
     kept = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    return json.dumps(kept, default=number_of)
+    return packed(kept, default=number_of)

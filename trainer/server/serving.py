@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -15,6 +14,7 @@ import torch
 from collectives import CollectiveError, Communicator
 from trainer.server.aggregator import Counts
 from trainer.server.errors import of_pair
+from trainer.server.records import packed
 from trainer.world import here
 
 LEAVE, COUNTS, OWN = range(3)
@@ -115,9 +115,9 @@ def end(serving: Serving | None, timeout_s: float, *, leave: Callable[[], None],
 
 def say(communicator: Communicator, kind: int, record: dict[str, Any]) -> None:
     """Send a worker a head, of the kind and the number of bytes that follow, and a record, as JSON can have it."""
-    text = json.dumps(record).encode()
-    communicator.send(torch.tensor([kind, len(text)], dtype=torch.float64), 0)
-    communicator.send(torch.tensor(list(text), dtype=torch.uint8), 0)
+    text = packed(record)
+    communicator.send(torch.tensor([kind, text.numel()], dtype=torch.float64), 0)
+    communicator.send(text, 0)
 
 
 def _head(communicator: Communicator) -> tuple[int, list[float]]:
@@ -126,10 +126,3 @@ def _head(communicator: Communicator) -> tuple[int, list[float]]:
     communicator.recv(head, 0)
     kind, *numbers = head.tolist()
     return int(kind), numbers
-
-
-def receive_record(communicator: Communicator, nbytes: int, sender: int) -> Any:
-    """Return a record of so many bytes, as JSON can have it, from a rank of the two."""
-    text = torch.empty(nbytes, dtype=torch.uint8)
-    communicator.recv(text, sender)
-    return json.loads(bytes(text.tolist()))

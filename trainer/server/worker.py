@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from trainer.server.errors import from_record, to_record
 from trainer.server.flat import Flat
 from trainer.server.messages import Local, Remote
 from trainer.server.pushed import Sender
+from trainer.server.records import packed, unpacked
 
 
 class Worker:
@@ -135,7 +135,7 @@ class Member:
                     parameter.copy_(newest)
 
     def _tell(self, record: dict[str, Any]) -> None:
-        text = torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)
+        text = packed(record)
         self._communicator.broadcast(torch.tensor([text.numel()]), 0)
         self._communicator.broadcast(text, 0)
 
@@ -144,7 +144,7 @@ class Member:
         self._communicator.broadcast(nbytes, 0)
         text = torch.empty(int(nbytes), dtype=torch.uint8)
         self._communicator.broadcast(text, 0)
-        said: dict[str, Any] = json.loads(bytes(text.tolist()))
+        said: dict[str, Any] = unpacked(text)
         return said
 
     def counts(self) -> list[Counts]:
