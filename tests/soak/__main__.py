@@ -48,10 +48,12 @@ WIDTH = 110  # of the table, where nobody looks on
 
 @dataclass
 class Tally:
-    """What has been done on one transport, and what was found. news_s: by the kind of a fault, how long each took to be heard of,
-    None where somebody did not hear of it. training_s: the same of training, by rule and kind, where the others were to be told;
-    outlived: where they were to go on. counts: of all findings; training_findings: how many of them training had. limitation:
-    why nothing could be."""
+    """Counts what has been done on one transport, and what was found.
+
+    news_s: by the kind of a fault, how long each took to be heard of, None where somebody did not hear of it. training_s: the
+    same of training, by rule and kind, where the others were to be told; outlived: where they were to go on. counts: of all
+    findings; training_findings: how many of them training had. limitation: why nothing could be.
+    """
 
     transport: str
     operations: int = 0
@@ -310,14 +312,14 @@ def _told(news: Sequence[float | None]) -> list[float]:
 
 
 def _summary(news: Sequence[float | None]) -> str:
-    """The median and the slowest of news, and how many faults somebody was not told of."""
+    """Return the median and the slowest of news, and how many faults somebody was not told of."""
     told = _told(news)
     times = [f"median {median(told):.2f}, worst {max(told):.2f} s"] if told else []
     return ", ".join(times + _untold(news))
 
 
 def _cell(news: Sequence[float | None], *statistics: Callable[[list[float]], float]) -> str:
-    """How many faults there were, statistics of their news, and how many somebody was not told of."""
+    """Return how many faults there were, statistics of their news, and how many somebody was not told of."""
     told = _told(news)
     numbers = f"{len(news)} " + "".join(f" {statistic(told):5.2f}" for statistic in statistics if told)
     return ", ".join([numbers, *_untold(news)]) if news else ""

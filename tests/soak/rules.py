@@ -9,7 +9,14 @@ from typing import Any
 
 from tests.soak.faults import EXITS, KILLED, RAISES, STOPPED
 
-SYNCHRONOUS, LOCAL, SERVER = RULES = ("DistributedOptimizer", "LocalUpdates", "ParameterServer")
+SYNCHRONOUS, LOCAL, SERVER, KEYS, HOGWILD = RULES = (
+    "DistributedOptimizer",
+    "LocalUpdates",
+    "ParameterServer",
+    "KVStore",
+    "Hogwild",
+)
+WITHOUT_SHARED_MEMORY = tuple(rule for rule in RULES if rule != HOGWILD)
 KINDS = (KILLED, STOPPED, RAISES, EXITS)
 BEFORE, BACKWARD, EXCHANGE, BETWEEN, WARMUP, FRAGMENT, SAVING = MOMENTS = (
     "before a step",
@@ -46,15 +53,17 @@ class Rule:
 
     def outlives(self, victim: int, size: int) -> bool:
         """Return whether the others go on without a rank."""
-        servers = self.options.get("servers") or range(size)
-        return self.name == SERVER and victim not in servers and self.options["quorum"] < size
+        waits_for_all = {SERVER: self.options.get("quorum") == size, KEYS: self.options.get("type") == "dist_sync"}
+        if self.name not in waits_for_all:
+            return self.name == HOGWILD
+        return not waits_for_all[self.name] and victim not in (self.options["servers"] or range(size))
 
     def can_be_saved(self, size: int) -> bool:
-        return self.name != SERVER or self.options["quorum"] == size
+        return self.name in (SYNCHRONOUS, LOCAL) or (self.name == SERVER and self.options["quorum"] == size)
 
     def exchanges_after(self, step: int) -> bool:
         """Return whether all ranks hold the same after a step (from 0 on)."""
-        if self.name == SERVER:
+        if self.name not in (SYNCHRONOUS, LOCAL):
             return False
         alone = step + 1 - self.options.get("warmup_steps", 0)
         late = self.options.get("delay", 0) or self.options.get("fragments", 1) > 1
@@ -128,7 +137,8 @@ def draw_training_fault(seed: int, transport: str, index: int) -> TrainingFault:
     """Return a fault of a world on one transport."""
     random = Random(f"{seed}/{transport}/training/{index}")
     size = random.choice((3, 4))
-    rule = _DRAW[random.choice(RULES)](random, size)
+    rules = RULES if transport == "shared_memory" else WITHOUT_SHARED_MEMORY
+    rule = _DRAW[random.choice(rules)](random, size)
     kind, step = random.choice(KINDS), random.randint(0, LATEST_STEP)
     moments = [BEFORE, BACKWARD, BETWEEN]
     if kind in (KILLED, STOPPED):
@@ -194,4 +204,13 @@ def _server(random: Random, size: int) -> Rule:
     return Rule(SERVER, options)
 
 
-_DRAW = {SYNCHRONOUS: _synchronous, LOCAL: _local, SERVER: _server}
+def _keys(random: Random, size: int) -> Rule:
+    servers = random.choice((None, [0], [size - 1], [0, 1]))
+    return Rule(KEYS, {"type": random.choice(("dist_sync", "dist_async")), "servers": servers})
+
+
+def _hogwild(random: Random, size: int) -> Rule:
+    return Rule(HOGWILD, {})
+
+
+_DRAW = {SYNCHRONOUS: _synchronous, LOCAL: _local, SERVER: _server, KEYS: _keys, HOGWILD: _hogwild}

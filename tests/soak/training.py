@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import signal
@@ -37,6 +38,8 @@ from tests.soak.rules import (
     BETWEEN,
     BY_A_TIMER,
     FRAGMENT,
+    HOGWILD,
+    KEYS,
     LOCAL,
     SAVING,
     SYNCHRONOUS,
@@ -65,7 +68,7 @@ def train(fault: TrainingFault, directory: Path) -> NoReturn:
     victim = _Victim(fault, model, directory) if rank == fault.victim else None
     waited_since = [time.monotonic()]
     try:
-        _train(fault, model, optimizer, victim, report, diary, waited_since)
+        _train(fault, model, optimizer, victim, report, diary, waited_since, failed_at_file(directory))
     except (PlantedError, SystemExit) as error:
         _end(error)
     except Exception as error:
@@ -127,8 +130,9 @@ def _train(
     report: Report,
     diary: Diary,
     waited_since: list[float],
+    failed_at: Path,
 ) -> None:
-    """Train step by step. waited_since: holds when the present step began."""
+    """Train step by step. waited_since: holds when the present step began. failed_at: a file, as soon as the victim fails."""
     last: int | None = None
     until = time.monotonic() + ON_S
     for step in count():
@@ -154,11 +158,19 @@ def _train(
         if victim is not None:
             victim.finish(step)
         elif fault.is_outlived and last is None and step >= fault.step:
-            diary.note(f"step {step}: asking for the report")
-            if (lost := optimizer.report().lost) == (fault.victim,):
+            diary.note(f"step {step}: asking who is lost")
+            if (lost := _lost(fault, optimizer, failed_at)) == (fault.victim,):
                 last = step + 1 + STEPS_WITHOUT
             elif lost:
                 report.wrong.append(f"lost {lost}, not rank {fault.victim} alone")
+
+
+def _lost(fault: TrainingFault, optimizer: Any, failed_at: Path) -> tuple[int, ...]:
+    """Return who is lost, as far as the optimizer knows; one that waits for nobody does not ask."""
+    if fault.rule.name == HOGWILD:
+        return (fault.victim,) if failed_at.exists() else ()
+    lost: tuple[int, ...] = optimizer.report().lost
+    return lost
 
 
 def _save_and_load(optimizer: Any, victim: _Victim | None, diary: Diary) -> None:
@@ -203,7 +215,31 @@ def _optimizer(fault: TrainingFault, model: nn.Module) -> Any:
             pairs = [hvd.add_process_set(pair) for pair in ([0, 1], [2, 3])]
             options["inner"] = pairs[dist.get_rank() // 2]
         return hvd.LocalUpdates(inner, **options)
-    return hvd.ParameterServer(inner, **options)
+    if rule.name == KEYS:
+        return _Keys(model, **options)
+    return (hvd.Hogwild if rule.name == HOGWILD else hvd.ParameterServer)(inner, **options)
+
+
+class _Keys:
+    """Trains a model whose parameters are the values of a KVStore, with the methods of an optimizer."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self._values = dict(model.named_parameters())
+        self._store = hvd.KVStore(**options)
+        self._store.init(list(self._values), [value.detach() for value in self._values.values()])
+        self._store.set_optimizer(functools.partial(torch.optim.SGD, lr=0.05, momentum=0.5))
+        self.report = self._store.report
+        self.close = self._store.close
+
+    def zero_grad(self) -> None:
+        for value in self._values.values():
+            value.grad = None
+
+    def step(self) -> None:
+        values = list(self._values.values())
+        self._store.pushpull(
+            list(self._values), [value.grad for value in values], out=[value.detach() for value in values]
+        )
 
 
 def _digest(model: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""What the report of local updates says."""
+"""Test what the report of local updates says."""
 
 from __future__ import annotations
 

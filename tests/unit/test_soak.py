@@ -38,8 +38,18 @@ from tests.soak.faults import (
 from tests.soak.network import Network
 from tests.soak.operations import Operation, Session, draw_operations, draw_session
 from tests.soak.ranks import Report, Witness
+from tests.soak.rules import (
+    HOGWILD,
+    KEYS,
+    LOCAL,
+    MOMENTS,
+    RULES,
+    SERVER,
+    SYNCHRONOUS,
+    TrainingFault,
+    draw_training_fault,
+)
 from tests.soak.rules import KINDS as TRAINING_KINDS
-from tests.soak.rules import LOCAL, MOMENTS, RULES, SERVER, SYNCHRONOUS, TrainingFault, draw_training_fault
 from tests.soak.strangers import ports
 from tests.soak.verdict import Kind, judge_fault, judge_session, judge_training, news_s
 from trainer import QuorumLost
@@ -290,7 +300,7 @@ def test_late_news_is_counted() -> None:
 
 
 def training_faults() -> list[TrainingFault]:
-    return [draw_training_fault(1, "sockets", index) for index in range(2000)]
+    return [draw_training_fault(1, "shared_memory", index) for index in range(2000)]
 
 
 def test_every_rule_meets_every_fault() -> None:
@@ -300,8 +310,14 @@ def test_every_rule_meets_every_fault() -> None:
         (rule, kind) for rule in RULES for kind in TRAINING_KINDS
     }
     assert {fault.moment for fault in faults} == set(MOMENTS)
-    assert {fault.is_outlived for fault in faults if fault.rule.name == SERVER} == {True, False}
-    assert not any(fault.is_outlived for fault in faults if fault.rule.name != SERVER)
+    for rule, outlived in ((SERVER, {True, False}), (KEYS, {True, False}), (HOGWILD, {True})):
+        assert {fault.is_outlived for fault in faults if fault.rule.name == rule} == outlived
+    assert not any(fault.is_outlived for fault in faults if fault.rule.name in (SYNCHRONOUS, LOCAL))
+
+
+def test_ranks_that_share_no_memory_draw_no_hogwild() -> None:
+    faults = [draw_training_fault(1, "sockets", index) for index in range(200)]
+    assert {fault.rule.name for fault in faults} == set(RULES) - {HOGWILD}
 
 
 def training_fault(name: str, kind: str, *, is_outlived: bool = False) -> TrainingFault:
