@@ -64,3 +64,21 @@ def test_ranks_share_the_states_of_an_optimizer(tmp_path: Path) -> None:
     assert max(losses) < 4.0, "the sum of eight normal numbers has variance 8"
     assert sum(kept) == 8 * (8 * 256 + 256 + 256 + 1) + 2 * steps
     assert max(kept) < 0.6 * sum(kept)
+
+
+def test_a_run_that_broke_goes_on_with_the_same_command(tmp_path: Path) -> None:
+    """Die once while saving, where the other rank has saved already: the step that both have counts."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    script = (EXAMPLES / "resume.py").read_text()
+    renames = '        (folder / "unfinished").rename'
+    assert renames in script
+    dies = "        assert step < 40 or hvd.rank() == 0, 'planted'\n"
+    with pytest.raises(AssertionError, match="planted"):
+        torchrun(script.replace(renames, dies + renames), broken)
+    ends = [re.findall(r"after step (\d+): error ([0-9.]+)", torchrun(script, folder)) for folder in (whole, broken)]
+    assert [{begun for begun, _ in end} for end in ends] == [{"0"}, {"20"}]
+    assert sorted(error for _, error in ends[0]) == sorted(error for _, error in ends[1])
+    assert float(ends[0][0][1]) < 2.8, "an identity of 8 rows, from nothing"
+    assert [path.name for path in broken.glob("checkpoints/*/*.pt")] == ["60.pt"] * 2
