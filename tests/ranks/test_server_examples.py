@@ -24,7 +24,7 @@ def test_a_scheme_trains(program: str, tmp_path: Path) -> None:
     before, after = float(losses[0][1]), min(float(last) for _, _, last in losses)
     assert after < 0.7 * before, said  # whoever ends last has the parameters of all updates
     (found,) = re.findall(NUMBERS, said)
-    updates, servers, contributions, ages, _, dropped = found
+    updates, servers, contributions, ages, late, dropped = found
     if program == "hybrid":
         assert contributions == "80 from rank 0, 80 from rank 2"
         assert (updates, servers) == ("160", "2")
@@ -36,6 +36,7 @@ def test_a_scheme_trains(program: str, tmp_path: Path) -> None:
         assert updates == "120"  # every gradient is one
     if program == "parameter_server":
         assert int(updates) < 120
+        assert int(dropped) == int(late) > 0
     else:
         assert int(dropped) == 0
     assert sum(int(count) for count in re.findall(r"(\d+) of age", ages)) == sum(

@@ -53,12 +53,14 @@ class Rule:
 
     def outlives(self, victim: int, size: int) -> bool:
         """Return whether the others go on without a rank."""
-        waits_for_all = {SERVER: self.options.get("quorum") == size, KEYS: self.options.get("type") == "dist_sync"}
-        if self.name not in waits_for_all:
-            return self.name == HOGWILD
-        return not waits_for_all[self.name] and victim not in (self.options["servers"] or range(size))
+        serves = victim in (self.options.get("servers") or range(size))
+        if self.name == SERVER:
+            return self.options["quorum"] < size and not serves
+        if self.name == KEYS:
+            return self.options["type"] == "dist_async" and not serves
+        return self.name == HOGWILD
 
-    def can_be_saved(self, size: int) -> bool:
+    def may_fail_while_saving(self, size: int) -> bool:
         return self.name in (SYNCHRONOUS, LOCAL) or (self.name == SERVER and self.options["quorum"] == size)
 
     def exchanges_after(self, step: int) -> bool:
@@ -145,7 +147,7 @@ def draw_training_fault(seed: int, transport: str, index: int) -> TrainingFault:
         moments.append(EXCHANGE)
         moments += [WARMUP] if rule.options.get("warmup_steps") else []
         moments += [FRAGMENT] if rule.options.get("delay") else []
-    moments += [SAVING] if rule.can_be_saved(size) else []
+    moments += [SAVING] if rule.may_fail_while_saving(size) else []
     moment = random.choice(moments)
     if moment == WARMUP:
         step = random.randrange(rule.options["warmup_steps"])

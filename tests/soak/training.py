@@ -138,6 +138,8 @@ def _train(
     for step in count():
         waited_since[0] = time.monotonic()
         if step == last:
+            if not all(parameter.isfinite().all() for parameter in model.parameters()):
+                report.wrong.append("parameters are not finite")
             return
         if waited_since[0] > until:
             report.wrong.append(f"nothing was told of the fault in {ON_S:g} s of training")
@@ -166,7 +168,7 @@ def _train(
 
 
 def _lost(fault: TrainingFault, optimizer: Any, failed_at: Path) -> tuple[int, ...]:
-    """Return who is lost, as far as the optimizer knows; one that waits for nobody does not ask."""
+    """Return who is lost, as far as the optimizer knows. Hogwild knows of nobody: there, whether the victim has failed."""
     if fault.rule.name == HOGWILD:
         return (fault.victim,) if failed_at.exists() else ()
     lost: tuple[int, ...] = optimizer.report().lost

@@ -19,7 +19,7 @@ from trainer.server.aggregator import Counts
 from trainer.server.client import Client
 from trainer.server.errors import from_record, to_record
 from trainer.server.pushed import Packing
-from trainer.server.records import packed, receive
+from trainer.server.records import receive, to_bytes
 from trainer.server.serving import DONE, FAILED, OWN, Serving, say
 from trainer.server.updater import Updater
 from trainer.world import here
@@ -148,4 +148,4 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> Tensor:
 
     groups = optimizer.param_groups
     kept = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    return packed(kept, default=number_of)
+    return to_bytes(kept, default=number_of)

@@ -12,13 +12,13 @@ from torch import Tensor
 from collectives import Communicator
 
 
-def packed(record: Any, default: Callable[[Any], Any] | None = None) -> Tensor:
+def to_bytes(record: Any, default: Callable[[Any], Any] | None = None) -> Tensor:
     """Return a record as a tensor of uint8. default: makes of a value what JSON can have, as json.dumps takes it."""
     return torch.frombuffer(bytearray(json.dumps(record, default=default).encode()), dtype=torch.uint8)
 
 
-def unpacked(text: Tensor) -> Any:
-    """Return what packed() was given, with lists for tuples."""
+def from_bytes(text: Tensor) -> Any:
+    """Return what to_bytes() was given, as JSON has it: with lists for tuples, and keys that are text."""
     return json.loads(text.numpy().tobytes())
 
 
@@ -26,4 +26,4 @@ def receive(communicator: Communicator, nbytes: int, sender: int) -> Any:
     """Return a record that a rank sends as so many bytes."""
     text = torch.empty(nbytes, dtype=torch.uint8)
     communicator.recv(text, sender)
-    return unpacked(text)
+    return from_bytes(text)

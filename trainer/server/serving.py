@@ -14,7 +14,7 @@ import torch
 from collectives import CollectiveError, Communicator
 from trainer.server.aggregator import Counts
 from trainer.server.errors import of_pair
-from trainer.server.records import packed
+from trainer.server.records import to_bytes
 from trainer.world import here
 
 LEAVE, COUNTS, OWN = range(3)
@@ -115,7 +115,7 @@ def end(serving: Serving | None, timeout_s: float, *, leave: Callable[[], None],
 
 def say(communicator: Communicator, kind: int, record: dict[str, Any]) -> None:
     """Send a worker a head, of the kind and the number of bytes that follow, and a record, as JSON can have it."""
-    text = packed(record)
+    text = to_bytes(record)
     communicator.send(torch.tensor([kind, text.numel()], dtype=torch.float64), 0)
     communicator.send(text, 0)
 

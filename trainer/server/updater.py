@@ -45,12 +45,11 @@ class Updater:
         self._sources = list(parameters)
         self._users = optimizer
         self._told: dict[int, list[dict[str, Any]]] = {}  # settings of param groups, by the worker that told them
-        self._buffers = self.flat.pack(parameters)
-        self._parameters = [nn.Parameter(view) for view in self.flat.views(self._buffers)]
+        self._parameters = [nn.Parameter(parameter.detach().cpu().clone()) for parameter in parameters]
         self._optimizer = of_copies(optimizer, dict(zip(parameters, self._parameters, strict=True)))
         self._changed = threading.Condition()
         self._aggregator: Aggregator[list[Tensor]] = Aggregator(workers, scheme)
-        self._newest = self._copied()
+        self._newest = self.flat.pack(self._parameters)
         self._failure: CollectiveError | None = None
 
     def exchange(self, worker: int, version: int, weight: float, gradients: list[Tensor]) -> tuple[int, list[Tensor]]:
@@ -123,7 +122,7 @@ class Updater:
             self._aggregator = Aggregator(self.workers, self._scheme, state["version"])
             for mine, source in zip(self._parameters, self._sources, strict=True):
                 mine.copy_(source)
-            self._newest = self._copied()
+            self._newest = self.flat.pack(self._parameters)
 
     def _update(self) -> None:
         """Make the update that is due, if one is, and wake whoever waits for it: nobody else, or waiting threads would wake
@@ -148,20 +147,15 @@ class Updater:
         settings = self._told[min(self._told)] if self._told else self._users.param_groups
         for theirs, mine in zip(settings, self._optimizer.param_groups, strict=True):
             mine.update({name: value for name, value in theirs.items() if name != "params"})
-        totals = []
-        for number, buffer in enumerate(self._buffers):
-            total = torch.zeros(buffer.shape, dtype=torch.promote_types(buffer.dtype, torch.float32))
-            for gradients, factor in shares:
-                total.add_(gradients[number].to(total.dtype), alpha=factor)
-            totals.append(total.to(buffer.dtype))
-        for parameter, gradient in zip(self._parameters, self.flat.views(totals), strict=True):
-            parameter.grad = gradient
+        views = [self.flat.views(gradients) for gradients, _ in shares]
+        for number, parameter in enumerate(self._parameters):
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            total = torch.zeros(parameter.shape, dtype=wide)
+            for (_, factor), gradients in zip(shares, views, strict=True):
+                total.add_(gradients[number].to(wide), alpha=factor)
+            parameter.grad = total.to(parameter.dtype)
         self._optimizer.step()
-        self._newest = self._copied()
-
-    def _copied(self) -> list[Tensor]:
-        """Return copies of the parameters' buffers, which stay as they are while the next updates are made."""
-        return [buffer.clone() for buffer in self._buffers]
+        self._newest = self.flat.pack(self._parameters)
 
 
 def cut(parameters: Sequence[Tensor], servers: Sequence[int]) -> dict[int, list[int]]:

@@ -14,7 +14,7 @@ from trainer.server.errors import from_record, to_record
 from trainer.server.flat import Flat
 from trainer.server.messages import Local, Remote
 from trainer.server.pushed import Sender
-from trainer.server.records import packed, unpacked
+from trainer.server.records import from_bytes, to_bytes
 
 
 class Worker:
@@ -135,7 +135,7 @@ class Member:
                     parameter.copy_(newest)
 
     def _tell(self, record: dict[str, Any]) -> None:
-        text = packed(record)
+        text = to_bytes(record)
         self._communicator.broadcast(torch.tensor([text.numel()]), 0)
         self._communicator.broadcast(text, 0)
 
@@ -144,7 +144,7 @@ class Member:
         self._communicator.broadcast(nbytes, 0)
         text = torch.empty(int(nbytes), dtype=torch.uint8)
         self._communicator.broadcast(text, 0)
-        said: dict[str, Any] = unpacked(text)
+        said: dict[str, Any] = from_bytes(text)
         return said
 
     def counts(self) -> list[Counts]:

@@ -185,7 +185,9 @@ def next_sender(context, rings, capacity, table, first, count, blocked, tag, sta
         status = rest(context, beats, since) if patient != 0 else PENDING
         if status != FINISHED:
             return FINISHED if status == PENDING else status
-        beats = 0 if moves > 0 else beats + 1
+        beats += 1
+        if moves > 0:
+            beats, since = 0, monotonic_ns()
 
 
 @compiled(njit, int64(*[int64] * 8), nogil=True)
