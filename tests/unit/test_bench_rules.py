@@ -80,6 +80,7 @@ def test_table_and_picture(tmp_path: Path) -> None:
         "warmup_steps": 3,
         "warmup_codec": "none",
         "staleness": 4,
+        "late": "drop",
         "delay": 1,
         "k": 64,
         "network": None,
@@ -91,5 +92,6 @@ def test_table_and_picture(tmp_path: Path) -> None:
     assert format_row(rows[0]).split()[6] == "25.0%"
     assert format_row(replace(rows[0], wait_share=None)).split()[6] == "-"
     assert "12 steps" in format_header(meta, rows[0])[0]
+    assert "staleness 4, late drop," in format_header(meta, rows[0])[1]
     draw(rows, meta, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
