@@ -19,6 +19,7 @@ from trainer.process_sets import ProcessSet, ProcessSetLike, global_process_set
 from trainer.reports.server import ServerReport
 from trainer.server.aggregator import Late, Scheme
 from trainer.server.messages import Local, Remote, Server
+from trainer.server.pairs import open_pairs
 from trainer.server.pushed import Packing, encodings_of
 from trainer.server.roles import checked_ranks, checked_scheme, roles_of
 from trainer.server.serving import end
@@ -168,15 +169,13 @@ class ParameterServer(WrappingOptimizer):
         parts: list[tuple[Remote | Local, Sequence[int]]] = []
         shares = cut(parameters, roles.servers)
         trains = {member for members in roles.groups for member in members}
-        for server, numbers in shares.items():  # in the same order on all ranks, so that nobody waits in a circle
+        for server, numbers in shares.items():
             part = [parameters[number] for number in numbers]
             packing = Packing([names[number] for number in numbers], part, encodings)
-            pairs: dict[int, Communicator] = {}
             patience_s = self._timeout_s + (0 if rank == server else 2 * _TELL_S)
-            for worker in roles.workers:
-                if worker != server and rank in (worker, server):
-                    name = f"server {token}/{worker}/{server}"
-                    pairs[worker] = world.open_pair(ranks[worker], ranks[server], name, patience_s)
+            pairs = open_pairs(
+                f"server {token}", server, roles.workers, rank=rank, launched=ranks, timeout_s=patience_s
+            )
             self._owned += pairs.values()
             if server == rank:
                 update_s = self._timeout_s + _TELL_S

@@ -16,6 +16,7 @@ from trainer.key_value.messages import KeyServer, LocalKeys, RemoteKeys
 from trainer.process_sets import global_process_set
 from trainer.server.aggregator import Scheme
 from trainer.server.flat import Flat
+from trainer.server.pairs import open_pairs
 from trainer.server.roles import checked_ranks
 from trainer.server.serving import end
 from trainer.world import current_settings, current_world, here
@@ -55,19 +56,15 @@ class KeyGroup:
         rank = self.rank
         serving: dict[int, Communicator] = {}
         token = "" if self.communicator is None else self.communicator.allgather_record(secrets.token_hex(8))[0]
-        for server in servers:  # in the same order on all ranks, so that nobody waits in a circle
+        for server in servers:
+            everyone = range(self.size)
+            pairs = open_pairs(f"kvstore {token}", server, everyone, rank=rank, launched=everyone)
+            self._pairs += pairs.values()
             if server == rank:
-                self.keys = Keys(rank, range(self.size), scheme, self._timeout_s)
+                self.keys, serving = Keys(rank, everyone, scheme, self._timeout_s), pairs
                 self.servers[server] = LocalKeys(rank, self.keys)
-            for worker in range(self.size):
-                if worker == server or rank not in (worker, server):
-                    continue
-                pair = current_world().open_pair(worker, server, f"kvstore {token}/{worker}/{server}")
-                self._pairs.append(pair)
-                if rank == server:
-                    serving[worker] = pair
-                else:
-                    self.servers[server] = RemoteKeys(rank, server, pair)
+            else:
+                self.servers[server] = RemoteKeys(rank, server, pairs[rank])
         if self.keys is not None:
             self._server = KeyServer(self.keys, serving)
 
