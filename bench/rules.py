@@ -22,8 +22,9 @@ import torch.distributed as dist
 import trainer as hvd
 from bench.meta import software_and_machine
 from bench.options import count_from, picture
-from bench.rules_competitors import RULES, UNLIKE, Entry, Settings, entry
+from bench.rules_competitors import FRAGMENTS, RULES, UNLIKE, Entry, Settings, entry
 from bench.rules_training import Length, Point, Slowness, Training
+from collectives.compression.chunktopk import ChunkTopK
 from trainer.compression import NAMES
 from trainer.examples import bytes_gpt
 from trainer.examples.loop import choose_device, digest, share_cores
@@ -121,7 +122,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--staleness", type=partial(count_from, 0), default=4, help="of stale, in steps (default 4)")
     add("--late", choices=LATE, default="weight", help="what late gradients are to quorum and stale (default weight)")
     add("--delay", type=partial(count_from, 0), default=1, help="of streaming, in steps (default 1)")
-    add("--k", type=partial(count_from, 4), default=64, help="of every 4096 numbers, of chunktopk (default 64)")
+    add("--k", type=_k, default=64, help="of every 4096 numbers, of chunktopk (default 64)")
     add("--slow", type=slowness, metavar="RANK:SECONDS", help="a rank that sleeps so long in each step")
     add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
     add("--plot", type=picture, metavar="FILE.png", help="draw the loss over tokens, time and bytes")
@@ -131,7 +132,20 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         chosen.steps = chosen.steps or 600
     elif chosen.seconds <= 0:
         parser.error(f"--seconds must be positive, not {chosen.seconds}")
+    room = chosen.every // FRAGMENTS
+    if chosen.delay >= room and any(each.rule == "streaming" for each in chosen.competitors):
+        parser.error(
+            f"streaming exchanges {FRAGMENTS} fragments in turn: --delay must be less than --every // {FRAGMENTS} = {room}, "
+            f"not {chosen.delay}"
+        )
     return chosen
+
+
+def _k(text: str) -> int:
+    try:
+        return ChunkTopK(count_from(0, text)).k
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _seeds(text: str) -> list[int]:

@@ -40,6 +40,8 @@ from trainer.examples.report import Record
 PRESETS: dict[str, dict[str, Any]] = {"small": {}, **bytes_gpt.PRESETS}
 LR = 1e-3
 OURS, DDP, DDP_FP16, DDP_ZERO, COMPUTE = "gradwire", "ddp", "ddp+fp16", "ddp+zero", "compute"
+ONE_WAY = {"dgc", "powersgd"}
+"""Codecs of gradients only, not of the way that parameters come back."""
 CODECS = tuple(name for name in NAMES if name != "none")
 
 
@@ -171,11 +173,18 @@ def builders(
         f"{OURS}+timeline": recorded_trainee,
     }
     compressed = {f"{OURS}+{name}": partial(our_trainee, compression=name) for name in compression}
+    sharded = {f"{OURS}+shards": partial(telling_trainee, shard_states=True)} | {
+        f"{OURS}+shards+{name}": partial(
+            telling_trainee, shard_states=True, compression=name, parameter_compression=name
+        )
+        for name in compression
+        if name not in ONE_WAY
+    }
     return {
         OURS: partial(our_trainee, compression="none"),
         **compressed,
         **(telling if reports else {}),
-        **({f"{OURS}+shards": partial(telling_trainee, shard_states=True)} if shard_states else {}),
+        **(sharded if shard_states else {}),
         DDP: ddp_trainee,
         **({DDP_FP16: fp16_trainee} if compression else {}),
         **({DDP_ZERO: zero_trainee} if shard_states else {}),

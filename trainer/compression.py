@@ -159,7 +159,8 @@ def encoding_of(compression: Compressor) -> Cast | Encoding:
     return Encoding(compression, isinstance(compression, Codec) and compression.needs_feedback)
 
 
-def _described(encoding: Cast | Encoding) -> str:
+def described(encoding: Cast | Encoding) -> str:
+    """Return in words what ranks must have alike of an encoding."""
     return encoding.identity if isinstance(encoding, Encoding) else str(encoding.wire_dtype or "none")
 
 
@@ -223,8 +224,8 @@ class Policy:
     @property
     def described(self) -> tuple[str, str]:
         """Return in words what all go by, and which parameters by what else."""
-        by_pattern = {pattern: _described(encoding) for pattern, encoding in self._by_pattern.items()}
-        return _described(self._default), str(by_pattern)
+        by_pattern = {pattern: described(encoding) for pattern, encoding in self._by_pattern.items()}
+        return described(self._default), str(by_pattern)
 
     def encoding(self, name: str, parameter: Tensor) -> Cast | Encoding:
         """Return what the gradient of one parameter travels as."""

@@ -78,7 +78,7 @@ class LocalUpdates(DistributedOptimizer):
     outer: an optimizer of the same parameters, of which class, settings and state are taken; itself it is not used. None:
     the parameters are averaged. What travels by "chunktopk", of which few ranks send the same numbers, is averaged over as
     many as send a number, if that is one: by an SGD with a rate of as many as send codes, the ranks, or the hosts where
-    these are several and some have several ranks.
+    these are several and some have several ranks; of those that send the same, having the same `inner` ranks, one counts.
     codec, policy: what movements travel as, of all parameters, whatever their size: as compression= and policy= of
     DistributedOptimizer; "chunktopk" brings the error feedback that takes the place of outer momentum (SparseLoCo, 2025).
     warmup_codec: what gradients travel as during the warm-up, and among inner ranks.
@@ -90,7 +90,8 @@ class LocalUpdates(DistributedOptimizer):
 
     Checkpoints: state_dict() holds where this rank stands; every rank saves its own, and its parameters. On as many
     ranks, training goes on bit for bit. On another number, every rank loads any; what error feedback owes is handed
-    over as by DistributedOptimizer.
+    over as by DistributedOptimizer. load_state_dict() is collective, and raises ValueError on all ranks, with nothing
+    loaded, where one of them was given what it cannot load.
 
     Collective. Raises ValueError or TypeError for arguments that cannot be meant.
     """
@@ -126,6 +127,8 @@ class LocalUpdates(DistributedOptimizer):
         wanted = dict(policy or {})
         by_name = Policy(Compression.none, wanted if "*" in wanted else {**wanted, "*": codec})
         by_name.checked([name for name, _ in pairs] if pairs is not None else (None if policy else [""]))
+        if outer is None:
+            _check_averaging(by_name)
         self._began = time.perf_counter()
         self._world = current_world()
         owns_inner = inner is not None and not isinstance(inner, Communicator)
@@ -172,6 +175,18 @@ class LocalUpdates(DistributedOptimizer):
             batch_per_rank=batch_per_rank,
             global_batch=None if batch_per_rank is None else batch_per_rank * self._communicator.size,
         )
+
+
+def _check_averaging(policy: Policy) -> None:
+    """Raise ValueError where movements would at first be averaged over all ranks, and then over those that send a number."""
+    for encoding in policy.encodings:
+        if rule.is_one_shot(encoding) and encoding.warmup_steps:
+            raise ValueError(
+                f"{here()}ErrorFeedback({encoding.codec.name!r}, warmup_steps={encoding.warmup_steps}) does not go with "
+                "outer=None: what travels by this codec is summed up, and in the codec's warm-up, in which it travels "
+                "uncompressed, would have to be averaged. Have a warm-up in which gradients are averaged: "
+                "LocalUpdates(warmup_steps=...)"
+            )
 
 
 def _check(every: int, warmup_steps: int, fragments: int, delay: int, alpha: float, parameters: int) -> None:

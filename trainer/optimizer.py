@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from collectives import Communicator
-from trainer.compression import Compression, Compressor, Policy
+from trainer.compression import Compression, Compressor, Policy, described
 from trainer.gradients.agreement import check_settings
 from trainer.gradients.bucket_plan import DEFAULT_BUCKET_BYTES
 from trainer.gradients.combination import Combination
@@ -25,6 +25,7 @@ from trainer.rules.adasum import AdaptiveSummation
 from trainer.rules.rule import Rule, Setup
 from trainer.rules.sharded import Sharded
 from trainer.rules.synchronous import Synchronous
+from trainer.shards.ways import movements_as
 from trainer.torch_internals import share_hooks
 from trainer.uncompiled import uncompiled
 from trainer.validation import check_arguments, check_groups, check_named_parameters, check_passes
@@ -83,7 +84,9 @@ class DistributedOptimizer(WrappingOptimizer):
     stage 1, Rajbhandari et al. 2020): gradients are reduced to their owners, and parameters gathered after the step. See
     docs/guides/shard-states.md for what does not go with it: step(closure), torch's clip_grad_norm_ (there is one here),
     GradScaler, sparse gradients, sharded parameters, join(), a rule of one's own, and optimizers that look at more than one
-    element at a time.
+    element at a time. parameter_compression: what the parameters are gathered as, in all buckets: by how far the step has moved
+    them, in codes, as compression= takes them, but for "dgc" and "powersgd". What codes lose is always part of the next
+    movement. By default, they are gathered as they are, and weights are those of training without shard_states, to the bit.
     check_replicas_every: after every so many steps, parameters and optimizer state of all ranks are compared bit for bit,
     which reads all of them; 0 for never. Where they differ, step() raises ReplicasDiffer on all ranks.
     straggler_report_every: after every so many exchanges, stragglers() is brought up to date, and rank 0 says who makes
@@ -111,6 +114,7 @@ class DistributedOptimizer(WrappingOptimizer):
         bucket_bytes: int | None = None,
         rule: Callable[[Setup], Rule] = Synchronous,
         shard_states: bool = False,
+        parameter_compression: Compressor = Compression.none,
         on_step: Callable[[StepMetrics], object] | None = None,
         check_replicas_every: int = 0,
         straggler_report_every: int = 100,
@@ -127,6 +131,11 @@ class DistributedOptimizer(WrappingOptimizer):
             raise ValueError(f"{here()}shard_states must be True or False, not {shard_states!r}")
         if shard_states and rule is not Synchronous:
             raise ValueError(f"{here()}shard_states=True goes with no other rule= than the default, not with {rule!r}")
+        returning = movements_as(parameter_compression)
+        if returning is not None and not shard_states:
+            raise ValueError(
+                f"{here()}parameter_compression is for shard_states=True, in which parameters travel: gradients have compression="
+            )
         self.shard_states = shard_states
         """Whether this rank's optimizer has the state of its pieces of the parameters only."""
         if shard_states:
@@ -154,7 +163,14 @@ class DistributedOptimizer(WrappingOptimizer):
         self._passes = Passes(backward_passes_per_step)
         self._combination = Combination(self._communicator, op, gradient_predivide_factor)
         setup = Setup(
-            optimizer, self._combination, checked, bucket_bytes, self._passes, numbers, sparse_as_dense=sparse_as_dense
+            optimizer,
+            self._combination,
+            checked,
+            bucket_bytes,
+            self._passes,
+            numbers,
+            sparse_as_dense=sparse_as_dense,
+            returning=returning,
         )
         self._rule = Rule(setup)  # which does nothing, until there is another
         try:
@@ -360,6 +376,7 @@ def _described(setup: Setup, rule: Callable[[Setup], Rule], parameters: Sequence
         "bucket_bytes": str(setup.bucket_bytes),
         "groups": str([setup.groups.get(parameter) for parameter in parameters] if setup.groups else None),
         "sparse_as_dense": str(setup.sparse_as_dense),
+        "parameter_compression": "none" if setup.returning is None else described(setup.returning),
     }
 
 

@@ -15,9 +15,11 @@ from collectives import CollectiveError, Communicator
 from collectives.communicator import close_all
 from trainer.compression import Compression, Compressor, Policy
 from trainer.gradients.agreement import agree_on_parameters, check_settings
+from trainer.hashing import hash_of
 from trainer.process_sets import ProcessSet, ProcessSetLike, global_process_set
 from trainer.reports.server import ServerReport
 from trainer.server.aggregator import Late, Scheme
+from trainer.server.errors import text_of
 from trainer.server.messages import Local, Remote, Server
 from trainer.server.pairs import open_pairs
 from trainer.server.pushed import Packing, encodings_of
@@ -65,8 +67,9 @@ class ParameterServer(WrappingOptimizer):
     gradients are pushed as, as DistributedOptimizer takes it, but for codecs of sums (PowerSGD); what encodings lose is kept
     at the worker. Parameters come back as they are.
 
-    Replicas must start equal (broadcast_parameters). A parameter without a gradient contributes zeros. Runs with quorum=all
-    repeat to the bit, whoever serves; otherwise what arrives first decides.
+    Replicas must start equal. Load and broadcast the parameters (broadcast_parameters) before making it: the servers take them
+    over then, and the first step() and serve() raise RuntimeError where they have changed since. A parameter without a gradient
+    contributes zeros. Runs with quorum=all repeat to the bit, whoever serves; otherwise what arrives first decides.
 
     A rank that dies is left out, and the others go on, as long as they are `quorum` and it was not one that serves:
     else their step() raises QuorumLost or PeerLost, on all ranks of a group alike; a group ends with any of its ranks. So
@@ -112,7 +115,8 @@ class ParameterServer(WrappingOptimizer):
         self._server: Server | None = None
         self._worker: Worker | Member | None = None
         self._timeout_s = world.settings.timeout_s
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
+        self._taken_over: dict[str, int] | None = None  # hashes of what the servers have, until the first step
         self._is_closed = False
         self.optimizer = optimizer
         share_hooks(self, optimizer)
@@ -133,10 +137,13 @@ class ParameterServer(WrappingOptimizer):
             check_settings(self._communicator, "ParameterServer", described)
             self._scheme = checked_scheme(scheme, count)
             agree_on_parameters(self._communicator, names, parameters)
-            trained = [number for number, parameter in enumerate(parameters) if parameter.requires_grad]
-            self._connect([names[n] for n in trained], [parameters[n] for n in trained], encodings, group)
+            by_name = dict(zip(names, parameters, strict=True))
+            self._trained = {name: parameter for name, parameter in by_name.items() if parameter.requires_grad}
+            self._frozen = {name: parameter for name, parameter in by_name.items() if not parameter.requires_grad}
+            self._connect(list(self._trained), list(self._trained.values()), encodings, group)
             place = [self._communicator.rank, size]
-            self._layout = [*place, self._roles.servers, self._roles.groups, encodings.described[0], len(trained)]
+            self._layout = [*place, self._roles.servers, self._roles.groups, encodings.described[0], len(self._trained)]
+            self._taken_over = self._hashes()
         except BaseException:
             self._close_communicators()
             raise
@@ -174,7 +181,7 @@ class ParameterServer(WrappingOptimizer):
             packing = Packing([names[number] for number in numbers], part, encodings)
             patience_s = self._timeout_s + (0 if rank == server else 2 * _TELL_S)
             pairs = open_pairs(
-                f"server {token}", server, roles.workers, rank=rank, launched=ranks, timeout_s=patience_s
+                f"server {token}", server, roles.workers, rank=rank, world_ranks=ranks, timeout_s=patience_s
             )
             self._owned += pairs.values()
             if server == rank:
@@ -202,22 +209,28 @@ class ParameterServer(WrappingOptimizer):
         closure: clears gradients, calls backward() and returns this rank's loss, which step() returns. weight: of these
         gradients in the average, such as the number of tokens they were computed of.
 
-        Raises QuorumLost where too few ranks are left, PeerLost where a server is; again at each further call.
+        Raises QuorumLost where too few ranks are left, PeerLost where a server is; CollectiveError at each further call, also
+        after Ctrl-C. RuntimeError where parameters have changed since servers took them over; ValueError where one requires a
+        gradient that did not when this was made.
         """
         worker = self._training()
-        if self._failure is not None:
-            raise CollectiveError(
-                f"{here()}this optimizer is broken by an earlier failure: {self._failure}"
-            ) from self._failure
+        self._check_unbroken()
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(f"{here()}weight must be a finite number > 0, not {weight!r}")
+        self._check_taken_over()
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"{here()}{name!r} requires a gradient, and did not when this optimizer was made, whose servers do not have "
+                    "it: make a new one"
+                )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         try:
             worker.step(weight)
-        except Exception as error:
+        except BaseException as error:  # also Ctrl-C, after which a server's answer may be due
             self._failure = error
             raise
         return loss
@@ -225,10 +238,12 @@ class ParameterServer(WrappingOptimizer):
     def serve(self) -> None:
         """Serve until all workers have left or are lost, on a rank that does nothing else. A worker that pushes nothing for
         the timeout_s of init() counts as lost. Returns at once where there are fewer parameters than servers, and none is
-        left for this one. Raises ValueError on a rank that trains."""
+        left for this one. Raises ValueError on a rank that trains, RuntimeError where parameters have changed since this was
+        made."""
         self._check_open()
         if self._worker is not None:
             raise ValueError(f"{here()}serve() is for ranks that serve only; this one is one of workers=, and trains")
+        self._check_taken_over()
         while self._server is not None and not self._server.join(time.monotonic() + _LOOK_S):
             pass
 
@@ -252,9 +267,11 @@ class ParameterServer(WrappingOptimizer):
         """Return where this rank and its server stand: every rank saves its own, after the same step, and the model.
 
         Raises ValueError with a quorum of less than all, which do not stand at one place together, and where ranks serve
-        only, which do not stop between two steps.
+        only, which do not stop between two steps; CollectiveError after a step() that has failed, which some servers may
+        have made and others not.
         """
         self._check_synchronous("state_dict")
+        self._check_unbroken()
         mine = None if self._updater is None else self._updater.state_dict()
         worker = self._training()
         at = {"layout": self._layout, "version": worker.versions[0], "updater": mine, "worker": worker.state_dict()}
@@ -264,13 +281,16 @@ class ParameterServer(WrappingOptimizer):
         """Go on, bit for bit, where state_dict() was called on each of as many ranks with the same servers. Load the model
         before: the servers take their parameters from that. Collective.
 
-        Raises ValueError, on all ranks, with nothing loaded, where the state_dict of one is of something else.
+        Raises ValueError, on all ranks, with nothing loaded, where the state_dict of one is of something else, or its server was
+        not at the same step; CollectiveError after a step() that has failed.
         """
         self._check_synchronous("load_state_dict")
         self._training()
+        self._check_unbroken()
         saved = state_dict.get(KEY) or {}
         version = saved.get("version")
-        said = self._communicator.allgather_record([saved.get("layout") == self._layout, version])
+        mine_fits = saved.get("layout") == self._layout and (saved.get("updater") or saved).get("version") == version
+        said = self._communicator.allgather_record([mine_fits, version])
         wrong = [rank for rank, (fits, other) in enumerate(said) if not fits or other != said[0][1]]
         if wrong:
             raise ValueError(
@@ -297,6 +317,7 @@ class ParameterServer(WrappingOptimizer):
         if self._updater is not None:
             self._updater.load_state_dict(saved["updater"])
         self._training().load_state_dict(saved["worker"], saved["version"])
+        self._taken_over = self._hashes()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Say that nothing more comes from this rank, serve the others until they say so too, and end the threads.
@@ -306,12 +327,12 @@ class ParameterServer(WrappingOptimizer):
         """
         if self._is_closed:
             return
-        patience_s = self._timeout_s if timeout_s is None else timeout_s
-        end(self._server, patience_s, leave=self._leave, close=self._close_communicators)
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        end(self._server, deadline, leave=lambda: self._leave(deadline), close=self._close_communicators)
 
-    def _leave(self) -> None:
+    def _leave(self, deadline: float) -> None:
         if self._worker is not None:
-            self._worker.leave()
+            self._worker.leave(deadline)
 
     def _close_communicators(self) -> None:
         self._is_closed = True
@@ -320,6 +341,28 @@ class ParameterServer(WrappingOptimizer):
     def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError(f"{here()}this optimizer is closed")
+
+    def _check_unbroken(self) -> None:
+        """Raise CollectiveError after a step() that has failed."""
+        if self._failure is not None:
+            said = f"this optimizer is broken by an earlier failure: {text_of(self._failure)}"
+            raise CollectiveError(f"{here()}{said}") from self._failure
+
+    def _hashes(self) -> dict[str, int]:
+        """Return by name what stands for the parameters. (Their versions would not do: what is received leaves those alone.)"""
+        return {name: hash_of(parameter) for name, parameter in self._trained.items()}
+
+    def _check_taken_over(self) -> None:
+        """Raise RuntimeError where parameters, before the first step, are not what they were when servers took them over."""
+        if self._taken_over is None:
+            return
+        changed = [name for name, found in self._hashes().items() if found != self._taken_over[name]]
+        if changed:
+            raise RuntimeError(
+                f"{here()}parameters ({changed[0]!r}, {len(changed)} in all) have changed since this optimizer was made or its "
+                "state loaded, and its servers would overwrite them: load or broadcast parameters before that"
+            )
+        self._taken_over = None
 
     def _training(self) -> Worker | Member:
         """Return what this rank trains by. Raises RuntimeError on a rank that serves only, or has closed."""

@@ -133,12 +133,16 @@ def resume() -> None:
     if hvd.size() > 1:
         with pytest.raises(ValueError, match=r"on this rank of as many ranks.*not so on rank 1$"):
             resumed.load_state_dict(hvd.broadcast_object(saved, 0))
+    mine = saved["gradwire_server"]
+    ahead = {**saved, "gradwire_server": {**mine, "updater": {**mine["updater"], "version": 3}}}
+    with pytest.raises(ValueError, match=r"after the same step; not so on rank 0$"):
+        resumed.load_state_dict(ahead if hvd.rank() == 0 else saved)
     with torch.no_grad():
         for parameter, value in zip(again.parameters(), parameters, strict=True):
             parameter.copy_(value)
     resumed.load_state_dict(saved)
     if hvd.rank() == 0:  # of one rank, what the collective look at the layout does not see
-        broken = {**saved, "gradwire_server": {**saved["gradwire_server"], "updater": {"version": 2}}}
+        broken = {**saved, "gradwire_server": {**mine, "updater": {"version": 2}}}
     with pytest.raises(ValueError, match=r"rank 0 was given what cannot be loaded \(KeyError"):
         resumed.load_state_dict(broken if hvd.rank() == 0 else saved)
     assert set(resumed.versions) == {2}
@@ -151,6 +155,51 @@ def resume() -> None:
 
 def test_a_checkpoint_goes_on_bit_for_bit(ranks: Worlds) -> None:
     ranks(2).run(resume)
+
+
+@in_world
+def change_before_the_first_step() -> None:
+    model = model_of()
+    optimizer = hvd.ParameterServer(sgd_of(model), model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # which changes nothing
+    train(model, optimizer, range(1))
+    saved = optimizer.state_dict()
+    optimizer.close()
+    if hvd.rank() == 1:
+        nn.init.zeros_(model[0].weight)
+    optimizer = hvd.ParameterServer(sgd_of(model), model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    if hvd.rank() == 1:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"rank 1: parameters \('0.weight', 1 in all\) have changed since"):
+                optimizer.step()
+    hvd.barrier()
+    optimizer.load_state_dict(saved)  # servers take the parameters over now
+    train(model, optimizer, range(1))
+    assert_same_on_all_ranks(model.parameters())
+    optimizer.close()
+
+
+def test_parameters_that_change_before_the_first_step_are_refused(ranks: Worlds) -> None:
+    ranks(2).run(change_before_the_first_step)
+
+
+@in_world
+def thaw() -> None:
+    model = model_of()
+    model[0].requires_grad_(False)
+    optimizer = hvd.ParameterServer(sgd_of(model), model.named_parameters())
+    train(model, optimizer, range(1))
+    model[0].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"'0\.weight' requires a gradient, and did not when"):
+        optimizer.step()
+    model[0].requires_grad_(False)
+    train(model, optimizer, range(1, 2))
+    optimizer.close()
+
+
+def test_a_parameter_that_is_thawed_later_is_refused(ranks: Worlds) -> None:
+    ranks(2).run(thaw)
 
 
 @in_world
@@ -254,6 +303,51 @@ def fail_at_the_server() -> None:
 @ON_EVERY_TRANSPORT
 def test_an_optimizer_that_raises_at_the_server_is_told_to_all(ranks: Worlds) -> None:
     ranks(3).run(fail_at_the_server)
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@in_world
+def interrupt() -> None:
+    model = model_of()
+    optimizer = hvd.ParameterServer(sgd_of(model))
+    train(model, optimizer, range(1))
+    saved = optimizer.state_dict()
+    worker: Any = optimizer._worker
+    worker.exchange = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    del worker.exchange
+    for call in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict(saved)):
+        with pytest.raises(CollectiveError, match=r"broken by an earlier failure: KeyboardInterrupt$"):
+            call()
+    optimizer.close()
+
+
+def test_after_an_interrupted_step_nothing_goes_on(ranks: Worlds) -> None:
+    ranks(1).run(interrupt)
+
+
+@in_world
+def close_with_an_answer_due() -> None:
+    """Close on rank 1 with gradients pushed, to which rank 0 adds none."""
+    optimizer = hvd.ParameterServer(sgd_of(model_of()), servers=[0])
+    if hvd.rank() == 1:
+        worker: Any = optimizer._worker
+        ((server, numbers),) = worker._parts
+        server.push(0, 1.0, 0, worker._senders[0].encode([None] * len(numbers), 0))
+        begun = time.monotonic()
+        optimizer.close(timeout_s=0.5)
+        assert time.monotonic() - begun < 20
+    hvd.barrier()
+    optimizer.close()
+
+
+@ON_EVERY_TRANSPORT
+def test_an_answer_that_is_due_is_not_waited_for_beyond_the_deadline(ranks: Worlds) -> None:
+    ranks(2).run(close_with_an_answer_due)
 
 
 @in_world

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 import trainer as hvd
 from collectives import CollectiveError, Communicator, PeerLost
 from tests.harness import ON_EVERY_TRANSPORT, World, Worlds, meet
-from tests.ranks.test_parameter_server import STEPS, adam_of, model_of, sgd_of, simulated, train
+from tests.ranks.test_parameter_server import STEPS, adam_of, interrupted, model_of, sgd_of, simulated, train
 from tests.ranks.training import assert_close, assert_same_on_all_ranks, in_world
 
 GROUPS = ([0, 1], [2, 3])
@@ -67,6 +68,21 @@ def serve_nothing() -> None:
 
 def test_a_server_that_gets_no_parameters(ranks: Worlds) -> None:
     ranks(3).run(serve_nothing)
+
+
+@in_world
+def change_before_serving() -> None:
+    model = model_of()
+    optimizer = hvd.ParameterServer(sgd_of(model), workers=[1])
+    if hvd.rank() == 0:
+        torch.nn.init.zeros_(model[0].weight)
+        with pytest.raises(RuntimeError, match="have changed since this optimizer was made"):
+            optimizer.serve()
+    optimizer.close()
+
+
+def test_parameters_that_change_before_they_are_served_are_refused(ranks: Worlds) -> None:
+    ranks(2).run(change_before_serving)
 
 
 @in_world
@@ -151,6 +167,25 @@ def average_in_groups(quorum: int) -> None:
 @pytest.mark.parametrize("quorum", [2, 1])
 def test_groups_average_and_meet_at_the_server(ranks: Worlds, quorum: int) -> None:
     ranks(4).run(average_in_groups, quorum)
+
+
+@in_world
+def interrupt_a_group() -> None:
+    optimizer = hvd.ParameterServer(sgd_of(model_of()), inner=hvd.global_process_set)
+    if hvd.rank() == 0:
+        member: Any = optimizer._worker
+        member._worker.exchange = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    else:
+        with pytest.raises(CollectiveError, match="by rank 0 of the group: KeyboardInterrupt"):
+            optimizer.step()
+    hvd.barrier()
+    optimizer.close()
+
+
+def test_a_group_is_told_that_its_first_rank_was_interrupted(ranks: Worlds) -> None:
+    ranks(2).run(interrupt_a_group)
 
 
 def lose_one_of_a_group(dies: int, quorum: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -195,28 +195,42 @@ CODED: dict[str, dict[str, Any]] = {
 
 
 @in_world
-def sum_of_codes(host_of: str) -> None:
-    """Have each host move numbers of its own by 1, on all of its ranks: with outer=None, all get that movement as it is."""
-    host = host_of[hvd.rank()]
+def sum_of_codes(team_of: str, *, inner: bool) -> None:
+    """Have each team move numbers of its own by 1, on all of its ranks: with outer=None, all get that movement as it is.
+
+    inner: whether a team's ranks average their gradients.
+    """
+    teams = {team: dist.new_group([i for i, of in enumerate(team_of) if of == team]) for team in sorted({*team_of})}
+    team = team_of[hvd.rank()]
     parameter = nn.Parameter(torch.zeros(4 * 4096))
-    optimizer = hvd.LocalUpdates(torch.optim.SGD([parameter], lr=1.0), every=1, codec="chunktopk")
-    mine = torch.arange(parameter.numel()) % 512 == ord(host)
-    parameter.grad = -mine.float()
+    optimizer = hvd.LocalUpdates(
+        torch.optim.SGD([parameter], lr=1.0), every=1, codec="chunktopk", inner=teams[team] if inner else None
+    )
+    mine = torch.arange(parameter.numel()) % 512 == ord(team)
+    (parameter * -mine.float()).sum().backward()
     optimizer.step()
     moved = torch.zeros(512, dtype=torch.bool)
-    moved[[ord(each) for each in host_of]] = True
+    moved[[ord(each) for each in team_of]] = True
     assert torch.equal(parameter.detach(), moved.repeat(parameter.numel() // 512).float())
     optimizer.close()
 
 
-def sum_of_codes_on_hosts(host_of: str) -> None:
+def sum_of_codes_on_hosts(host_of: str, team_of: str, *, inner: bool) -> None:
     with on_host(host_of[dist.get_rank()]):
-        sum_of_codes(host_of)
+        sum_of_codes(team_of, inner=inner)
 
 
 @pytest.mark.parametrize("host_of", ["a", "ab", "aabb"])
 def test_few_numbers_of_each_rank_are_summed(ranks: Worlds, host_of: str) -> None:
-    ranks(len(host_of)).run(sum_of_codes_on_hosts, host_of)
+    ranks(len(host_of)).run(sum_of_codes_on_hosts, host_of, host_of, inner=False)
+
+
+@pytest.mark.parametrize(
+    ("host_of", "team_of"),
+    [("aa", "xx"), ("ab", "xx"), ("aaaa", "xxyy"), ("aaa", "xxx"), ("aabb", "xxyy"), ("aabb", "xxxx")],
+)
+def test_what_inner_ranks_send_alike_counts_once(ranks: Worlds, host_of: str, team_of: str) -> None:
+    ranks(len(host_of)).run(sum_of_codes_on_hosts, host_of, team_of, inner=True)
 
 
 @in_world
@@ -292,11 +306,88 @@ def moved_to(states: list[dict[str, Any]] | None, options: dict[str, Any]) -> di
     return state
 
 
-@pytest.mark.filterwarnings("ignore:.*saved on 2 ranks")
-def test_another_number_of_ranks_goes_on(ranks: Worlds) -> None:
-    options = {"every": 3, "codec": "onebit"}
-    states = ranks(2).run(moved_to, None, options)
-    ranks(3).run(moved_to, states, options)
+@pytest.mark.filterwarnings("ignore:.*saved on . ranks")
+@pytest.mark.parametrize(
+    ("options", "before", "after"),
+    [
+        ({"every": 3, "codec": "onebit"}, 2, 3),
+        ({"every": 3, "codec": "int4", "policy": {"0.*": "chunktopk"}}, 2, 1),
+        ({"every": 3, "codec": "int4", "policy": {"0.*": "chunktopk"}}, 1, 2),
+    ],
+)
+def test_another_number_of_ranks_goes_on(ranks: Worlds, options: dict[str, Any], before: int, after: int) -> None:
+    states = ranks(before).run(moved_to, None, options)
+    ranks(after).run(moved_to, states, options)
+
+
+DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no step": lambda state: state["gradwire_local"].pop("step"),
+    "a step in words": lambda state: state["gradwire_local"].update(step="four"),
+    "no fragments": lambda state: state["gradwire_local"].pop("fragments"),
+    "a fragment that there is not": lambda state: state["gradwire_local"].update(pending=(2, 5)),
+    "other shapes": lambda state: state["gradwire_local"]["fragments"][1].update(outer=[torch.zeros(2)]),
+    "no outer optimizer": lambda state: state["gradwire_local"]["fragments"][1].pop("optimizer"),
+    "an outer optimizer without groups": lambda state: state["gradwire_local"]["fragments"][1]["optimizer"].update(
+        param_groups=[]
+    ),
+    "an optimizer without groups": lambda state: state.update(param_groups=[]),
+    "no residual": lambda state: state["gradwire_local"]["fragments"][1]["optimizer"]["gradwire"]["buckets"][0][
+        "tensors"
+    ].pop("worker"),
+}
+
+
+@in_world
+def load_what_is_damaged(codec: str) -> None:
+    """Give one rank damaged states of an earlier step, and states to hand over that are of other steps; then train on as if
+    nothing had happened."""
+    models = [big_model(), big_model()]
+    for model in models:
+        optimizer = big_wrapped(model, every=4, codec=codec, fragments=2, delay=1)
+        train_big(model, optimizer, range(4))
+        state = copy.deepcopy(optimizer.state_dict())
+        train_big(model, optimizer, range(4, 6))  # a fragment is on its way
+        if model is models[1]:
+            for damage, harm in DAMAGES.items():
+                if damage == "no residual" and codec == "none":
+                    continue
+                mine = copy.deepcopy(state)
+                if hvd.rank() == 1:
+                    harm(mine)
+                with pytest.raises(ValueError, match=r"failed on rank 1, and nothing was loaded|rank 1 was given"):
+                    optimizer.load_state_dict(mine)
+            for other in ({}, copy.deepcopy(optimizer.state_dict())):
+                with pytest.raises(ValueError, match=r"failed on rank 1, and nothing was loaded .*also"):
+                    optimizer.load_state_dict(state, also=[other] if hvd.rank() == 1 else [])
+        train_big(model, optimizer, range(6, STEPS))
+        optimizer.close()
+    for one, twin in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, twin)
+
+
+@pytest.mark.parametrize("codec", ["none", "onebit"])
+def test_what_one_rank_cannot_load_no_rank_loads(ranks: Worlds, codec: str) -> None:
+    ranks(2).run(load_what_is_damaged, codec)
+
+
+@in_world
+def waited() -> None:
+    """Look at the time spent waiting after every step, and after a state has been loaded."""
+    model = big_model()
+    optimizer = big_wrapped(model, every=2, warmup_steps=WARMUP)
+    waits = [0.0]
+    for step in range(STEPS):
+        train_big(model, optimizer, range(step, step + 1))
+        waits.append(optimizer.communication_wait_s)
+    optimizer.load_state_dict(optimizer.state_dict())
+    waits.append(optimizer.communication_wait_s)
+    assert waits == sorted(waits)
+    assert waits[WARMUP] > 0
+    optimizer.close()
+
+
+def test_time_spent_waiting_is_not_forgotten(ranks: Worlds) -> None:
+    ranks(2).run(waited)
 
 
 @in_world
@@ -369,6 +460,7 @@ def refuse() -> None:
         ({"every": 2, "alpha": 1.0}, "alpha must be"),
         ({"every": 2, "outer": outer_of(list(other.parameters()))}, "the same parameters"),
         ({"every": 2, "policy": {"nothing*": "int8"}}, "no parameter's name matches"),
+        ({"every": 2, "codec": hvd.ErrorFeedback("chunktopk", 2)}, "warmup_steps=2.* does not go with outer=None"),
     ):
         with pytest.raises(ValueError, match=message):
             hvd.LocalUpdates(inner, model.named_parameters(), **options)

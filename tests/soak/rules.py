@@ -63,10 +63,10 @@ class Rule:
     def may_fail_while_saving(self, size: int) -> bool:
         return self.name in (SYNCHRONOUS, LOCAL) or (self.name == SERVER and self.options["quorum"] == size)
 
-    def exchanges_after(self, step: int) -> bool:
-        """Return whether all ranks hold the same after a step (from 0 on)."""
+    def exchanges_after(self, step: int, size: int) -> bool:
+        """Return whether all of so many ranks hold the same after a step (from 0 on)."""
         if self.name not in (SYNCHRONOUS, LOCAL):
-            return False
+            return self.options.get("quorum") == size or self.options.get("type") == "dist_sync"
         alone = step + 1 - self.options.get("warmup_steps", 0)
         late = self.options.get("delay", 0) or self.options.get("fragments", 1) > 1
         return self.name == SYNCHRONOUS or alone <= 0 or (not late and alone % self.options["every"] == 0)
@@ -171,11 +171,13 @@ def draw_training_fault(seed: int, transport: str, index: int) -> TrainingFault:
 
 def _synchronous(random: Random, size: int) -> Rule:
     codec = random.choice(CODECS)
+    shards = random.random() < 0.3
     options = {
         "compression": codec,
         "bucket_bytes": random.choice((None, 1024)),
         "backward_passes_per_step": random.choice((1, 1, 2)),
-        "shard_states": random.random() < 0.3,
+        "shard_states": shards,
+        "parameter_compression": random.choice(("none", "int8", "onebit")) if shards else "none",
     }
     return Rule(SYNCHRONOUS, options, feedback=codec in WITH_FEEDBACK and random.random() < 0.7)
 
@@ -202,6 +204,7 @@ def _server(random: Random, size: int) -> Rule:
         "late": random.choice(("weight", "drop", "next")),
         "servers": random.choice((None, [0], [0], [size - 1], [0, 1])),
         "grace_s": random.choice((0.0, 0.0, 0.005)),
+        "compression": random.choice(("none", "none", "int8", "onebit")),
     }
     return Rule(SERVER, options)
 

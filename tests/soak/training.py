@@ -155,7 +155,7 @@ def _train(
         diary.note(f"step {step}: stepping")
         optimizer.step()
         report.done += 1
-        if fault.rule.exchanges_after(step):
+        if fault.rule.exchanges_after(step, fault.size):
             report.digests[step] = _digest(model)
         if victim is not None:
             victim.finish(step)

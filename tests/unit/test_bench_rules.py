@@ -41,11 +41,31 @@ def test_defaults() -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    ["--steps 0", "--seconds 0", "--seconds 1 --steps 1", "--seeds 1,x", "--slow 3", "--slow x:1", "--every 0", "no"],
+    [
+        "--steps 0",
+        "--seconds 0",
+        "--seconds 1 --steps 1",
+        "--seeds 1,x",
+        "--slow 3",
+        "--slow x:1",
+        "--every 0",
+        "--k 0",
+        "--k 6",
+        "--k 1028",
+        "streaming --every 3 --delay 0",
+        "streaming --every 8 --delay 2",
+        "no",
+    ],
 )
 def test_wrong_flags_are_refused(flags: str) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(flags.split())
+
+
+def test_flags_that_go_together_are_taken() -> None:
+    assert parse_arguments(["--k", "1024"]).k == 1024
+    assert parse_arguments(["streaming", "--every", "8", "--delay", "1"]).delay == 1
+    assert parse_arguments(["diloco", "--every", "1"]).every == 1  # the delay is of streaming
 
 
 def test_where_a_loss_is_reached() -> None:

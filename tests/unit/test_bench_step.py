@@ -47,6 +47,8 @@ def test_every_codec_and_the_fp16_hook_take_part_only_where_codecs_do() -> None:
     assert list(builders((), parse_arguments(["--reports"]).reports)) == ["gradwire", *telling, "ddp", "compute"]
     sharded = parse_arguments(["--shard-states"]).shard_states
     assert list(builders((), shard_states=sharded)) == ["gradwire", "gradwire+shards", "ddp", "ddp+zero", "compute"]
+    both_ways = [name for name in builders(("int8", "dgc"), shard_states=sharded) if "shards+" in name]
+    assert both_ways == ["gradwire+shards+int8"]
 
 
 def test_batch_and_context_are_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,7 @@ def test_a_parameter_without_a_gradient_stays() -> None:
     [
         (LARS, {"lr": -1.0}, "lr must be at least 0, not -1"),
         (LARS, {"lr": 0.1, "momentum": 1.0}, "momentum must be at least 0 and below 1, not 1.0"),
+        (LARS, {"lr": 0.1, "trust_coefficient": 0.0}, "trust_coefficient must be above 0, not 0.0"),
         (LARS, {"lr": 0.1, "trust_coefficient": float("nan")}, "trust_coefficient .* not nan"),
         (LAMB, {"betas": (0.9, 1.5)}, r"betas\[1\] must be at least 0 and below 1, not 1.5"),
         (LAMB, {"eps": -1e-3}, "eps must be at least 0"),
@@ -150,6 +151,11 @@ def test_options_out_of_range_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         optimizer_class([nn.Parameter(torch.ones(1))], **options)
+
+
+def test_a_group_without_trust_is_refused() -> None:
+    with pytest.raises(ValueError, match="trust_coefficient must be above 0, not 0"):
+        LARS([{"params": [nn.Parameter(torch.ones(1))], "trust_coefficient": 0}], lr=0.1)
 
 
 def test_sparse_gradients_are_refused() -> None:

@@ -62,6 +62,15 @@ def test_a_quorum_that_is_lost_is_told() -> None:
     assert caught.value.ranks == (1,)
 
 
+def test_the_quorum_that_is_lost_is_smaller_by_those_that_have_left() -> None:
+    updater = updater_of(Scheme(quorum=3, grace_s=0.0, staleness=None, late="next"))
+    updater.leave(2)
+    updater.lose(1, PeerLost([1], rank=0, operation="serving parameters", has_left=False))
+    with pytest.raises(QuorumLost, match="fewer than the quorum of 2") as caught:
+        updater.exchange(0, 0, 1.0, updater.flat.empty())
+    assert caught.value.quorum == 2
+
+
 def test_who_holds_an_update_up_is_named() -> None:
     updater = updater_of(Scheme(quorum=3, grace_s=0.0, staleness=None, late="next"), timeout_s=0.0)
     with pytest.raises(CollectiveTimeout) as caught:

@@ -30,7 +30,8 @@ class Bucketing:
     leave the buckets for `sparse`.
 
     groups: numbers of the groups of parameters, each of which shares a bucket where the dtypes allow it; the others are
-    fused by bucket_bytes. sparse_as_dense: whether sparse gradients are made dense.
+    fused by bucket_bytes. sparse_as_dense: whether sparse gradients are made dense. encodes_more: whether something else is
+    encoded bucket by bucket, so that it matters to it, too, how buckets are laid out.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class Bucketing:
         groups: Mapping[Tensor, int] | None = None,
         *,
         sparse_as_dense: bool = False,
+        encodes_more: bool = False,
     ) -> None:
         self._combination = combination
         self._policy = policy
         self._bucket_bytes = bucket_bytes
         self._groups = groups or {}
         self._sparse_as_dense = sparse_as_dense
+        self._encodes_more = encodes_more
         self._known_sparse: set[int] = set()
         self._names: list[str] = []
         self._encodings: list[Cast | Encoding] = []
@@ -75,8 +78,8 @@ class Bucketing:
 
     @property
     def is_encoded(self) -> bool:
-        """Return whether any parameter is for a codec."""
-        return any(isinstance(encoding, Encoding) for encoding in self._encodings)
+        """Return whether any parameter is for a codec, so that a checkpoint has to say how buckets are laid out."""
+        return self._encodes_more or any(isinstance(encoding, Encoding) for encoding in self._encodings)
 
     @property
     def coded(self) -> list[CodedBuffer]:

@@ -53,7 +53,8 @@ class PlainBuffer(Operations):
         if self._cast is not None:
             yield self._combination.start(self.values, self._cast)
             return
-        self._combination.traffic.count_sent(self.values.nbytes)
+        traffic = self._combination.traffic
+        (traffic.count_half if self._combination.in_shares else traffic.count_sent)(self.values.nbytes)
         if self._prepared is None:
             self._prepared = self._combination.prepare(self.values)
         yield self._prepared.start()

@@ -13,11 +13,11 @@ from collectives.compression.raw import Raw
 
 @dataclass(frozen=True)
 class ExchangeStats:
-    """Says how many bytes of gradients one rank has sent so far.
+    """Says how many bytes of gradients one rank has sent so far; with shard_states, and of parameters.
 
     exchanges: how often the gradients of a step were exchanged. bytes_sent: what this rank sent for that, warm-up and
-    the handing over of residuals when buckets change included. bytes_uncompressed: what it would have sent, had every
-    gradient travelled as it is.
+    the handing over of residuals when buckets change included. bytes_uncompressed: what it would have sent, had everything
+    travelled as it is.
 
     Both are read off the plan of the exchange between hosts, or between ranks where all share one host: 2(p-1)/p of the
     message or of its code, where p of them take part. What ranks of one host pass each other before, in memory that
@@ -74,6 +74,16 @@ class Traffic:
         """Count an allreduce of nbytes; with a codec, of nbytes of float32."""
         with self._lock:
             self._sent += self._wire_bytes(nbytes, codec)
+
+    def count_half(self, nbytes: int) -> None:
+        """Count one of the two halves of an allreduce of nbytes, in which ranks get their shares, or give them to the others."""
+        with self._lock:
+            self._sent += self._wire_bytes(nbytes, None) // 2
+
+    def count_code(self, nbytes: int) -> None:
+        """Count a code of nbytes that this rank has sent to all others."""
+        with self._lock:
+            self._sent += nbytes * (self._communicator.size - 1)
 
     def count_gathered(self, nbytes: int) -> None:
         """Count nbytes of this rank's that all others have gathered, which are as many uncompressed."""

@@ -48,7 +48,6 @@ class Entry:
     def __init__(self, spec: KeySpec, value: Tensor, workers: Iterable[int], scheme: Scheme) -> None:
         self.spec = spec
         self._value = value
-        self._scheme = scheme
         self._optimizer: torch.optim.Optimizer | None = None
         self._failure: Exception | None = None
         self._changed = threading.Condition()
@@ -73,8 +72,9 @@ class Entry:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while self._failure is None and not self._is_settled(worker):
-                if not self._aggregator.holds_quorum:
-                    raise QuorumLost(self._aggregator.lost, self._scheme.quorum, rank=rank, operation=operation)
+                aggregator = self._aggregator
+                if not aggregator.holds_quorum:
+                    raise QuorumLost(aggregator.lost, aggregator.quorum, rank=rank, operation=operation)
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
                     raise CollectiveTimeout(timeout_s, self._aggregator.awaited, rank=rank, operation=operation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ class KeyGroup:
         token = "" if self.communicator is None else self.communicator.allgather_record(secrets.token_hex(8))[0]
         for server in servers:
             everyone = range(self.size)
-            pairs = open_pairs(f"kvstore {token}", server, everyone, rank=rank, launched=everyone)
+            pairs = open_pairs(f"kvstore {token}", server, everyone, rank=rank, world_ranks=everyone)
             self._pairs += pairs.values()
             if server == rank:
                 self.keys, serving = Keys(rank, everyone, scheme, self._timeout_s), pairs
@@ -103,8 +104,8 @@ class KeyGroup:
         end the threads. Again does nothing."""
         if self.is_closed:
             return
-        patience_s = self._timeout_s if timeout_s is None else timeout_s
-        end(self._server, patience_s, leave=self._leave, close=self._close_communicators)
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        end(self._server, deadline, leave=self._leave, close=self._close_communicators)
 
     def _leave(self) -> None:
         for server in self.servers.values():

@@ -20,7 +20,7 @@ class LARS(ForeachOptimizer):
         w = w - v
 
     Where |w| or |g| is 0, or the group has adapt=False (as practice has it for biases and normalization
-    layers), rate = lr. lr, weight_decay, trust_coefficient: at least 0. momentum: at least 0 and below 1.
+    layers), rate = lr. lr, weight_decay: at least 0. momentum: at least 0 and below 1. trust_coefficient: above 0.
     """
 
     def __init__(
@@ -35,7 +35,6 @@ class LARS(ForeachOptimizer):
         check_range("lr", lr, 0)
         check_range("momentum", momentum, 0, 1)
         check_range("weight_decay", weight_decay, 0)
-        check_range("trust_coefficient", trust_coefficient, 0)
         super().__init__(
             params,
             {
@@ -46,6 +45,11 @@ class LARS(ForeachOptimizer):
                 "adapt": adapt,
             },
         )
+        for coefficient in (group["trust_coefficient"] for group in self.param_groups):
+            if not 0 < coefficient < float("inf"):  # a ratio of 0 would count as none, and the rate be lr
+                raise ValueError(
+                    f"trust_coefficient must be above 0, not {coefficient!r}; adapt=False steps at the rate lr"
+                )
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         decay = group["weight_decay"]

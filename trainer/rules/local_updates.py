@@ -4,12 +4,14 @@ Each rank trains a copy of its own. Every `every` steps the ranks average what t
 last met, and an outer optimizer applies that, as if it were a gradient, to the outer parameters, of which all ranks
 hold the same (DiLoCo, Douillard et al. 2023). With an outer SGD of rate 1 that is averaging the parameters (local SGD,
 Stich 2018). Where movements travel in codes of few numbers each, mostly other ones on every rank, the mean over all
-ranks is a fraction of what the sender of a number wants; a rate of as many as there are codes makes it the sum. The
-outer optimizer is exchanged for like any other, by the synchronous rule, with its buckets, codecs and checkpoints.
+ranks is a fraction of what the sender of a number wants; a rate of as many as there are different codes makes it the
+sum of these. The outer optimizer is exchanged for like any other, by the synchronous rule, with its buckets, codecs and
+checkpoints.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +26,7 @@ from collectives import CollectiveError, Communicator
 from collectives.compression.codec import Codec
 from collectives.compression.partition import sums_inside
 from collectives.daemon import DaemonThread
-from trainer.compression import Encoding, Policy
+from trainer.compression import Cast, Encoding, Policy
 from trainer.copies import of_copies
 from trainer.gradients.agreement import check_settings
 from trainer.gradients.combination import Combination
@@ -189,6 +191,7 @@ class LocalUpdates(Rule):
     def _enter(self, step: int) -> None:
         """Enter the phase to which a step belongs: that of averaging gradients, or that of local updates."""
         self.step = step
+        self._waited_s = self.wait_s  # which is to include that of the rules that end here
         if self._averaging is not None:
             self._averaging.close()
             self._averaging = None
@@ -207,16 +210,26 @@ class LocalUpdates(Rule):
         self._fragments = [Fragment(self._names[part], self._parameters[part], outer, setup) for part in cut]
 
     def _averaging_outer(self) -> torch.optim.Optimizer:
-        """Return the outer optimizer that averages: what travels in one shot over those that send a number, if that is one."""
-        hosts = self.communicator.topology.hosts
-        encoders = len(hosts) if sums_inside(hosts) else self.communicator.size
-        by_rate: dict[float, list[Tensor]] = {}
+        """Return the outer optimizer that averages: what travels in one shot over those that send a number, if that is one.
+        Collective."""
+        codes = self._different_codes()
+        kinds: dict[bool, list[Tensor]] = {}  # not by rate: on one rank both are 1, and checkpoints of several must fit
         for name, parameter in zip(self._names, self._parameters, strict=True):
-            encoding = self._locality.policy.encoding(name, parameter)
-            codec = encoding.codec if isinstance(encoding, Encoding) else None
-            is_one_shot = isinstance(codec, Codec) and codec.one_shot
-            by_rate.setdefault(float(encoders) if is_one_shot else 1.0, []).append(parameter)
-        return torch.optim.SGD([{"params": parameters, "lr": rate} for rate, parameters in by_rate.items()])
+            kinds.setdefault(is_one_shot(self._locality.policy.encoding(name, parameter)), []).append(parameter)
+        return torch.optim.SGD(
+            [{"params": kinds[one_shot], "lr": float(codes) if one_shot else 1.0} for one_shot in kinds]
+        )
+
+    def _different_codes(self) -> int:
+        """Return how many different codes are sent of the same movements: one by each rank, or by each host where its ranks
+        sum inside. Inner ranks move alike, so the codes of the same sets of these are the same code. Collective."""
+        hosts = self.communicator.topology.hosts
+        encoders = hosts if sums_inside(hosts) else [[rank] for host in hosts for rank in host]
+        if self._locality.inner is None:
+            return len(encoders)
+        first = min(self._locality.inner.allgather_record(self.communicator.rank))  # stands for this rank's set
+        firsts = self.communicator.allgather_record(first)
+        return len({frozenset(firsts[rank] for rank in encoder) for encoder in encoders})
 
     def _averaged(self, combination: Combination) -> Synchronous:
         """Return the rule that averages gradients among these ranks."""
@@ -267,37 +280,91 @@ class LocalUpdates(Rule):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
-        """Go on from a state_dict(), collectively; without KEY, begin anew. Raises ValueError on all ranks where they
-        were given different steps, or other fragments than these."""
+        """Go on from a state_dict(), collectively; without KEY, begin anew. Raises ValueError on all ranks, with nothing
+        loaded, where they were given different steps, other fragments than these, or one what cannot be loaded."""
         self._settled()
-        part: dict[str, Any] | None = state_dict.get(KEY)
-        told = None if part is None else [part["step"], part["pending"], len(part["fragments"])]
-        for rank, theirs in enumerate(everyones := self.communicator.allgather_record(told)):
+        before: dict[str, Any] = {}
+
+        def look() -> list[Any] | None:
+            before.update(self.state_dict())
+            return self._label([state_dict, *also])
+
+        for rank, theirs in enumerate(everyones := self._on_all(look)):
             if theirs != everyones[0]:
                 raise ValueError(
                     f"{here()}load_state_dict: ranks 0 and {rank} were given states of different steps or settings "
                     f"(step, fragment on its way, fragments: {everyones[0]} and {theirs})"
                 )
-        step = 0 if part is None else part["step"]
-        if part is not None and len(part["fragments"]) != (
-            self._locality.fragments if step >= self.warmup_steps else 0
-        ):
+        try:
+            self._take(state_dict, also)
+        except ValueError:
+            self._take(before, ())
+            raise
+
+    def _on_all(self, function: Callable[[], Any]) -> list[Any]:
+        """Return what a function returns on every rank, of what JSON has. Raises ValueError on all ranks where it fails on
+        any. Collective."""
+        value, fault = None, ""
+        try:
+            value = function()
+        except Exception as error:  # told to the others, who would wait
+            fault = f"{type(error).__name__}: {error}"
+        gathered = self.communicator.allgather_record((value, fault))
+        for rank, (_, theirs) in enumerate(gathered):
+            if theirs:
+                raise ValueError(f"{here()}load_state_dict failed on rank {rank}, and nothing was loaded ({theirs})")
+        return [theirs for theirs, _ in gathered]
+
+    def _label(self, given: Sequence[dict[str, Any]]) -> list[Any] | None:
+        """Return step, fragment on its way and number of fragments of states of one checkpoint; None where these are without
+        KEY. Raises ValueError, or what looking into them raises, where they are damaged or not of these parameters."""
+        labels = [self._label_of(state_dict[KEY]) if KEY in state_dict else None for state_dict in given]
+        if any(label != labels[0] for label in labels):
+            raise ValueError(f"also: of other steps or settings (step, fragment on its way, fragments: {labels})")
+        return labels[0]
+
+    def _label_of(self, part: dict[str, Any]) -> list[Any]:
+        step, pending, fragments = part["step"], part["pending"], part["fragments"]
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step must be a whole number >= 0, not {step!r}")
+        cut = _cut(self._parameters, self._locality.fragments) if step >= self.warmup_steps else []
+        if len(fragments) != len(cut):
             raise ValueError(
-                f"{here()}load_state_dict: saved with {len(part['fragments'])} fragments after step {step}, "
-                f"which is not what warmup_steps={self.warmup_steps} and fragments={self._locality.fragments} make"
+                f"saved with {len(fragments)} fragments after step {step}, which is not what "
+                f"warmup_steps={self.warmup_steps} and fragments={self._locality.fragments} make"
             )
+        for saved, mine in zip(fragments, cut, strict=True):
+            shapes = [list(outer.shape) for outer in saved["outer"]], [list(p.shape) for p in self._parameters[mine]]
+            if shapes[0] != shapes[1]:
+                raise ValueError(f"saved outer parameters of shapes {shapes[0]}, not {shapes[1]}")
+            if "optimizer" not in saved:
+                raise ValueError("a fragment is without its outer optimizer")
+        if pending is None:
+            return [step, None, len(fragments)]
+        number, merge_at = pending
+        if number not in range(len(fragments)) or type(merge_at) is not int or merge_at <= step:
+            raise ValueError(f"after step {step}, fragment {number!r} cannot be on its way until step {merge_at!r}")
+        return [step, [number, merge_at], len(fragments)]
+
+    def _take(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
+        """Go on from states that have a label, the same on all ranks. Collective. Raises ValueError on all ranks, with some
+        of it loaded, where a part cannot be loaded on one."""
+        part: dict[str, Any] | None = state_dict.get(KEY)
+        step = 0 if part is None else part["step"]
         self._pending = None
         self._has_common = step > 0
         self._enter(step)
         if self._averaging is not None:
-            self._averaging.load_state_dict(state_dict, also)
+            self._on_all(functools.partial(self._averaging.load_state_dict, state_dict, also))
         else:
-            self.setup.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != KEY})
+            state = {key: value for key, value in state_dict.items() if key != KEY}
+            self._on_all(functools.partial(self.setup.optimizer.load_state_dict, state))
         if part is None:
             return
+        keep_rates = self._locality.outer is None
         for number, fragment in enumerate(self._fragments):
-            others = [other[KEY]["fragments"][number] for other in also]
-            fragment.load_state_dict(part["fragments"][number], others, keep_rates=self._locality.outer is None)
+            mine, *others = [each[KEY]["fragments"][number] for each in (state_dict, *also)]
+            self._on_all(functools.partial(fragment.load_state_dict, mine, others, keep_rates=keep_rates))
         if part["pending"] is not None:
             fragment_number, merge_at = part["pending"]
             self._pending = _Pending(fragment_number, merge_at, None)
@@ -387,10 +454,7 @@ class Fragment:
 
     def load_state_dict(self, state: dict[str, Any], also: Sequence[dict[str, Any]], *, keep_rates: bool) -> None:
         """Go on from a state_dict(), and `also` of ranks that are no more. keep_rates: whether the outer optimizer's rates are
-        those of this world, and not the saved ones. Raises ValueError for other parameters."""
-        shapes = [list(saved.shape) for saved in state["outer"]], [list(outer.shape) for outer in self._outer]
-        if shapes[0] != shapes[1]:
-            raise ValueError(f"{here()}load_state_dict: saved outer parameters of shapes {shapes[0]}, not {shapes[1]}")
+        those of this world, and not the saved ones. Raises what an optimizer raises that cannot load its own."""
         with torch.no_grad():
             for outer, saved in zip(self._outer, state["outer"], strict=True):
                 outer.copy_(saved)
@@ -398,6 +462,11 @@ class Fragment:
         self.rule.load_state_dict(state["optimizer"], [other["optimizer"] for other in also])
         for group, rate in zip(self._optimizer.param_groups, rates, strict=keep_rates):
             group["lr"] = rate
+
+
+def is_one_shot(encoding: Cast | Encoding) -> bool:
+    """Return whether movements travel in codes of which every rank adds up all."""
+    return isinstance(encoding, Encoding) and isinstance(encoding.codec, Codec) and encoding.codec.one_shot
 
 
 def _widened(parameter: Tensor) -> Tensor:

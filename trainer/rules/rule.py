@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from collectives import Communicator
-from trainer.compression import Policy
+from trainer.compression import Cast, Encoding, Policy
 from trainer.gradients.bucket import Bucket
 from trainer.gradients.combination import Combination
 from trainer.gradients.exchange import Passes
@@ -25,7 +25,8 @@ class Setup:
     optimizer: the one that it wraps. combination: among whom and by which op. policy: what gradients travel as, in
     buckets of bucket_bytes. passes: counts calls of backward(), of which passes.per_step come before a step. groups:
     numbers of the groups of parameters that are to be exchanged together. sparse_as_dense: whether sparse gradients are
-    to be made dense.
+    to be made dense. returning: with sharded states, what travels when a rank has stepped its share of the parameters: how
+    far they have moved, by this; None for the parameters as they are.
     """
 
     optimizer: torch.optim.Optimizer
@@ -35,6 +36,7 @@ class Setup:
     passes: Passes
     groups: Mapping[Tensor, int] = field(default_factory=dict)
     sparse_as_dense: bool = False
+    returning: Cast | Encoding | None = None
 
 
 class Rule:

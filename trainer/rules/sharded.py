@@ -24,14 +24,15 @@ from trainer.gradients.saved import SHARDS
 from trainer.ops import Adasum, Sum
 from trainer.optimizers.lamb import LAMB
 from trainer.optimizers.lars import LARS
-from trainer.rules.pieces import Held, Pieces, cut_whole, is_by_element
 from trainer.rules.rule import Setup
 from trainer.rules.synchronous import Synchronous
+from trainer.shards.piece import OWED
+from trainer.shards.pieces import Held, Pieces, cut_whole, is_by_element
 from trainer.world import here
 
 _NOT_BY_ELEMENT = (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor, torch.optim.Muon, LARS, LAMB)
 
-_VERSION = 1
+_VERSION = 2
 
 _CHANGED = (
     "the gradient of {!r} has been changed since backward(), but each rank has its piece of the gradients only: clip with "
@@ -58,7 +59,7 @@ class Sharded(Synchronous):
                 f"{here()}shard_states=True does not go with op={Adasum!r}, by which ranks step on the whole"
             )
         super().__init__(replace(setup, combination=replace(setup.combination, in_shares=True)))
-        self._pieces = Pieces(optimizer, self.communicator)
+        self._pieces = Pieces(optimizer, self.setup.combination, setup.returning)
         self._versions: list[int] = []
         self._gathered_s = 0.0
 
@@ -110,7 +111,7 @@ class Sharded(Synchronous):
 
     def after_step(self) -> None:
         begin = time.perf_counter()
-        self._pieces.gather()
+        self._pieces.gather(self.exchange.step - 1)
         self._gathered_s += time.perf_counter() - begin
         for bucket in self.bucketing.buckets:  # for an optimizer may use the memory of gradients, as it does unsharded
             bucket.take_note()
@@ -150,6 +151,7 @@ class Sharded(Synchronous):
                 "rank": self.communicator.rank,
                 "shapes": [list(piece.parameter.shape) for piece in pieces],
                 "ranges": [[list(each) for each in piece.ranges] for piece in pieces],
+                "owed": None if self.setup.returning is None else [piece.tensor.clone() for piece in pieces],
             },
         }
 
@@ -164,14 +166,15 @@ class Sharded(Synchronous):
         self._pieces.cut(self.bucketing.buckets)
         state: dict[int, dict[str, Any]] = {}
         for number, piece in enumerate(self._pieces.all):
-            mine = state_dict["state"].get(number)
-            if not mine:
-                continue
+            mine = _kept(state_dict, number)
             if lent is None:
-                state[number] = cut_whole(piece, mine)
-                continue
-            held = [Held(each[SHARDS]["ranges"][number], each["state"][number]) for each in lent]
-            state[number] = self._pieces.merged(piece, mine, held)
+                found = cut_whole(piece, mine)
+            else:
+                held = [Held(each[SHARDS]["ranges"][number], _kept(each, number)) for each in lent]
+                found = self._pieces.merged(piece, mine, held)
+            piece.owe(found.pop(OWED, None))
+            if found:
+                state[number] = found
         with self._pieces.in_place_of_parameters():
             self.setup.optimizer.load_state_dict({**bare, "state": state})
 
@@ -186,6 +189,11 @@ class Sharded(Synchronous):
             for label in theirs:
                 if isinstance(label, str):
                     raise ValueError(f"{here()}load_state_dict: rank {rank} was given {label}")
+                if label is not None and label[3] and self.setup.returning is None:
+                    raise ValueError(
+                        f"{here()}load_state_dict: saved with parameter_compression, of which parameters still lack something: "
+                        "go on with one"
+                    )
                 if _checkpoint(label) != _checkpoint(first):
                     raise ValueError(
                         f"{here()}load_state_dict: rank {rank} was given a part of another checkpoint than rank 0"
@@ -202,13 +210,20 @@ class Sharded(Synchronous):
         return [parts[saved] for saved, rank in sorted(holders.items()) if rank == self.communicator.rank]
 
 
+def _kept(part: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return what a part of a checkpoint has of a parameter: the optimizer's state, and what the parameter is owed."""
+    owed = part.get(SHARDS, {}).get("owed")
+    return {**part["state"].get(number, {}), **({} if owed is None else {OWED: owed[number]})}
+
+
 def _checkpoint(label: list[Any] | None) -> list[Any] | None:
     """Return what the parts of one checkpoint have in common."""
     return None if label is None else [label[0], label[2]]
 
 
 def _label(given: dict[str, Any], shapes: list[list[int]]) -> list[Any] | str | None:
-    """Return on how many ranks a part was saved, on which, and what it has of which parameters; None for a state that is not
+    """Return on how many ranks a part was saved, on which, what it has of which parameters, and whether these are owed
+    something; None for a state that is not
     sharded; a text that says what is wrong with one that cannot be loaded."""
     if (part := given.get(SHARDS)) is None:
         return None
@@ -219,13 +234,13 @@ def _label(given: dict[str, Any], shapes: list[list[int]]) -> list[Any] | str | 
             return f"the state of parameters of shapes {part['shapes']}, not {shapes}"
         names = []
         for number, ranges in enumerate(part["ranges"]):
-            numel, state = sum(stop - start for start, stop in ranges), given["state"].get(number, {})
+            numel, state = sum(stop - start for start, stop in ranges), _kept(given, number)
             by_element = [name for name in sorted(state) if is_by_element(name, state[name])]
             for name in by_element:
                 if state[name].numel() != numel:
                     has = state[name].numel()
                     return f"what is damaged: state {name!r} of parameter {number} has {has} elements, not {numel}"
             names.append([[name, str(state[name].dtype)] for name in by_element])
-        return [part["world_size"], part["rank"], names]
+        return [part["world_size"], part["rank"], names, part["owed"] is not None]
     except Exception as error:  # all ranks must hear of it, or they would wait
         return f"what is damaged: {type(error).__name__}: {error}"

@@ -24,7 +24,12 @@ class Synchronous(Rule):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.bucketing = Bucketing(
-            setup.combination, setup.policy, setup.bucket_bytes, setup.groups, sparse_as_dense=setup.sparse_as_dense
+            setup.combination,
+            setup.policy,
+            setup.bucket_bytes,
+            setup.groups,
+            sparse_as_dense=setup.sparse_as_dense,
+            encodes_more=setup.returning is not None,
         )
         self.exchange = GradientExchange(self.bucketing, setup.combination, setup.passes)
         self._resumption = Resumption(setup.optimizer, self.bucketing, self.exchange, setup.combination)

@@ -119,6 +119,11 @@ class Aggregator(Generic[_Value]):
         return tuple(sorted(self._lost))
 
     @property
+    def quorum(self) -> int:
+        """Return how many workers must contribute to an update: what the scheme says, or fewer where some have left."""
+        return self._quorum
+
+    @property
     def holds_quorum(self) -> bool:
         """Tell whether those that still take part are enough for an update."""
         return len(self._clocks) >= self._quorum

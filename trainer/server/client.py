@@ -47,10 +47,14 @@ class Client:
         """Send a head, with three numbers that mean what the kind says."""
         self._communicator.send(torch.tensor([kind, first, second, third], dtype=torch.float64), 1)
 
-    def _hear(self) -> tuple[int, dict[str, Any] | None]:
-        """Return the number in the head of the server's answer, and what it says of an error; None where there was none."""
+    def _hear(self, timeout_s: float | None = None) -> tuple[int, dict[str, Any] | None]:
+        """Return the number in the head of the server's answer, and what it says of an error; None where there was none.
+        timeout_s: until the answer begins; None for that of the Communicator."""
         head = torch.empty(2, dtype=torch.float64)
-        self._communicator.recv(head, 1)
+        if timeout_s is None:
+            self._communicator.recv(head, 1)
+        else:
+            self._communicator.recv(head, 1, async_op=True).wait(timeout_s)
         kind, number = map(int, head.tolist())
         return number, receive(self._communicator, number, 1) if kind == FAILED else None
 

@@ -31,9 +31,14 @@ def of_pair(error: CollectiveError, pair: tuple[int, int], rank: int, operation:
     return CollectiveError(f"ranks {pair[0]} and {pair[1]}: {error}", rank=rank, operation=operation)
 
 
-def to_record(error: Exception) -> dict[str, Any]:
+def text_of(error: BaseException) -> str:
+    """Return what an error says; its name where it says nothing, as KeyboardInterrupt does."""
+    return str(error) or type(error).__name__
+
+
+def to_record(error: BaseException) -> dict[str, Any]:
     """Return what is told of an error to other ranks, as JSON can have it."""
-    said: dict[str, Any] = {"text": str(error)}
+    said: dict[str, Any] = {"text": text_of(error)}
     if isinstance(error, QuorumLost):
         return {**said, "lost": error.ranks, "quorum": error.quorum}
     if isinstance(error, PeerLost):

@@ -7,6 +7,7 @@ Communicators break.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -89,11 +90,11 @@ class Remote(Client):
                 self._communicator.send(buffer, 1)
         self.is_answer_due = True
 
-    def pull(self) -> tuple[int, list[Tensor]]:
-        """Wait for the version and the parameters with which to go on. Raises what Updater.exchange() does; PeerLost, with the
-        server's rank, where that is lost."""
+    def pull(self, timeout_s: float | None = None) -> tuple[int, list[Tensor]]:
+        """Wait for the version and the parameters with which to go on. timeout_s: until they begin to come; None for that of
+        the Communicator. Raises what Updater.exchange() does; PeerLost, with the server's rank, where that is lost."""
         with self._reached("step"):
-            version, error = self._hear()
+            version, error = self._hear(timeout_s)
             buffers = [] if error is not None else self.packing.flat.empty()
             for buffer in buffers:
                 self._communicator.recv(buffer, 1)
@@ -102,12 +103,11 @@ class Remote(Client):
             raise from_record(error, self._rank, self._at("step"))
         return version, buffers
 
-    def leave(self) -> None:
-        """Say that nothing more comes, once the server's answer has been taken, if one is due."""
+    def settle(self, deadline: float) -> None:
+        """Take the server's answer, if one is due, which must begin before the deadline (time.monotonic())."""
         if self.is_answer_due:
             with suppress(CollectiveError):
-                self.pull()
-        super().leave()
+                self.pull(max(0.0, deadline - time.monotonic()))
 
 
 class Local:

@@ -99,10 +99,10 @@ class Serving(ABC):
         """Answer what a worker says, of a kind of the server's own, with three numbers."""
 
 
-def end(serving: Serving | None, timeout_s: float, *, leave: Callable[[], None], close: Callable[[], None]) -> None:
-    """End what a rank has at servers: say by `leave` that nothing more comes, serve others until they say so, for timeout_s at
-    most, close the Communicators, and wait until the threads that used them have ended. serving: None where it does not serve."""
-    deadline = time.monotonic() + timeout_s
+def end(serving: Serving | None, deadline: float, *, leave: Callable[[], None], close: Callable[[], None]) -> None:
+    """End what a rank has at servers: say by `leave` that nothing more comes, serve others until they say so, but not beyond the
+    deadline (time.monotonic()), close the Communicators, and wait until the threads that used them have ended. serving: None
+    where it does not serve."""
     try:
         leave()
         if serving is not None:

@@ -68,7 +68,7 @@ class Updater:
                 if self._failure is not None:  # a new error in each thread that raises it
                     raise self._failure.again(str(self._failure), operation) from self._failure
                 if not aggregator.holds_quorum:
-                    raise QuorumLost(aggregator.lost, self._scheme.quorum, rank=self.rank, operation=operation)
+                    raise QuorumLost(aggregator.lost, aggregator.quorum, rank=self.rank, operation=operation)
                 now = time.monotonic()
                 if now >= deadline:
                     waiting_for = aggregator.awaited

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from collectives import Communicator
+from collectives import CollectiveError, Communicator
 from trainer.server.aggregator import Counts
 from trainer.server.errors import from_record, to_record
 from trainer.server.flat import Flat
@@ -57,9 +58,12 @@ class Worker:
         """Return what became of all contributions so far, at each server."""
         return [server.counts() for server, _ in self._parts]
 
-    def leave(self) -> None:
-        """Say that nothing more comes from this rank: last where an answer is due, for which others may have to leave first."""
+    def leave(self, deadline: float) -> None:
+        """Say that nothing more comes from this rank: last where an answer is due, for which others may have to leave first, and
+        which is not waited for beyond the deadline (time.monotonic())."""
         for server, _ in sorted(self._parts, key=lambda part: part[0].is_answer_due):
+            if isinstance(server, Remote):
+                server.settle(deadline)
             server.leave()
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,8 +107,9 @@ class Member:
         if self._worker is not None:
             try:
                 self._worker.exchange(gradients, total)
-            except Exception as error:
-                self._tell(to_record(error))
+            except BaseException as error:  # also Ctrl-C: the others wait for what this rank has to tell
+                with suppress(CollectiveError):  # where they are gone too, this error is still the one to raise
+                    self._tell(to_record(error))
                 raise
             self._tell({"versions": self._worker.versions})
         else:
@@ -155,10 +160,10 @@ class Member:
             )
         return self._worker.counts()
 
-    def leave(self) -> None:
-        """Say that nothing more comes from these ranks."""
+    def leave(self, deadline: float) -> None:
+        """Say that nothing more comes from these ranks, as Worker.leave() does."""
         if self._worker is not None:
-            self._worker.leave()
+            self._worker.leave(deadline)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the Worker does; nothing on ranks that have none."""

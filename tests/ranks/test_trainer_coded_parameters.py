@@ -1,0 +1,207 @@
+"""Sharded states whose parameters come back as codes: nothing that codes lose is lost, and replicas keep to each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainer as hvd
+from collectives.compression import Int8
+from tests.harness import ON_EVERY_TRANSPORT, Worlds
+from tests.ranks.test_trainer_sharded_states import Network, assert_equal, exchanged_by, train, wrapped
+from tests.ranks.training import assert_same_on_all_ranks, in_world
+from trainer.gradients.saved import SHARDS
+
+STEPS = 6
+
+
+class Slope(nn.Module):
+    """Has a loss whose gradient is the same wherever the parameters are: what a step makes of them does not depend on codes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrix = nn.Parameter(torch.randn(37, 90))
+        self.vector = nn.Parameter(torch.randn(11))
+
+    def loss(self, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return sum((each * torch.randn(each.shape, generator=generator)).sum() for each in self.parameters())
+
+
+def owed(optimizer: hvd.DistributedOptimizer) -> list[Tensor]:
+    """Return what each parameter lacks, on all ranks alike. Collective."""
+    part = optimizer.state_dict()[SHARDS]
+    whole = []
+    for parameter, ranges, mine in zip(
+        (each for group in optimizer.param_groups for each in group["params"]),
+        part["ranges"],
+        part["owed"],
+        strict=True,
+    ):
+        flat = torch.zeros(parameter.numel())
+        lengths = [stop - start for start, stop in ranges]
+        for (start, stop), values in zip(ranges, mine.split(lengths), strict=True):
+            flat[start:stop] = values
+        whole.append(hvd.allreduce(flat, op=hvd.Sum).view(parameter.shape))
+    return whole
+
+
+@in_world
+def descend(algorithm: str, compression: Any) -> tuple[float, float]:
+    """Return how far parameters are from uncoded ones, relatively, and how many times fewer bytes were sent."""
+    with exchanged_by(algorithm) as one, exchanged_by(algorithm) as other:
+        model, twin = Slope(), Slope()
+        plain = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), process_set=one)
+        coded = hvd.DistributedOptimizer(
+            torch.optim.SGD(twin.parameters(), lr=0.01),
+            process_set=other,
+            bucket_bytes=5000,
+            shard_states=True,
+            parameter_compression=compression,
+        )
+        for _ in range(STEPS):
+            for net, optimizer in ((model, plain), (twin, coded)):
+                optimizer.zero_grad()
+                net.loss(hvd.rank()).backward()
+                optimizer.step()
+        assert_same_on_all_ranks(twin.parameters())
+        for mine, theirs, lacking in zip(model.parameters(), twin.parameters(), owed(coded), strict=True):
+            torch.testing.assert_close(theirs + lacking, mine, rtol=1e-5, atol=1e-6)
+        moved = model.matrix - Slope().matrix
+        distance = (twin.matrix - model.matrix).norm() / moved.norm()
+        ratio = coded.stats.ratio
+        plain.close()
+        coded.close()
+        return float(distance), ratio
+
+
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("compression", "ratio"),
+    [("fp16", 1.3), ("int8", 1.5), ("onebit", 1.8), ("topk", 1.8), (Int8(stochastic=True), 1.5)],
+    ids=str,
+)
+def test_what_codes_lose_stays_with_the_piece(ranks: Worlds, compression: Any, ratio: float, size: int) -> None:
+    for algorithm in ("auto", "ring"):
+        for distance, fewer in ranks(size).run(descend, algorithm, compression):
+            assert 0 < distance < 1, "codes lose something, but not all"
+            assert size == 1 or ratio < fewer < 2, "gradients travel as they are, which is half of all bytes"
+
+
+@in_world
+def train_both_ways(options: dict[str, Any]) -> None:
+    with exchanged_by("auto") as communicator:
+        model = Network()
+        optimizer = wrapped(model, communicator, "adamw foreach", shard=True, **options)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        train(model, optimizer, range(3))
+        model.frozen.requires_grad_(True)
+        model.wide.weight.requires_grad_(False)
+        train(model, optimizer, range(3, 5))
+        model.wide.weight.requires_grad_(True)
+        train(model, optimizer, range(5, 7))
+        assert_same_on_all_ranks(model.parameters())
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+        assert not torch.equal(before[0], next(model.parameters()))
+        optimizer.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": "int8", "parameter_compression": "int8"},
+        {"compression": "topk", "parameter_compression": hvd.ErrorFeedback("onebit", warmup_steps=2)},
+        {"parameter_compression": "bf16", "backward_passes_per_step": 1},
+    ],
+    ids=str,
+)
+def test_replicas_are_equal_whatever_is_frozen_meanwhile(ranks: Worlds, options: dict[str, Any]) -> None:
+    ranks(3).run(train_both_ways, options)
+
+
+OPTIONS: dict[str, Any] = {"compression": "int8", "parameter_compression": Int8(stochastic=True)}
+
+
+@in_world
+def save_and_go_on(directory: Path) -> None:
+    with exchanged_by("ring") as communicator:
+        model = Network()
+        optimizer = wrapped(model, communicator, "adam", shard=True, **OPTIONS)
+        train(model, optimizer, range(3), schedule=False)
+        saved = [model.state_dict(), optimizer.state_dict()]
+        torch.save(saved, directory / f"rank{hvd.rank()}.pt")
+        lacking = owed(optimizer)
+        if hvd.rank() == 0:
+            torch.save(lacking, directory / "owed.pt")
+        hvd.barrier()
+        train(model, optimizer, range(3, 6), schedule=False)
+        optimizer.close()
+    with exchanged_by("ring") as communicator:
+        again = Network(seed=3)
+        optimizer = wrapped(again, communicator, "adam", shard=True, **OPTIONS)
+        train(again, optimizer, range(50, 52), schedule=False)  # of which everything is to be forgotten
+        weights, state = torch.load(directory / f"rank{hvd.rank()}.pt", weights_only=True)
+        again.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        train(again, optimizer, range(3, 6), schedule=False)
+        optimizer.close()
+    assert_equal(model, again)
+
+
+@in_world
+def go_on_elsewhere(directory: Path, saved: int) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    parts = [torch.load(directory / f"rank{each}.pt", weights_only=True) for each in range(saved)]
+    with exchanged_by("ring") as communicator:
+        model = Network(seed=3)
+        optimizer = wrapped(model, communicator, "adam", shard=True, **OPTIONS)
+        model.load_state_dict(parts[0][0])
+        also = [parts[each][1] for each in range(size, saved) if each % size == rank]
+        optimizer.load_state_dict(parts[rank % saved][1], also=also)
+        for mine, theirs in zip(owed(optimizer), torch.load(directory / "owed.pt", weights_only=True), strict=True):
+            assert torch.equal(mine, theirs)
+        train(model, optimizer, range(3, 5), schedule=False)
+        assert_same_on_all_ranks(model.parameters())
+        optimizer.close()
+    with exchanged_by("ring") as communicator:
+        other = wrapped(model, communicator, "adam", shard=True, compression="int8")
+        with pytest.raises(ValueError, match="saved with parameter_compression"):
+            other.load_state_dict(parts[rank % saved][1], also=also)
+        other.close()
+
+
+def test_a_checkpoint_goes_on_bit_for_bit_and_elsewhere_with_all_that_is_owed(ranks: Worlds, tmp_path: Path) -> None:
+    ranks(3).run(save_and_go_on, tmp_path)
+    for now in (2, 3, 4):
+        ranks(now).run(go_on_elsewhere, tmp_path, 3)
+
+
+@in_world
+def refuse() -> None:
+    model = nn.Linear(4, 4)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for options, words in (
+        ({"parameter_compression": "int8"}, "is for shard_states=True"),
+        (
+            {"parameter_compression": "powersgd", "shard_states": True},
+            "parameter_compression='powersgd' is for gradients",
+        ),
+        ({"parameter_compression": "dgc", "shard_states": True}, "parameter_compression='dgc' is for gradients"),
+        ({"parameter_compression": "int9", "shard_states": True}, "int9"),
+        (
+            {"parameter_compression": "int8" if hvd.rank() else "none", "shard_states": True},
+            "do not make the same DistributedOptimizer: parameter_compression",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            hvd.DistributedOptimizer(sgd, **options)
+
+
+def test_what_cannot_be_meant_is_refused(ranks: Worlds) -> None:
+    ranks(2).run(refuse)
