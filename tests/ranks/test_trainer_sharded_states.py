@@ -134,8 +134,16 @@ def compare(name: str, algorithm: str, options: dict[str, Any]) -> None:
         assert_same_on_all_ranks(twin.parameters())
         each_rank = hvd.allgather_object(state_bytes(sharded))
         assert sum(each_rank) == state_bytes(whole)
-        assert sharded.stats == whole.stats
-        assert sharded.stats.exchanges > 0
+        mine, theirs = sharded.stats, whole.stats
+        assert (mine.exchanges, mine.bytes_uncompressed) == (theirs.exchanges, theirs.bytes_uncompressed)
+        assert mine.exchanges > 0
+        if {
+            "compression",
+            "policy",
+        } & options.keys():  # parameters come back as they are, some as float64, which codes are not of
+            assert theirs.bytes_sent < mine.bytes_sent <= theirs.bytes_sent + theirs.bytes_uncompressed
+        else:
+            assert mine.bytes_sent == theirs.bytes_sent
         whole.close()
         sharded.close()
 
@@ -309,7 +317,11 @@ def load_wrongly(directory: Path) -> None:
                 r"rank 1 was given .*is damaged: state 'exp_avg' of parameter 0 has 1 ",
             ),
             (lacking if hvd.rank() else mine, states[2:], "rank 1 was given a part of another checkpoint"),
-            ({**mine, SHARDS: {"version": 1}} if hvd.rank() else mine, states[2:], "rank 1 .*is damaged: KeyError"),
+            (
+                {**mine, SHARDS: {"version": mine[SHARDS]["version"]}} if hvd.rank() else mine,
+                states[2:],
+                "rank 1 .*is damaged: KeyError",
+            ),
             (turned if hvd.rank() else mine, states[2:], r"rank 1 was given the state of parameters of shapes"),
         ):
             with pytest.raises(ValueError, match=words):
