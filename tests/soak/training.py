@@ -47,6 +47,7 @@ from tests.soak.rules import (
 )
 
 BATCH = 4
+LR = 0.002  # at which four ranks that add up their steps, as those of Hogwild do, do not diverge
 ON_S = 60.0  # for which ranks train on at most
 STEPS_WITHOUT = 5  # that survivors take once the victim is known to be lost
 
@@ -204,7 +205,7 @@ def _batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 def _optimizer(fault: TrainingFault, model: nn.Module) -> Any:
-    rule, inner = fault.rule, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    rule, inner = fault.rule, torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5)
     options = dict(rule.options)
     if rule.name == SYNCHRONOUS:
         if rule.feedback:
@@ -229,7 +230,7 @@ class _Keys:
         self._values = dict(model.named_parameters())
         self._store = hvd.KVStore(**options)
         self._store.init(list(self._values), [value.detach() for value in self._values.values()])
-        self._store.set_optimizer(functools.partial(torch.optim.SGD, lr=0.05, momentum=0.5))
+        self._store.set_optimizer(functools.partial(torch.optim.SGD, lr=LR, momentum=0.5))
         self.report = self._store.report
         self.close = self._store.close
 
