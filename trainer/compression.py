@@ -133,6 +133,12 @@ class Encoding:
         """Tell what a checkpoint is of."""
         return f"{self.codec.identity}, feedback={self.feedback}, warmup_steps={self.warmup_steps}"
 
+    def codec_at(self, step: int) -> Codec | None:
+        """Return the codec of buffers that goes with a step, counted from 0; None during the warm-up. For codecs of buffers."""
+        assert isinstance(self.codec, Codec)
+        since_warmup = step - self.warmup_steps
+        return self.codec.at(since_warmup) if since_warmup >= 0 else None
+
 
 def encoding_of(compression: Compressor) -> Cast | Encoding:
     """Return what is meant by a `compression=`; a name means the cast or the codec of that name.

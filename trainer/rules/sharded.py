@@ -60,7 +60,6 @@ class Sharded(Synchronous):
             )
         super().__init__(replace(setup, combination=replace(setup.combination, in_shares=True)))
         self._pieces = Pieces(optimizer, self.setup.combination, setup.returning)
-        self._versions: list[int] = []
         self._gathered_s = 0.0
 
     @property

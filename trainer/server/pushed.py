@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives.compression.codec import Codec, State
+from collectives.compression.codec import State
 from collectives.compression.matrices import MatrixCodec
 from collectives.compression.registry import CODECS
 from collectives.compression.rehearsal import rehearse
@@ -27,12 +27,6 @@ class _Coded:
     members: tuple[int, ...]
     flat: Flat
     numel: int
-
-    def codec(self, step: int) -> Codec | None:
-        """Return the codec of a step; None during the warm-up."""
-        since_warmup = step - self.encoding.warmup_steps
-        assert isinstance(self.encoding.codec, Codec)
-        return self.encoding.codec.at(since_warmup) if since_warmup >= 0 else None
 
 
 class Packing:
@@ -77,7 +71,7 @@ class Packing:
             views[number].copy_(view)
         for coded, buffer in zip(self.coded, pushed[first_code:], strict=True):
             values = buffer
-            if (codec := coded.codec(step)) is not None:
+            if (codec := coded.encoding.codec_at(step)) is not None:
                 values = torch.empty(coded.numel, dtype=torch.float32)
                 codec.decode(buffer, values)
             for number, view in zip(coded.members, coded.flat.views([values]), strict=True):
@@ -103,7 +97,7 @@ class Sender:
         pushed = self._packing.plain_of(gradients)
         for number, coded in enumerate(self._packing.coded):
             (values,) = coded.flat.pack([gradients[member] for member in coded.members])
-            if (codec := coded.codec(step)) is not None:
+            if (codec := coded.encoding.codec_at(step)) is not None:
                 code = _room(coded, step)
                 seed = rounding_seed(step, 0, number, 0, 0, self._seed)
                 codec.encode(values, code, residual=self._residuals[number], seed=seed, state=self._states[number])
@@ -142,14 +136,14 @@ def encodings_of(compression: Compressor) -> Policy:
 
 def _room(coded: _Coded, step: int) -> Tensor:
     """Return a new buffer for a code, or for the numbers themselves during the warm-up."""
-    codec = coded.codec(step)
+    codec = coded.encoding.codec_at(step)
     if codec is None:
         return torch.empty(coded.numel, dtype=torch.float32)
     return torch.empty(codec.wire_bytes(coded.numel), dtype=torch.uint8)
 
 
 def _new_state(coded: _Coded) -> State | None:
-    codec = coded.codec(coded.encoding.warmup_steps)
+    codec = coded.encoding.codec_at(coded.encoding.warmup_steps)
     assert codec is not None
     return codec.new_state(coded.numel, torch.device("cpu")) if coded.encoding.feedback else None
 

@@ -55,10 +55,6 @@ class Pieces:
         """Return the pieces in the order of the optimizer's parameters."""
         return [self._of[parameter] for group in self._optimizer.param_groups for parameter in group["params"]]
 
-    def of(self, bucket: Bucket) -> list[Piece]:
-        """Return the pieces of a bucket's parameters, by slot."""
-        return [self._of[parameter] for parameter in bucket.parameters]
-
     def cut(self, buckets: Sequence[Bucket]) -> None:
         """Make the pieces what the buckets' shares say, where these are others than before. Collective."""
         everything = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -167,7 +163,7 @@ class Pieces:
         ]
 
     def _way(self, number: int, bucket: Bucket, flat: Tensor) -> Way:
-        pieces = self.of(bucket)
+        pieces = [self._of[parameter] for parameter in bucket.parameters]
         if self._returning is None:
             return Way(bucket, pieces, flat, self._combination)
         return CodedWay(bucket, pieces, flat, self._combination, self._returning, number)

@@ -37,7 +37,7 @@ def movements_as(compression: Compressor) -> Cast | Encoding | None:
 class Way:
     """Brings a bucket's parameters to the optimizer, and what becomes of them to all ranks: through views, made once.
 
-    flat: memory that is laid out as the bucket's, for others to use too between give() and take().
+    flat: memory that is laid out as the bucket's, for others to use too but during gather().
     """
 
     def __init__(self, bucket: Bucket, pieces: Sequence[Piece], flat: Tensor, combination: Combination) -> None:
@@ -171,10 +171,7 @@ class CodedWay(Way):
         """Return what encodes movements after so many exchanges of gradients; None where they travel uncompressed."""
         if isinstance(self._kind, Cast):
             return self._kind.codec(self._flat.dtype)
-        if step < self._kind.warmup_steps:
-            return None
-        assert isinstance(self._kind.codec, Codec)
-        return self._kind.codec.at(step - self._kind.warmup_steps)
+        return self._kind.codec_at(step)
 
     def _gather_codes(self, codec: Codec, step: int) -> None:
         """Fill `flat` with what all ranks' codes of their shares stand for, this one's among them. Collective."""
