@@ -109,7 +109,11 @@ class Communicator:
         self.topology = Topology(membership.rank, membership.hosts)
         settings = [f"segment_bytes={segment_bytes}"]
         settings += [f"{name}={os.environ[name]!r}" for name in variables(PLANNERS, os.environ).values()]
-        connection = connect(membership, link, ", ".join(settings), timeout_s)
+        try:
+            connection = connect(membership, link, ", ".join(settings), timeout_s)
+        finally:
+            if membership is not group:
+                membership.close()
         try:
             transport = connection.transport
             quick = transport.quick

@@ -16,6 +16,9 @@ INTERFACE_VARIABLES = ("COLLECTIVES_INTERFACE", "GLOO_SOCKET_IFNAME")
 #: The name of the link where a Communicator is not given one.
 LINK = "COLLECTIVES_LINK"
 
+#: "True" where torchrun's agent keeps torch.distributed's store, and not rank 0: torchrun sets it.
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
 #: Set to 0 on any rank, all ranks do without shared memory.
 SHARED_MEMORY = "COLLECTIVES_SHARED_MEMORY"
 

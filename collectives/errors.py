@@ -17,13 +17,15 @@ def ranks_text(ranks: Iterable[int]) -> str:
 class CollectiveError(RuntimeError):
     """A collective operation failed; as a rule its Communicator is broken from then on.
 
-    Attributes: rank (this process, in the Communicator; -1 where nobody said), operation (what was running).
+    Attributes: rank (this process, in the Communicator; -1 where nobody said), operation (what was running), ranks (those at
+    fault, as far as that is known).
     """
 
-    def __init__(self, message: str = "", *, rank: int = -1, operation: str = "") -> None:
+    def __init__(self, message: str = "", *, rank: int = -1, operation: str = "", ranks: Iterable[int] = ()) -> None:
         super().__init__(message if rank < 0 else f"rank {rank}: {operation}: {message}")
         self.rank = rank
         self.operation = operation
+        self.ranks = tuple(sorted(ranks))
 
     def again(self, message: str, operation: str) -> CollectiveError:
         """Return an error of the same kind, with the same attributes, for another operation that fails because of this one."""
@@ -53,7 +55,7 @@ class PeerLost(CollectiveError):
     ) -> None:
         """has_left: as a script does that ends or raises; else they ended without a word.
         reasons: what those raised that said so."""
-        self.ranks = tuple(sorted(ranks))
+        lost = sorted(ranks)
         self.has_left = has_left
         self.reasons = dict(reasons or {})
         how = (
@@ -63,12 +65,12 @@ class PeerLost(CollectiveError):
         )
         if self.reasons:
             how = "; ".join(f"rank {each} {reason}" for each, reason in self.reasons.items())
-        super().__init__(f"lost {ranks_text(self.ranks)}: {how}", rank=rank, operation=operation)
+        super().__init__(f"lost {ranks_text(lost)}: {how}", rank=rank, operation=operation, ranks=lost)
 
 
 class CollectiveTimeout(CollectiveError, TimeoutError):
-    """A deadline passed. Attributes: seconds (the deadline), waiting_for (the ranks that did not answer; empty where it was this
-    rank that came late, or where two ranks do not reach each other, which the message says)."""
+    """A deadline passed. Attributes: seconds (the deadline), waiting_for, also called ranks (those that did not answer; empty
+    where it was this rank that came late, or where two ranks do not reach each other, which the message says)."""
 
     def __init__(
         self, seconds: float, waiting_for: Iterable[int], *, rank: int, operation: str, detail: str = ""
@@ -76,9 +78,8 @@ class CollectiveTimeout(CollectiveError, TimeoutError):
         self.seconds = seconds
         self.waiting_for = tuple(sorted(waiting_for))
         waited = f" waiting for {ranks_text(self.waiting_for)}" if self.waiting_for else ""
-        super().__init__(
-            f"not done after {seconds:g} s{waited}" + (f": {detail}" if detail else ""), rank=rank, operation=operation
-        )
+        message = f"not done after {seconds:g} s{waited}" + (f": {detail}" if detail else "")
+        super().__init__(message, rank=rank, operation=operation, ranks=self.waiting_for)
 
 
 class Mismatch(CollectiveError):
@@ -121,12 +122,13 @@ class PeerJoined(CollectiveError):
     but what the operation was to write is undefined. Attribute ranks: which."""
 
     def __init__(self, ranks: Iterable[int], *, rank: int, operation: str) -> None:
-        self.ranks = tuple(sorted(ranks))
+        joined = sorted(ranks)
         super().__init__(
-            f"not supported while {ranks_text(self.ranks)} {'has' if len(self.ranks) == 1 else 'have'} joined: until all have, "
+            f"not supported while {ranks_text(joined)} {'has' if len(joined) == 1 else 'have'} joined: until all have, "
             "only allreduce (sum or average), barrier, and steps of optimizers with the synchronous rule are",
             rank=rank,
             operation=operation,
+            ranks=joined,
         )
 
 
@@ -146,7 +148,7 @@ class ReplicasDiffer(CollectiveError):
             by_hash.setdefault(hashed, []).append(holder)
         most = max(by_hash.values(), key=len)
         self.tensor = tensor
-        self.ranks = tuple(sorted(holder for holders in by_hash.values() if holders is not most for holder in holders))
+        odd = sorted(holder for holders in by_hash.values() if holders is not most for holder in holders)
         self.count = count
         held = "; ".join(
             f"{ranks_text(holders)} {'have' if len(holders) > 1 else 'has'} {_hash_text(hashed)}"
@@ -154,9 +156,10 @@ class ReplicasDiffer(CollectiveError):
         )
         others = f", the first of {count} values that differ" if count > 1 else ""
         super().__init__(
-            f"{ranks_text(self.ranks)}: {tensor} is not that of {ranks_text(most)}{others} ({held})" + detail,
+            f"{ranks_text(odd)}: {tensor} is not that of {ranks_text(most)}{others} ({held})" + detail,
             rank=rank,
             operation=operation,
+            ranks=odd,
         )
 
 
@@ -168,11 +171,15 @@ class LinkError(Exception):
     """A transport's own report, turned into one of the errors above by diagnostics.postmortem.
 
     peer: the rank at the other end, None where the transport cannot tell. timed_out: a deadline passed
-    (False: the connection is gone). awaited: all ranks that were waited for, where it was for several at once.
+    (False: the connection is gone). awaited: all ranks that were waited for, where it was for several at once. ended: whether
+    their processes are known to have ended.
     """
 
-    def __init__(self, peer: int | None, *, timed_out: bool, detail: str, awaited: Iterable[int] = ()) -> None:
+    def __init__(
+        self, peer: int | None, *, timed_out: bool, detail: str, awaited: Iterable[int] = (), ended: bool = False
+    ) -> None:
         super().__init__(detail)
         self.peer = peer
         self.awaited = frozenset(awaited) | (frozenset() if peer is None else {peer})
         self.timed_out = timed_out
+        self.ended = ended

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 MASTER_ADDR = "MASTER_ADDR"
@@ -14,13 +14,15 @@ MASTER_PORT = "MASTER_PORT"
 
 @dataclass(frozen=True)
 class Launch:
-    """Places one process among `size`. local_rank and local_size are None where the launcher does not tell them."""
+    """Places one process among `size`. local_rank and local_size are None where the launcher does not tell them. variable: which
+    tells the rank."""
 
     launcher: str
     rank: int
     size: int
     local_rank: int | None
     local_size: int | None
+    variable: str = field(default="RANK", compare=False)
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         _whole_number(environment, name) if name in environment else None
         for name in (family.local_rank, family.local_size)
     )
-    return Launch(family.launcher, rank, size, local_rank, local_size)
+    return Launch(family.launcher, rank, size, local_rank, local_size, family.rank)
 
 
 def meeting_point(environment: Mapping[str, str], launch: Launch) -> tuple[str, int]:
@@ -173,17 +175,31 @@ def _open_mpi_port(environment: Mapping[str, str]) -> int | None:
 
 
 def _mpich_port() -> int | None:
-    """Return a port that the ranks of one mpiexec on one host agree on: it follows from the process that started them.
+    """Return a port that the ranks of one mpiexec on one host agree on: it follows from the process that started them."""
+    launcher = launching_process(_MPICH_RANK)
+    return None if launcher is None else _FIRST_PORT + launcher[0] % _PORTS
 
-    That is the nearest ancestor that is no rank itself; a shell script between the two is one. None where the system
-    does not say.
+
+def launching_process(rank_variable: str) -> list[int] | None:
+    """Return the id and the start (in ticks of the clock since boot) of the process that started the ranks of this host: the
+    nearest ancestor that has no variable of a rank itself. A shell script between the two has one. None where the system does not
+    say, and where the variable was not there when this process started.
     """
     process = "self"
-    rank = f"{_MPICH_RANK}=".encode()
+    rank = f"{rank_variable}=".encode()
     try:
         while any(variable.startswith(rank) for variable in Path(f"/proc/{process}/environ").read_bytes().split(b"\0")):
             status = Path(f"/proc/{process}/status").read_text()
             process = status.partition("PPid:")[2].split()[0]
     except OSError:
         return None
-    return _FIRST_PORT + int(process) % _PORTS if process != "self" else None
+    return [int(process), started_at(process)] if process != "self" else None
+
+
+def started_at(process: str) -> int:
+    """Return when a process started, in ticks of the clock since boot; 0 where the system does not say. process: its id, or
+    "self"."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0

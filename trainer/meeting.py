@@ -5,60 +5,127 @@ from __future__ import annotations
 import json
 import os
 import socket
-import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError  # in Python 3.10 not the built-in one
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from collectives.daemon import DaemonThread
-from collectives.errors import CollectiveError
-from collectives.link.membership import Membership, coming_together
-from trainer.launch import TORCHRUN, Launch, meeting_point
+from collectives.environment import AGENT_STORE
+from collectives.errors import LinkError
+from collectives.link.asking import connections, shut
+from collectives.link.membership import Membership, coming_together, device_types_of, keepers_among, membership_from
+from collectives.link.own_address import card_of
+from collectives.link.presence import arrive
+from collectives.plan.topology import host_id, machine_id
+from trainer.jobs import OneJob, identity_of
+from trainer.launch import Launch, meeting_point
 
 #: What torch has beyond its deadline to say itself whom it waited for, and to notice that its connection is shut.
 _GRACE_S = 2.0
 _KNOCK_AGAIN_S = 0.05
 
+#: Which rank keeps the hub, for a rank 0 that finds its port taken: none that would come later.
+_NO_RANK = -1
+
 _Result = TypeVar("_Result")
 
 
-def meet(launch: Launch, timeout_s: float) -> Store:
-    """Return the store through which the ranks of one world find each other, with nothing in it from an earlier world.
+@dataclass(frozen=True)
+class Meeting:
+    """How the processes that were launched have met. store: of the meeting point, which earlier and later worlds use, too. key:
+    a name that no other meeting has."""
 
-    A store may outlive a world: torchrun's agent keeps one for all, and rank 0 keeps its own for as long as anything in
-    its process holds what this has returned. So the store counts how often each rank has come, and the ranks that come
-    for the nth time have the nth prefix to themselves, whoever of them is still leaving the world before.
+    store: Store
+    membership: Membership
+    key: str
 
-    Raises ValueError where the environment does not say how to find rank 0; CollectiveError, which says what was found
-    at the meeting point, after timeout_s seconds and at most four. A failure is final: ranks that come again would
-    count more often than those that come for the first time, so the job must be started again.
+
+def meet(launch: Launch, timeout_s: float, backend: str, left: Container[str] = ()) -> Meeting:
+    """Find the other ranks, and initialize torch.distributed with them. Collective over all processes that were launched.
+
+    left: the keys of the meetings that this process has left. A store may outlive a world: torchrun's agent keeps one
+    for all, and rank 0 keeps its own for as long as anything in its process holds it. So rank 0 opens each meeting anew,
+    and the others do not enter one that they have left.
+
+    Raises ValueError where the environment does not say how to find rank 0. Within timeout_s seconds and at most four it raises
+    CollectiveError, which says what was found at the meeting point: PeerLost where a rank has ended, CollectiveTimeout with
+    the ranks that did not come. A process of another job gets one that says which job it has met.
     """
     address, port = meeting_point(os.environ, launch)
-    host = f"[{address}]" if ":" in address else address
-    # torchrun's agent may already keep the store: only env:// knows how to join that
-    method = "env://" if launch.launcher == TORCHRUN else f"tcp://{host}:{port}"
-    deadline = time.monotonic() + timeout_s
+    place = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    deadline, ranks = time.monotonic() + timeout_s, tuple(range(launch.size))
+    with coming_together(launch.rank, timeout_s, operation="init"):
+        card = card_of(launch.rank, host_id(), machine_id(), os.environ) | {"identity": identity_of(os.environ, launch)}
+        with _meeting_at(place):
+            if launch.rank != 0:
+                _knock(address, port, deadline)
+            opened = _bounded(lambda: _open_store(launch, address, port, deadline), deadline + _GRACE_S, address, port)
+            store, keeps_hub = opened
+            hub_rank = 0 if launch.rank != 0 or keeps_hub else _NO_RANK
+            keepers = keepers_among(ranks)
+            admission = OneJob(card, place)
+            presence = arrive(
+                store, launch.size, card, deadline, hub_rank=hub_rank, admission=admission, left=left, keepers=keepers
+            )
+    membership = membership_from(presence, store, (), ranks)
+    group_store = PrefixStore("torch", membership.store)
 
-    def come() -> Store:
-        timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
-        store, _, _ = next(rendezvous(method, launch.rank, launch.size, timeout=timeout))
-        return PrefixStore(f"trainer/{store.add(f'trainer/{launch.rank}', 1)}", store)
+    def make_group() -> None:
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, timeout=timeout, store=group_store, rank=launch.rank, world_size=launch.size)
 
     try:
-        if launch.rank != 0:
-            _knock(address, port, deadline)
-        return _bounded(come, deadline + _GRACE_S, address, port)
+        with coming_together(launch.rank, timeout_s, membership, "init"):
+            _bounded(make_group, deadline + _GRACE_S, address, port, membership.check)
+            group = dist.group.WORLD
+            assert group is not None
+            return Meeting(store, replace(membership, device_types=device_types_of(group)), presence.key)
+    except BaseException:
+        membership.close()
+        raise
+
+
+@contextmanager
+def _meeting_at(place: str) -> Iterator[None]:
+    """Raise LinkError, which names the meeting point, for what goes wrong there."""
+    try:
+        yield
+    except LinkError as error:
+        error.args = (f"at {place}: {error}",)
+        raise
     except (dist.DistError, OSError) as error:
-        message = f"the ranks did not meet at {host}:{port} within {timeout_s:g} s: {error}"
-        raise CollectiveError(message, rank=launch.rank, operation="init") from error
+        timed_out = isinstance(error, TimeoutError | ConnectionError | dist.DistError)
+        raise LinkError(0, timed_out=timed_out, detail=f"at {place}: {error}") from error
+
+
+def _open_store(launch: Launch, address: str, port: int, deadline: float) -> tuple[Store, bool]:
+    """Return the store at an address, and whether this process is the rank 0 whose job meets there: not where another program has
+    taken the port before."""
+    timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
+    if os.environ.get(AGENT_STORE) == "True":
+        store, _, _ = next(rendezvous("env://", launch.rank, launch.size, timeout=timeout))
+        return store, True
+
+    def open_store(keeps: bool) -> Store:
+        return TCPStore(address, port, launch.size, keeps, timeout, multi_tenant=True, wait_for_workers=False)
+
+    if launch.rank == 0:
+        try:
+            return open_store(keeps=True), True
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+    return open_store(keeps=False), False
 
 
 def agreed_ranks(launched: Membership, comm: Sequence[int] | None, timeout_s: float) -> list[int]:
@@ -66,7 +133,7 @@ def agreed_ranks(launched: Membership, comm: Sequence[int] | None, timeout_s: fl
 
     Raises ValueError on all processes unless each is in what it gives, and everyone in there has given the same.
     """
-    with coming_together(launched.rank, timeout_s):
+    with coming_together(launched.rank, timeout_s, launched, "init"):
         said = launched.everyones("comm", json.dumps(list(comm or ())).encode(), time.monotonic() + timeout_s)
     given = [json.loads(ranks) or list(range(launched.size)) for ranks in said]
     for rank, ranks in enumerate(given):
@@ -92,42 +159,32 @@ def _knock(address: str, port: int, deadline: float) -> None:
             return
 
 
-def _bounded(call: Callable[[], _Result], deadline: float, address: str, port: int) -> _Result:
+def _bounded(
+    call: Callable[[], _Result], deadline: float, address: str, port: int, check: Callable[[], None] | None = None
+) -> _Result:
     """Return call(), which connects to an address. At the deadline its connection is shut, and ConnectionError raised.
+    check: raises LinkError where there is no use in waiting; then all connections to the address are shut.
 
     torch's store waits without a deadline for the first answer of whatever has accepted its connection. A thread that
     is left waiting in there would abort the process, were it to wake while the interpreter ends.
     """
-    before = _connections(address, port)
+    before = connections(address, port) if check is None else set()
     thread = DaemonThread("trainer.init")
     future = thread.submit(call)
     thread.close()
     try:
-        return future.result(deadline - time.monotonic())
+        while not wait([future], min(_KNOCK_AGAIN_S, max(0.0, deadline - time.monotonic()))).done:
+            if check is not None:
+                check()
+            if time.monotonic() >= deadline:
+                raise FutureTimeoutError
+        return future.result()
     except BaseException as error:  # an interrupt, too
         end = time.monotonic() + _GRACE_S
         while not future.done() and time.monotonic() < end:
-            for descriptor in _connections(address, port) - before:
-                with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
+            shut(connections(address, port) - before)
             wait([future], _KNOCK_AGAIN_S)
         if isinstance(error, FutureTimeoutError):
             silent = "what listens there does not answer as rank 0 would; is the port another program's?"
             raise ConnectionError(silent) from error
         raise
-
-
-def _connections(address: str, port: int) -> set[int]:
-    """Return the descriptors of this process that are connected to an address."""
-    found = set()
-    places = set[tuple[str, int]]()
-    with suppress(OSError):
-        places = {(str(each[4][0]), port) for each in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)}
-    places |= {(f"::ffff:{host}", at) for host, at in places if "." in host}  # IPv4 through a socket of IPv6
-    for descriptor in map(int, os.listdir("/dev/fd")):
-        with suppress(OSError):  # it has been closed, or is not connected
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                with socket.socket(fileno=os.dup(descriptor)) as copy:
-                    if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getpeername()[:2] in places:
-                        found.add(descriptor)
-    return found

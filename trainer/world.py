@@ -8,7 +8,7 @@ import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,11 +22,11 @@ from torch.distributed.distributed_c10d import Store
 
 from collectives import CollectiveError, Communicator
 from collectives.communicator import close_all
-from collectives.link.membership import membership_of
+from collectives.link.membership import Membership, membership_of
 from collectives.plan.topology import host_id
 from trainer.horovod_environment import DYNAMIC_TIMELINE, Settings, notice, read_settings
 from trainer.launch import ALONE, Launch, read_launch, slurm_hint
-from trainer.meeting import agreed_ranks, meet
+from trainer.meeting import Meeting, agreed_ranks, meet
 from trainer.process_sets import (
     NotIncluded,
     ProcessSet,
@@ -52,15 +52,21 @@ class NotInitialized(RuntimeError, ValueError):
 class World:
     """Holds all ranks, with the Communicators that the verbs and the optimizers use, and the process sets.
 
-    A world that finds torch.distributed initialized uses it and leaves it alone when closed; otherwise `store` is where
+    A world that finds torch.distributed initialized uses it and leaves it alone when closed; otherwise `meeting` says how
     its ranks have met. settings.timeout_s: for joining, and for each operation of these Communicators. comm: which of
-    the processes launched are this world, in the order of their ranks; None for all.
+    the processes launched are this world, in the order of their ranks; None for all. left: the keys of the meetings that this
+    process has left.
     """
 
-    def __init__(self, launch: Launch, settings: Settings, comm: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, launch: Launch, settings: Settings, comm: Sequence[int] | None = None, left: Container[str] = ()
+    ) -> None:
         self.settings = settings
         self._owns_process_group = not dist.is_initialized()
-        self.store = start_torch_distributed(launch, settings.timeout_s) if self._owns_process_group else None
+        self._launched: Membership | None = None
+        self.meeting = (
+            start_torch_distributed(launch, settings.timeout_s, left=left) if self._owns_process_group else None
+        )
         self.process_sets: list[ProcessSet] = []
         self._registered = 0
         self.recorder = Recorder()
@@ -76,7 +82,11 @@ class World:
             raise
 
     def _join(self, launch: Launch, comm: Sequence[int] | None) -> None:
-        launched = membership_of(torch_world(), host_id(), self.settings.timeout_s)
+        if self.meeting is None:
+            launched = membership_of(torch_world(), host_id(), self.settings.timeout_s)
+        else:
+            launched = self.meeting.membership
+        self._launched = launched
         ranks = agreed_ranks(launched, comm, self.settings.timeout_s)
         self._membership = launched.subset(ranks, f"world of {ranks}")
         self.rank, self.size = self._membership.rank, self._membership.size
@@ -216,6 +226,8 @@ class World:
             process_set.unregister()
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
+        if self._launched is not None:
+            self._launched.close()
 
     def _checked(self, process_set: object) -> ProcessSet | dist.ProcessGroup:
         """Return what a process set is, all ranks for None. Raises ValueError for what is none, or is not registered."""
@@ -268,33 +280,34 @@ def cross_position(rank: int, local_ranks: list[int]) -> tuple[int, int]:
     return peers.index(rank), len(peers)
 
 
-def start_torch_distributed(launch: Launch, timeout_s: float, backend: str | None = None) -> Store:
-    """Initialize torch.distributed as launched, and return the store in which the ranks have met.
+def start_torch_distributed(
+    launch: Launch, timeout_s: float, backend: str | None = None, left: Container[str] = ()
+) -> Meeting | None:
+    """Initialize torch.distributed as launched, and return how the ranks have met; None for a rank that is alone.
 
-    backend None: gloo, with NCCL for CUDA tensors where torch has both.
+    backend None: gloo, with NCCL for CUDA tensors where torch has both. left: as in meet().
     """
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    timeout = timedelta(seconds=timeout_s)
-    if launch.size == 1:
-        store: Store = HashStore()
-    else:
-        store = meet(launch, timeout_s)
-    dist.init_process_group(backend, timeout=timeout, store=store, rank=launch.rank, world_size=launch.size)
-    return store
+    if launch.size > 1:
+        return meet(launch, timeout_s, backend, left)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=HashStore(), rank=0, world_size=1)
+    return None
 
 
 class _Holder:
     """Knows the world, since Horovod's functions take no handle of it.
 
     store: of the last world that init() made. Rank 0 keeps its server for as long as this process holds it: others may
-    still be leaving that world, or have come for the next one already. names: of operations in flight.
+    still be leaving that world, or have come for the next one already. left: the keys of the meetings that this process has
+    left, or is about to. names: of operations in flight.
     """
 
     world: World | None = None
     store: Store | None = None
 
     def __init__(self) -> None:
+        self.left: set[str] = set()
         self.names: WeakKeyDictionary[Communicator, dict[tuple[str, str | None], object]] = WeakKeyDictionary()
 
 
@@ -345,7 +358,7 @@ def init(
         _log.setLevel(settings.log_level)
     if settings.interface is not None:  # which torch's gloo reads nowhere else
         os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.interface)
-    world = World(launch, settings, ranks)
+    world = World(launch, settings, ranks, _holder.left)
     try:
         world.add(static)
         if settings.timeline not in (None, DYNAMIC_TIMELINE):
@@ -353,7 +366,10 @@ def init(
     except BaseException:
         world.close()
         raise
-    _holder.world, _holder.store = world, world.store
+    _holder.world = world
+    if world.meeting is not None:
+        _holder.store = world.meeting.store
+        _holder.left.add(world.meeting.key)
     atexit.register(shutdown)
     if world.rank == 0 and (said := notice(os.environ)):
         _log.warning("gradwire: %s", said)

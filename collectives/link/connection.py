@@ -42,11 +42,11 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
     """
     rank = membership.rank
     FIRST_USE.speaks = all(rank not in host[1:] for host in membership.hosts)  # the first of each host
-    with coming_together(rank, timeout_s):
+    with coming_together(rank, timeout_s, membership):
         watch = _watch(
             membership, settings if link == AUTO else f"link={link!r}, {settings}", time.monotonic() + timeout_s
         )
-        watched = replace(membership, lost=lambda: watch.lost)
+        watched = replace(membership, lost=lambda: {*watch.lost, *membership.lost()})
         try:
             transport = LINKS[link](watched, timeout_s)
             if not isinstance(transport, Transport):
@@ -88,12 +88,13 @@ def _watch(membership: Membership, settings: str, deadline: float) -> Watch:
         given = [each["settings"] for each in cards]
         if len(set(given)) > 1:
             raise ValueError(_difference(rank, given))
-        if refusals := [f"rank {r}: {each['refusal']}" for r, each in enumerate(cards) if each["refusal"]]:
-            message = f"cannot listen for the other ranks: {'; '.join(refusals)}"
-            raise CollectiveError(message, rank=rank, operation="making a Communicator")
+        if refusals := {r: f"rank {r}: {each['refusal']}" for r, each in enumerate(cards) if each["refusal"]}:
+            message = f"cannot listen for the other ranks: {'; '.join(refusals.values())}"
+            raise CollectiveError(message, rank=rank, operation="making a Communicator", ranks=refusals)
         assert listener is not None
         addresses = [each["address"] for each in cards]
-        news = listener.join(rank, neighbours(rank, membership.size), addresses, membership.secret, deadline)
+        secret, check = membership.secret, membership.check
+        news = listener.join(rank, neighbours(rank, membership.size), addresses, secret, deadline, check)
         for connection in news.values():
             give_up_on_silence(connection)
     finally:

@@ -7,13 +7,15 @@ is dropped.
 
 from __future__ import annotations
 
+import errno
 import hmac
+import os
 import secrets
 import select
 import socket
 import struct
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -25,6 +27,12 @@ CHALLENGE_BYTES = 32
 #: A host that answers nothing for so long is gone: seconds of silence, seconds between questions, and how many of those.
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5))
 _SILENCE_MS = 15_000
+
+#: What keeps this process, and not the one at the other end, from connecting.
+OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+
+#: How often a wait for another rank checks whether there is any use in waiting.
+_CHECK_S = 0.03
 
 #: How many connections may at a time be about to say whose they are.
 _MOST_STRANGERS = 256
@@ -55,9 +63,16 @@ class Listener:
         self.card = f"{address} {self._socket.getsockname()[1]}"
 
     def join(
-        self, rank: int, peers: Collection[int], cards: Sequence[str], secret: bytes, deadline: float
+        self,
+        rank: int,
+        peers: Collection[int],
+        cards: Sequence[str],
+        secret: bytes,
+        deadline: float,
+        check: Callable[[], None],
     ) -> dict[int, socket.socket]:
-        """Connect to the given ranks, which connect to this one, and stop listening. cards: of all ranks.
+        """Connect to the given ranks, which connect to this one, and stop listening. cards: of all ranks. check: raises LinkError
+        where there is no use in waiting.
 
         Raises LinkError with those that did not come.
         """
@@ -65,11 +80,11 @@ class Listener:
         try:
             for peer in peers:
                 if peer > rank:
-                    made[peer] = _connect(rank, peer, cards[peer], secret, deadline)
+                    made[peer] = _connect(rank, peer, cards[peer], secret, deadline, check)
             expected = {peer for peer in peers if peer < rank}
-            made |= self._accept(rank, expected, secret, deadline)
+            made |= self._accept(rank, expected, secret, deadline, check)
             for connection in made.values():
-                _set_up(connection)
+                set_up(connection)
         except BaseException:
             for connection in made.values():
                 connection.close()
@@ -82,7 +97,9 @@ class Listener:
         """Stop listening. Calling it again does nothing."""
         self._socket.close()
 
-    def _accept(self, rank: int, expected: set[int], secret: bytes, deadline: float) -> dict[int, socket.socket]:
+    def _accept(
+        self, rank: int, expected: set[int], secret: bytes, deadline: float, check: Callable[[], None]
+    ) -> dict[int, socket.socket]:
         accepted: dict[int, socket.socket] = {}
         strangers: dict[int, _Stranger] = {}
         self._socket.setblocking(False)
@@ -91,8 +108,11 @@ class Listener:
                 poll = select.poll()
                 for descriptor in (self._socket.fileno(), *strangers):
                     poll.register(descriptor, select.POLLIN)
-                ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+                ready = poll.poll(max(0.0, min(_CHECK_S, deadline - time.monotonic())) * 1000)
                 if not ready:
+                    check()
+                    if time.monotonic() < deadline:
+                        continue
                     detail = f"{ranks_text(missing)} did not connect"
                     raise LinkError(min(missing), timed_out=True, detail=detail, awaited=missing)
                 for descriptor, _ in ready:
@@ -126,25 +146,50 @@ class Listener:
         return accepted
 
 
-def _connect(rank: int, peer: int, card: str, secret: bytes, deadline: float) -> socket.socket:
+def _connect(
+    rank: int, peer: int, card: str, secret: bytes, deadline: float, check: Callable[[], None]
+) -> socket.socket:
     address, port = card.split()
     connection: socket.socket | None = None
     try:
-        connection = socket.create_connection((address, int(port)), max(0.001, deadline - time.monotonic()))
+        connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        connection.setblocking(False)
+        if (failed := connection.connect_ex((address, int(port)))) not in (0, errno.EINPROGRESS):
+            raise OSError(failed, os.strerror(failed))
+        _await(connection, select.POLLOUT, deadline, check)
+        if failed := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(failed, os.strerror(failed))
         challenge = b""
         while len(challenge) < CHALLENGE_BYTES:
-            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            _await(connection, select.POLLIN, deadline, check)
             if not (piece := connection.recv(CHALLENGE_BYTES - len(challenge))):
                 raise ConnectionResetError("it closed the connection")
             challenge += piece
-        connection.sendall(_HELLO.pack(rank, _code(rank, peer, challenge, secret)))
-        connection.setblocking(False)
+        connection.sendall(
+            _HELLO.pack(rank, _code(rank, peer, challenge, secret))
+        )  # which a new connection takes at once
+    except LinkError:
+        if connection is not None:
+            connection.close()
+        raise
     except OSError as error:
         if connection is not None:
             connection.close()
+        if error.errno in OWN_FAULTS:
+            raise
         timed_out = isinstance(error, TimeoutError)
         raise LinkError(peer, timed_out=timed_out, detail=f"rank {peer} at {address} port {port}: {error}") from error
     return connection
+
+
+def _await(connection: socket.socket, event: int, deadline: float, check: Callable[[], None]) -> None:
+    """Return when a connection can be written or read. Raises TimeoutError at the deadline, and what check raises."""
+    poll = select.poll()
+    poll.register(connection, event)
+    while not poll.poll(max(0.0, min(_CHECK_S, deadline - time.monotonic())) * 1000):
+        check()
+        if time.monotonic() >= deadline:
+            raise TimeoutError("timed out")
 
 
 def _code(rank: int, peer: int, challenge: bytes, secret: bytes) -> bytes:
@@ -185,7 +230,8 @@ def give_up_on_silence(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
 
 
-def _set_up(connection: socket.socket) -> None:
+def set_up(connection: socket.socket) -> None:
+    """Have a connection send small messages at once, and end when the other end's host does not answer for some seconds."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE:

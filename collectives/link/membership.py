@@ -1,39 +1,35 @@
-"""Who takes part in a Communicator, and how they tell each other small things before there is a link between them."""
+"""Who takes part in a Communicator, and how its ranks exchange small records before there is a link between them."""
 
 from __future__ import annotations
 
 import hashlib
-import secrets
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
-from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from collectives.daemon import DaemonThread
-from collectives.errors import CollectiveError, LinkError, ranks_text
-from collectives.plan.topology import Topology
-from collectives.torch_internals import default_store
+from collectives.environment import AGENT_STORE
+from collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost, ranks_text
+from collectives.link.asking import Asking
+from collectives.link.own_address import card_of
+from collectives.link.presence import Failure, Presence, arrive
+from collectives.plan.topology import Topology, machine_id
+from collectives.torch_internals import default_store, store_of_one
 
 #: How long to wait before looking again whether all have come, at first and at most.
 _LOOK_AGAIN_S, _LONGEST_LOOK_AGAIN_S = 0.0002, 0.03
 
-#: What the store may take for an answer when the deadline has passed, such as to who has not come.
-_LAST_ANSWER_S = 1.0
-
 #: What a backend's timeout may end before ours, because it counts whole milliseconds.
 _ROUNDING_S = 0.005
 
-_NAME_BYTES, _SECRET_BYTES = 16, 32
-
-_Answer = TypeVar("_Answer")
+#: How long a rank that fails to connect waits for the cause, which may reach it later than its effect: where the cause is most
+#: likely another rank's, and where it may as well be this rank's own.
+_CAUSE_ELSEWHERE_S, _CAUSE_S = 1.0, 0.3
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,9 @@ class Membership:
     have changed. device_types: the kinds of device whose tensors they exchange. secret: by which they know each other when they
     connect. lost: returns those whose process is known to have ended. global_ranks: which ranks of torch.distributed's default
     group these are; empty where they are none. beside_others: whether other ranks of the host compute while these wait for
-    each other, so that waits leave the cores to them.
+    each other, so that waits leave the cores to them. presence: of the ranks that arrived together; None for a rank alone.
+    places: which of those the members are. scope: by which they report failures there. keepers: the member whose process keeps
+    the store, where one does.
     """
 
     rank: int
@@ -57,6 +55,10 @@ class Membership:
     lost: Callable[[], Collection[int]] = field(repr=False, default=tuple)
     global_ranks: tuple[int, ...] = ()
     beside_others: bool = False
+    presence: Presence | None = field(repr=False, default=None)
+    places: tuple[int, ...] = ()
+    scope: str = ""
+    keepers: tuple[int, ...] = ()
 
     def subset(self, ranks: Sequence[int], name: str) -> Membership:
         """Return the Membership of some of these ranks, to which this one belongs; ranks[r] becomes rank r.
@@ -74,6 +76,9 @@ class Membership:
             secret=hashlib.sha256(self.secret + name.encode()).digest(),
             lost=lambda: [place[rank] for rank in self.lost() if rank in place],
             global_ranks=tuple(self.global_ranks[rank] for rank in ranks) if self.global_ranks else (),
+            places=tuple(self.places[rank] for rank in ranks) if self.places else (),
+            scope=f"{self.scope}/{name}",
+            keepers=tuple(place[rank] for rank in self.keepers if rank in place),
         )
 
     def everyones(self, name: str, mine: bytes, deadline: float) -> list[bytes]:
@@ -85,81 +90,137 @@ class Membership:
         store = self.store
         keys = [f"{name}/{rank}" for rank in range(self.size)]
         complete = f"{name}/complete"
-        with closing(Asking(self, deadline)) as asking:
+        with closing(Asking(store, deadline, self.lost, self.keepers)) as asking:
             ask = asking.ask
             ask(lambda: store.set(keys[self.rank], mine.hex()))
             if ask(lambda: store.add(f"{name}/number", 1)) == self.size:
                 ask(lambda: store.set(complete, ""))
             look_again_s = _LOOK_AGAIN_S
             while not ask(lambda: store.check([complete])):
-                self.check_lost()
+                try:
+                    self.check()
+                except LinkError:
+                    if ask(lambda: store.check([complete])):  # a rank may leave once it has all records
+                        break
+                    raise
                 if time.monotonic() >= deadline:
                     missing = [rank for rank, key in enumerate(keys) if not ask(partial(store.check, [key]))]
+                    if not missing:  # the last of them stopped before it could say so
+                        break
                     raise LinkError(None, timed_out=True, detail=f"{ranks_text(missing)} did not come", awaited=missing)
                 time.sleep(look_again_s)
                 look_again_s = min(2 * look_again_s, _LONGEST_LOOK_AGAIN_S)
             return [bytes.fromhex(record.decode()) for record in ask(lambda: store.multi_get(keys))]
 
-    def check_lost(self) -> None:
-        """Raise LinkError, which names the ranks whose process is known to have ended, if there are any."""
-        if lost := list(self.lost()):
-            raise LinkError(min(lost), timed_out=False, detail=f"lost {ranks_text(lost)}")
+    def asking(self, deadline: float) -> closing[Asking]:
+        """Return what makes calls that may not return while a rank is missing."""
+        return closing(Asking(self.store, deadline, self.check, self.keepers))
 
+    def check(self) -> None:
+        """Raise LinkError, which names the ranks, where some are known to have ended, or to be unable to connect."""
+        if self.presence is not None and (failure := self.presence.failure(self.scope)) is not None:
+            raise replace(failure, ranks=self._numbers(failure.ranks)).as_link_error()
+        if lost := tuple(sorted(self.lost())):
+            raise Failure(lost, f"lost {ranks_text(lost)}", ended=True).as_link_error()
 
-class Asking:
-    """Asks the store of a Membership, which answers nobody while the process that keeps it is stopped: torch waits without a
-    deadline for that, so the calls are made on a thread that can be left waiting. deadline: time.monotonic() seconds."""
+    def report(self, failure: Failure) -> None:
+        """Tell the other ranks why these cannot connect."""
+        if self.presence is not None:
+            places = tuple(self.places[rank] for rank in failure.ranks)
+            self.presence.report(replace(failure, ranks=places), self.scope)
 
-    def __init__(self, membership: Membership, deadline: float) -> None:
-        self._membership = membership
-        self._deadline = deadline
-        self._thread = DaemonThread("gradwire-store")
+    def silent(self) -> tuple[int, ...]:
+        """Return the ranks that neither have ended nor wait for the others to connect."""
+        return () if self.presence is None else self._numbers(self.presence.silent(self.scope))
 
-    def ask(self, call: Callable[[], _Answer]) -> _Answer:
-        """Return what a call of the store returns. Raises LinkError where there is no answer by the deadline, and where a rank
-        is lost meanwhile."""
-        answer = self._thread.submit(call)
-        until = max(self._deadline, time.monotonic() + _LAST_ANSWER_S)
-        while not wait([answer], _LONGEST_LOOK_AGAIN_S).done:
-            self._membership.check_lost()
-            if time.monotonic() >= until:
-                silent = "the store does not answer, which rank 0 or the launcher keeps: is its process stopped?"
-                raise LinkError(None, timed_out=True, detail=silent)
-        return answer.result()
+    def cause(self, within_s: float) -> LinkError | None:
+        """Return what is known of other ranks that keeps these from connecting, or comes to be known within some seconds."""
+        deadline = time.monotonic() + within_s
+        while self.presence is not None:
+            try:
+                self.check()
+            except LinkError as error:
+                return error
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_LONGEST_LOOK_AGAIN_S)
+        return None
 
     def close(self) -> None:
-        """Give the thread back, once it has its answer."""
-        self._thread.close()
+        """Leave the ranks that arrived together, where these are all of them and nobody else needs to know of them."""
+        if self.presence is not None:
+            self.presence.close()
+
+    def _numbers(self, places: Collection[int]) -> tuple[int, ...]:
+        return tuple(rank for rank, place in enumerate(self.places) if place in places)
 
 
 def membership_of(group: dist.ProcessGroup, host: str, timeout_s: float) -> Membership:
-    """Return the Membership of a group's ranks. host: a name that the ranks of a host have in common.
+    """Return the Membership of a group's ranks, which its user closes. host: a name that the ranks of a host have in common.
 
-    A collective call on `group`, which carries one small message of rank 0: a name for a store of their own, and the secret.
-    (torch.distributed's own names for sub-groups are used again after a group is destroyed.) Raises ValueError for a group with
-    neither gloo nor NCCL; CollectiveError when the ranks do not come together within timeout_s seconds.
+    A collective call on `group`, of which the default group's store keeps count: torch.distributed's own names for
+    sub-groups are used again after a group is destroyed. Raises ValueError for a group with neither gloo nor NCCL;
+    CollectiveError when the ranks do not come together within timeout_s seconds.
     """
+    device_types = device_types_of(group)
+    rank, size, deadline = group.rank(), group.size(), time.monotonic() + timeout_s
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if size == 1:
+        return Membership(0, 1, ((0,),), store_of_one(), 0, device_types, b"", global_ranks=ranks)
+    with coming_together(rank, timeout_s):
+        name = f"gradwire/{group.group_name}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
+        everyones, keepers = default_store(), keepers_among(ranks)
+        with closing(Asking(everyones, deadline, None, keepers)) as asking:
+            number = asking.ask(lambda: everyones.add(f"{name}/{rank}", 1))
+        store = PrefixStore(f"{name}/{number}", everyones)
+        card = card_of(rank, host, machine_id(), os.environ)
+        presence = arrive(store, size, card, deadline, keepers=keepers)
+    return membership_from(presence, store, device_types, ranks)
+
+
+def device_types_of(group: dist.ProcessGroup) -> tuple[str, ...]:
+    """Return the kinds of device whose tensors a group exchanges. Raises ValueError for a group with neither gloo nor NCCL."""
     config = dist.get_backend_config(group).split(",")
     kinds = (("cpu", "gloo"), ("cuda", "nccl"))
     device_types = tuple(device for device, kind in kinds if f"{device}:{kind}" in config)
     if not device_types:
         raise ValueError(f"the group's backends are {config}; a Communicator needs cpu:gloo, cuda:nccl or both")
-    rank, deadline = group.rank(), time.monotonic() + timeout_s
-    with coming_together(rank, timeout_s):
-        drawn = bytearray(secrets.token_bytes(_NAME_BYTES + _SECRET_BYTES))
-        token = torch.frombuffer(drawn, dtype=torch.uint8).to(device_types[0])
-        group.broadcast([token], dist.BroadcastOptions()).wait(timedelta(seconds=timeout_s))
-        said = bytes(token.tolist())
-        store = PrefixStore(f"gradwire/{said[:_NAME_BYTES].hex()}", default_store())
-        alone = Membership(rank, group.size(), (), store, 0, device_types, said[_NAME_BYTES:])
-        names = [name.decode() for name in alone.everyones("host", host.encode(), deadline)]
-    ranks = tuple(dist.get_process_group_ranks(group))
-    return replace(alone, hosts=Topology.from_host_ids(rank, names).hosts, global_ranks=ranks)
+    return device_types
+
+
+def keepers_among(global_ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return which of these ranks, by their places here, keeps torch's store: rank 0, unless torchrun's agent does."""
+    by_agent = os.environ.get(AGENT_STORE) == "True"
+    return () if by_agent else tuple(place for place, rank in enumerate(global_ranks) if rank == 0)
+
+
+def membership_from(
+    presence: Presence, store: Store, device_types: tuple[str, ...], global_ranks: tuple[int, ...]
+) -> Membership:
+    """Return the Membership of ranks that have arrived together. store: in which they may use the names below presence.key."""
+    hosts = Topology.from_host_ids(presence.rank, [card["host"] for card in presence.cards]).hosts
+    size = len(presence.cards)
+    return Membership(
+        presence.rank,
+        size,
+        hosts,
+        PrefixStore(presence.key, store),
+        0,
+        device_types,
+        bytes.fromhex(presence.secret),
+        lost=presence.gone,
+        global_ranks=global_ranks,
+        presence=presence,
+        places=tuple(range(size)),
+        keepers=keepers_among(global_ranks),
+    )
 
 
 @contextmanager
-def coming_together(rank: int, timeout_s: float) -> Iterator[None]:
-    """Raise CollectiveError for what goes wrong while ranks connect."""
+def coming_together(
+    rank: int, timeout_s: float, membership: Membership | None = None, operation: str = "making a Communicator"
+) -> Iterator[None]:
+    """Raise CollectiveError for what goes wrong while ranks connect, and tell the other members."""
     end = time.monotonic() + timeout_s - _ROUNDING_S
     try:
         yield
@@ -167,5 +228,28 @@ def coming_together(rank: int, timeout_s: float) -> Iterator[None]:
         raise
     except (RuntimeError, LinkError, OSError) as error:
         timed_out = time.monotonic() >= end or isinstance(error, TimeoutError) or getattr(error, "timed_out", False)
-        what = f"the ranks did not come together within {timeout_s:g} s" if timed_out else "could not connect"
-        raise CollectiveError(f"{what}: {error}", rank=rank, operation="making a Communicator") from error
+        cause: LinkError | None = error if isinstance(error, LinkError) else None
+        if membership is not None and timed_out and (silent := membership.silent()):
+            detail = f"{ranks_text(silent)} did not come"
+            cause = LinkError(None, timed_out=True, detail=detail, awaited=silent)
+        elif membership is not None and not timed_out:
+            cause = membership.cause(_CAUSE_S if cause is None else _CAUSE_ELSEWHERE_S) or cause
+        if membership is not None:
+            membership.report(Failure.of(cause or error, rank))
+        timed_out = timed_out if cause is None else cause.timed_out
+        raise _error_of(cause or error, rank, timeout_s, operation, timed_out=timed_out) from error
+    except BaseException as error:
+        if membership is not None:
+            membership.report(Failure.of(error, rank))
+        raise
+
+
+def _error_of(error: Exception, rank: int, timeout_s: float, operation: str, *, timed_out: bool) -> CollectiveError:
+    """Return what to raise for an error that kept ranks from connecting."""
+    ranks = error.awaited if isinstance(error, LinkError) else frozenset() if timed_out else {rank}
+    if timed_out:
+        detail = f"the ranks did not come together: {error}"
+        return CollectiveTimeout(timeout_s, ranks, rank=rank, operation=operation, detail=detail)
+    if isinstance(error, LinkError) and error.ended and ranks:
+        return PeerLost(ranks, rank=rank, operation=operation, has_left=False)
+    return CollectiveError(f"could not connect: {error}", rank=rank, operation=operation, ranks=ranks)

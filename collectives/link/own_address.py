@@ -1,4 +1,4 @@
-"""Which address of this host the other ranks can reach."""
+"""Which address of this host the other ranks can reach, and whether they can."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from collectives.environment import INTERFACE_VARIABLES
+from collectives.errors import LinkError
 
 #: Asks the kernel for the IPv4 address of an interface.
 _SIOCGIFADDR = 0x8915 if sys.platform == "linux" else 0xC0206921
@@ -41,6 +43,54 @@ def own_address(environment: Mapping[str, str]) -> str:
     return next(filter(None, map(_source_towards, _NOWHERE)), "127.0.0.1")
 
 
+def card_of(rank: int, host: str, machine: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the other ranks need to know of how this process is reached; check_addresses says whether they can.
+
+    host: which ranks of one host have in common; machine: the same, where nobody has told them to behave as several hosts.
+    """
+    card = {"rank": rank, "host": host, "machine": machine, "name": socket.gethostname(), "interfaces": _interfaces()}
+    try:
+        address = own_address(environment)
+        return card | {"address": address, "loopback": _loopback(address, environment), "problem": ""}
+    except ValueError as error:
+        return card | {"address": "", "loopback": "", "problem": str(error)}
+
+
+def check_addresses(cards: Sequence[Mapping[str, Any]]) -> None:
+    """Raise LinkError, which names the ranks, where one has no address, or one that ranks on other hosts do not reach."""
+    several = len({card["machine"] for card in cards}) > 1
+    problems = {}
+    for card in cards:
+        problem = card["problem"]
+        if several and card["loopback"]:
+            problem = f"{card['loopback']}, which other hosts do not reach; interfaces here are {card['interfaces']}"
+        if problem:
+            problems[card["rank"]] = f"rank {card['rank']} on host {card['name']}: {problem}"
+    if problems:
+        raise LinkError(None, timed_out=False, detail="; ".join(problems.values()), awaited=problems)
+
+
+def _loopback(address: str, environment: Mapping[str, str]) -> str:
+    """Return what makes this process reached by a loopback interface alone; empty where it is not. Raises ValueError for an
+    interface that has no address."""
+    named = [
+        (variable, environment[variable].split(",")[0]) for variable in INTERFACE_VARIABLES if environment.get(variable)
+    ]
+    for variable, interface in named:
+        if ipaddress.ip_address(_address_of(interface, variable)).is_loopback:
+            return f"{variable}={interface} names a loopback interface"
+    return "" if named or not ipaddress.ip_address(address).is_loopback else "only a loopback interface has an address"
+
+
+def _interfaces() -> str:
+    """Return the interfaces of this host, with their addresses."""
+    found = []
+    for _, name in socket.if_nameindex():
+        address = _ipv4_of(name) or _ipv6_of(name)
+        found.append(f"{name} ({address})" if address else f"{name} (no address)")
+    return ", ".join(found)
+
+
 def _source_towards(host: str) -> str | None:
     """Return the address from which this host would send to another one; None where it cannot."""
     try:
@@ -54,16 +104,21 @@ def _source_towards(host: str) -> str | None:
 
 
 def _address_of(interface: str, variable: str) -> str:
+    address = _ipv4_of(interface) or _ipv6_of(interface)
+    if address is None:
+        raise ValueError(
+            f"{variable}={interface!r} names no interface with an address; interfaces here are {_interfaces()}"
+        )
+    return address
+
+
+def _ipv4_of(interface: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", os.fsencode(interface)[:15]))
-            return socket.inet_ntoa(answer[20:24])
         except OSError:
-            pass
-    if (address := _ipv6_of(interface)) is not None:
-        return address
-    known = ", ".join(name for _, name in socket.if_nameindex())
-    raise ValueError(f"{variable}={interface!r} names no interface with an address; interfaces here are {known}")
+            return None
+        return socket.inet_ntoa(answer[20:24])
 
 
 def _ipv6_of(interface: str) -> str | None:

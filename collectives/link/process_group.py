@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import closing
 from datetime import timedelta
 
 import torch
@@ -18,7 +17,7 @@ from collectives.daemon import DaemonThread
 from collectives.errors import LinkError
 from collectives.link import native
 from collectives.link.base import Message, Pending, Request, Transport, Whole
-from collectives.link.membership import Asking, Membership
+from collectives.link.membership import Membership
 from collectives.torch_internals import Backend
 
 #: A tag that no operation uses, for a receive that nobody answers.
@@ -39,7 +38,7 @@ def process_group(membership: Membership, timeout_s: float) -> ProcessGroupTrans
     backends: dict[str, Backend] = {}
     if "cpu" in membership.device_types:
         gloo_store = PrefixStore("gloo", membership.store)
-        with closing(Asking(membership, time.monotonic() + timeout_s)) as asking:
+        with membership.asking(time.monotonic() + timeout_s) as asking:
             backends["cpu"] = asking.ask(lambda: dist.ProcessGroupGloo(gloo_store, rank, size, timeout))
     if "cuda" in membership.device_types:
         store = PrefixStore("nccl", membership.store)

@@ -47,7 +47,7 @@ def tcp(membership: Membership, timeout_s: float, *, but: Collection[int] = ()) 
     try:
         cards = [card.decode() for card in membership.everyones("tcp", listener.card.encode(), deadline)]
         peers = [peer for peer in range(membership.size) if peer != membership.rank and peer not in but]
-        connections = listener.join(membership.rank, peers, cards, membership.secret, deadline)
+        connections = listener.join(membership.rank, peers, cards, membership.secret, deadline, membership.check)
     finally:
         listener.close()
     transport = TcpTransport(membership.rank, membership.size, connections)

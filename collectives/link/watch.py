@@ -36,13 +36,18 @@ _FLUSH_S = 2.0
 _LOOK_AGAIN_S = 0.01
 
 
-class _Neighbour:
+class Neighbour:
     """A connection, what has been read of the next message, and what is still to be written."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.incoming = bytearray()
         self.outgoing = bytearray()
+
+    def put(self, text: bytes) -> None:
+        """Write a message, or as much of it as can be written at once. text: JSON."""
+        self.outgoing += _LENGTH.pack(len(text)) + text
+        self.write()
 
     def write(self) -> None:
         """Write what can be written at once. What a broken connection was to carry is dropped."""
@@ -63,7 +68,7 @@ class _Neighbour:
         return False
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the messages that are complete, and whether the connection has ended."""
+        """Return the messages that are complete, and whether the connection has ended. Raises ValueError for what is no JSON."""
         ended = False
         try:
             while piece := self.socket.recv(1 << 16):
@@ -112,7 +117,7 @@ class Watch:
         self._post_numbers: dict[tuple[str, int], int] = {}
         self._heard: set[str] = set()
         self._missed: set[tuple[int, int]] = set()  # (who, by whom)
-        self._neighbours = {peer: _Neighbour(connection) for peer, connection in connections.items()}
+        self._neighbours = {peer: Neighbour(connection) for peer, connection in connections.items()}
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], float | None]] = []
         self._close_by: float | None = None
@@ -234,8 +239,7 @@ class Watch:
         elif kind == "report":
             self.reports[rank] = message["report"]
         for neighbour in self._neighbours.values():
-            neighbour.outgoing += _LENGTH.pack(len(text)) + text
-            neighbour.write()
+            neighbour.put(text)
         if any(neighbour.outgoing for neighbour in self._neighbours.values()):
             self._wake_up()
         self._changed.notify_all()

@@ -12,14 +12,14 @@ from collectives.environment import HOST_ID
 
 
 def host_id() -> str:
-    """Return a name that two processes share when they run on one host and in one network namespace.
+    """Return a name that two processes share when they run on one host and in one network namespace: what the environment
+    variable COLLECTIVES_HOST_ID says, else machine_id()."""
+    return os.environ.get(HOST_ID) or machine_id()
 
-    Made of the kernel's boot id and the network namespace (containers of one machine with separate networks are separate
-    hosts); the host name where the kernel offers neither. The environment variable COLLECTIVES_HOST_ID overrides it.
-    """
-    override = os.environ.get(HOST_ID)
-    if override:
-        return override
+
+def machine_id() -> str:
+    """Return a name made of the kernel's boot id and the network namespace (containers of one machine with separate networks are
+    separate hosts); the host name where the kernel offers neither."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/net')}"

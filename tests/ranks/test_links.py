@@ -63,7 +63,11 @@ CONNECT: dict[str, Callable[[Membership, float], Transport]] = {
 
 def connected(name: str) -> Transport:
     assert dist.group.WORLD is not None
-    return CONNECT[name](membership_of(dist.group.WORLD, host_id(), EXCHANGE_TIMEOUT_S), EXCHANGE_TIMEOUT_S)
+    membership = membership_of(dist.group.WORLD, host_id(), EXCHANGE_TIMEOUT_S)
+    transport = CONNECT[name](membership, EXCHANGE_TIMEOUT_S)
+    membership.everyones("connected", b"", in_time())
+    membership.close()
+    return transport
 
 
 def in_time() -> float:

@@ -26,6 +26,8 @@ from rich.table import Table
 from bench.hosts import HostsError
 from tests.harness import GRACE_S, TRANSPORTS, Outcome, World
 from tests.soak.faults import KINDS, NETWORK_KINDS, STOPPED, Fault, draw_fault
+from tests.soak.meetings import KINDS as MEETING_KINDS
+from tests.soak.meetings import MeetingFault, arrived_file, come_together, draw_meeting_fault
 from tests.soak.network import Network
 from tests.soak.operations import SESSION_OPERATIONS, draw_session
 from tests.soak.places import NAMESPACES, Place, place
@@ -33,7 +35,7 @@ from tests.soak.ranks import Report, failed_at_file, leave, report_file, run_ses
 from tests.soak.rules import KINDS as TRAINING_KINDS
 from tests.soak.rules import RULES, TIMEOUT_S, TrainingFault, draw_training_fault
 from tests.soak.training import train
-from tests.soak.verdict import Finding, Kind, judge_fault, judge_session, judge_training, news_s
+from tests.soak.verdict import Finding, Kind, judge_fault, judge_meeting, judge_session, judge_training, news_s
 
 WORLD_SESSIONS = 25  # that a world lives for
 SESSION_DEADLINE_S = 180.0
@@ -51,8 +53,9 @@ class Tally:
     """Counts what has been done on one transport, and what was found.
 
     news_s: by the kind of a fault, how long each took to be heard of, None where somebody did not hear of it. training_s: the
-    same of training, by rule and kind, where the others were to be told; outlived: where they were to go on. counts: of all
-    findings; training_findings: how many of them training had. limitation: why nothing could be.
+    same of training, by rule and kind, where the others were to be told; outlived: where they were to go on. meeting_s: the same
+    of ranks that failed while ranks met, by kind and whether they had arrived. counts: of all findings; training_findings: how
+    many of them training had. limitation: why nothing could be.
     """
 
     transport: str
@@ -60,13 +63,15 @@ class Tally:
     news_s: dict[str, list[float | None]] = field(default_factory=dict)
     training_s: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)
     outlived: Counter[tuple[str, str]] = field(default_factory=Counter)
+    meeting_s: dict[tuple[str, bool], list[float | None]] = field(default_factory=dict)
     counts: Counter[Kind] = field(default_factory=Counter)
     training_findings: int = 0
     limitation: str = ""
 
     @property
     def faults(self) -> int:
-        return sum(map(len, self.news_s.values())) + self.faults_of_training
+        in_meetings = sum(map(len, self.meeting_s.values()))
+        return sum(map(len, self.news_s.values())) + self.faults_of_training + in_meetings
 
     @property
     def faults_of_training(self) -> int:
@@ -78,7 +83,7 @@ class _Running:
     """A world with a fault, since a time.monotonic(), for deadline_s at most. judge: told of the outcomes, the reports, the time
     of the fault, and the directory, at its end."""
 
-    fault: Fault | TrainingFault
+    fault: Fault | TrainingFault | MeetingFault
     world: World
     directory: Path
     deadline_s: float
@@ -113,7 +118,7 @@ class Soak:
             found = judge_session(session.members, outcomes)
             self.tally.operations += max((o.value.done for o in outcomes if isinstance(o.value, Report)), default=0)
             if found:
-                again = f"--start {index} --operations {count} --faults 0 --training 0"
+                again = f"--start {index} --operations {count} --faults 0 --training 0 --meetings 0"
                 self._tell(found, f"session {index}: {session}", again, directory)
                 world.kill()
                 current = None
@@ -129,6 +134,17 @@ class Soak:
             world, directory, network = self._place.world(fault.size, fault.hosts)
             world.start(suffer, fault, self._place.address, network, directory)
             return _Running(fault, world, directory, FAULT_DEADLINE_S, partial(self._judge, fault, network))
+
+        self._run(map(begin, map(drawn, range(start, start + faults))), faults)
+
+    def run_meetings(self, start: int, faults: int) -> None:
+        """start: the first fault of ranks that meet."""
+        drawn = partial(draw_meeting_fault, self._seed, self._place.transport)
+
+        def begin(fault: MeetingFault) -> _Running:
+            world, directory, _ = self._place.world(fault.size, 1)
+            world.start(come_together, fault, directory)
+            return _Running(fault, world, directory, FAULT_DEADLINE_S, partial(self._judge_meeting, fault))
 
         self._run(map(begin, map(drawn, range(start, start + faults))), faults)
 
@@ -184,8 +200,25 @@ class Soak:
             network.mend(fault.hosts_of_ranks[fault.victim])
         self.tally.news_s.setdefault(fault.kind, []).append(news_s(fault, reports, failed_at))
         if found := judge_fault(fault, outcomes, reports, failed_at):
-            again = f"--start {fault.index} --operations 0 --faults 1 --training 0"
+            again = f"--start {fault.index} --operations 0 --faults 1 --training 0 --meetings 0"
             self._tell(found, f"fault {fault.index}: {fault}", again, directory)
+
+    def _judge_meeting(
+        self,
+        fault: MeetingFault,
+        outcomes: Sequence[Outcome],
+        reports: dict[int, Report],
+        failed_at: float | None,
+        directory: Path,
+    ) -> None:
+        arrived = arrived_file(directory).exists()
+        raised = [report.witness.raised for report in reports.values() if report.witness is not None]
+        told = failed_at is not None and len(raised) == len(fault.survivors)
+        news = max(raised) - failed_at if failed_at is not None and told else None
+        self.tally.meeting_s.setdefault((fault.kind, arrived), []).append(news)
+        if found := judge_meeting(fault, outcomes, reports, failed_at, arrived):
+            again = f"--start {fault.index} --operations 0 --faults 0 --training 0 --meetings 1"
+            self._tell(found, f"fault {fault.index} of meeting: {fault}", again, directory)
 
     def _judge_training(
         self,
@@ -202,7 +235,7 @@ class Soak:
             self.tally.training_s.setdefault(rule_and_kind, []).append(news_s(fault, reports, failed_at))
         if found := judge_training(fault, outcomes, reports, failed_at):
             self.tally.training_findings += len(found)
-            again = f"--start {fault.index} --operations 0 --faults 0 --training 1"
+            again = f"--start {fault.index} --operations 0 --faults 0 --training 1 --meetings 0"
             self._tell(found, f"fault {fault.index} of training: {fault}", again, directory)
 
     def _end(self, world: World, directory: Path) -> None:
@@ -280,6 +313,20 @@ def training_table(tallies: Sequence[Tally]) -> Table:
     return drawn
 
 
+def meeting_table(tallies: Sequence[Tally]) -> Table:
+    """A row for each kind of fault while ranks meet, of ranks that had arrived and of those that had not, of which the others
+    only know at their deadline: how many, the median and the slowest news of one, and of how many somebody was not told."""
+    drawn = Table(box=box.SIMPLE, padding=0)
+    drawn.add_column("while ranks meet:\nmedian and slowest news, s")
+    for tally in tallies:
+        drawn.add_column(tally.transport, justify="right")
+    for kind in MEETING_KINDS:
+        for arrived in (True, False):
+            cells = [_cell(tally.meeting_s.get((kind, arrived), []), median, max) for tally in tallies]
+            drawn.add_row(f"{kind}, {'after' if arrived else 'before'} its arrival", *cells)
+    return drawn
+
+
 def training_line(tallies: Sequence[Tally]) -> str:
     """Return, in words, how soon the survivors of all faults of training were told: of ranks that ended, and of those that
     stopped, whose silence is only known by the deadline of an operation."""
@@ -334,7 +381,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--seed", type=int, help="of everything that is drawn (default: another one each time)")
     parser.add_argument("--operations", type=int, default=20_000, help="on each transport (default 20000)")
-    parser.add_argument("--faults", type=int, default=500, help="on all transports together (default 500)")
+    parser.add_argument("--faults", type=int, default=400, help="on all transports together (default 400)")
+    parser.add_argument(
+        "--meetings", type=int, default=100, help="faults while ranks meet, on all transports together (default 100)"
+    )
     parser.add_argument(
         "--training", type=int, default=200, help="faults of ranks that train, on all transports together (default 200)"
     )
@@ -342,8 +392,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--transport", choices=(*TRANSPORTS, NAMESPACES, "all"), default="all")
     parser.add_argument("--start", type=int, default=0, help="the first session, and the first fault (default 0)")
     chosen = parser.parse_args(arguments)
-    if chosen.ranks < 1 or min(chosen.operations, chosen.faults, chosen.training, chosen.start) < 0:
-        parser.error("--ranks must be positive; --operations, --faults, --training and --start must not be negative")
+    if chosen.ranks < 1 or min(chosen.operations, chosen.faults, chosen.meetings, chosen.training, chosen.start) < 0:
+        parser.error("--ranks must be positive; the others must not be negative")
     return chosen
 
 
@@ -352,14 +402,16 @@ def main(arguments: Sequence[str]) -> int:
     seed = random.SystemRandom().getrandbits(32) if chosen.seed is None else chosen.seed
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(
-        f"seed {seed}: {chosen.operations} operations on each transport, {chosen.faults} faults in all, {chosen.training} of "
-        "training"
+        f"seed {seed}: {chosen.operations} operations on each transport, {chosen.faults} faults in all, {chosen.meetings} while "
+        f"ranks meet, {chosen.training} of training"
     )
     transports = [*TRANSPORTS, NAMESPACES] if chosen.transport == "all" else [chosen.transport]
     tallies = []
     for number, transport in enumerate(transports):
         faults = _share(chosen.faults, len(transports), number)
-        training = _share(chosen.training, len([name for name in transports if name in TRANSPORTS]), number)
+        on_this_machine = len([name for name in transports if name in TRANSPORTS])
+        training = _share(chosen.training, on_this_machine, number)
+        meetings = _share(chosen.meetings, on_this_machine, number)
         with tempfile.TemporaryDirectory(prefix="gradwire-soak-", ignore_cleanup_errors=True) as directory:
             try:
                 with place(transport, Path(directory)) as where:
@@ -368,10 +420,11 @@ def main(arguments: Sequence[str]) -> int:
                     soak.run_operations(chosen.start, chosen.operations)
                     soak.run_faults(chosen.start, faults)
                     if transport in TRANSPORTS:
+                        soak.run_meetings(chosen.start, meetings)
                         soak.run_training(chosen.start, training)
             except HostsError as error:
                 tallies.append(Tally(transport, limitation=str(error)))
-    console.print(table(tallies), fault_table(tallies), training_table(tallies))
+    console.print(table(tallies), fault_table(tallies), meeting_table(tallies), training_table(tallies))
     console.print(training_line(tallies), markup=False, highlight=False, soft_wrap=True)
     return int(any(tally.counts for tally in tallies) or all(tally.limitation for tally in tallies))
 

@@ -74,11 +74,7 @@ class Witness:
         """
         while type(error) is CollectiveError and isinstance(error.__cause__, CollectiveError):
             error = error.__cause__
-        blamed: tuple[int, ...] = ()
-        if isinstance(error, PeerLost | QuorumLost):
-            blamed = error.ranks
-        elif isinstance(error, CollectiveTimeout):
-            blamed = error.waiting_for
+        blamed = error.ranks if isinstance(error, CollectiveError) else ()
         calls = tuple(error.calls) if isinstance(error, Mismatch) else ()
         tells = isinstance(error, PeerLost | QuorumLost | CollectiveTimeout | Mismatch)
         text = str(error) if tells else "".join(traceback.format_exception(error))
@@ -215,7 +211,7 @@ def suffer(fault: Fault, address: str, network: Network | None, directory: Path)
         assert network is not None
         network.let_strangers_in(fault.hosts)  # sooner than the rest, as ranks listen only while they connect
     if fault.store_of_rank_0:
-        _meet_at_rank_0(address, directory)
+        meet_at_rank_0(address, directory)
     rank, session, report = dist.get_rank(), fault.session, Report()
     diary = Diary(diary_file(directory, rank))
     diary.note("making Communicators")
@@ -306,7 +302,7 @@ def _disturb(fault: Fault, network: Network | None) -> None:
         network.flap(host, fault.way, fault.outages, fault.outage_s)
 
 
-def _meet_at_rank_0(address: str, directory: Path) -> None:
+def meet_at_rank_0(address: str, directory: Path) -> None:
     """As torchrun's ranks do: the store is a thread of rank 0, and ends with it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     port = dist.FileStore(str(directory / "port"), size)

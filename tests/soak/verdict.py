@@ -8,6 +8,8 @@ from enum import Enum
 
 from tests.harness import Outcome
 from tests.soak.faults import CLOSES, DISAGREES, EXIT_CODES, HARMLESS, SILENT, STOPPED, Fault
+from tests.soak.meetings import EXIT_CODES as EXIT_CODES_IN_MEETINGS
+from tests.soak.meetings import MeetingFault
 from tests.soak.ranks import Report, Witness
 from tests.soak.rules import TrainingFault
 
@@ -102,6 +104,36 @@ def judge_training(
             found += _of_testimony(fault, rank, report, failed_at)
     if failed_at is None and not found:
         found.append(Finding(Kind.WRONG, "the world ended before the fault"))
+    return found
+
+
+def judge_meeting(
+    fault: MeetingFault,
+    outcomes: Sequence[Outcome],
+    reports: Mapping[int, Report],
+    failed_at: float | None,
+    arrived: bool,
+) -> list[Finding]:
+    """What was wrong with a world in which one rank failed while the ranks met. arrived: whether it had arrived by then, so that
+    the others could know of its end at once. reports, failed_at: as of judge_fault()."""
+    found: list[Finding] = []
+    for outcome in outcomes:
+        failed = outcome.rank == fault.victim
+        if not (failed and fault.kind == STOPPED):
+            found += _of_outcome(outcome, EXIT_CODES_IN_MEETINGS[fault.kind] if failed else 0)
+    for rank, report in reports.items():
+        witness = report.witness
+        if witness is None or failed_at is None:
+            found.append(Finding(Kind.WRONG, f"rank {rank} reports {report}, and no fault"))
+            continue
+        said = _said(rank, report)
+        if set(witness.blamed) - {fault.victim}:
+            found.append(Finding(Kind.INNOCENT, said))
+        if fault.victim not in witness.blamed:
+            found.append(Finding(Kind.NO_CULPRIT, said))
+        patience_s = LATE_S if arrived and fault.kind != STOPPED else LATE_S + fault.timeout_s
+        if witness.raised - failed_at > patience_s:
+            found.append(Finding(Kind.LATE, f"after {witness.raised - failed_at:.1f} s: {said}"))
     return found
 
 

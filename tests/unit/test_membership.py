@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from collectives.errors import CollectiveError, LinkError
+from collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost
 from collectives.link import Membership
 from collectives.link.membership import coming_together
 from tests.unit.in_process import run_ranks
@@ -56,23 +56,35 @@ def test_who_does_not_come_is_named() -> None:
 def test_a_rank_that_is_lost_is_not_waited_for() -> None:
     with pytest.raises(LinkError, match="lost rank 2") as caught:
         members(lost=(2,))[0].everyones("name", b"", time.monotonic() + DEADLINE_S)
-    assert not caught.value.timed_out
-    assert caught.value.peer == 2
+    assert (caught.value.timed_out, caught.value.ended, caught.value.awaited) == (False, True, {2})
+
+
+def test_a_rank_that_ended_before_it_could_say_that_all_had_come() -> None:
+    """All records are there, so nobody is missing."""
+    memberships = members()
+    for rank in (1, 2):
+        memberships[rank].store.set(f"name/{rank}", f"{rank}".encode().hex())
+    assert memberships[0].everyones("name", b"0", time.monotonic()) == [b"0", b"1", b"2"]
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "kind", "said", "ranks"),
     [
-        (OSError("refused"), "could not connect: refused"),
-        (RuntimeError("refused"), "could not connect: refused"),
-        (LinkError(1, timed_out=False, detail="lost rank 1"), "could not connect: lost rank 1"),
-        (LinkError(1, timed_out=True, detail="rank 1 did not come"), "did not come together within 5 s: rank 1 did"),
-        (TimeoutError("timed out"), "did not come together within 5 s: timed out"),
+        (OSError("refused"), CollectiveError, "could not connect: refused", (2,)),
+        (RuntimeError("refused"), CollectiveError, "could not connect: refused", (2,)),
+        (LinkError(1, timed_out=False, detail="reset"), CollectiveError, "could not connect: reset", (1,)),
+        (LinkError(1, timed_out=False, detail="lost rank 1", ended=True), PeerLost, "lost rank 1", (1,)),
+        (LinkError(1, timed_out=True, detail="why"), CollectiveTimeout, "not done after 5 s waiting for rank 1: .*: why", (1,)),
+        (TimeoutError("why"), CollectiveTimeout, "not done after 5 s: the ranks did not come together: why", ()),
     ],
-)
-def test_what_fails_at_once_is_not_said_to_have_taken_long(error: Exception, said: str) -> None:
-    with pytest.raises(CollectiveError, match=said), coming_together(2, 5.0):
+)  # fmt: skip
+def test_what_fails_at_once_is_not_said_to_have_taken_long(
+    error: Exception, kind: type[CollectiveError], said: str, ranks: tuple[int, ...]
+) -> None:
+    with pytest.raises(CollectiveError, match=said) as caught, coming_together(2, 5.0):
         raise error
+    assert type(caught.value) is kind
+    assert caught.value.ranks == ranks
 
 
 def test_the_secret_is_not_printed() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from collectives.errors import LinkError
 from collectives.link.handshake import CHALLENGE_BYTES, Listener, give_up_on_silence, neighbours
-from collectives.link.watch import Watch, _Neighbour
+from collectives.link.watch import Neighbour, Watch
 
 DEADLINE_S = 20.0
 SECRET = secrets.token_bytes(32)
@@ -29,7 +29,9 @@ def joined(size: int, before: Callable[[list[str]], object] = lambda cards: None
     made: list[dict[int, socket.socket]] = [{} for _ in range(size)]
 
     def join(rank: int) -> None:
-        made[rank] = listeners[rank].join(rank, neighbours(rank, size), cards, SECRET, time.monotonic() + DEADLINE_S)
+        made[rank] = listeners[rank].join(
+            rank, neighbours(rank, size), cards, SECRET, time.monotonic() + DEADLINE_S, lambda: None
+        )
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -94,7 +96,7 @@ def test_a_connection_that_ends_between_two_living_ranks_makes_neither_lost(size
 def test_what_the_other_end_has_not_taken_is_unconfirmed() -> None:
     mine, theirs = (connections[1 - rank] for rank, connections in enumerate(joined(2)))
     with mine, theirs:
-        neighbour = _Neighbour(mine)
+        neighbour = Neighbour(mine)
         assert not neighbour.is_unconfirmed()
         neighbour.outgoing += bytes(64 << 20)
         neighbour.write()
@@ -206,11 +208,11 @@ def test_strangers_are_dropped() -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     mine, theirs = Listener("127.0.0.1"), Listener("127.0.0.1")
     with pytest.raises(LinkError, match="rank 0 did not connect") as caught:
-        mine.join(1, [0], [theirs.card, mine.card], SECRET, time.monotonic() + 0.1)
+        mine.join(1, [0], [theirs.card, mine.card], SECRET, time.monotonic() + 0.1, lambda: None)
     assert caught.value.timed_out
     theirs.close()
     with pytest.raises(LinkError, match=r"rank 1 at 127\.0\.0\.1") as caught:
-        mine.join(0, [1], ["", theirs.card], SECRET, time.monotonic() + DEADLINE_S)
+        mine.join(0, [1], ["", theirs.card], SECRET, time.monotonic() + DEADLINE_S, lambda: None)
     assert caught.value.peer == 1
 
 

@@ -13,10 +13,9 @@ class QuorumLost(CollectiveError):
     """Tells that too many ranks are lost for another update. Attributes: ranks (those that are lost), quorum."""
 
     def __init__(self, ranks: Sequence[int], quorum: int, *, rank: int, operation: str) -> None:
-        self.ranks = tuple(sorted(ranks))
         self.quorum = quorum
-        message = f"lost {ranks_text(self.ranks)}: those that are left are fewer than the quorum of {quorum}"
-        super().__init__(message, rank=rank, operation=operation)
+        message = f"lost {ranks_text(ranks)}: those that are left are fewer than the quorum of {quorum}"
+        super().__init__(message, rank=rank, operation=operation, ranks=ranks)
 
 
 def of_pair(error: CollectiveError, pair: tuple[int, int], rank: int, operation: str) -> CollectiveError:

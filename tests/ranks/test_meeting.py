@@ -1,0 +1,208 @@
+"""A rank that ends, stops, or cannot connect while ranks meet: the others know which, at once where they can."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import trainer as hvd
+from collectives import CollectiveError, Communicator
+from tests.harness import EXCHANGE_TIMEOUT_S, World
+from tests.soak.faults import KILLED, STOPPED
+from tests.soak.meetings import (
+    COMMUNICATOR,
+    INIT,
+    NO_DESCRIPTORS,
+    NO_THREADS,
+    MeetingFault,
+    arrived_file,
+    come_together,
+    prepare_init,
+)
+from tests.soak.ranks import failed_at_file, report_file
+from tests.soak.verdict import judge_meeting
+from trainer.jobs import OneJob
+
+DEADLINE_S = 60.0
+ROOT = str(Path(__file__).parents[2])
+AFTER = 1_000_000  # more calls than a rank makes: it fails when the ranks have met
+
+
+def judged(world: World, directory: Path, fault: MeetingFault) -> list[str]:
+    """Run a fault, and return what was wrong with what the others were told."""
+    world.start(come_together, fault, directory)
+    outcomes = world.collect(DEADLINE_S, ranks=fault.survivors)
+    if fault.kind != STOPPED:
+        outcomes += world.collect(DEADLINE_S, ranks=[fault.victim])
+    reports = {r: pickle.loads(report_file(directory, r).read_bytes()) for r in fault.survivors}
+    failed_at = float(failed_at_file(directory).read_text())
+    arrived = arrived_file(directory).exists()
+    return [str(finding) for finding in judge_meeting(fault, outcomes, reports, failed_at, arrived)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "position"),
+    [
+        (KILLED, 150),
+        (KILLED, 400),
+        (KILLED, AFTER),
+        (STOPPED, 30),
+        (STOPPED, 250),
+        (NO_THREADS, 150),
+        (NO_DESCRIPTORS, 150),
+    ],
+)
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("place", [INIT, COMMUNICATOR])
+def test_who_fails_while_ranks_meet_is_named(
+    failing_world: Callable[[int], World], tmp_path: Path, place: str, victim: int, kind: str, position: int
+) -> None:
+    """A rank is killed only once it has arrived: before, the others cannot know of it but by their deadline, as of one that has
+    stopped."""
+    fault = MeetingFault(0, "shared_memory", victim, 3, victim, kind, place, position)
+    assert judged(failing_world(3), tmp_path, fault) == []
+
+
+def with_interface(
+    place: str, culprits: tuple[int, ...], variable: str, interface: str, directory: Path
+) -> tuple[str, str, tuple[int, ...]]:
+    """Meet as ranks on different machines do, some of which are told to use a wrong interface; return the error."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("trainer.meeting", "collectives.link.membership"):
+            patch.setattr(f"{module}.machine_id", lambda: f"machine {rank}")
+        if rank in culprits:
+            patch.setenv(variable, interface)
+        else:
+            patch.setattr("collectives.link.own_address._loopback", lambda *_: "")
+        if place == INIT:
+            prepare_init("interfaces", rank, size, directory)
+        try:
+            hvd.init(timeout_s=EXCHANGE_TIMEOUT_S) if place == INIT else Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
+        except CollectiveError as error:
+            return type(error).__name__, str(error), error.ranks
+    raise AssertionError("the ranks met")
+
+
+@pytest.mark.parametrize(
+    ("culprits", "variable", "interface", "said"),
+    [
+        ((0,), "COLLECTIVES_INTERFACE", "lo", "COLLECTIVES_INTERFACE=lo names a loopback interface, which other hosts do not"),
+        ((1,), "COLLECTIVES_INTERFACE", "lo", "COLLECTIVES_INTERFACE=lo names a loopback interface, which other hosts do not"),
+        ((0, 1), "GLOO_SOCKET_IFNAME", "lo", "GLOO_SOCKET_IFNAME=lo names a loopback interface, which other hosts do not"),
+        ((0,), "GLOO_SOCKET_IFNAME", "eth99", "GLOO_SOCKET_IFNAME='eth99' names no interface with an address"),
+        ((1,), "COLLECTIVES_INTERFACE", "eth99", "COLLECTIVES_INTERFACE='eth99' names no interface with an address"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("place", [INIT, COMMUNICATOR])
+def test_a_wrong_interface_is_found_before_anyone_waits_for_it(
+    failing_world: Callable[[int], World],
+    tmp_path: Path,
+    place: str,
+    culprits: tuple[int, ...],
+    variable: str,
+    interface: str,
+    said: str,
+) -> None:
+    """Not by the deadline, which would be a CollectiveTimeout. Where several ranks have one, a rank may name any of them."""
+    for kind, text, named in failing_world(2).run(with_interface, place, culprits, variable, interface, tmp_path):
+        assert kind == "CollectiveError", text
+        assert named, text
+        assert set(named) <= set(culprits), text
+        for part in (said, f"on host {socket.gethostname()}", "interfaces here are ", "lo (127.0.0.1)"):
+            assert part in text
+
+
+JOB = """
+import sys, trainer as hvd
+hvd.init(timeout_s=30)
+print("job", hvd.broadcast_object(sys.argv[1], 0), "of", sys.argv[1], flush=True)
+"""
+
+
+def test_two_jobs_at_one_port(tmp_path: Path) -> None:
+    """Rank 1 of the second job comes before that of the first: nothing but the commands tells them apart, which is enough for the
+    ranks of the first to find each other; those of the second are told whose port it is."""
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    started = {}
+    for rank, job in ((0, "A"), (1, "B"), (1, "A"), (0, "B")):
+        place = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "PYTHONPATH": ROOT,
+        }
+        started[rank, job] = subprocess.Popen(
+            [sys.executable, str(script), job],
+            env={**os.environ, **place, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    said = {who: process.communicate(timeout=DEADLINE_S)[0] for who, process in started.items()}
+    mixed = [text for text in said.values() if "job A of B" in text or "job B of A" in text]
+    assert mixed == [], said
+    winners = {job for (_, job), process in started.items() if process.returncode == 0}
+    assert len(winners) == 1, said
+    for (_, job), text in said.items():
+        if job not in winners:
+            assert "CollectiveError" in text
+            assert f"is a stranger to the job that meets at 127.0.0.1:{port}" in text
+
+
+def test_a_process_that_cannot_be_told_apart_stops_all() -> None:
+    """Two processes that claim one rank before all have arrived, both like rank 0's."""
+    admission = OneJob(card(0), "node:1")
+    verdict = admission.judge(card(1, pid=11), {0: card(0), 1: card(1, pid=12)}, is_complete=False)
+    assert verdict.fatal is not None
+    assert verdict.fatal.ranks == (1,)
+    for pid in ("process 11", "process 12"):
+        assert pid in verdict.fatal.why
+
+
+def test_who_is_less_like_rank_0_is_turned_away() -> None:
+    admission, mine, theirs = OneJob(card(0), "node:1"), card(1, pid=11), card(1, pid=12, command=["other.py"])
+    assert admission.judge(theirs, {0: card(0), 1: mine}, is_complete=False).refused
+    first = admission.judge(mine, {0: card(0), 1: theirs}, is_complete=False)
+    assert (first.refused, set(first.evicted or {})) == (None, {1})
+    rank_0 = admission.judge(card(0, pid=13, command=["other.py"]), {0: card(0), 1: theirs}, is_complete=False)
+    assert (bool(rank_0.refused), set(rank_0.evicted or {})) == (True, {1})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"runs": {"SLURM_JOB_ID": "8"}}, "its SLURM_JOB_ID is 8, and not 7"),
+        ({"launcher": [5, 2]}, "another torchrun has started it"),
+    ],
+)
+def test_a_stranger_is_known_at_once(given: dict[str, Any], said: str) -> None:
+    first = card(0, runs={"SLURM_JOB_ID": "7"}, by_agent=True, launcher=[5, 1])
+    stranger = card(1, **{"runs": {}, "by_agent": True, "launcher": [5, 1]} | given)
+    assert said in (OneJob(first, "node:1").judge(stranger, {0: first}, is_complete=False).refused or "")
+
+
+def test_only_what_proves_nothing_waits_for_rivals() -> None:
+    """A run's id proves that processes belong together, and so does torchrun's agent on one host."""
+    for proof in ({"runs": {"SLURM_JOB_ID": "7"}}, {"by_agent": True, "launcher": [5, 1]}):
+        assert OneJob(card(0, **proof), "").settle_s({0: card(0, **proof), 1: card(1, **proof)}) == 0
+    assert OneJob(card(0), "").settle_s({0: card(0), 1: card(1)}) > 0
+
+
+def card(rank: int, pid: int = 0, **identity: Any) -> dict[str, Any]:
+    defaults = {"runs": {}, "by_agent": False, "node": "", "launcher": None, "command": ["train.py"], "environment": ""}
+    return {"rank": rank, "machine": "m", "identity": {**defaults, "process": ["host", pid or 1 + rank, 0], **identity}}

@@ -1,0 +1,192 @@
+"""A rank that fails while ranks meet: in init(), or while they make a Communicator; drawn from a seed and an index alone."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+import trainer as hvd
+from collectives import Communicator
+from tests.soak.faults import KILLED, STOPPED
+from tests.soak.ranks import (
+    Report,
+    Witness,
+    failed_at_file,
+    leave,
+    meet_at_rank_0,
+    report_file,
+    wait_for_reports,
+    write,
+)
+
+INIT, COMMUNICATOR = PLACES = ("init()", "Communicator()")
+NO_THREADS, NO_DESCRIPTORS = UNABLE = ("cannot start threads", "has no descriptors left")
+KINDS = (KILLED, STOPPED, *UNABLE)
+EXIT_CODES = {KILLED: -9, **dict.fromkeys(UNABLE, 1)}
+
+TIMEOUT_S = 3.0  # of what may run into it
+FAR_S = 20.0  # of what must not
+FEW_CALLS, MOST_CALLS = 150, 800  # that a rank makes of functions of ours until it has arrived, and until all have met
+_PACKAGES = (f"{os.sep}collectives{os.sep}", f"{os.sep}trainer{os.sep}")
+
+
+@dataclass(frozen=True)
+class MeetingFault:
+    """A world of `size` ranks that meet at a place, in which rank `victim` fails as `kind` says, at one of its own calls of a
+    function of ours: the position-th. Where it makes fewer, it fails when the ranks have met."""
+
+    seed: int
+    transport: str
+    index: int
+    size: int
+    victim: int
+    kind: str
+    place: str
+    position: int
+
+    @property
+    def timeout_s(self) -> float:
+        return TIMEOUT_S if self.kind == STOPPED else FAR_S
+
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.size) if rank != self.victim)
+
+    def __str__(self) -> str:
+        return f"rank {self.victim} of {self.size} {self.kind} at call {self.position} of {self.place}"
+
+
+def draw_meeting_fault(seed: int, transport: str, index: int) -> MeetingFault:
+    """Draw a fault. Of few calls, early ones are drawn as often as of all together."""
+    random = Random(f"{seed}/{transport}/meeting/{index}")
+    size = random.randint(2, 4)
+    return MeetingFault(
+        seed=seed,
+        transport=transport,
+        index=index,
+        size=size,
+        victim=random.randrange(size),
+        kind=random.choice((KILLED, KILLED, *KINDS)),
+        place=random.choice(PLACES),
+        position=random.randint(1, random.choice((FEW_CALLS, MOST_CALLS, MOST_CALLS))),
+    )
+
+
+def arrived_file(directory: Path) -> Path:
+    """Return what is there if the victim had arrived before it failed, so that the others can know of its end at once."""
+    return directory / "arrived"
+
+
+def come_together(fault: MeetingFault, directory: Path) -> NoReturn:
+    """Meet the others and exchange until the fault; then report, close, wait for the others' reports, and leave."""
+    rank, report = dist.get_rank(), Report()
+    if fault.place == INIT:
+        prepare_init(f"{fault.seed}/{fault.transport}/{fault.index}", rank, fault.size, directory)
+    elif fault.index % 2:
+        meet_at_rank_0("127.0.0.1", directory)
+    is_victim = rank == fault.victim
+    if is_victim:
+        sys.setprofile(_Trap(fault, directory))
+    waited_since = time.monotonic()
+    closing: list[Callable[[], None]] = [hvd.shutdown]
+    try:
+        if fault.place == INIT:
+            hvd.init(timeout_s=fault.timeout_s)
+            barrier: Callable[[], object] = hvd.barrier
+        else:
+            communicator = Communicator(timeout_s=fault.timeout_s)
+            closing.append(communicator.close)
+            barrier = communicator.barrier
+        if is_victim:
+            sys.setprofile(None)
+            _note(directory, arrived=True)
+            _fail(fault, after_meeting=True)
+        while True:
+            barrier()
+    except Exception as error:
+        report.witness = Witness.of(error, tuple(range(fault.size)), waited_since)
+        report.during = fault.place
+    if is_victim:
+        leave(1)
+    for close in closing:
+        close()
+    write(report_file(directory, rank), report)
+    wait_for_reports(directory, fault.survivors)
+    leave()
+
+
+class _Trap:
+    """Counts calls of functions of ours, as sys.setprofile() reports them, and fails at one."""
+
+    def __init__(self, fault: MeetingFault, directory: Path) -> None:
+        self._fault = fault
+        self._directory = directory
+        self._calls = 0
+        self._has_arrived = False
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event != "call" or not any(package in frame.f_code.co_filename for package in _PACKAGES):
+            return
+        self._has_arrived |= frame.f_code.co_name == "await_all"
+        self._calls += 1
+        if self._calls == self._fault.position:
+            sys.setprofile(None)
+            _note(self._directory, self._has_arrived)
+            _fail(self._fault, after_meeting=False)
+
+
+def _note(directory: Path, arrived: bool) -> None:
+    if not failed_at_file(directory).exists():
+        failed_at_file(directory).write_text(str(time.monotonic()))
+        if arrived:
+            arrived_file(directory).touch()
+
+
+def _fail(fault: MeetingFault, *, after_meeting: bool) -> None:
+    if fault.kind == KILLED:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.kind == STOPPED:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif after_meeting:
+        leave(1)
+    elif fault.kind == NO_THREADS:
+        threading.Thread.start = _cannot_start  # type: ignore[method-assign]
+    else:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1 + max(map(int, os.listdir("/proc/self/fd"))), most))
+        with suppress(OSError):
+            while True:
+                os.dup(2)
+
+
+def _cannot_start(_: threading.Thread) -> NoReturn:
+    raise RuntimeError("can't start new thread")
+
+
+def prepare_init(run: str, rank: int, size: int, directory: Path) -> None:
+    """Leave torch.distributed, and set what a launcher does. run: what it calls the job."""
+    store = dist.FileStore(str(directory / "meeting-point"), size)
+    if rank == 0:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            store.set("port", str(free.getsockname()[1]))
+    port = store.get("port").decode()
+    store.set(f"ready/{rank}", "")
+    store.wait([f"ready/{each}" for each in range(size)])
+    dist.destroy_process_group()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "TORCHELASTIC_RUN_ID": run}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
