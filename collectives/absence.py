@@ -134,7 +134,8 @@ def _allgather(engine: Engine, given: Mapping[str, Any], device: torch.device) -
 
 
 def _reduce_scatter(engine: Engine, given: Mapping[str, Any], device: torch.device) -> None:
-    parts = [_zeros(length, given["like"], device) for length in given["parts"]]
+    shapes = [given["first"], *given["parts"][1:]]
+    parts = [_zeros(shape, given["like"], device) for shape in shapes]
     output = torch.zeros_like(parts[engine.rank])
     verbs.reduce_scatter(engine, output, parts, given["op"], algorithm=given["algorithm"])
 

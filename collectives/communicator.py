@@ -407,7 +407,8 @@ class Communicator:
     ) -> Work | None:
         """Reduce `input` over all ranks and leave the r-th part of the result in `output` on rank r.
 
-        input: a tensor of size * output.numel() elements, or one tensor per rank, the same sizes on all ranks; not changed.
+        input: a tensor of size * output.numel() elements, or one tensor per rank, the same shapes on all ranks; not changed. Of
+        a list, ranks that give parts of other shapes get a Mismatch, also where these have equally many elements.
         """
         return verbs.reduce_scatter(self._engine, output, input, op, algorithm=algorithm, async_op=async_op)
 
@@ -770,3 +771,5 @@ def close_all(communicators: Iterable[Communicator], error: BaseException | None
         part_by = time.monotonic() + MEET_S
         for engine in engines:
             engine.part(part_by)
+        for engine in engines:
+            engine.join()

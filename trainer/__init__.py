@@ -17,7 +17,9 @@ and broadcast the average of all ranks' gradients, through reducescatter with op
 gathered. Each verb says its own.
 
 All raise ValueError or TypeError for arguments that cannot be meant, before anything is sent, and
-collectives.CollectiveError, which is HorovodInternalError here, where the ranks could not finish together.
+collectives.CollectiveError, which is HorovodInternalError here, where the ranks could not finish together. What the ranks give
+to allgather and alltoall is compared before it is sent: where it does not fit, all ranks raise what is both. Of
+docs/guides/from-horovod.md, the table of errors has what Horovod raises, and what is raised here.
 """
 
 from collectives.errors import CollectiveError as HorovodInternalError

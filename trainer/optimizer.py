@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -46,7 +47,8 @@ class DistributedOptimizer(WrappingOptimizer):
       None.
     - With backward_passes_per_step = n, the gradients of n calls of backward() are summed, and then averaged over
       ranks, in the n-th call. A step() or synchronize() that comes earlier exchanges what there is. When the n-th call
-      has not been made, call synchronize() before anything else reads gradients (GradScaler.unscale_, clipping).
+      has not been made, call synchronize() before anything else reads gradients (GradScaler.unscale_, clipping), and
+      step() inside skip_synchronize(), which keeps it from warning.
     - More calls of backward() after that, without zero_grad() between, accumulate onto the average; with op=Sum they
       raise.
     - Ranks may reach different parameters in backward(), or none, but must call backward(), step(), synchronize() and
@@ -161,6 +163,7 @@ class DistributedOptimizer(WrappingOptimizer):
         )
         record_in_timelines(self._communicator)
         self._passes = Passes(backward_passes_per_step)
+        self._was_synchronized = self._skips = False
         self._combination = Combination(self._communicator, op, gradient_predivide_factor)
         setup = Setup(
             optimizer,
@@ -233,7 +236,18 @@ class DistributedOptimizer(WrappingOptimizer):
 
         closure: clears gradients, calls backward() and returns the loss; what step() returns is the loss over all
         ranks.
+
+        Warns (UserWarning), as Horovod does, after synchronize() and outside of skip_synchronize().
         """
+        if self._was_synchronized and not self._skips:
+            warnings.warn(
+                "step() follows synchronize() outside of skip_synchronize(), and so looks for gradients to exchange a second "
+                "time: write `with optimizer.skip_synchronize(): optimizer.step()`. After the backward() that completes "
+                "backward_passes_per_step, gradients are averaged already, and synchronize() can be left out",
+                UserWarning,
+                stacklevel=4,  # the caller's line: two frames of `uncompiled` lie between
+            )
+        self._was_synchronized = False
         self._reports.before_step()
         if closure is None:
             self._rule.synchronize()
@@ -250,11 +264,13 @@ class DistributedOptimizer(WrappingOptimizer):
         """Reset the gradients, as torch does, and what was accumulated towards backward_passes_per_step."""
         self.optimizer.zero_grad(set_to_none)
         self._rule.reset()
+        self._was_synchronized = False
 
     @uncompiled
     def synchronize(self) -> None:
         """Exchange gradients that were accumulated since the last exchange, if any were."""
         self._rule.synchronize()
+        self._was_synchronized = True
 
     @uncompiled
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -270,8 +286,13 @@ class DistributedOptimizer(WrappingOptimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Do nothing: Horovod has it around a step() after synchronize(), where nothing is needed here."""
-        yield
+        """Have step(), inside, not warn that it comes after synchronize(), as Horovod's programs write it. It does nothing else:
+        gradients that have been exchanged are not exchanged again."""
+        before, self._skips = self._skips, True
+        try:
+            yield
+        finally:
+            self._skips = before
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -10,12 +10,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from collectives import CollectiveError, Communicator
-
-
-class NotIncluded(CollectiveError, ValueError):
-    """Tells that a verb was called with a process set that this rank is not in. It is a ValueError of the caller's, and what
-    Horovod's programs catch as HorovodInternalError."""
+from collectives import Communicator
 
 
 class ProcessSet:

@@ -24,11 +24,11 @@ from collectives import CollectiveError, Communicator
 from collectives.communicator import close_all
 from collectives.link.membership import Membership, membership_of
 from collectives.plan.topology import host_id
+from trainer.errors import NotIncluded
 from trainer.horovod_environment import DYNAMIC_TIMELINE, Settings, notice, read_settings
 from trainer.launch import ALONE, Launch, read_launch, slurm_hint
 from trainer.meeting import Meeting, agreed_ranks, meet
 from trainer.process_sets import (
-    NotIncluded,
     ProcessSet,
     ProcessSetLike,
     check_new_set,

@@ -101,7 +101,7 @@ class Admission:
         return 0.0
 
 
-class Refused(LinkError):
+class TurnedAway(LinkError):
     """Tells the process of a rank that the hub turns it away, and why. again: whether it may try again."""
 
     def __init__(self, rank: int, why: str, *, again: bool) -> None:
@@ -127,7 +127,7 @@ class Presence:
         self._gone: set[int] = set()
         self._failures: dict[str, Failure] = {}
         self._silent: list[list[int]] = []
-        self._refused: Refused | None = None
+        self._refused: TurnedAway | None = None
         self._ended = False
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -170,7 +170,7 @@ class Presence:
     def await_all(self, deadline: float) -> Iterator[None]:
         """Yield until all ranks have arrived; between two looks the caller may do something else. deadline: time.monotonic().
 
-        Raises Refused where this process is turned away; LinkError where a rank has ended or reports a failure, and, with the
+        Raises TurnedAway where this process is turned away; LinkError where a rank has ended or reports a failure, and, with the
         ranks that did not arrive, at the deadline.
         """
         while not self.cards:
@@ -235,7 +235,7 @@ class Presence:
         if kind == "all":
             self.key, self.secret, self.cards = message["key"], message["secret"], message["cards"]
         elif kind == "refused":
-            self._refused = Refused(self.rank, message["why"], again=message["again"])
+            self._refused = TurnedAway(self.rank, message["why"], again=message["again"])
         elif kind == "silent":
             self._silent.append(message["ranks"])
         elif kind == "gone":
@@ -471,7 +471,7 @@ def arrive(
     card: of this process, as own_address.card_of makes it, and whatever else `admission` is to know as its "identity".
     hub_rank: the rank that keeps the hub, and puts its own in the place of the one before; None leaves that to the first
     that arrives, in a store in which no hub has been before. left: the keys of hubs that this process has left. keepers: the
-    rank whose process keeps the store, where one does. deadline: time.monotonic() seconds. Raises Refused where the hub turns
+    rank whose process keeps the store, where one does. deadline: time.monotonic() seconds. Raises TurnedAway where the hub turns
     this process away; LinkError where a rank has ended or cannot connect, and, with the ranks that did not arrive, at the
     deadline; OSError where this process cannot connect.
     """
@@ -487,7 +487,7 @@ def arrive(
                         presence.report(failure)
                 check_addresses(presence.cards)
                 return presence
-            except Refused as refused:
+            except TurnedAway as refused:
                 assert presence is not None
                 presence.close()
                 if not refused.again:

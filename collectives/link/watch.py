@@ -29,8 +29,9 @@ _LENGTH = struct.Struct("!I")
 #: Longer than any report, whose calls list at most some thousand tensors.
 _LONGEST_NEWS = 1 << 24
 
-#: How long close() tries to bring what was said on its way.
-_FLUSH_S = 2.0
+#: How long close() tries to bring what was said on its way, and how long where some ranks may be out of reach: those that are not
+#: read within milliseconds.
+_FLUSH_S, _FLUSH_AFTER_FAILURE_S = 2.0, 0.2
 
 #: How long to wait before looking again whether what was said has been confirmed.
 _LOOK_AGAIN_S = 0.01
@@ -181,13 +182,13 @@ class Watch:
         """All ranks but this one."""
         return set(range(self.size)) - {self.rank}
 
-    def close(self) -> None:
-        """Begin to bring what was said on its way and to end the connections; join() waits for that. Calling it again does
-        nothing."""
+    def close(self, *, after_failure: bool = False) -> None:
+        """Begin to bring what was said on its way and to end the connections; join() waits for that. after_failure: whether some
+        ranks may be out of reach. Calling it again does nothing."""
         if os.getpid() != self._process or self._close_by is not None:
             return
         with self._changed:
-            self._close_by = time.monotonic() + _FLUSH_S
+            self._close_by = time.monotonic() + (_FLUSH_AFTER_FAILURE_S if after_failure else _FLUSH_S)
             if self._thread is None:
                 self._end()
             else:

@@ -365,8 +365,12 @@ class Engine:
         self._operations.drain(deadline, self.messages.drain)
 
     def part(self, deadline: float) -> None:
-        """Wait for the other ranks, but not beyond the deadline (time.monotonic()), and give everything back."""
+        """Wait for the other ranks, but not beyond the deadline (time.monotonic()), and begin to give everything back."""
         self._operations.part(deadline)
+
+    def join(self) -> None:
+        """Give back what is left."""
+        self._operations.join()
         self._transport.close()
 
 

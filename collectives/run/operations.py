@@ -494,7 +494,7 @@ class Operations:
         return verdict(replace(findings, whereabouts=where), self._rank, str(error))
 
     def announce_close(self, error: BaseException | None = None) -> bool:
-        """Tell the other ranks how many operations this one has issued, and that it issues no more: the first of three steps to
+        """Tell the other ranks how many operations this one has issued, and that it issues no more: the first of four steps to
         the end, which take a few seconds at most, whatever happened. False, with nothing done, the second time. error: the
         exception by which it leaves."""
         promised = None if self._queue.sealed else self._queue.seal()
@@ -518,15 +518,19 @@ class Operations:
         self._watch.say_done()
 
     def part(self, deadline: float) -> None:
-        """Wait until the other ranks have finished what they have queued, but not beyond the deadline (time.monotonic()).
+        """Wait until the other ranks have finished what they have queued, but not beyond the deadline (time.monotonic()), and begin
+        to end the connections that carry news. join() waits until they have ended.
 
         Who closed its connections at once would take from a slow rank what it still receives.
         """
         watch = self._watch
         if self._failure is None:
             watch.wait_for(lambda: watch.others <= watch.done | watch.lost.keys(), deadline - time.monotonic())
-        watch.close()
-        watch.join()
+        watch.close(after_failure=self._failure is not None)
+
+    def join(self) -> None:
+        """Wait until the connections that carry news have ended: the last step to the end."""
+        self._watch.join()
 
     def disown(self) -> None:
         """This process is a fork of the one that made the Communicator: connections and their threads stayed there."""

@@ -32,8 +32,12 @@ def reduce_scatter(
     lengths = arguments.part_lengths(engine, "input", input, output, "output")
     chosen = engine.plans.choose_for_parts("reduce_scatter", algorithm, lengths, output.element_size())
     whole = engine.whole("reduce_scatter", chosen, output, sum(lengths), name)
-    text = f"reduce_scatter({arguments.dtype_name(output)}{lengths}, {name}, {chosen})"
-    call = Call(text, "reduce_scatter", parts=lengths, like=arguments.kind(output), op=name, algorithm=algorithm)
+    first = [lengths[0]] if isinstance(input, torch.Tensor) else list(parts[0].shape)
+    row = ", ".join(map(str, first[1:]))  # with which the lengths say what shape all parts have
+    shape = f"shape=[..., {row}], " if row else ""
+    text = f"reduce_scatter({arguments.dtype_name(output)}{lengths}, {shape}{name}, {chosen})"
+    like = arguments.kind(output)
+    call = Call(text, "reduce_scatter", parts=lengths, first=first, like=like, op=name, algorithm=algorithm)
 
     def body(turn: Turn) -> None:
         source = engine.buffer(*parts)

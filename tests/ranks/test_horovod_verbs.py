@@ -275,13 +275,14 @@ def found_before_data_moves() -> None:
     for wrong in ([1, 1, 0], [2, -1, 0], [1, 0], [1.0, 0.0, 0.0], torch.tensor([[1, 0, 0]]), torch.tensor(1)):
         for verb in (hvd.alltoall, hvd.alltoall_async):
             with pytest.raises(
-                ValueError, match=rf"rank {rank}: splits must be 3 whole numbers >= 0 that add up to 1 .*rank 1"
+                ValueError,
+                match=rf"rank {rank}: alltoall: splits must be 3 whole numbers >= 0 that add up to 1 .*rank 1",
             ):
                 verb(own(1), splits(wrong))
         works()
-    with pytest.raises(ValueError, match="without splits needs a multiple of 3 rows, not 4 as on rank 2"):
+    with pytest.raises(ValueError, match="without splits it needs a multiple of 3 rows, not 4 as on rank 2"):
         hvd.alltoall(own(4 if rank == 2 else 3))
-    with pytest.raises(ValueError, match="alltoall needs a tensor of at least one dimension; rank 0 gave a scalar"):
+    with pytest.raises(ValueError, match="alltoall: needs a tensor of at least one dimension; rank 0 gave a scalar"):
         hvd.alltoall(own() if rank == 0 else own(3))
     works()
     received, from_each = hvd.alltoall(own(3), None if rank == 0 else [1, 1, 1]), [1, 1, 1]
@@ -293,7 +294,7 @@ def found_before_data_moves() -> None:
         with pytest.raises(ValueError, match=r"grouped_allgather: rank \d gave \d tensors, this rank \d"):
             verb([own(1)] * (2 if rank == 1 else 1))
         with pytest.raises(
-            ValueError, match=r"grouped_allgather needs tensors that agree .* rank 2 gave \[1\] torch.int32"
+            ValueError, match=r"grouped_allgather: needs tensors that agree .* rank 2 gave \[1\] torch.int32"
         ):
             verb([own(1), own(1, dtype=torch.int32 if rank == 2 else torch.float32)])
     works()
@@ -312,7 +313,7 @@ def found_before_data_moves() -> None:
             for other, kind in ((meta, TypeError), (torch.ones(2, dtype=torch.complex64), TypeError), ("x", TypeError)):
                 with pytest.raises(kind, match="rank 0: "):
                     group([own(2), other])
-        with pytest.raises(ValueError, match="grouped_reducescatter needs tensors of at least one dimension"):
+        with pytest.raises(ValueError, match="grouped_reducescatter: needs tensors of at least one dimension"):
             hvd.grouped_reducescatter([own(2), own()])
         with pytest.raises(ValueError, match="codec 'int8' is for the sum or average of floating-point tensors"):
             hvd.grouped_allreduce([own(2), own(2, dtype=torch.int32)], compression="int8")

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from collectives import Communicator
+from trainer.errors import refused
 from trainer.horovod.calls import Call
 from trainer.horovod.functional import Allgather, Alltoall, Broadcast, Rows, begin_allgather, copied
 from trainer.horovod.handles import Handle
 from trainer.process_sets import ProcessSetLike, global_process_set
 from trainer.validation import check_group, check_tensor
-from trainer.world import communicator_of, here, root_in
+from trainer.world import communicator_of, root_in
 
 T = TypeVar("T")
 
@@ -124,7 +125,9 @@ def alltoall_async(
 
 def barrier(process_set: ProcessSetLike = global_process_set) -> None:
     """Return once all ranks have called it."""
-    communicator_of(process_set).barrier()
+    communicator = communicator_of(process_set)
+    with Call("barrier", None, communicator):
+        communicator.barrier()
 
 
 def _allgather(verb: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSetLike) -> list[Tensor]:
@@ -155,18 +158,17 @@ _Kind: TypeAlias = tuple[list[int], str]
 
 
 def _rows_by_rank(communicator: Communicator, verb: str, tensors: Sequence[Tensor]) -> list[Rows]:
-    """Return the size of dimension 0 on every rank, of each tensor. Raises ValueError on all ranks where tensors do not
-    fit."""
+    """Return the size of dimension 0 on every rank, of each tensor. Raises Refused on all ranks where tensors do not fit."""
     everyones: list[list[_Kind]] = communicator.allgather_record([_kind(tensor) for tensor in tensors])
     for rank, kinds in enumerate(everyones):
         if len(kinds) != len(tensors):
-            raise ValueError(f"{here()}{verb}: rank {rank} gave {len(kinds)} tensors, this rank {len(tensors)}")
+            raise refused(communicator, verb, f"rank {rank} gave {len(kinds)} tensors, this rank {len(tensors)}")
     rows = []
     for kinds in map(list, zip(*everyones, strict=True)):
         for rank, (shape, _) in enumerate(kinds):
             if not shape:
-                raise ValueError(f"{here()}{verb} needs tensors of at least one dimension; rank {rank} gave a scalar")
-        _check_rows_fit(verb, kinds)
+                raise refused(communicator, verb, f"needs tensors of at least one dimension; rank {rank} gave a scalar")
+        _check_rows_fit(communicator, verb, kinds)
         rows.append([shape[0] for shape, _ in kinds])
     return rows
 
@@ -174,35 +176,33 @@ def _rows_by_rank(communicator: Communicator, verb: str, tensors: Sequence[Tenso
 def _exchange_splits(
     communicator: Communicator, tensor: Tensor, splits: Tensor | Sequence[int] | None
 ) -> tuple[Rows, Rows]:
-    """Return rows to every rank, and rows from every rank. Raises ValueError on all ranks where they do not fit."""
+    """Return rows to every rank, and rows from every rank. Raises Refused on all ranks where they do not fit."""
     (tensor,) = check_group(communicator.rank, "alltoall", [tensor])
     given: list[Any] | None = None if splits is None else torch.as_tensor(splits).tolist()
     everyones: list[tuple[_Kind, list[Any] | None]] = communicator.allgather_record((_kind(tensor), given))
     for rank, ((shape, _), theirs) in enumerate(everyones):
-        _check_splits(communicator.size, rank, shape, theirs)
+        _check_splits(communicator, rank, shape, theirs)
     kinds = [kind for kind, _ in everyones]
-    _check_rows_fit("alltoall", kinds)
+    _check_rows_fit(communicator, "alltoall", kinds)
     sent = [[shape[0] // communicator.size] * communicator.size if s is None else s for (shape, _), s in everyones]
     return sent[communicator.rank], [rows[communicator.rank] for rows in sent]
 
 
-def _check_splits(size: int, rank: int, shape: list[int], splits: list[Any] | None) -> None:
-    """Raise ValueError where a rank's tensor cannot be split so."""
+def _check_splits(communicator: Communicator, rank: int, shape: list[int], splits: list[Any] | None) -> None:
+    """Raise Refused where a rank's tensor cannot be split so."""
+    size = communicator.size
     if not shape:
-        raise ValueError(f"{here()}alltoall needs a tensor of at least one dimension; rank {rank} gave a scalar")
-    if splits is None:
-        if shape[0] % size:
-            raise ValueError(
-                f"{here()}alltoall without splits needs a multiple of {size} rows, not {shape[0]} as on rank {rank}"
-            )
-    elif (
-        not isinstance(splits, list)
-        or not all(isinstance(rows, int) and rows >= 0 for rows in splits)
-        or (len(splits), sum(splits)) != (size, shape[0])
-    ):
-        raise ValueError(
-            f"{here()}splits must be {size} whole numbers >= 0 that add up to {shape[0]} rows; rank {rank} gave {splits}"
-        )
+        said = f"needs a tensor of at least one dimension; rank {rank} gave a scalar"
+    elif splits is None:
+        if shape[0] % size == 0:
+            return
+        said = f"without splits it needs a multiple of {size} rows, not {shape[0]} as on rank {rank}"
+    else:
+        are_counts = isinstance(splits, list) and all(isinstance(rows, int) and rows >= 0 for rows in splits)
+        if are_counts and (len(splits), sum(splits)) == (size, shape[0]):
+            return
+        said = f"splits must be {size} whole numbers >= 0 that add up to {shape[0]} rows; rank {rank} gave {splits}"
+    raise refused(communicator, "alltoall", said)
 
 
 def _received_splits(received: Rows, splits: Tensor | Sequence[int] | None) -> Tensor:
@@ -214,12 +214,14 @@ def _kind(tensor: Tensor) -> _Kind:
     return list(tensor.shape), str(tensor.dtype)
 
 
-def _check_rows_fit(verb: str, kinds: Sequence[_Kind]) -> None:
-    """Raise ValueError where rows of the ranks' tensors differ in shape or dtype."""
+def _check_rows_fit(communicator: Communicator, verb: str, kinds: Sequence[_Kind]) -> None:
+    """Raise Refused where rows of the ranks' tensors differ in shape or dtype."""
     first_shape, first_dtype = kinds[0]
     for rank, (shape, dtype) in enumerate(kinds):
         if (shape[1:], dtype) != (first_shape[1:], first_dtype):
-            raise ValueError(
-                f"{here()}{verb} needs tensors that agree in dtype and in all dimensions but the first: "
-                f"rank 0 gave {first_shape} {first_dtype}, rank {rank} gave {shape} {dtype}"
+            raise refused(
+                communicator,
+                verb,
+                "needs tensors that agree in dtype and in all dimensions but the first: "
+                f"rank 0 gave {first_shape} {first_dtype}, rank {rank} gave {shape} {dtype}",
             )

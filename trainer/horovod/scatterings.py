@@ -11,11 +11,12 @@ from torch import Tensor
 
 from collectives import Communicator
 from trainer.compression import Cast, Compression
+from trainer.errors import refused
 from trainer.horovod.calls import Call
 from trainer.horovod.functional import ReduceScatter, Rows, begin_scaled_reducescatter
 from trainer.horovod.handles import Handle
 from trainer.horovod.reducible import check_reducible, summing_codec
-from trainer.ops import OPS_BY_ELEMENT, Average, resolve_op
+from trainer.ops import OPS_BY_ELEMENT, Adasum, Average, resolve_op
 from trainer.process_sets import ProcessSetLike, global_process_set
 from trainer.world import communicator_of, here
 
@@ -34,7 +35,7 @@ def reducescatter(
     """Return this rank's rows of the reduction: dimension 0 is divided evenly, the first ranks taking one more where it
     must be.
 
-    The tensors have the same shape on all ranks. op: any of allreduce()'s but Adasum.
+    The tensors have the same shape on all ranks. op: any of allreduce()'s but Adasum, which is an error as with Horovod.
 
     The gradient is that of Horovod: all ranks' gradients of their rows, one after the other, times the factors; times the
     number of ranks too where op is Sum, not where it is Average.
@@ -100,7 +101,7 @@ def _reducescatter(
 ) -> list[Tensor]:
     communicator = communicator_of(process_set)
     with Call(verb, name, communicator):
-        reduction = resolve_op(op, allowed=OPS_BY_ELEMENT)
+        reduction = _resolve_op(communicator, verb, op)
         if not isinstance(compression, Cast):
             raise ValueError(f"{here()}{verb} has no codecs: compression must be Compression.none, .fp16 or .bf16")
         tensors = check_reducible(communicator, verb, tensors, reduction, prescale, postscale)
@@ -129,7 +130,7 @@ def _reducescatter_async(
     """Return the handle of what is `result` of this rank's rows."""
     communicator = communicator_of(process_set)
     with (call := Call(verb, name, communicator)):
-        reduction = resolve_op(op, allowed=OPS_BY_ELEMENT)
+        reduction = _resolve_op(communicator, verb, op)
         tensors = check_reducible(communicator, verb, tensors, reduction, prescale, postscale)
         rows = _even_rows(communicator, verb, tensors)
         works, outputs, finish = begin_scaled_reducescatter(
@@ -138,12 +139,20 @@ def _reducescatter_async(
         return Handle(call, works, lambda: result(finish(outputs)))
 
 
+def _resolve_op(communicator: Communicator, verb: str, op: str) -> str:
+    """Return the reduction, which computes each element from that element alone. Raises Refused for Adasum, ValueError for what
+    is no reduction."""
+    if op == Adasum:
+        raise refused(communicator, verb, f"op must be one of {', '.join(OPS_BY_ELEMENT)}, not {op!r}")
+    return resolve_op(op, allowed=OPS_BY_ELEMENT)
+
+
 def _even_rows(communicator: Communicator, verb: str, tensors: Sequence[Tensor]) -> list[Rows]:
     """Return the rows of dimension 0 for every rank, of each tensor."""
     rows = []
     for tensor in tensors:
         if tensor.dim() == 0:
-            raise ValueError(f"{here()}{verb} needs tensors of at least one dimension, not a scalar")
+            raise refused(communicator, verb, "needs tensors of at least one dimension, not a scalar")
         fewer, longer = divmod(tensor.shape[0], communicator.size)
         rows.append([fewer + (rank < longer) for rank in range(communicator.size)])
     return rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trainer.errors import refused
 from trainer.horovod.calls import Call
 from trainer.horovod.functional import begin_allgather
 from trainer.horovod.handles import Handle
@@ -47,9 +48,11 @@ def sparse_allreduce_async(
         everyones = communicator.allgather_record([kind, mine.indices().shape[1]])
         for rank, (theirs, _) in enumerate(everyones):
             if theirs != kind:
-                raise ValueError(
-                    f"{here()}sparse_allreduce needs tensors that agree in shape, sparse dimensions and dtype: this rank gave "
-                    f"{kind}, rank {rank} {theirs}"
+                raise refused(
+                    communicator,
+                    "sparse_allreduce",
+                    f"needs tensors that agree in shape, sparse dimensions and dtype: this rank gave {kind}, rank {rank} "
+                    f"{theirs}",
                 )
         rows = [count for _, count in everyones]
         works, outputs = begin_allgather(communicator, [rows, rows], elements, async_op=True)

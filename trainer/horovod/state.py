@@ -20,17 +20,19 @@ T = TypeVar("T")
 
 
 def broadcast_parameters(
-    params: Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
+    params: Mapping[str, Tensor | None] | Iterable[Tensor | None] | Iterable[tuple[str, Tensor | None]],
     root_rank: int,
     process_set: ProcessSetLike = global_process_set,
 ) -> None:
     """Overwrite tensors, in place, with those of root_rank: model.state_dict(), named_parameters() or parameters().
 
     All ranks must give the same tensors in shape and dtype, in the same order (a mapping is taken in the order of its
-    keys). Raises TypeError for anything that is not a tensor, or has no memory of its own, as a DTensor.
+    keys); None, as the bias of a layer without one, is left out. Raises TypeError for anything else that is not a tensor, or has
+    no memory of its own, as a DTensor.
     """
     entries: list[Any] = sorted(params.items()) if isinstance(params, Mapping) else list(params)
-    tensors: list[Tensor] = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+    values = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+    tensors: list[Tensor] = [value for value in values if value is not None]
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise TypeError(
