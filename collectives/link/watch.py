@@ -29,8 +29,8 @@ _LENGTH = struct.Struct("!I")
 #: Longer than any report, whose calls list at most some thousand tensors.
 _LONGEST_NEWS = 1 << 24
 
-#: How long close() tries to bring what was said on its way, and how long where some ranks may be out of reach: those that are not
-#: read within milliseconds.
+#: How long close() tries to bring what was said on its way, and how long where some ranks may be out of reach: the others have it
+#: within milliseconds.
 _FLUSH_S, _FLUSH_AFTER_FAILURE_S = 2.0, 0.2
 
 #: How long to wait before looking again whether what was said has been confirmed.
@@ -171,6 +171,12 @@ class Watch:
                     self._say({"kind": "alive", "rank": peer, "by": self.rank})
                 return
             time.sleep(_LOOK_AGAIN_S)
+
+    def is_unheard(self) -> bool:
+        """Return whether a neighbour's system has still to confirm something that this rank said, as it does within milliseconds,
+        whatever its process does, unless it is out of reach."""
+        with self._changed:
+            return any(each.outgoing or each.is_unconfirmed() for each in self._neighbours.values())
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until news make the condition true; return whether they did within timeout_s seconds."""

@@ -34,6 +34,9 @@ MEET_S = 2.0
 #: What a backend may take to end the waits of an operation after abort().
 _LET_GO_S = 2.0
 
+#: What the systems of the other ranks may take to confirm that this one leaves. One that has not is out of reach.
+_HEARD_S = 0.3
+
 _ENDED = "its wait was ended, because another rank takes no part any more"
 
 #: How long an operation may go on after a peer's process has ended: it may have all that it needs of it.
@@ -518,15 +521,20 @@ class Operations:
         self._watch.say_done()
 
     def part(self, deadline: float) -> None:
-        """Wait until the other ranks have finished what they have queued, but not beyond the deadline (time.monotonic()), and begin
-        to end the connections that carry news. join() waits until they have ended.
+        """Wait until the other ranks have finished what they have queued, but not beyond the deadline (time.monotonic()).
+        Begin to end the connections that carry news: join() waits until they have ended.
 
         Who closed its connections at once would take from a slow rank what it still receives.
         """
         watch = self._watch
-        if self._failure is None:
-            watch.wait_for(lambda: watch.others <= watch.done | watch.lost.keys(), deadline - time.monotonic())
-        watch.close(after_failure=self._failure is not None)
+        all_done = self._failure is None and watch.wait_for(self._all_done, min(_HEARD_S, deadline - time.monotonic()))
+        hopeless = self._failure is not None or (not all_done and watch.is_unheard())
+        if not hopeless:
+            watch.wait_for(self._all_done, deadline - time.monotonic())
+        watch.close(after_failure=hopeless)
+
+    def _all_done(self) -> bool:
+        return self._watch.others <= self._watch.done | self._watch.lost.keys()
 
     def join(self) -> None:
         """Wait until the connections that carry news have ended: the last step to the end."""

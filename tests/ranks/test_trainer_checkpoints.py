@@ -286,6 +286,18 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "owner's": (lambda part: convert(tensors_in(part), "owner", Tensor.double), "owner has dtype torch.float64"),
     "shorter": (lambda part: convert(tensors_in(part), "worker", lambda t: t[1:]), "worker has 5119 numbers, not 5120"),
     "longer": (lambda part: convert(tensors_in(part), "owner", lambda t: t.repeat(3)), r"owner has \d+ numbers"),
+    "not a number": (
+        lambda part: convert(tensors_in(part), "worker", lambda t: t / 0),
+        "worker has numbers that are not finite",
+    ),
+    "infinite": (
+        lambda part: convert(tensors_in(part), "owner", lambda t: t + torch.inf),
+        "owner has numbers that are not",
+    ),
+    "two dimensions": (
+        lambda part: convert(tensors_in(part), "worker", lambda t: t.view(2, -1)),
+        r"worker has shape \(2, 2560\)",
+    ),
     "halved": (lambda part: tensors_in(part).pop("owner"), "of worker and owner one is missing"),
     "emptied": (lambda part: tensors_in(part).clear(), "'owner' of a bucket is missing"),
     "no tensor": (lambda part: tensors_in(part).update(worker=7), "tensors by name are needed"),  # type: ignore[call-overload]
@@ -301,6 +313,10 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "starts": (lambda part: change(part, 0, starts=[64]), "do not fit between starts"),
     "arrivals": (lambda part: change(part, None, arrivals=[0, 0]), "are not different"),
     "waiting": (lambda part: change(part, None, waiting={0: {"residual": torch.ones(3)}}), "has 3 numbers, not 5120"),
+    "waiting for Inf": (
+        lambda part: change(part, None, waiting={0: {"residual": torch.full((5120,), torch.inf)}}),
+        "not finite",
+    ),
     "missing": (lambda part: part.pop("waiting"), "waiting missing"),
 }
 

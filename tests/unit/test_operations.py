@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import pytest
 
 from collectives.communicator import close_all
 from collectives.errors import CollectiveError, LinkError, PeerLost
-from collectives.link.watch import Watch
+from collectives.link.watch import Neighbour, Watch
 from collectives.run.operations import Operations, Turn
 from collectives.run.work import Work, WorkQueue
 from tests.unit.test_watch import DEADLINE_S, end_abruptly, watches
@@ -368,8 +369,31 @@ class _Steps:
     def part(self, deadline: float) -> None:
         self._steps.append(f"part {self._name}")
 
+    def join(self) -> None:
+        self._steps.append(f"join {self._name}")
+
 
 def test_all_say_that_they_close_before_any_waits() -> None:
     steps: list[str] = []
     close_all([_Steps(name, steps) for name in "ab"], ValueError("why"))  # type: ignore[misc]
-    assert steps == ["announce a, why", "announce b, why", "drain a", "drain b", "part a", "part b"]
+    assert steps == ["announce a, why", "announce b, why", "drain a", "drain b", "part a", "part b", "join a", "join b"]
+
+
+@pytest.mark.parametrize("failed", [True, False], ids=["after an error", "out of reach"])
+def test_nobody_waits_for_long_for_ranks_that_are_out_of_reach(failed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for what they have queued nor for their last words, whether this Communicator has noticed or another one."""
+    with operations(2) as (mine, transport, all_watches):
+        watch, waited = all_watches[0], []
+        monkeypatch.setattr(Neighbour, "is_unconfirmed", lambda _: True)
+        monkeypatch.setattr(watch, "wait_for", lambda condition, timeout_s: waited.append(timeout_s))
+        if failed:
+            transport.abort()
+            with pytest.raises(CollectiveError):
+                mine.submit("allreduce", lambda _: transport.wait(), async_op=False)
+            waited.clear()
+        assert mine.announce_close(None)
+        mine.drain(time.monotonic(), lambda _: None)
+        mine.part(time.monotonic() + 60)
+        assert sum(waited) < 1
+        assert watch._close_by is not None
+        assert watch._close_by - time.monotonic() < 1

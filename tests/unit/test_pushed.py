@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -77,6 +79,27 @@ def test_a_sender_goes_on_bit_for_bit(compression: str) -> None:
     for step in range(2, STEPS):
         for one, other in zip(through(packing, first, step), through(packing, second, step), strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda residual: residual / 0, "residual.0 has numbers that are not finite"),
+        (lambda residual: residual.view(64, -1), "residual.0 is torch.float32 of shape"),
+        (lambda residual: residual[:1], "residual.0 is torch.float32 of shape"),
+        (lambda residual: residual.double(), "residual.0 is torch.float64"),
+    ],
+)
+def test_a_state_that_would_spoil_the_next_update_is_not_loaded(damage: Callable[[Tensor], Tensor], said: str) -> None:
+    packing = Packing(NAMES, PARAMETERS, Policy("dgc"))
+    sender = Sender(packing, 3)
+    sender.encode(gradients_of(0), 0)
+    before = sender.state_dict()
+    with pytest.raises(ValueError, match=said):
+        sender.load_state_dict(
+            {name: tensor + 1 for name, tensor in before.items()} | {"residual.0": damage(before["residual.0"])}
+        )
+    assert all(torch.equal(tensor, before[name]) for name, tensor in sender.state_dict().items())
 
 
 def test_codecs_of_sums_are_refused() -> None:

@@ -151,7 +151,8 @@ def _check_waiting(waiting: object, numels: Sequence[int]) -> None:
         _check_tensors(name, owed)
         _need("residual" in owed, f"{name}: residual missing")
         for key, tensor in owed.items():
-            _check_numbers(f"{name}: {key}", tensor, numels[index] if key == "residual" else None)
+            _need(tensor.dtype is torch.float32, f"{name}: {key} has dtype {tensor.dtype}, not torch.float32")
+        _check_numbers(f"{name}: residual", owed["residual"], numels[index])
 
 
 def _check_tensors(name: str, tensors: object) -> None:
@@ -159,12 +160,21 @@ def _check_tensors(name: str, tensors: object) -> None:
         isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in tensors.items()
     )
     _need(named, f"{name}: tensors by name are needed")
+    for key, tensor in tensors.items():  # type: ignore[attr-defined]
+        check_finite(f"{name}: {key}", tensor)
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a tensor with a number in it that would spoil the parameters at the next step: NaN or Inf."""
+    _need(bool(tensor.isfinite().all()), f"{name} has numbers that are not finite")
 
 
 def _check_numbers(name: str, tensor: Tensor, numel: int | None = None) -> None:
-    """Raise ValueError unless these are float32 numbers. numel: how many there must be, where that is known."""
+    """Raise ValueError unless these are float32 numbers in one dimension. numel: how many there must be, where that is
+    known."""
     _need(tensor.dtype is torch.float32, f"{name} has dtype {tensor.dtype}, not torch.float32")
     _need(numel is None or tensor.numel() == numel, f"{name} has {tensor.numel()} numbers, not {numel}")
+    _need(tensor.dim() == 1, f"{name} has shape {tuple(tensor.shape)}, not one dimension")
 
 
 def _check_indices(name: str, indices: object, end: int) -> None:

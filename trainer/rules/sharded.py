@@ -20,7 +20,7 @@ from torch import Tensor
 from collectives.errors import ranks_text
 from trainer.gradients.bucket import dense_strides
 from trainer.gradients.dtensors import shard_of
-from trainer.gradients.saved import SHARDS
+from trainer.gradients.saved import SHARDS, check_finite
 from trainer.ops import Adasum, Sum
 from trainer.optimizers.lamb import LAMB
 from trainer.optimizers.lars import LARS
@@ -239,6 +239,8 @@ def _label(given: dict[str, Any], shapes: list[list[int]]) -> list[Any] | str | 
                 if state[name].numel() != numel:
                     has = state[name].numel()
                     return f"what is damaged: state {name!r} of parameter {number} has {has} elements, not {numel}"
+            if (owed := state.get(OWED)) is not None:
+                check_finite(f"what codes have lost of parameter {number}", owed)
             names.append([[name, str(state[name].dtype)] for name in by_element])
         return [part["world_size"], part["rank"], names, part["owed"] is not None]
     except Exception as error:  # all ranks must hear of it, or they would wait

@@ -15,6 +15,7 @@ from collectives.compression.registry import CODECS
 from collectives.compression.rehearsal import rehearse
 from collectives.compression.seeds import rounding_seed
 from trainer.compression import Cast, Compressor, Encoding, Policy
+from trainer.gradients.saved import check_finite
 from trainer.server.flat import Flat
 from trainer.world import here
 
@@ -111,8 +112,15 @@ class Sender:
         return {name: tensor.clone() for name, tensor in self._tensors().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where state_dict() was called, of the same parameters and encodings."""
-        for name, tensor in self._tensors().items():
+        """Go on where state_dict() was called, of the same parameters and encodings. Raises KeyError and ValueError, with nothing
+        loaded, for a state of others, and for one with numbers that are not finite."""
+        tensors = self._tensors()
+        for name, tensor in tensors.items():
+            if state[name].shape != tensor.shape or state[name].dtype != tensor.dtype:
+                has, needs = ((tuple(each.shape), each.dtype) for each in (state[name], tensor))
+                raise ValueError(f"{name} is {has[1]} of shape {has[0]}, not {needs[1]} of shape {needs[0]}")
+            check_finite(name, state[name])
+        for name, tensor in tensors.items():
             tensor.copy_(state[name])
 
     def _tensors(self) -> dict[str, Tensor]:
