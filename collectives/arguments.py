@@ -13,7 +13,7 @@ import torch
 from collectives.reduction import check_dtype
 from collectives.run.engine import Engine
 from collectives.run.messages import MOST_TAG
-from collectives.run.staging import refusal
+from collectives.run.staging import kept, refusal
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -37,6 +37,12 @@ def signature(text: str, lengths: Sequence[int]) -> str:
 
 def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def held(tensors: Sequence[torch.Tensor], async_op: bool) -> list[torch.Tensor]:
+    """Return what an operation works on: where it is asynchronous, what the tensors are now, whatever their owner makes of
+    them."""
+    return [kept(tensor) for tensor in tensors] if async_op else list(tensors)
 
 
 def check_tensors(engine: Engine, *tensors: torch.Tensor) -> None:

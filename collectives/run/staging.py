@@ -49,6 +49,19 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return negative_view(memory) if tensor.is_neg() else memory
 
 
+def kept(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor for an operation that goes on while its caller does.
+
+    It keeps the memory alive and where it is: what set_() and .data do to the tensor itself does not concern it. On the CPU the
+    storage can no longer be resized, as after Tensor.numpy(): resize_() that would need to, and resize_() of the storage, raise
+    RuntimeError.
+    """
+    storage = tensor.untyped_storage()
+    if tensor.device.type == "cpu" and storage.resizable():
+        torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return plain(tensor)
+
+
 class Buffer:
     """One tensor, or several of one dtype and device end to end, as `flat`: contiguous, 1-D, where the transport can reach it.
 

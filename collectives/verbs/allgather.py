@@ -32,9 +32,11 @@ def allgather(
     text = f"allgather({arguments.dtype_name(input)}{lengths}, {chosen})"
     call = Call(text, "allgather", parts=lengths, like=arguments.kind(input), algorithm=algorithm)
 
+    mine, *theirs = arguments.held([input, *parts], async_op)
+
     def body(turn: Turn) -> None:
-        source = engine.buffer(input).flat
-        result = engine.buffer(*parts, fill=False)
+        source = engine.buffer(mine).flat
+        result = engine.buffer(*theirs, fill=False)
         layout = consecutive(lengths)
         place = result.flat[layout[engine.rank].start : layout[engine.rank].stop]
         if source.data_ptr() != place.data_ptr():

@@ -46,7 +46,7 @@ def grouped_allreduce(
     async_op: bool,
 ) -> Work | None:
     """Allreduce several tensors as one operation."""
-    call, body, wholes = _planned(engine, tensors, op, prescale, postscale, algorithm)
+    call, body, wholes = _planned(engine, tensors, op, prescale, postscale, algorithm, async_op)
     if len(tensors) == 1 and wholes[0] is not None and prescale == postscale == 1.0:
         engine.remember(tensors[0], (op, algorithm, prescale, postscale), call, wholes[0])
     return engine.submit(call, body, async_op=async_op)
@@ -56,12 +56,18 @@ def prepare_allreduce(
     engine: Engine, tensor: torch.Tensor, op: Op, prescale: float, postscale: float, algorithm: str
 ) -> PreparedOperation:
     """Do all of an allreduce that can be done once for many runs."""
-    call, body, (whole,) = _planned(engine, [tensor], op, prescale, postscale, algorithm)
+    call, body, (whole,) = _planned(engine, [tensor], op, prescale, postscale, algorithm, True)
     return PreparedOperation(engine, tensor, call, body, whole if prescale == postscale == 1.0 else None)
 
 
 def _planned(
-    engine: Engine, tensors: Sequence[torch.Tensor], op: Op, prescale: float, postscale: float, algorithm: str
+    engine: Engine,
+    tensors: Sequence[torch.Tensor],
+    op: Op,
+    prescale: float,
+    postscale: float,
+    algorithm: str,
+    async_op: bool,
 ) -> tuple[str, Callable[[Turn], None], list[Whole | None]]:
     """Check the arguments, and return what is called, the body, and what the link has made ready, by dtype and device."""
     name = op_name(engine.rank, op)
@@ -69,6 +75,7 @@ def _planned(
     for tensor in tensors:
         arguments.check_written(engine, tensor)
         check_arithmetic(engine.rank, tensor.dtype, name, prescale, postscale)
+    for tensor in arguments.held(tensors, async_op):
         fused.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     chosen = [engine.plans.choose("allreduce", algorithm, sum(t.nbytes for t in group)) for group in fused.values()]
     described = ", ".join(map(arguments.described, tensors))
@@ -161,9 +168,10 @@ def allreduce_compressed(
     whole = engine.whole("allreduce", chosen, codes, nbytes // codes.element_size()) if adds_codes else None
     if not adds_codes:
         engine.plans.partition(codec, tensor.numel(), chosen)  # what cannot be planned is found before anything is sent
+    held = arguments.held([tensor], async_op)
 
     def body(turn: Turn) -> None:
-        buffer = Buffer([tensor], via_host=False)
+        buffer = Buffer(held, via_host=False)
         flat = buffer.flat.to(torch.float32)
         if prescale != 1.0:
             flat.mul_(prescale)

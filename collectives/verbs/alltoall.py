@@ -44,11 +44,13 @@ def alltoall(
     shapes = [input.shape] if input_splits is None else []
     call = Call(text, "alltoall", shapes=shapes, like=arguments.kind(input), algorithm=algorithm)
 
+    mine, theirs = arguments.held([input, output], async_op)
+
     def body(turn: Turn) -> None:
         if input_splits is not None:
             _check_splits(engine, turn, outgoing, incoming)
-        result = engine.buffer(output, fill=False)
-        source = apart(engine.buffer(input).flat, result.flat)
+        result = engine.buffer(theirs, fill=False)
+        source = apart(engine.buffer(mine).flat, result.flat)
         if whole is not None:
             engine.run_whole(turn, whole, source, result.flat)
         else:

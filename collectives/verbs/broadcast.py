@@ -21,8 +21,10 @@ def broadcast(
     text = f"broadcast({arguments.described(tensor)}, src={src}, {chosen})"
     call = Call(text, "broadcast", shapes=[tensor.shape], like=arguments.kind(tensor), root=src, algorithm=algorithm)
 
+    (held,) = arguments.held([tensor], async_op)
+
     def body(turn: Turn) -> None:
-        buffer = engine.buffer(tensor)
+        buffer = engine.buffer(held)
         if whole is not None:
             engine.run_whole(turn, whole, buffer.flat, buffer.flat)
         else:

@@ -32,17 +32,19 @@ def gather(
     text = f"gather({arguments.described(input)}, dst={dst}, {chosen})"
     call = Call(text, "gather", shapes=[input.shape], like=arguments.kind(input), root=dst, algorithm=algorithm)
 
+    mine, *theirs = arguments.held([input, *parts], async_op)
+
     def body(turn: Turn) -> None:
-        result = engine.buffer(*(parts or [input.new_empty(0)]), fill=False)
-        source = apart(engine.buffer(input).flat, result.flat)
+        result = engine.buffer(*(theirs or [mine.new_empty(0)]), fill=False)
+        source = apart(engine.buffer(mine).flat, result.flat)
         if whole is not None:
             engine.run_whole(turn, whole, source, result.flat)
         else:
-            mine = only(engine.rank, engine.size, source.numel())
-            layout = consecutive([source.numel()] * engine.size) if parts else mine
+            own = only(engine.rank, engine.size, source.numel())
+            layout = consecutive([source.numel()] * engine.size) if parts else own
             if parts:
                 result.flat[layout[dst].start : layout[dst].stop].copy_(source)
-            engine.between(turn, "gather", chosen, source, mine, result.flat, layout, dst)
+            engine.between(turn, "gather", chosen, source, own, result.flat, layout, dst)
         result.store()
 
     return engine.submit(call, body, async_op=async_op)

@@ -19,4 +19,6 @@ def recv(engine: Engine, tensor: torch.Tensor, src: int | None, tag: int, async_
         )
     call = f"recv({arguments.described(tensor)}, src={src}, tag={tag})"
     with engine.span("recv", call=call, bytes=tensor.nbytes):
-        return engine.messages.receive(call, engine.buffer(tensor, fill=False), src, tag, async_op=async_op)
+        return engine.messages.receive(
+            call, engine.buffer(*arguments.held([tensor], async_op), fill=False), src, tag, async_op=async_op
+        )

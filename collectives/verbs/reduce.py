@@ -25,8 +25,10 @@ def reduce(
     like = arguments.kind(tensor)
     call = Call(text, "reduce", shapes=[tensor.shape], like=like, op=name, root=dst, algorithm=algorithm)
 
+    (held,) = arguments.held([tensor], async_op)
+
     def body(turn: Turn) -> None:
-        buffer = engine.buffer(tensor)
+        buffer = engine.buffer(held)
         flat = buffer.flat if engine.rank == dst else buffer.expendable()
         if whole is not None:
             engine.run_whole(turn, whole, flat, flat)

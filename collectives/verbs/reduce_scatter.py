@@ -39,9 +39,11 @@ def reduce_scatter(
     like = arguments.kind(output)
     call = Call(text, "reduce_scatter", parts=lengths, first=first, like=like, op=name, algorithm=algorithm)
 
+    mine, *theirs = arguments.held([output, *parts], async_op)
+
     def body(turn: Turn) -> None:
-        source = engine.buffer(*parts)
-        result = engine.buffer(output, fill=False)
+        source = engine.buffer(*theirs)
+        result = engine.buffer(mine, fill=False)
         if whole is not None:
             engine.run_whole(turn, whole, source.flat, result.flat)
         else:

@@ -32,17 +32,19 @@ def scatter(
     text = f"scatter({arguments.described(output)}, src={src}, {chosen})"
     call = Call(text, "scatter", shapes=[output.shape], like=arguments.kind(output), root=src, algorithm=algorithm)
 
+    mine, *theirs = arguments.held([output, *parts], async_op)
+
     def body(turn: Turn) -> None:
-        result = engine.buffer(output, fill=False)
-        source = apart(engine.buffer(*(parts or [output.new_empty(0)])).flat, result.flat)
+        result = engine.buffer(mine, fill=False)
+        source = apart(engine.buffer(*(theirs or [mine.new_empty(0)])).flat, result.flat)
         if whole is not None:
             engine.run_whole(turn, whole, source, result.flat)
         else:
-            mine = only(engine.rank, engine.size, output.numel())
-            layout = consecutive([output.numel()] * engine.size) if parts else mine
+            own = only(engine.rank, engine.size, result.flat.numel())
+            layout = consecutive([result.flat.numel()] * engine.size) if parts else own
             if parts:
                 result.flat.copy_(source[layout[src].start : layout[src].stop])
-            engine.between(turn, "scatter", chosen, source, layout, result.flat, mine, src)
+            engine.between(turn, "scatter", chosen, source, layout, result.flat, own, src)
         result.store()
 
     return engine.submit(call, body, async_op=async_op)

@@ -14,4 +14,6 @@ def send(engine: Engine, tensor: torch.Tensor, dst: int, tag: int, async_op: boo
     arguments.check_message(engine, tensor, "dst", dst, tag)
     call = f"send({arguments.described(tensor)}, dst={dst}, tag={tag})"
     with engine.span("send", call=call, bytes=tensor.nbytes):
-        return engine.messages.send(call, engine.buffer(tensor), dst, tag, async_op=async_op)
+        return engine.messages.send(
+            call, engine.buffer(*arguments.held([tensor], async_op)), dst, tag, async_op=async_op
+        )

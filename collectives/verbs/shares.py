@@ -28,7 +28,7 @@ def reduce_shares(
     engine: Engine, tensor: torch.Tensor, op: Op, prescale: float, postscale: float, shares: Shares, async_op: bool
 ) -> Work | None:
     """Do the first half. shares: of the tensor; their algorithm has halves."""
-    call, body, _ = _planned(engine, tensor, op, prescale, postscale, shares)
+    call, body, _ = _planned(engine, tensor, op, prescale, postscale, shares, async_op)
     return engine.submit(call, body, async_op=async_op)
 
 
@@ -36,12 +36,12 @@ def prepare_reduce_shares(
     engine: Engine, tensor: torch.Tensor, op: Op, prescale: float, postscale: float, shares: Shares
 ) -> PreparedOperation:
     """Do all of reduce_shares that can be done once for many runs."""
-    call, body, whole = _planned(engine, tensor, op, prescale, postscale, shares)
+    call, body, whole = _planned(engine, tensor, op, prescale, postscale, shares, True)
     return PreparedOperation(engine, tensor, call, body, whole if prescale == postscale == 1.0 else None)
 
 
 def _planned(
-    engine: Engine, tensor: torch.Tensor, op: Op, prescale: float, postscale: float, shares: Shares
+    engine: Engine, tensor: torch.Tensor, op: Op, prescale: float, postscale: float, shares: Shares, async_op: bool
 ) -> tuple[Call, Callable[[Turn], None], Whole | None]:
     """Check the arguments, and return what is called, the body, and what the link has made ready."""
     name = op_name(engine.rank, op)
@@ -52,8 +52,10 @@ def _planned(
     call = Call(f"reduce_shares({arguments.described(tensor)}, {name}{scales}, {algorithm})", "reduce_shares")
     whole = engine.whole("reduce_shares", algorithm, tensor, tensor.numel(), name)
 
+    (held,) = arguments.held([tensor], async_op)
+
     def body(turn: Turn) -> None:
-        buffer = engine.buffer(tensor)
+        buffer = engine.buffer(held)
         if prescale != 1.0:
             buffer.flat.mul_(prescale)
         if whole is not None:
@@ -80,8 +82,10 @@ def gather_shares(engine: Engine, tensor: torch.Tensor, async_op: bool) -> Work 
     if whole is not None:
         engine.remember(tensor, "gather_shares", call, whole)
 
+    (held,) = arguments.held([tensor], async_op)
+
     def body(turn: Turn) -> None:
-        buffer = engine.buffer(tensor)
+        buffer = engine.buffer(held)
         if whole is not None:
             engine.run_whole(turn, whole, buffer.flat, buffer.flat)
         elif algorithm is not None:

@@ -5,6 +5,7 @@ import itertools
 import os
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -46,6 +47,82 @@ def many_in_flight() -> None:
             assert work.is_completed()
             work.wait()
             assert torch.equal(tensor, reduced(comm.size, numel, torch.float32, op)), (op, numel)
+
+
+#: What the owner of a tensor may do to it: what the operation was given stays what it works on.
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "set_()": lambda tensor: tensor.set_(torch.empty(0)),  # type: ignore[call-overload]
+    ".data =": lambda tensor: setattr(tensor, "data", torch.empty(0)),
+    "resize_(0)": lambda tensor: tensor.resize_(0),
+}
+NUMEL = 3000
+
+
+def begun(comm: Communicator, verb: str) -> tuple[list[torch.Tensor], list[torch.Tensor], object]:
+    """Begin a verb on new tensors; return these, what those that are written must come to be, and the work."""
+    rank, size = comm.rank, comm.size
+
+    def of(giver: int, numel: int = NUMEL) -> torch.Tensor:
+        return torch.full((numel,), float(giver + 1))
+
+    total, everyone = float(sum(range(1, size + 1))), torch.cat([of(giver) for giver in range(size)])
+    mine, empty, wide = of(rank), torch.zeros(NUMEL), torch.zeros(size * NUMEL)
+    if verb == "allreduce":
+        return [mine], [torch.full((NUMEL,), total)], comm.allreduce(mine, async_op=True)
+    if verb == "compressed":
+        return [mine], [torch.full((NUMEL,), total)], comm.allreduce(mine, codec="fp16", async_op=True)
+    if verb == "prepared":
+        return [mine], [torch.full((NUMEL,), total)], comm.prepare_allreduce(mine).start()
+    if verb == "broadcast":
+        return [mine], [of(0)], comm.broadcast(mine, 0, async_op=True)
+    if verb == "reduce":
+        return [mine], [torch.full((NUMEL,), total) if rank == 0 else of(rank)], comm.reduce(mine, 0, async_op=True)
+    if verb == "allgather":
+        return [wide, mine], [everyone, of(rank)], comm.allgather(wide, mine, async_op=True)
+    if verb == "reduce_scatter":
+        given = everyone.clone()
+        return [empty, given], [size * of(rank), everyone], comm.reduce_scatter(empty, given, async_op=True)
+    if verb == "alltoall":
+        given = everyone.clone()
+        return [wide, given], [of(rank).repeat(size), everyone], comm.alltoall(wide, given, async_op=True)
+    if verb == "gather":
+        parts = [torch.zeros(NUMEL) for _ in range(size)] if rank == 0 else []
+        work = comm.gather(mine, parts or None, 0, async_op=True)
+        return [mine, *parts], [of(rank), *(of(giver) for giver in range(len(parts)))], work
+    if verb == "scatter":
+        parts = [of(taker) for taker in range(size)] if rank == 0 else []
+        return (
+            [empty, *parts],
+            [of(rank), *(part.clone() for part in parts)],
+            comm.scatter(empty, parts or None, 0, async_op=True),
+        )
+    assert verb == "messages"
+    works = [comm.send(mine, (rank + 1) % size, async_op=True), comm.recv(empty, (rank - 1) % size, async_op=True)]
+    return [mine, empty], [of(rank), of((rank - 1) % size)], works
+
+
+def works_on_what_it_was_given() -> None:
+    """Rank 0 comes later, so that the operations of the others have not begun when their tensors change."""
+    verbs = "allreduce compressed prepared broadcast reduce allgather reduce_scatter alltoall gather scatter messages"
+    with communicator() as comm:
+        for verb, (name, change) in itertools.product(verbs.split(), CHANGES.items()):
+            if comm.rank == 0:
+                held_back(1)
+            tensors, wanted, works = begun(comm, verb)
+            memory = [tensor.detach() for tensor in tensors]
+            for tensor in tensors:
+                with pytest.raises(RuntimeError, match="not resizable"):
+                    tensor.untyped_storage().resize_(0)
+                with pytest.raises(RuntimeError, match="not resizable"):
+                    tensor.detach().resize_(100 * tensor.numel())
+                change(tensor)
+            gc.collect()
+            if comm.rank == 1:
+                let_go(0)
+            for work in works if isinstance(works, list) else [works]:
+                work.wait()
+            for found, expected in zip(memory, wanted, strict=True):
+                assert torch.equal(found, expected), (verb, name)
 
 
 def runs_in_the_order_issued() -> None:
@@ -268,3 +345,8 @@ def test_another_thread_runs_during_wait(ranks: Worlds, world: int, asynchronous
 @pytest.mark.parametrize("world", [2, 3])
 def test_close_with_operations_in_flight(ranks: Worlds, world: int) -> None:
     ranks(world).run(close_with_operations_in_flight)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_becomes_of_a_tensor_does_not_concern_the_operation(ranks: Worlds, world: int) -> None:
+    ranks(world).run(works_on_what_it_was_given)

@@ -69,7 +69,7 @@ def misuse() -> None:
         operation()
         operation.start().wait()
         assert tensor.tolist() == [comm.size**3] * 5
-        tensor.resize_(5000)
+        tensor.data = torch.ones(5000)
         for moved in (operation.start, operation):
             with pytest.raises(RuntimeError, match="not that for which it was prepared"):
                 moved()
