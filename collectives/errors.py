@@ -172,14 +172,23 @@ class LinkError(Exception):
 
     peer: the rank at the other end, None where the transport cannot tell. timed_out: a deadline passed
     (False: the connection is gone). awaited: all ranks that were waited for, where it was for several at once. ended: whether
-    their processes are known to have ended.
+    their processes are known to have ended. found: of a message that does not fit what was posted for it, what kind of numbers it
+    carries and how many bytes, as far as that is known (kind 0: unknown).
     """
 
     def __init__(
-        self, peer: int | None, *, timed_out: bool, detail: str, awaited: Iterable[int] = (), ended: bool = False
+        self,
+        peer: int | None,
+        *,
+        timed_out: bool,
+        detail: str,
+        awaited: Iterable[int] = (),
+        ended: bool = False,
+        found: tuple[int, int] = (0, 0),
     ) -> None:
         super().__init__(detail)
         self.peer = peer
         self.awaited = frozenset(awaited) | (frozenset() if peer is None else {peer})
         self.timed_out = timed_out
         self.ended = ended
+        self.found = found

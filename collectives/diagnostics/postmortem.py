@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from collectives.diagnostics.mismatch import Agreement, Call, first_difference, mismatch
-from collectives.errors import CollectiveError, CollectiveTimeout, PeerLost, ranks_text
+from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost, ranks_text
 from collectives.link.watch import Watch
 
 #: How long survivors wait for each other's reports: a few round trips of a slow network, and a wake-up of a busy machine.
@@ -33,7 +33,7 @@ class Report:
     deadline had passed. waited_s: how long it had been in the operation, of the timeout_s that it had. before: number and
     call of the last operations that it finished. is_message: whether the call is a message, of which other ranks know nothing;
     sequence is then that of the first operation in which this rank takes no part. place: of the call in the user's code, as
-    'file:line'.
+    'file:line'. sent: of a message, what was sent in place of what this rank receives.
     """
 
     sequence: int
@@ -45,6 +45,7 @@ class Report:
     before: tuple[tuple[int, str], ...] = ()
     is_message: bool = False
     place: str = ""
+    sent: str = ""
 
     def to_news(self) -> dict[str, Any]:
         """Return it as numbers, strings and lists; from_news() is the way back."""
@@ -135,6 +136,8 @@ def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
         if (first := next((r for r in findings.left if r in findings.reasons and r != rank), None)) is not None:
             return _lost(findings, {first}, rank, has_left=True)
         if messages:
+            if (differs := _other_message(messages, rank, mine.call)) is not None:
+                return differs
             return CollectiveError("; ".join(_failed_in(messages)), rank=rank, operation=mine.call)
         pairs = _pairs_text(findings.cut) or "to a living rank"
         return CollectiveError(f"a connection {pairs} broke: {detail}", rank=rank, operation=mine.call)
@@ -158,6 +161,8 @@ def _of_message(findings: Findings, rank: int, detail: str) -> CollectiveError:
     """Return the error of a message, which is a matter of the ranks that it was awaited from or sent to."""
     mine = findings.reports[rank]
     peers = set(mine.waiting_for)
+    if (differs := _other_message(findings.reports, rank, mine.call)) is not None:
+        return differs
     ended = findings.lost - findings.reports.keys()
     if gone := (peers & ended) or (ended if not mine.gave_up else set()):
         return _lost(findings, gone, rank, has_left=False)
@@ -167,6 +172,15 @@ def _of_message(findings: Findings, rank: int, detail: str) -> CollectiveError:
     if not mine.gave_up or mine.waited_s < mine.timeout_s / 2:  # it was not worth waiting for longer
         return CollectiveError("; ".join([*said, detail]), rank=rank, operation=mine.call)
     return _timeout(findings, peers, rank, said)
+
+
+def _other_message(reports: Mapping[int, Report], rank: int, operation: str) -> Mismatch | None:
+    """Return the error of a message that is not what its receiver expects; None where there is no such message."""
+    for receiver, report in sorted(reports.items()):
+        if report.sent:
+            (sender,) = report.waiting_for
+            return Mismatch({receiver: report.call, sender: report.sent}, rank=rank, operation=operation)
+    return None
 
 
 def _failed_in(reports: Mapping[int, Report]) -> list[str]:

@@ -69,6 +69,10 @@ class Whole(NamedTuple):
     algorithm: str = ""
 
 
+#: Of a tag: below, what a message is found by; above, what kind of numbers it carries.
+KIND_BITS = 32
+
+
 class Transport(ABC):
     """Connects the ranks of one Communicator.
 
@@ -108,6 +112,9 @@ class Transport(ABC):
         """Start all messages of one round; return one Pending for each send and each receive. Never blocks for a peer.
 
         While any wait of this rank lasts, all that it has posted moves on. Raises LinkError when a peer is known to be gone.
+
+        tag: of 31 bits, by which messages are found. Above its lowest KIND_BITS may stand what kind of numbers a message carries:
+        a link that can tell raises LinkError with `found` where the ends of one message differ in it, or in length.
         """
 
     @abstractmethod

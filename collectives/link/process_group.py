@@ -16,7 +16,7 @@ from collectives import torch_internals
 from collectives.daemon import DaemonThread
 from collectives.errors import LinkError
 from collectives.link import native
-from collectives.link.base import Message, Pending, Request, Transport, Whole
+from collectives.link.base import KIND_BITS, Message, Pending, Request, Transport, Whole
 from collectives.link.membership import Membership
 from collectives.torch_internals import Backend
 
@@ -83,6 +83,31 @@ class _GlooPending:
         return self._waiting.done()
 
 
+class _Checked:
+    """A message, and another after it that says what kind of numbers it carries."""
+
+    __slots__ = ("_kind", "_nbytes", "_parts", "_peer", "_told")
+
+    def __init__(
+        self, message: Pending, kind_message: Pending, told: torch.Tensor, kind: int, peer: int, nbytes: int
+    ) -> None:
+        self._parts = (message, kind_message)
+        self._told = told
+        self._kind = kind
+        self._peer = peer
+        self._nbytes = nbytes
+
+    def wait(self, deadline: float) -> None:
+        for part in self._parts:
+            part.wait(deadline)
+        if (kind := int(self._told)) != self._kind:
+            detail = f"rank {self._peer} sent something else"
+            raise LinkError(self._peer, timed_out=False, detail=detail, found=(kind, self._nbytes))
+
+    def is_done(self) -> bool:
+        return all(part.is_done() for part in self._parts)
+
+
 class _StreamPending:
     """NCCL's wait only orders streams, so the deadline is kept by polling."""
 
@@ -131,14 +156,23 @@ class ProcessGroupTransport(Transport):
             pending = self._post_nccl(sends, receives)
             return [pending] * len(sends), [pending] * len(receives)
         gloo = self._backends["cpu"]
+        kind, tag = divmod(tag, 1 << KIND_BITS)
         peer = None
         try:
             received: list[Pending] = []
             for peer, tensor in receives:
                 received.append(_GlooPending(gloo.recv([tensor], peer, tag), peer, tensor))
+                if kind:
+                    theirs = torch.zeros(1, dtype=torch.int64)
+                    told = _GlooPending(gloo.recv([theirs], peer, tag), peer, theirs)
+                    received[-1] = _Checked(received[-1], told, theirs, kind, peer, tensor.nbytes)
             sent: list[Pending] = []
             for peer, tensor in sends:
                 sent.append(_GlooPending(gloo.send([tensor], peer, tag), peer, tensor))
+                if kind:
+                    mine = torch.tensor([kind])
+                    told = _GlooPending(gloo.send([mine], peer, tag), peer, mine)
+                    sent[-1] = _Checked(sent[-1], told, mine, kind, peer, tensor.nbytes)
         except RuntimeError as error:
             raise LinkError(peer, timed_out=False, detail=_reason(error)) from None
         return sent, received

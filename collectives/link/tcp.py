@@ -15,7 +15,7 @@ import torch
 
 from collectives.errors import LinkError, ranks_text
 from collectives.kernels import cpu_arithmetic, cpu_sockets
-from collectives.link.base import Transport, WholeRun
+from collectives.link.base import KIND_BITS, Transport, WholeRun
 from collectives.link.handshake import Listener
 from collectives.link.membership import Membership
 from collectives.link.own_address import own_address
@@ -208,7 +208,8 @@ class TcpTransport(Table, Transport):
                 if status == kernels.FULL:
                     self._grow()
                 elif status == kernels.DISAGREED:
-                    raise LinkError(peer, timed_out=False, detail=f"rank {peer} called something else")
+                    found = int(self._context[kernels.FOUND_TAG]) >> KIND_BITS, int(self._context[kernels.FOUND_NBYTES])
+                    raise LinkError(peer, timed_out=False, detail=f"rank {peer} called something else", found=found)
                 elif self._context[kernels.ABORTED]:  # which a kernel may have noticed by the shut connection
                     raise LinkError(None, timed_out=False, detail="its wait was ended")
                 elif status == kernels.LOST:

@@ -9,8 +9,8 @@ import time
 from datetime import timedelta
 
 from collectives.errors import CollectiveTimeout, LinkError
-from collectives.link.base import Pending, Transport
-from collectives.reduction import carried
+from collectives.link.base import KIND_BITS, Pending, Transport
+from collectives.reduction import DTYPES, carried
 from collectives.run.operations import LAST_WORDS_S, Operations
 from collectives.run.staging import Buffer
 from collectives.run.work import Work
@@ -38,7 +38,7 @@ class _Way:
         self.sends = sends
         self.knows_peer = peer is not None
         self._peer = peer
-        self._tag = _HIGHEST - tag
+        self._tag = (DTYPES.index(buffer.flat.dtype) + 1) << KIND_BITS | (_HIGHEST - tag)
         self._pending: Pending | None = None
 
     def begin(self, deadline: float) -> None:

@@ -24,6 +24,7 @@ from collectives.diagnostics.stall import Position, Stalls
 from collectives.errors import CollectiveError, LinkError, Mismatch, PeerJoined
 from collectives.link.base import Transport
 from collectives.link.watch import Watch
+from collectives.reduction import DTYPES
 from collectives.run.absences import Absences
 from collectives.run.work import Work, WorkQueue
 
@@ -488,6 +489,7 @@ class Operations:
             timeout_s=self._timeout_s,
             before=tuple(sorted(done for done in self._calls if 0 <= done[0] < sequence)),
             place="" if peers else self._place(),
+            sent=_sent(error) if peers else "",
         )
         self._watch.say_report(report.to_news())
         self._transport.abort()
@@ -561,6 +563,15 @@ class Operations:
             self._queue.close(_LET_GO_S)
         self._watch.close()
         self._watch.join()
+
+
+def _sent(error: LinkError) -> str:
+    """Return the call of a rank that sent another message than was expected; nothing for any other error."""
+    kind, nbytes = error.found
+    if kind == 0:
+        return ""
+    dtype = DTYPES[kind - 1]
+    return f"send({str(dtype).removeprefix('torch.')}[{nbytes // dtype.itemsize}])"
 
 
 def _is_beside_work() -> bool:

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost, Work
+from collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost, Work
+from collectives.arguments import described
 from collectives.run.messages import MessageWork
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds
 from tests.ranks.exact import on_host
@@ -361,14 +362,40 @@ def test_a_sender_that_dies_is_named(failing_world: Callable[[int], World]) -> N
         assert outcome.status == "returned", str(outcome)
 
 
-def hear_of_another_length() -> None:
-    with communicator() as comm:
+def receive_something_else(sent: torch.Tensor, received: torch.Tensor, from_anyone: bool) -> None:
+    """Rank 2 is not concerned, and learns of it with its next operation, as the sender does where its message is through."""
+    comm = communicator()
+    from_anyone = from_anyone and not any("gloo" in route for route in comm.routes)
+
+    def talk() -> None:
         if comm.rank == 1:
-            comm.send(torch.ones(4), 0, async_op=True)
-        elif comm.rank == 0 and not any("gloo" in route for route in comm.routes):
-            with pytest.raises(CollectiveError, match=r"recv\(float32\[3\], src=1, tag=0\)"):
-                comm.recv(torch.empty(3), 1)
+            comm.send(sent, 0)
+        elif comm.rank == 0:
+            comm.recv(received, None if from_anyone else 1)
+        comm.barrier()
+
+    with pytest.raises(Mismatch) as caught:
+        talk()
+    calls = caught.value.calls
+    assert calls.keys() == {0, 1}
+    assert calls[0].startswith(f"recv({described(received)}, src=")
+    assert calls[1] == f"send({described(sent)})"
+    comm.close()
+
+
+@pytest.mark.parametrize("from_anyone", [False, True])
+def test_a_message_of_another_dtype_is_refused(ranks: Worlds, from_anyone: bool) -> None:
+    ranks(SIZE).run(receive_something_else, torch.ones(2, dtype=torch.float64), torch.empty(4), from_anyone)
+    ranks(SIZE).run(
+        receive_something_else, torch.ones(5, dtype=torch.bool), torch.empty(5, dtype=torch.uint8), from_anyone
+    )
+
+
+def receive_another_length() -> None:
+    """gloo ends the process."""
+    if not any("gloo" in route for route in Communicator(timeout_s=EXCHANGE_TIMEOUT_S).routes):
+        receive_something_else(torch.ones(4), torch.empty(3), from_anyone=False)
 
 
 def test_a_message_of_another_length_is_refused(ranks: Worlds) -> None:
-    ranks(SIZE).run(hear_of_another_length)
+    ranks(SIZE).run(receive_another_length)

@@ -38,8 +38,10 @@ from collectives.kernels.cpu.compiling import compiled
     WAIT_LINE,
     WAIT_LEAST,
     NEWS,  # 1 when a rank has announced a version that is not KNOWN, in this operation
+    FOUND_TAG,  # the header of a message that does not fit what was posted for it
+    FOUND_NBYTES,
     FIELDS,
-) = range(29)
+) = range(31)
 
 # A rank's lines in the segment, each apart from the others, so that no two processes write to one cache line. The
 # first two are headers, for operations of even and odd number.

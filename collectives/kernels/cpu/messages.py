@@ -1,7 +1,8 @@
 """Messages in shared memory: a ring of bytes per ordered pair of ranks, with one writer and one reader.
 
 A message is a line with its tag and length, then its bytes, filled up to a whole line. What a process has posted is a
-table of rows, in the order posted.
+table of rows, in the order posted. A message is for a row whose tag has the same low 32 bits; the others, which say what kind of
+numbers it carries, and its length must then be the same too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collectives.kernels.cpu.context import (
     ABORTED,
     DISAGREED,
     FINISHED,
+    FOUND_NBYTES,
+    FOUND_TAG,
     LINE,
     PATIENT,
     PEER,
@@ -31,6 +34,7 @@ RING_LINE = 64
 HEAD, TAIL, RING_BYTES = 0, LINE, 2 * LINE  # of a ring: bytes written so far, bytes read so far, where its data begins
 (ROW_SENDS, ROW_PEER, ROW_TAG, ROW_ADDRESS, ROW_NBYTES, ROW_MOVED, ROW_DONE, ROW_START, ROW_FIELDS) = range(9)
 _UNSTARTED = -1
+TAG_MASK = 2**32 - 1  # of what a message is found by
 
 
 @njit
@@ -104,7 +108,7 @@ def _receive_some(ring, capacity, row):
 
 @njit
 def _move_some(context, rings, capacity, table, first, count, blocked):
-    """Advance every message that can be. Return how many were, or -1 - peer on lengths that differ.
+    """Advance every message that can be. Return how many were, or -1 - peer where a message does not fit its row.
 
     blocked: 2 * SIZE words.
     """
@@ -138,9 +142,12 @@ def _move_some(context, rings, capacity, table, first, count, blocked):
                 store(turn, 1)  # what comes from now on is for this row before later ones
                 continue
             place = ring + RING_BYTES + tail % capacity
-            if load(place) != load(row + 8 * ROW_TAG):
+            tag, nbytes = load(place), load(place + 8)
+            if tag & TAG_MASK != load(row + 8 * ROW_TAG) & TAG_MASK:
                 continue
-            if load(place + 8) != load(row + 8 * ROW_NBYTES):
+            if tag != load(row + 8 * ROW_TAG) or nbytes != load(row + 8 * ROW_NBYTES):
+                set_field(context, FOUND_TAG, tag)
+                set_field(context, FOUND_NBYTES, nbytes)
                 return -1 - peer
             store(ring + TAIL, tail + RING_LINE)
             store(row + 8 * ROW_MOVED, 0)
@@ -178,7 +185,7 @@ def next_sender(context, rings, capacity, table, first, count, blocked, tag, sta
             tail = load(ring + TAIL)
             if peer == rank or load(ring + HEAD) == tail or _is_receiving(table, first, count, peer):
                 continue
-            if load(ring + RING_BYTES + tail % capacity) == tag:
+            if load(ring + RING_BYTES + tail % capacity) & TAG_MASK == tag & TAG_MASK:
                 set_field(context, PEER, peer)
                 return FINISHED
         set_field(context, PEER, -1)

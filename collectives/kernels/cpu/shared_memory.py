@@ -19,6 +19,8 @@ from collectives.kernels.cpu.context import (
     FAILED,
     FIELDS,
     FINISHED_WITH_NEWS,
+    FOUND_NBYTES,
+    FOUND_TAG,
     KNOWN,
     LINE,
     PATIENT,

@@ -1,8 +1,9 @@
 """Messages over TCP, and whole programs of them, in one call without Python between messages.
 
 A connection carries one message after the other: a header of 16 bytes, which are its tag and its length, then its bytes. What a
-process has posted is a table of rows, in the order posted; a message is for the first row of its sender that has its tag. Where
-there is none yet, it waits in the connection, and so does what comes after it.
+process has posted is a table of rows, in the order posted; a message is for the first row of its sender whose tag has the same
+low 32 bits. The others, which say what kind of numbers it carries, and its length must then be the same too. Where there is no
+row yet, the message waits in the connection, and so does what comes after it.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ from collectives.kernels.cpu.sockets import (
     NEXT,  # the instruction at which a program goes on
     PEER,  # whom the last wait was for, who is to blame for a failure, or who has sent what was looked for
     ERROR,  # errno of a failure; 0 for a connection that ended
+    FOUND_TAG,  # the header of a message that does not fit what was posted for it
+    FOUND_NBYTES,
     FIELDS,
-) = range(17)
+) = range(19)
 
 (
     ROW_SENDS,  # 1 where the message is sent, 0 where it is received
@@ -61,6 +64,7 @@ from collectives.kernels.cpu.sockets import (
 ) = range(8)
 ROW_BYTES = 8 * ROW_FIELDS
 HEADER_BYTES = 16
+TAG_MASK = 2**32 - 1  # of what a message is found by
 
 (
     DESCRIPTOR,  # of the socket, -1 where there is none
@@ -155,7 +159,7 @@ def _fill(connection):
 
 @njit
 def _begin_message(context, connection, peer):
-    """Find the row that the header at hand is for. Return whether there is one, or -1 where it expects another length."""
+    """Find the row that the header at hand is for. Return whether there is one, or -1 where it expects something else."""
     header = _get(connection, STAGE) + _get(connection, BEGIN)
     for number in range(_get(context, FIRST), _get(context, COUNT)):
         row = _row(context, number)
@@ -163,9 +167,11 @@ def _begin_message(context, connection, peer):
             _get(row, ROW_SENDS) == 0
             and _get(row, ROW_DONE) == 0
             and _get(row, ROW_PEER) == peer
-            and _get(row, ROW_TAG) == load(header)
+            and _get(row, ROW_TAG) & TAG_MASK == load(header) & TAG_MASK
         ):
-            if _get(row, ROW_NBYTES) != load(header + 8):
+            if _get(row, ROW_TAG) != load(header) or _get(row, ROW_NBYTES) != load(header + 8):
+                _set(context, FOUND_TAG, load(header))
+                _set(context, FOUND_NBYTES, load(header + 8))
                 return -1
             _set(connection, CURRENT, number)
             _set(connection, BEGIN, _get(connection, BEGIN) + HEADER_BYTES)
@@ -430,7 +436,9 @@ def _begins(connection, tag):
         if got == 0 or (got < 0 and got != -EAGAIN and got != -EINTR):
             _set(connection, ENDED, 1)
     waiting = _get(connection, END) - _get(connection, BEGIN)
-    return waiting >= HEADER_BYTES and load(_get(connection, STAGE) + _get(connection, BEGIN)) == tag
+    if waiting < HEADER_BYTES:
+        return False
+    return load(_get(connection, STAGE) + _get(connection, BEGIN)) & TAG_MASK == tag & TAG_MASK
 
 
 @njit

@@ -14,6 +14,7 @@ from types import ModuleType
 import numpy as np
 
 from collectives.errors import LinkError, ranks_text
+from collectives.link.base import KIND_BITS
 from collectives.link.shared_memory.segment import Segment
 
 #: Shared tensors that a rank may have at a time.
@@ -197,7 +198,8 @@ class LocalGroup:
         awaited = self._awaited()
         peer = min(awaited)
         if status == kernels.DISAGREED:
-            raise LinkError(peer, timed_out=False, detail=f"rank {peer} called something else")
+            found = int(self.context[kernels.FOUND_TAG]) >> KIND_BITS, int(self.context[kernels.FOUND_NBYTES])
+            raise LinkError(peer, timed_out=False, detail=f"rank {peer} called something else", found=found)
         if status == kernels.STOPPED:
             raise LinkError(None, timed_out=False, detail="its wait was ended", awaited=awaited)
         if gone := awaited & lost:
