@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 def of_copies(optimizer: torch.optim.Optimizer, copies: Mapping[Tensor, nn.Parameter]) -> torch.optim.Optimizer:
     """Return an optimizer as this one is, of the copies of those of its parameters that have one. It has as many param groups,
-    so some may be empty."""
+    so some may be empty. Raises TypeError as copied_attributes() does."""
+    attributes = copied_attributes(optimizer)
     groups = optimizer.param_groups
     known: dict[int, Any] = {id(parameter): parameter for group in groups for parameter in group["params"]}
     others = [parameter for parameter in known.values() if parameter not in copies and parameter in optimizer.state]
@@ -23,4 +24,37 @@ def of_copies(optimizer: torch.optim.Optimizer, copies: Mapping[Tensor, nn.Param
         group["params"] = [parameter for parameter in group["params"] if parameter in wanted]
     for parameter in known.values():  # those that have a copy are in there no more
         made.state.pop(parameter, None)
+    for name, value in attributes.items():
+        made.__dict__.setdefault(name, value)
     return made
+
+
+def copied_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return copies of the attributes that an optimizer has beyond those of every torch.optim.Optimizer, which a copy of an
+    Optimizer leaves out.
+
+    Raises TypeError for one that cannot be copied, or that holds parameters: of these, some may have copies and some not.
+    """
+    common = vars(torch.optim.Optimizer([torch.empty(0)], {}))
+    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    copies: dict[str, Any] = {}
+    for name, value in vars(optimizer).items():
+        if name in common or callable(
+            getattr(type(optimizer), name, None)
+        ):  # as the step() that a scheduler has wrapped
+            continue
+        memo: dict[int, Any] = {id(optimizer): optimizer}
+        try:
+            copies[name] = copy.deepcopy(value, memo)
+        except Exception as error:
+            raise TypeError(f"{_named(optimizer, name)} cannot be copied: {error}") from error
+        if parameters & memo.keys():
+            raise TypeError(
+                f"{_named(optimizer, name)} holds parameters, of which only some are updated together: keep what belongs to "
+                "one parameter in the optimizer's state"
+            )
+    return copies
+
+
+def _named(optimizer: torch.optim.Optimizer, attribute: str) -> str:
+    return f"the optimizer's attribute {type(optimizer).__name__}.{attribute}"

@@ -35,8 +35,8 @@ class KVStore:
     servers: the ranks that hold keys beside their own training; by default all of them. A key lies at one server as a whole.
 
     A key is an int or a str; all methods that take a key take a list of keys, with a list of what goes with each. A value
-    or out is a tensor or a list of tensors. Sparse values are made dense. priority is accepted, and changes nothing: a call is
-    done when it returns, so nothing waits that could be overtaken.
+    or out is a tensor or a list of tensors. Sparse values are made dense. priority must be 0: a call is done when it returns, so
+    none waits that another could overtake.
 
     All ranks make it, and call init(), broadcast(), set_optimizer(), set_gradient_compression(), barrier() and the two methods of
     optimizer states, in the same order (collective); push, pull, pushpull and row_sparse_pull they call as they like. One
@@ -110,6 +110,7 @@ class KVStore:
         sent; PeerLost where the rank that holds a key is lost.
         """
         self._check_open()
+        _check_priority(priority)
         given = self._catalogue.tensors(key, value, "value")
         pushes = [(spec, summed([dense(tensor) for tensor in tensors]).cpu()) for spec, tensors in given]
         for spec, total in pushes:
@@ -129,6 +130,7 @@ class KVStore:
         optimizer has failed.
         """
         self._check_open()
+        _check_priority(priority)
         wanted = []
         for spec, tensors in self._catalogue.tensors(key, out, "out"):
             if not ignore_sparse and any(is_sparse(tensor) for tensor in tensors):
@@ -140,15 +142,17 @@ class KVStore:
 
     def pushpull(self, key: Key, value: Any, out: Any = None, priority: int = 0) -> None:
         """Push values, and pull into out, or else into the values themselves."""
+        _check_priority(priority)
         out = value if out is None else out
         self._catalogue.tensors(key, out, "out")  # what is wrong with it is found before anything is pushed
-        self.push(key, value, priority)
-        self.pull(key, out, priority)
+        self.push(key, value)
+        self.pull(key, out)
 
     def broadcast(self, key: Key, value: Any, out: Any, priority: int = 0) -> None:
         """Give keys that are new the values of rank 0, and fill out with them. Collective."""
+        _check_priority(priority)
         self.init(key, value)
-        self.pull(key, out, priority)
+        self.pull(key, out)
 
     def row_sparse_pull(self, key: Key, out: Any, priority: int = 0, row_ids: Any = None) -> None:
         """Fetch some rows of values, which alone travel.
@@ -160,6 +164,7 @@ class KVStore:
         Raises as pull() does; TypeError and ValueError for row_ids that are no rows.
         """
         self._check_open()
+        _check_priority(priority)
         outs = self._catalogue.tensors(key, out, "out")
         chosen = lists_of_rows(key, [tensors for _, tensors in outs], row_ids)
         wanted = [
@@ -315,3 +320,12 @@ class KVStore:
 def create(name: Type = "local", *, servers: Sequence[int] | None = None) -> KVStore:
     """Return a KVStore of a type, as mxnet.kvstore.create() does."""
     return KVStore(name, servers=servers)
+
+
+def _check_priority(priority: int) -> None:
+    """Raise ValueError for a priority, by which nothing could be ordered."""
+    if priority != 0:
+        raise ValueError(
+            f"{here()}priority={priority!r}: 0 is allowed alone, since a call is done when it returns and none waits that "
+            "another could overtake"
+        )

@@ -91,8 +91,8 @@ class DistributedOptimizer(WrappingOptimizer):
     movement. By default, they are gathered as they are, and weights are those of training without shard_states, to the bit.
     check_replicas_every: after every so many steps, parameters and optimizer state of all ranks are compared bit for bit,
     which reads all of them; 0 for never. Where they differ, step() raises ReplicasDiffer on all ranks.
-    straggler_report_every: after every so many exchanges, stragglers() is brought up to date, and rank 0 says who makes
-    the others wait for more than a tenth of a step.
+    straggler_report_every: after every so many exchanges, stragglers() is brought up to date. Rank 0 logs when one rank
+    makes the others wait for more than a tenth of a step and 5 ms, three times on end, and when that ends.
 
     Collective over the process set. Raises ValueError or TypeError for arguments that cannot be meant, RuntimeError
     before init(), and, on all ranks, ValueError where these do not have the same parameters, or hold different shards

@@ -14,6 +14,7 @@ from torch import Tensor
 from collectives import CollectiveError, Communicator
 from collectives.communicator import close_all
 from trainer.compression import Compression, Compressor, Policy
+from trainer.copies import copied_attributes
 from trainer.gradients.agreement import agree_on_parameters, check_settings
 from trainer.hashing import hash_of
 from trainer.process_sets import ProcessSet, ProcessSetLike, global_process_set
@@ -101,6 +102,7 @@ class ParameterServer(WrappingOptimizer):
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"{here()}optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        copied_attributes(optimizer)  # what cannot be copied to a server is found before ranks connect
         for each in (process_set, inner):
             if isinstance(each, ProcessSet) and each.included() is False:
                 raise ValueError(f"{here()}this process is not part of {each!r}, which alone may make this optimizer")

@@ -52,8 +52,8 @@ def sum_and_assign(type: Any, servers: list[int] | None) -> None:
     for out, (dtype, shape) in zip(outs, places, strict=True):
         assert torch.equal(out, whole_numbers(shape, dtype, seed=0))
     for step in (1, 2, 3):
-        kv.push(keys, [whole_numbers(shape, dtype, seed=10 * step + rank) for dtype, shape in places], priority=-step)
-        kv.pull(keys, outs, priority=step)
+        kv.push(keys, [whole_numbers(shape, dtype, seed=10 * step + rank) for dtype, shape in places])
+        kv.pull(keys, outs)
         for out, (dtype, shape) in zip(outs, places, strict=True):
             total = sum(whole_numbers(shape, dtype, seed=10 * step + other) for other in range(size))
             assert torch.equal(out, torch.as_tensor(total, dtype=dtype))
@@ -95,7 +95,7 @@ def use_lists() -> None:
     assert all(torch.equal(each, 3 * size * ones) for each in value)
     kv.init([3, "b"], [torch.zeros(1), torch.zeros(2)])
     outs = [torch.zeros(1), [torch.zeros(2), torch.zeros(2)]]
-    kv.pushpull([3, "b"], [torch.ones(1), [torch.ones(2), torch.ones(2)]], out=outs, priority=7)
+    kv.pushpull([3, "b"], [torch.ones(1), [torch.ones(2), torch.ones(2)]], out=outs)
     assert outs[0] == size
     assert all(torch.equal(each, torch.full((2,), 2.0 * size)) for each in outs[1])
     weight = torch.nn.Parameter(torch.zeros(2))
@@ -106,6 +106,15 @@ def use_lists() -> None:
     assert sparse.to_dense().count_nonzero() == 0
     with pytest.raises(ValueError, match="row_sparse_pull"):
         kv.pull("a", sparse, ignore_sparse=False)
+    for call in (
+        kv.push,
+        kv.pull,
+        kv.pushpull,
+        functools.partial(kv.broadcast, out=out),
+        functools.partial(kv.row_sparse_pull, row_ids=out),
+    ):
+        with pytest.raises(ValueError, match="priority=-1: 0 is allowed alone"):
+            call("a", out, priority=-1)
     assert kv.is_capable("optimizer")
     hvd.barrier()
     kv.close()

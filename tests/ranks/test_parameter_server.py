@@ -375,6 +375,10 @@ def refuse() -> None:
             made(**options)
     with pytest.raises(TypeError, match="must be a torch"):
         hvd.ParameterServer(model)  # type: ignore[arg-type]
+    uncopied = torch.optim.SGD(model.parameters())
+    uncopied.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=r"attribute SGD\.lock cannot be copied"):
+        hvd.ParameterServer(uncopied)
     made(servers=(0, 1) if hvd.rank() else [1, 0], quorum=2 if hvd.rank() else None).close()  # the same in other words
     optimizer = made(quorum=1)
     for weight in (0.0, -1.0, float("nan")):

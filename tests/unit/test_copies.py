@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -51,3 +55,49 @@ def test_nothing_is_left_of_parameters_without_a_copy() -> None:
     assert list(made.state) == [copied]
     assert made.state_dict()["state"][0]["momentum_buffer"].tolist() == [2.0, 2.0]
     assert len(optimizer.state) == 3
+
+
+class WithAttributes(torch.optim.SGD):
+    """Steps by what it keeps beside its state: decay, and how often it has stepped."""
+
+    def __init__(self, parameters: list[nn.Parameter], decay: float) -> None:
+        super().__init__(parameters, lr=1.0)
+        self.decay = decay
+        self.steps = [0]
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.steps[0] += 1
+        for group in self.param_groups:
+            group["lr"] = self.decay ** self.steps[0]
+        super().step()
+
+
+def test_attributes_of_its_own_are_copied() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = WithAttributes([parameter], decay=0.5)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # which wraps step() in an attribute
+    (copied,) = (copies := copies_of(parameter)).values()
+    made = of_copies(optimizer, copies)
+    copied.grad = torch.ones(2)
+    made.step()
+    made.step()
+    assert copied.tolist() == [-0.75, -0.75]
+    assert parameter.tolist() == [0.0, 0.0]
+    assert optimizer.steps == [0]
+
+
+def first_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return optimizer.param_groups[0]["params"][:1]
+
+
+@pytest.mark.parametrize(
+    ("made", "error"), [(lambda _: threading.Lock(), "cannot be copied"), (first_parameters, "holds parameters")]
+)
+def test_an_attribute_that_cannot_be_copied_is_named(
+    made: Callable[[torch.optim.Optimizer], object], error: str
+) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.extra = made(optimizer)  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=rf"SGD\.extra {error}"):
+        of_copies(optimizer, copies_of(parameter))

@@ -199,14 +199,16 @@ class Kept:
         self.kept = count
 
 
-def reported(waits: list[list[float]], every: int) -> tuple[Stragglers | None, list[StragglerWatch]]:
+def reported(
+    waits: list[list[float]], every: int, step_s: float = 1.0
+) -> tuple[Stragglers | None, list[StragglerWatch]]:
     """waits[step][rank], in seconds."""
     ranks, moments = Ranks(len(waits[0])), [Kept() for _ in waits[0]]
     watches = [StragglerWatch(ranks, of_rank, every) for of_rank in moments]  # type: ignore[arg-type]
     for number, of_step in enumerate(waits):
         for rank, waited_s in enumerate(of_step):
             ranks.rank = rank
-            moments[rank].last.append(Moment(number, int(waited_s * 1e9), 0, 10**9))
+            moments[rank].last.append(Moment(number, int(waited_s * 1e9), 0, int(step_s * 1e9)))
             watches[rank].after_step()
     ranks.rank = 0
     return watches[0].report(), watches
@@ -238,12 +240,31 @@ def test_nothing_is_known_before_all_have_told() -> None:
     assert report is None
 
 
-def test_a_line_is_said_once_and_only_where_it_matters(caplog: pytest.LogCaptureFixture) -> None:
-    reported([[0.5, 0.45]] * 21, every=5)
+EQUAL, SLOW = [0.5, 0.5], [0.5, 0.3]
+
+
+def test_the_log_has_the_begin_and_the_end_of_a_slow_rank(caplog: pytest.LogCaptureFixture) -> None:
+    reported([*[EQUAL] * 20, *[SLOW] * 40, *[EQUAL] * 5, *[SLOW] * 10, *[EQUAL] * 40], every=5)
+    begun, ended = caplog.messages
+    assert "for rank 1 (20% of 1.000 s" in begun
+    assert "number 34" in begun
+    assert "the others wait for rank 1 no longer, as of the exchange number 89" in ended
+
+
+@pytest.mark.parametrize(
+    ("waits", "step_s"),
+    [
+        ([[0.5, 0.45]] * 60, 1.0),  # a small share
+        ([[0.004, 0.0]] * 60, 0.005),  # a large share of next to nothing
+        ([*[[0.5, 0.0]] * 5, *[[0.0, 0.5]] * 5] * 6, 1.0),  # now one rank, now the other
+        ([*[SLOW] * 10, *[EQUAL] * 5] * 4, 1.0),  # now and then
+    ],
+)
+def test_what_does_not_matter_is_not_logged(
+    waits: list[list[float]], step_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    reported(waits, every=5, step_s=step_s)
     assert not caplog.messages
-    reported([[0.5, 0.3]] * 21, every=5)
-    assert len(caplog.messages) == 4
-    assert all("for rank 1 (20% of 1.000 s" in message for message in caplog.messages)
 
 
 # The adapters in the guide

@@ -24,8 +24,11 @@ _log = logging.getLogger("gradwire")
 
 _TOPIC = "waits"
 
-#: From which share of a step on it is worth a line.
-_WORTH_SAYING = 0.1
+#: From which share of a step, and from how many seconds, a wait is worth a line: less than these seconds is what schedulers do.
+_WORTH_SHARE, _WORTH_S = 0.1, 0.005
+
+#: In how many windows on end it must be so, or not be so any more: chance names now one rank and now another.
+_ON_END = 3
 
 #: How many exchanges more than are compared each rank tells of, since what they say of them comes a little apart.
 _MARGIN = 8
@@ -69,7 +72,8 @@ class Stragglers:
 
 
 class StragglerWatch:
-    """Has every rank post what it waited, every so many exchanges, and rank 0 say so where one costs the others much."""
+    """Has every rank post what it waited in the last exchanges, a window of so many, and rank 0 log when one rank begins to hold
+    the others up, window after window, and when that ends."""
 
     def __init__(self, communicator: Communicator, moments: Moments, every: int) -> None:
         self._communicator = communicator
@@ -77,6 +81,9 @@ class StragglerWatch:
         self._every = every
         self._posted: int | None = None  # how many exchanges there had been at the last post
         self._told = self._first = 0
+        self._last: int | None = None  # who held the others up in the last window
+        self._on_end = 0  # in how many windows on end that was so
+        self._logged: int | None = None  # of whom the log says that it does
         moments.keep(min(every, _MOST_POSTED) + _MARGIN)
 
     def after_step(self) -> None:
@@ -115,14 +122,26 @@ class StragglerWatch:
         return None if common is None else int(_lateness(common[1]).mean(axis=1).argmax())
 
     def _say(self, count: int) -> None:
-        """Say what is worth it of the exchanges up to this one, once all have posted theirs."""
+        """Take the window up to this exchange into account, once all have posted theirs, and log what has begun or ended."""
         common = self._common()
         if common is None or common[0] + 1 < count:
             return
         self._told = count
         _, waited, step = common
-        if _lateness(waited).mean(axis=1).max() > _WORTH_SAYING * step.mean() and (report := self.report()) is not None:
-            _log.warning("gradwire: %s", report)
+        cost_s = _lateness(waited).mean(axis=1)
+        matters = cost_s.max() > max(_WORTH_SHARE * step.mean(), _WORTH_S)
+        slow = int(cost_s.argmax()) if matters else None
+        self._on_end = self._on_end + 1 if slow == self._last else 1
+        self._last = slow
+        if self._on_end < _ON_END or slow == self._logged:
+            return
+        if slow is not None:
+            _log.warning("gradwire: %s", self.report())
+        else:
+            _log.warning(
+                "gradwire: the others wait for rank %d no longer, as of the exchange number %d", self._logged, count - 1
+            )
+        self._logged = slow
 
     def _to_post(self) -> dict[str, Any]:
         """Return numbers of exchanges, and for each what this rank waited and how long the step was, in microseconds."""
