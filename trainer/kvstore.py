@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
+import torch
 from torch import Tensor
 
+from collectives.compression.rehearsal import rehearse
 from trainer.key_value.arguments import check_updatable, described, lists_of_rows, rows_of
 from trainer.key_value.catalogue import Catalogue
 from trainer.key_value.compression import Encoder, codec_of
@@ -223,6 +225,7 @@ class KVStore:
             error = ValueError(f"{here()}gradient compression by {compression_params!r}: {caught}")
         self._group.agree(error, said)
         assert codec is not None
+        rehearse(codec, torch.device("cpu"), with_feedback=codec.needs_feedback)  # compiles now, not in the first push
         if self._group.keys is not None:
             self._group.keys.codec = codec
         self._encoder = Encoder(codec, self._group.rank)

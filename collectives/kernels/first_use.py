@@ -11,11 +11,13 @@ from contextlib import contextmanager
 
 _log = logging.getLogger("gradwire")
 
-#: How often the line on a terminal is drawn again.
-_REDRAW_S = 1.0
+#: How often the line on a terminal is drawn again, and how often the log is told how long it has been.
+_REDRAW_S, _LOG_S = 1.0, 10.0
 
 #: What a kernel takes that is compiled by itself.
 _BY_ITSELF = "some seconds"
+
+_AHEAD = "; `python -m collectives precompile` does it ahead"
 
 #: Return to the first column and delete what stands there.
 _CLEAR = "\r\x1b[K"
@@ -25,7 +27,8 @@ class FirstUse:
     """Says that kernels are compiled, once for all that are compiled together, and nothing where all are on the disk.
 
     On a terminal (stderr) that is a line which counts the seconds. It stays for the first kernels that a process
-    compiles, and is deleted for later ones. Without a terminal it is one message of the logger "gradwire", for the first.
+    compiles, and is deleted for later ones. Without a terminal these are warnings of the logger "gradwire", which Python prints
+    unless told otherwise: when the first kernels are begun, every ten seconds, and when they are done.
 
     Attributes: speaks, False in processes where another one of the host says it; compiled, the names of the kernels that
     this process has compiled, or waited for while another process did.
@@ -60,42 +63,56 @@ class FirstUse:
 
 
 class _Line:
-    """Holds one line: of a terminal, or of the log."""
+    """Holds one line of a terminal, or a few of the log."""
 
     def __init__(self, duration: str) -> None:
         self._duration = duration
-        self._text = ""
-        self._stays = False
+        self._is_begun = False
+        self._is_first = False
+        self._on_terminal = False
+        self._hint = ""
         self._since = 0.0
         self._over = threading.Event()
         self._clock: threading.Thread | None = None
 
     def begin(self, *, kept: bool, first: bool) -> None:
-        if self._text:
+        if self._is_begun:
             return
-        self._text = f"gradwire: compiling kernels{' once' if kept else ''}, {self._duration}"
-        self._stays = first
+        self._is_begun = True
+        self._is_first = first
+        self._hint = _AHEAD if kept else ""
+        self._on_terminal = sys.stderr is not None and sys.stderr.isatty()
+        if not self._on_terminal and not first:
+            return
         self._since = time.monotonic()
-        if sys.stderr is not None and sys.stderr.isatty():
-            self._draw()
-            self._clock = threading.Thread(target=self._count, name="gradwire-first-use", daemon=True)
-            self._clock.start()
-        elif first:
-            _log.info("%s", self._text)
+        text = f"gradwire: compiling kernels{' once' if kept else ''}, {self._duration}"
+        if self._on_terminal:
+            self._draw(text)
+        else:
+            _log.warning("%s%s", text, self._hint)
+        self._clock = threading.Thread(target=self._count, args=(text,), name="gradwire-first-use", daemon=True)
+        self._clock.start()
 
     def end(self) -> None:
         if self._clock is None:
             return
         self._over.set()
         self._clock.join()
-        _write(f"{_CLEAR}{self._text}: done in {self._seconds()}\n" if self._stays else _CLEAR)
+        done = f"gradwire: compiled kernels in {self._seconds()}"
+        if not self._on_terminal:
+            _log.warning("%s", done)
+        else:
+            _write(f"{_CLEAR}{done}{self._hint}\n" if self._is_first else _CLEAR)
 
-    def _count(self) -> None:
-        while not self._over.wait(_REDRAW_S):
-            self._draw()
+    def _count(self, text: str) -> None:
+        while not self._over.wait(_REDRAW_S if self._on_terminal else _LOG_S):
+            if self._on_terminal:
+                self._draw(text)
+            else:
+                _log.warning("%s: %s so far", text, self._seconds())
 
-    def _draw(self) -> None:
-        _write(f"{_CLEAR}{self._text}: {self._seconds()} so far")
+    def _draw(self, text: str) -> None:
+        _write(f"{_CLEAR}{text}: {self._seconds()} so far")
 
     def _seconds(self) -> str:
         return f"{time.monotonic() - self._since:.0f} s"

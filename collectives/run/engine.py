@@ -72,6 +72,7 @@ class Engine:
         self._scratch = Scratch()
         self._summed = Scratch()  # what is needed beside it: codes that are added as they are, or sums of codes
         self._ready: set[tuple[Codec, str, bool]] = set()
+        self._reducible: set[torch.dtype] = set()
         self._calls: dict[tuple[torch.dtype, torch.Size, Hashable], tuple[str, int, WholeRun]] = {}
 
     def submit(
@@ -124,8 +125,14 @@ class Engine:
         if algorithm not in PLANNERS[_WHOLE_OF.get(verb, verb)]:
             outgoing, incoming = map(tuple, lengths)
             request = Request(verb, algorithm, like.dtype, device_type, numel, op, root, outgoing, incoming)
-            return self._transport.collective(request)._replace(algorithm=algorithm)
-        if verb != "allreduce" or device_type != "cpu":
+            whole = self._transport.collective(request)._replace(algorithm=algorithm)
+            if whole.needs_meeting:
+                self._prepare_to_reduce(torch.uint8)
+            return whole
+        if device_type != "cpu":
+            return None
+        if verb != "allreduce":
+            self._prepare_to_reduce(like.dtype)
             return None
         program = self.plans.of_buffer(verb, algorithm, root, numel, like.element_size(), grouped=False)
         follow = self._transport.follow(program, like.dtype, "sum" if op == "average" else op)
@@ -297,6 +304,15 @@ class Engine:
         self._note(whole.algorithm, max(source.nbytes, destination.nbytes))
         with self.span("exchange"):
             whole.run(carried(source, "sum")[0], carried(destination, "sum")[0], turn.tag, turn.deadline)
+
+    def _prepare_to_reduce(self, dtype: torch.dtype) -> None:
+        """See to it that what reduces a dtype is compiled, before anyone's clock runs: by a program in which every rank
+        reduces, and which is not run."""
+        if dtype in self._reducible:
+            return
+        program = self.plans.of_buffer("allreduce", "ring", 0, self.size, dtype.itemsize, grouped=False)
+        self._transport.follow(program, dtype, "max")
+        self._reducible.add(dtype)
 
     def prepare_codec(self, codec: Codec, device: torch.device, *, with_feedback: bool) -> None:
         """See to it that a codec's kernels are compiled, before anyone's clock runs."""

@@ -55,9 +55,11 @@ def test_what_cannot_be_kept_is_compiled_all_the_same(tmp_path: Path, kind: str,
         timeout=110,
     )
     assert done.returncode == 0, done.stderr
-    (line,) = done.stderr.splitlines()
+    (line,) = [line for line in done.stderr.splitlines() if "gradwire: compil" not in line]
     assert reason in line
     assert "set NUMBA_CACHE_DIR to a folder that can be written" in line
+    if kind == "no folder":
+        assert "does it ahead" not in done.stderr
 
 
 CALLER = """

@@ -1,0 +1,123 @@
+"""What a run does in silence, and what not: no kernel is compiled within a deadline, and a healthy run prints nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import trainer as hvd
+from collectives import Communicator
+from collectives.compression.registry import CODECS
+from collectives.kernels.cpu import compiling
+from collectives.reduction import DTYPES
+from collectives.run.operations import Operations
+from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds
+from tests.ranks.exact import on_host
+from tests.ranks.training import perceptron, share
+
+SIZE = 3
+
+
+def prepared_inside_operations() -> list[str]:
+    """Return, as it fills, in which calls a kernel is compiled or loaded. In a process that has used few kernels so far."""
+    running = threading.local()
+    found: list[str] = []
+
+    def noting(take: Callable[..., None]) -> Callable[..., None]:
+        def noted(self: Operations, call: str, *args: Any, **kwargs: Any) -> None:
+            running.call = call
+            try:
+                take(self, call, *args, **kwargs)
+            finally:
+                running.call = None
+
+        return noted
+
+    folder = compiling.kernel_folder
+
+    def kernel_folder() -> Any:  # which every kernel asks for first
+        if (call := getattr(running, "call", None)) is not None:
+            found.append(call)
+        return folder()
+
+    Operations._take_turn = noting(Operations._take_turn)  # type: ignore[method-assign]
+    Operations._take_message_turn = noting(Operations._take_message_turn)  # type: ignore[method-assign]
+    compiling.kernel_folder = kernel_folder  # type: ignore[assignment]
+    return found
+
+
+def use_every_kernel(hosts: str) -> list[str]:
+    found = prepared_inside_operations()
+    with on_host(hosts[dist.get_rank()]):
+        comm = Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
+    with comm:
+        verbs = ("allreduce", "reduce", "reduce_scatter")
+        for number, dtype in enumerate(DTYPES):
+            for verb in verbs[number % 3 :] + verbs[: number % 3]:  # each is the first to use some dtype
+                for algorithm in comm.algorithms(verb):
+                    many, one = torch.ones(SIZE * 5).to(dtype), torch.empty(5, dtype=dtype)
+                    if verb == "allreduce":
+                        comm.allreduce(many, "max", algorithm=algorithm)
+                    elif verb == "reduce":
+                        comm.reduce(many, 0, "max", algorithm=algorithm)
+                    else:
+                        comm.reduce_scatter(one, many, "max", algorithm=algorithm)
+            comm.allgather(many, one)
+            comm.alltoall(many, many.clone())
+            comm.alltoall(many, many.clone(), [5] * SIZE, [5] * SIZE)
+            comm.send(one, (comm.rank + 1) % SIZE, async_op=True)
+            comm.recv(one, (comm.rank - 1) % SIZE)
+        for codec in CODECS.values():
+            if codec().name == "none":
+                continue
+            comm.allreduce(torch.ones(5000), codec=codec(), step=0)
+            feedback = comm.new_feedback(codec(), 5000)
+            comm.allreduce(torch.ones(5000), codec=codec(), feedback=feedback)
+    return found
+
+
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("hosts", ["aaa", "aab"])
+def test_no_kernel_is_compiled_within_a_deadline(failing_world: Callable[[int], World], hosts: str) -> None:
+    for found in failing_world(SIZE).run(use_every_kernel, hosts):
+        assert not found
+
+
+def train_a_little() -> str:
+    """Return what this process prints on stderr while it trains and moves tensors, after the first operation."""
+    with Communicator() as comm:
+        comm.allreduce(torch.ones(5))
+    read, write = os.pipe()
+    kept = os.dup(2)
+    os.dup2(write, 2)
+    try:
+        hvd.init()
+        model = perceptron()
+        optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters())
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        for step in range(400):
+            optimizer.zero_grad()
+            inputs, targets = share(step)
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+        hvd.allgather_object({"loss": 1.0})
+        hvd.shutdown()
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(write)
+    with os.fdopen(read) as said:
+        return said.read()
+
+
+def test_a_healthy_run_prints_nothing(ranks: Worlds) -> None:
+    assert ranks(2).run(train_a_little) == ["", ""]
