@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import weakref
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, HashStore
-from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.distributed.distributed_c10d import Store, _get_default_store, _world
 
 #: One of torch.distributed's C++ backends, whose methods torch's type stubs leave out.
 Backend = Any
+
+T = TypeVar("T")
 
 
 def store_of_one() -> Store:
@@ -24,11 +29,36 @@ def default_store() -> Store:
     return _get_default_store()
 
 
+def left_to_parent(made: T) -> T:
+    """Return a backend or store whose destructor is never called in a child that is forked from this process.
+
+    It would wait there for threads that only the parent has, for ever, when the child ends.
+    """
+    _with_threads.add(made)
+    return made
+
+
+def _after_fork() -> None:
+    """Keep for ever what has threads in the parent: what this package has made, and the groups of torch.distributed."""
+    kept: list[Any] = list(_with_threads)
+    for group, (_, store) in list(_world.pg_map.items()):
+        kept += [group, store, *(group._get_backend(device) for device in group._device_types)]
+    keep = ctypes.pythonapi.Py_IncRef
+    keep.argtypes, keep.restype = [ctypes.py_object], None
+    for each in kept:
+        keep(each)
+
+
+_with_threads: weakref.WeakSet[Any] = weakref.WeakSet()
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def nccl_backend(store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
     """Return a backend over NCCL."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    return left_to_parent(dist.ProcessGroupNCCL(store, rank, size, options))
 
 
 def begin_coalescing(backend: Backend) -> None:

@@ -27,6 +27,7 @@ from collectives.link.membership import Membership, coming_together, device_type
 from collectives.link.own_address import card_of
 from collectives.link.presence import arrive
 from collectives.plan.topology import host_id, machine_id
+from collectives.torch_internals import left_to_parent
 from trainer.jobs import OneJob, identity_of
 from trainer.launch import Launch, meeting_point
 
@@ -117,7 +118,9 @@ def _open_store(launch: Launch, address: str, port: int, deadline: float) -> tup
         return store, True
 
     def open_store(keeps: bool) -> Store:
-        return TCPStore(address, port, launch.size, keeps, timeout, multi_tenant=True, wait_for_workers=False)
+        return left_to_parent(
+            TCPStore(address, port, launch.size, keeps, timeout, multi_tenant=True, wait_for_workers=False)
+        )
 
     if launch.rank == 0:
         try:

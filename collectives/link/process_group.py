@@ -39,7 +39,8 @@ def process_group(membership: Membership, timeout_s: float) -> ProcessGroupTrans
     if "cpu" in membership.device_types:
         gloo_store = PrefixStore("gloo", membership.store)
         with membership.asking(time.monotonic() + timeout_s) as asking:
-            backends["cpu"] = asking.ask(lambda: dist.ProcessGroupGloo(gloo_store, rank, size, timeout))
+            gloo = asking.ask(lambda: dist.ProcessGroupGloo(gloo_store, rank, size, timeout))
+            backends["cpu"] = torch_internals.left_to_parent(gloo)
     if "cuda" in membership.device_types:
         store = PrefixStore("nccl", membership.store)
         backends["cuda"] = torch_internals.nccl_backend(store, rank, size, timeout)

@@ -141,6 +141,54 @@ LEAVES = """
 """
 
 
+FORKS = """
+    import gc
+    import time
+    import trainer as hvd
+
+    comm, closed = Communicator(timeout_s=10), Communicator(timeout_s=10)
+    closed.close()
+    hvd.init()
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [2.0] * 3
+    works = [comm.allreduce(torch.ones(1 << 20), async_op=True) for _ in range(8)]
+
+    def end(ending):
+        if ending == "raise":
+            raise ValueError("the child's own")
+        if ending == "close":
+            comm.close()
+            hvd.shutdown()
+        if ending == "collect":
+            for name in ("comm", "closed", "works"):
+                del globals()[name]
+            gc.collect()
+
+    children = {}
+    for ending in ("return", "raise", "close", "collect"):
+        if (child := os.fork()) == 0:
+            end(ending)
+            sys.exit(0)
+        children[child] = ending
+    for work in works:
+        work.wait()
+    deadline, statuses = time.monotonic() + 15, {}
+    while len(statuses) < len(children) and time.monotonic() < deadline:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child:
+            statuses[children[child]] = os.waitstatus_to_exitcode(status)
+        else:
+            time.sleep(0.01)
+    for child in children:
+        if children[child] not in statuses:
+            os.kill(child, signal.SIGKILL)
+    assert statuses == {"return": 0, "raise": 1, "close": 0, "collect": 0}, statuses
+    comm.barrier()
+    hvd.barrier()
+    hvd.shutdown()
+    comm.close()
+"""
+
+
 def start(script: str, directory: Path, *arguments: str) -> list[subprocess.Popen[str]]:
     """Two ranks of a script, whose arguments are its rank, a file for a store, and these."""
     path = directory / "script.py"
@@ -249,3 +297,14 @@ def test_an_exception_is_heard_of_while_other_threads_still_run(tmp_path: Path) 
     assert [process.returncode for process in processes] == [0, 1], survivor + leaver
     assert re.search(RAISED, survivor), survivor
     assert "the former hook saw ValueError" in leaver
+
+
+def test_a_forked_child_ends(tmp_path: Path) -> None:
+    """However it ends, while the ranks that it was forked from go on."""
+    processes = start(MEETS + FORKS, tmp_path)
+    try:
+        errors = [process.communicate(timeout=2 * DEADLINE_S)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], errors
