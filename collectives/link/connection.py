@@ -106,7 +106,7 @@ def _watch(membership: Membership, settings: str, deadline: float) -> Watch:
 def _listen() -> tuple[Listener | None, str]:
     """Listen for the other ranks. A rank that cannot says why instead, or the others would wait for it."""
     try:
-        return Listener(own_address(os.environ)), ""
+        return Listener(own_address(os.environ), small_segments=True), ""
     except (ValueError, OSError) as error:
         return None, str(error)
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from collectives.errors import LinkError, ranks_text
+from collectives.link.paths import send_small_segments
 
 _HELLO = struct.Struct("!i32s")
 CHALLENGE_BYTES = 32
@@ -54,12 +55,18 @@ class _Stranger:
 
 
 class Listener:
-    """A socket that waits for those ranks that have a lower number. `card` tells the others where."""
+    """A socket that waits for those ranks that have a lower number. `card` tells the others where.
 
-    def __init__(self, address: str) -> None:
+    small_segments: whether connections are to work where large packets are lost.
+    """
+
+    def __init__(self, address: str, *, small_segments: bool = False) -> None:
         """Raises OSError where the address cannot be listened on."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.create_server((address, 0), family=family, backlog=128)
+        self._small_segments = small_segments
+        if small_segments:
+            send_small_segments(self._socket)
         self.card = f"{address} {self._socket.getsockname()[1]}"
 
     def join(
@@ -80,7 +87,7 @@ class Listener:
         try:
             for peer in peers:
                 if peer > rank:
-                    made[peer] = _connect(rank, peer, cards[peer], secret, deadline, check)
+                    made[peer] = self._connect(rank, peer, cards[peer], secret, deadline, check)
             expected = {peer for peer in peers if peer < rank}
             made |= self._accept(rank, expected, secret, deadline, check)
             for connection in made.values():
@@ -145,41 +152,44 @@ class Listener:
                 stranger.connection.close()
         return accepted
 
-
-def _connect(
-    rank: int, peer: int, card: str, secret: bytes, deadline: float, check: Callable[[], None]
-) -> socket.socket:
-    address, port = card.split()
-    connection: socket.socket | None = None
-    try:
-        connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        connection.setblocking(False)
-        if (failed := connection.connect_ex((address, int(port)))) not in (0, errno.EINPROGRESS):
-            raise OSError(failed, os.strerror(failed))
-        _await(connection, select.POLLOUT, deadline, check)
-        if failed := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            raise OSError(failed, os.strerror(failed))
-        challenge = b""
-        while len(challenge) < CHALLENGE_BYTES:
-            _await(connection, select.POLLIN, deadline, check)
-            if not (piece := connection.recv(CHALLENGE_BYTES - len(challenge))):
-                raise ConnectionResetError("it closed the connection")
-            challenge += piece
-        connection.sendall(
-            _HELLO.pack(rank, _code(rank, peer, challenge, secret))
-        )  # which a new connection takes at once
-    except LinkError:
-        if connection is not None:
-            connection.close()
-        raise
-    except OSError as error:
-        if connection is not None:
-            connection.close()
-        if error.errno in OWN_FAULTS:
+    def _connect(
+        self, rank: int, peer: int, card: str, secret: bytes, deadline: float, check: Callable[[], None]
+    ) -> socket.socket:
+        address, port = card.split()
+        connection: socket.socket | None = None
+        try:
+            connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            connection.setblocking(False)
+            if self._small_segments:
+                send_small_segments(connection)
+            if (failed := connection.connect_ex((address, int(port)))) not in (0, errno.EINPROGRESS):
+                raise OSError(failed, os.strerror(failed))
+            _await(connection, select.POLLOUT, deadline, check)
+            if failed := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(failed, os.strerror(failed))
+            challenge = b""
+            while len(challenge) < CHALLENGE_BYTES:
+                _await(connection, select.POLLIN, deadline, check)
+                if not (piece := connection.recv(CHALLENGE_BYTES - len(challenge))):
+                    raise ConnectionResetError("it closed the connection")
+                challenge += piece
+            connection.sendall(
+                _HELLO.pack(rank, _code(rank, peer, challenge, secret))
+            )  # which a new connection takes at once
+        except LinkError:
+            if connection is not None:
+                connection.close()
             raise
-        timed_out = isinstance(error, TimeoutError)
-        raise LinkError(peer, timed_out=timed_out, detail=f"rank {peer} at {address} port {port}: {error}") from error
-    return connection
+        except OSError as error:
+            if connection is not None:
+                connection.close()
+            if error.errno in OWN_FAULTS:
+                raise
+            timed_out = isinstance(error, TimeoutError)
+            raise LinkError(
+                peer, timed_out=timed_out, detail=f"rank {peer} at {address} port {port}: {error}"
+            ) from error
+        return connection
 
 
 def _await(connection: socket.socket, event: int, deadline: float, check: Callable[[], None]) -> None:

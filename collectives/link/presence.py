@@ -28,6 +28,7 @@ from collectives.errors import LinkError, ranks_text
 from collectives.link.asking import Asking
 from collectives.link.handshake import OWN_FAULTS, give_up_on_silence, set_up
 from collectives.link.own_address import check_addresses
+from collectives.link.paths import send_small_segments
 from collectives.link.watch import Neighbour
 
 #: What a process says of itself when it arrives: numbers, strings, and lists and dicts of them; "rank" among them.
@@ -288,6 +289,7 @@ class Hub:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=size + _MOST_STRANGERS)
         self._listener.setblocking(False)
+        send_small_segments(self._listener)
         self.card = card | {"port": self._listener.getsockname()[1]}
         self._strangers: dict[int, Neighbour] = {}
         self._members: dict[int, Neighbour] = {}
@@ -582,7 +584,11 @@ def _enter(hub_card: Card, hub: Hub | None, card: Card, deadline: float, notes: 
     else:
         address = hub_card["address"], hub_card["port"]
         try:
-            connection = socket.create_connection(address, max(0.001, deadline - time.monotonic()))
+            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            connection = socket.socket(family)
+            send_small_segments(connection)
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            connection.connect(address)
             set_up(connection)
         except OSError as error:
             if error.errno in OWN_FAULTS:

@@ -19,6 +19,7 @@ from collectives.link.base import KIND_BITS, Transport, WholeRun
 from collectives.link.handshake import Listener
 from collectives.link.membership import Membership
 from collectives.link.own_address import own_address
+from collectives.link.paths import check_paths
 from collectives.link.rows import FIRST_LOOK, RowPending, Table
 from collectives.plan.program import Program
 
@@ -50,6 +51,12 @@ def tcp(membership: Membership, timeout_s: float, *, but: Collection[int] = ()) 
         connections = listener.join(membership.rank, peers, cards, membership.secret, deadline, membership.check)
     finally:
         listener.close()
+    try:
+        check_paths(membership.rank, connections, deadline, membership.check)
+    except BaseException:
+        for connection in connections.values():
+            connection.close()
+        raise
     transport = TcpTransport(membership.rank, membership.size, connections)
     transport.routes = (f"{ranks_text(peers)}: TCP, from {listener.card.split()[0]}",)
     return transport

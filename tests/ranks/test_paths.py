@@ -1,0 +1,100 @@
+"""Hosts that send larger packets than something between them forwards."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from bench import hosts
+
+DEADLINE_S = 60.0
+OF_HOSTS, BETWEEN = 9000, 1500
+
+INIT = """
+    import sys
+    import trainer as hvd
+    from collectives import CollectiveError
+
+    try:
+        hvd.init(timeout_s=20)
+    except CollectiveError as error:
+        print(error.ranks, error)
+        sys.exit(3)
+"""
+
+
+def can_be_simulated() -> bool:
+    if os.geteuid() != 0 or not all(map(shutil.which, hosts.TOOLS)):
+        return False
+    try:
+        hosts.Cluster(1, "1gbit").__exit__()
+    except hosts.HostsError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[hosts.Cluster]:
+    """Three hosts; large packets to and from the last one are lost."""
+    if not can_be_simulated():
+        pytest.skip("needs root, network namespaces, and the package iproute2")
+    with hosts.Cluster(3, "1gbit") as cluster:
+        for number, host in enumerate(cluster.hosts):
+            host.run(f"ip link set eth0 mtu {OF_HOSTS} gso_max_segs 1")
+            cluster.switch.run(f"ip link set port{number} mtu {OF_HOSTS if number < 2 else BETWEEN} gso_max_segs 1")
+        yield cluster
+
+
+def start(stack: ExitStack, host: hosts.Namespace, *command: str, **environment: str) -> subprocess.Popen[str]:
+    root = str(Path(__file__).parents[2])
+    process = subprocess.Popen(
+        host.enter([sys.executable, *command]),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **environment, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+    )
+    stack.callback(process.communicate)
+    stack.callback(process.kill)
+    return process
+
+
+def test_the_pair_is_named(cluster: hosts.Cluster, tmp_path: Path) -> None:
+    """On both its ranks; the third one names this pair or another one of the same host."""
+    (tmp_path / "script.py").write_text("\n".join(line[4:] for line in INIT.splitlines()))
+    with ExitStack() as stack:
+        planned = hosts.plan_ranks(3, 3, "")
+        ranks = [
+            start(stack, cluster.hosts[each.host], str(tmp_path / "script.py"), **each.environment) for each in planned
+        ]
+        said = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
+    for rank, text in enumerate(said):
+        assert ranks[rank].returncode == 3, text
+        assert "large packets are lost between" in text
+        (pair,) = re.findall(r"^\((\d), (\d)\) rank", text, flags=re.MULTILINE)
+        assert pair[1] == "2"
+        assert all(f"rank {member} at 10.77.0.{int(member) + 1}" in text for member in pair)
+
+
+@pytest.mark.parametrize("there", [1, 2])
+def test_the_check_of_two_hosts_finds_it(cluster: hosts.Cluster, there: int) -> None:
+    with ExitStack() as stack:
+        listening = start(stack, cluster.hosts[there], "-m", "trainer.check", "--listen")
+        found = ""
+        for _ in range(20):  # until it listens
+            check = start(stack, cluster.hosts[0], "-m", "trainer.check", "--host", hosts.address(there))
+            found = check.communicate(timeout=DEADLINE_S)[0]
+            if "nobody listens" not in found:
+                break
+        listening.communicate(timeout=DEADLINE_S)
+    lost = f"{hosts.address(there)}: large packets are lost on the way, and small ones arrive"
+    assert (lost in found) == (there == 2), found
+    assert ("one connection carries" in found) == (there == 1), found
