@@ -66,6 +66,14 @@ _context.set_forkserver_preload(
 )
 
 
+def forked(target: Callable[..., None], *args: Any) -> multiprocessing.process.BaseProcess:
+    """Start a process of the server, which ends with this one."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    process = _context.Process(target=target, args=args, daemon=True)
+    process.start()
+    return process
+
+
 class RanksFailedError(AssertionError):
     """Some ranks raised, died or hung; the message holds what every rank reported."""
 

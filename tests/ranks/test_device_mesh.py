@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import trainer as hvd
 from tests.harness import Worlds
 from tests.pages import ROOT
-from tests.ranks.programs import torchrun
+from tests.ranks.programs import launch_text
 from tests.ranks.training import (
     BATCH,
     STEPS,
@@ -146,7 +146,7 @@ def test_an_example_has_the_weights_of_one_process(tmp_path: Path, example: str,
     """Check that every program is under 60 lines, and that each rank has only a part of the model."""
     script = (ROOT / f"docs/examples/{example}.py").read_text()
     assert len(script.splitlines()) < 60
-    assert "loss " in torchrun(script, tmp_path, processes=4)
+    assert "loss " in launch_text(script, tmp_path, processes=4)
     torch.manual_seed(0)
     first, second = nn.Linear(8, 32), nn.Linear(32, 8)
     layers = [nn.Sequential(first, nn.Tanh()), second] if example == "pipeline" else [first, nn.Tanh(), second]

@@ -1,4 +1,4 @@
-"""The examples as a user runs them: through torchrun, alone, interrupted and resumed."""
+"""The examples as a user runs them: on several ranks, alone, interrupted and resumed."""
 
 import json
 import math
@@ -17,6 +17,7 @@ import torch
 
 import trainer as hvd
 from tests.harness import World, Worlds
+from tests.ranks.programs import launch
 from tests.ranks.training import in_world
 from trainer.examples import loop
 from trainer.examples.bytes_gpt import Config, read_text, task
@@ -57,10 +58,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def start(example: str, out: Path, *arguments: str, processes: int | None) -> subprocess.Popen[str]:
-    """Run an example under torchrun, or (processes None) alone, in a process group of its own."""
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"] if processes else []
-    command = [sys.executable, "-m", *torchrun, f"trainer.examples.{example}", "--device", "cpu", "--out", str(out)]
+def start(example: str, out: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Run an example alone, in a process group of its own."""
+    command = [sys.executable, "-m", f"trainer.examples.{example}", "--device", "cpu", "--out", str(out)]
     return subprocess.Popen(
         [*command, *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -85,7 +85,11 @@ def finish(process: subprocess.Popen[str], status: int = 0) -> str:
 
 def run(example: str, out: Path, *arguments: str, processes: int | None = 2) -> dict[str, Any]:
     """Run an example to its end, check what it left behind, and return its summary."""
-    output = finish(start(example, out, *arguments, processes=processes))
+    if processes is None:
+        output = finish(start(example, out, *arguments))
+    else:
+        module = f"trainer.examples.{example}"
+        output = launch(module, out.parent, "--device", "cpu", "--out", str(out), *arguments, processes=processes)
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     assert summary["replicas_identical"] is True
     assert summary["world_size"] == (processes or 1)
@@ -224,7 +228,7 @@ def test_the_clock_starts_when_training_does(ranks: Worlds, tmp_path: Path) -> N
 
 
 def test_an_interrupted_run_leaves_a_checkpoint_and_a_report(tmp_path: Path, text: str) -> None:
-    process = start("bytes_gpt", tmp_path, text, *FLAGS_OF_SMALL_GPT, "--steps=1000000", processes=None)
+    process = start("bytes_gpt", tmp_path, text, *FLAGS_OF_SMALL_GPT, "--steps=1000000")
     assert process.stdout is not None
     while "step" not in process.stdout.readline():
         assert process.poll() is None

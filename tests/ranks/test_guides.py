@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.pages import EXTENDING, PAGES, README, python_blocks
-from tests.ranks.programs import torchrun
+from tests.ranks.programs import launch_text
 
 SCRIPTS = [
     pytest.param(block, id=f"{page}:{number}")
@@ -21,13 +21,13 @@ SCRIPTS = [
 def test_a_script_runs_as_it_stands(script: str, tmp_path: Path) -> None:
     """Also in a folder in which more ranks have saved before."""
     (tmp_path / "optimizer.rank2.pt").write_bytes(b"of an older checkpoint")
-    torchrun(script, tmp_path)
+    launch_text(script, tmp_path)
 
 
 @pytest.mark.wide
 def test_the_script_of_the_readme_learns_with_a_codec(tmp_path: Path) -> None:
     (script,) = python_blocks(README)
-    said = torchrun(script.replace('compression="none"', 'compression="int8"'), tmp_path)
+    said = launch_text(script.replace('compression="none"', 'compression="int8"'), tmp_path)
     losses = [float(line.split("loss ")[1].split()[0]) for line in said.splitlines() if line.startswith("epoch")]
     assert len(losses) == 3
     assert losses[-1] < losses[0]

@@ -19,7 +19,7 @@ from collectives import CollectiveError, CollectiveTimeout, PeerLost
 from collectives.compression.registry import CODECS
 from tests.harness import ON_EVERY_TRANSPORT, World, Worlds, meet
 from tests.pages import ROOT
-from tests.ranks.test_guides import torchrun
+from tests.ranks.programs import launch_text
 from tests.ranks.training import in_world
 from trainer.key_value.compression import Encoder, codec_of
 from trainer.key_value.entry import KeySpec
@@ -693,7 +693,7 @@ def test_a_rank_that_is_killed(failing_world: Callable[[int], World], type: str,
 def test_the_example_learns(tmp_path: Path) -> None:
     script = (ROOT / "docs" / "examples" / "kvstore.py").read_text()
     assert len(script.splitlines()) < 40
-    said = torchrun(script, tmp_path)
+    said = launch_text(script, tmp_path)
     losses = [float(line.split("loss ")[1]) for line in said.splitlines() if line.startswith("step")]
     assert len(losses) == 4
     assert losses[-1] < losses[0] / 2

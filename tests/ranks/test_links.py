@@ -136,10 +136,16 @@ def miss_a_deadline(name: str) -> None:
 
 def ended(transport: Transport, peer: int, begun: Callable[[], object]) -> LinkError:
     """The error of a wait for a message that does not come; begun is called before it."""
-    _, [pending] = transport.post([], [(peer, torch.empty(SMALL))], 7)
-    begun()
-    with pytest.raises(LinkError) as caught:
+
+    def receive() -> None:
+        _, [pending] = transport.post(
+            [], [(peer, torch.empty(SMALL))], 7
+        )  # which raises where the peer is gone already
+        begun()
         pending.wait(in_time())
+
+    with pytest.raises(LinkError) as caught:
+        receive()
     return caught.value
 
 

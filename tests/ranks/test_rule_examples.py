@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.pages import ROOT
-from tests.ranks.programs import torchrun
+from tests.ranks.programs import launch_text
 
 EXAMPLES = ROOT / "docs/examples"
 NOT_OF_A_RULE = {"train", "tensor_parallel", "pipeline"}
@@ -22,7 +22,7 @@ def test_a_rule_takes_less_than_40_lines(name: str) -> None:
 
 
 def run(name: str, folder: Path, processes: int = 2) -> str:
-    return torchrun((EXAMPLES / f"{name}.py").read_text(), folder, processes)
+    return launch_text((EXAMPLES / f"{name}.py").read_text(), folder, processes)
 
 
 def test_ranks_that_step_alone_learn_and_meet(tmp_path: Path) -> None:
@@ -87,11 +87,11 @@ def test_a_run_that_broke_goes_on_with_the_same_command(dies: int, tmp_path: Pat
             raise ValueError("planted")
 """
     with pytest.raises(AssertionError, match="planted"):
-        torchrun(script.replace(renames, planted + renames), broken)
+        launch_text(script.replace(renames, planted + renames), broken)
     assert steps_in(broken / other) == {"20", "40"}
     assert steps_in(broken / f"checkpoints/rank{dies}of2") == {"20"}
     for folder in (whole, broken):
-        torchrun(script, folder)
+        launch_text(script, folder)
     assert all(steps_in(folder) == {"60"} for folder in broken.glob("checkpoints/*"))
     for name in ("model.pt", "checkpoints/rank0of2/60.pt", "checkpoints/rank1of2/60.pt"):
         expected, got = (torch.load(folder / name, weights_only=True) for folder in (whole, broken))
@@ -101,7 +101,7 @@ def test_a_run_that_broke_goes_on_with_the_same_command(dies: int, tmp_path: Pat
     with pytest.raises(
         AssertionError, match=r"no step is in the checkpoints of all ranks, which have \[\{40\}, \{60\}\]"
     ):
-        torchrun(script, broken)
+        launch_text(script, broken)
 
 
 def steps_in(folder: Path) -> set[str]:
