@@ -59,7 +59,8 @@ class Communicator:
     of a rank may share one where it does not matter whose call comes first, because their calls are equal: otherwise ranks could
     take them in different orders, which is a Mismatch.
     Ranks in arguments (src, dst) count within the group. The verbs follow torch.distributed: results in place, None
-    returned, or with async_op=True a Work; then the tensors belong to the operation until its wait() returns.
+    returned, or with async_op=True a Work; then the tensors belong to the operation until its wait() returns. It works on
+    the memory that they had at the call, and a CPU tensor's storage can no longer be resized, as after Tensor.numpy().
     Operations run in the order issued. Tensors may be strided, empty or of inference mode, and an output may share
     memory with an input; a tensor without memory of its own (a DTensor, a FakeTensor, a nested one) is a TypeError.
     Dtypes are float16, bfloat16, float32, float64, int8, uint8, int16, int32, int64 and bool. `op` is 'sum', 'average',

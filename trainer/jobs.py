@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import Mapping
@@ -22,36 +23,10 @@ _SETTLE_S = 1.0
 #: By which launchers and schedulers tell jobs apart.
 _RUN_IDS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE", "PBS_JOBID", "LSB_JOBID")
 
-#: What differs between ranks of one job.
-_OF_A_RANK = (
-    *(
-        "RANK",
-        "LOCAL_",
-        "GROUP_",
-        "ROLE_",
-        "TORCHELASTIC_",
-        "OMPI_",
-        "PMI",
-        "PRTE_",
-        "MPI_",
-        "HYDRA_",
-        "HYDI_",
-        "SLURM_",
-    ),
-    *(
-        "HOROVOD_",
-        "COLLECTIVES_",
-        "GLOO_",
-        "NCCL_",
-        "CUDA_VISIBLE",
-        "OMP_",
-        "SSH_",
-        "TERM",
-        "SHLVL",
-        "_",
-        "PWD",
-        "OLDPWD",
-    ),
+#: What differs between ranks of one job: variables whose names begin so.
+_OF_A_RANK = re.compile(
+    "_|RANK|LOCAL_|GROUP_|ROLE_|TORCHELASTIC_|OMPI_|PMI|PRTE_|MPI_|HYDRA_|HYDI_|SLURM_|HOROVOD_|COLLECTIVES_|GLOO_|NCCL_|"
+    "CUDA_VISIBLE|OMP_|SSH_|TERM|SHLVL|PWD|OLDPWD"
 )
 
 
@@ -60,7 +35,7 @@ def identity_of(environment: Mapping[str, str], launch: Launch) -> dict[str, Any
     runs = {name: environment[name] for name in _RUN_IDS if environment.get(name, "none") != "none"}
     if launch.launcher == SLURM and "SLURM_STEP_ID" in environment:
         runs["SLURM_STEP_ID"] = environment["SLURM_STEP_ID"]
-    common = {name: value for name, value in environment.items() if not name.startswith(_OF_A_RANK)}
+    common = {name: value for name, value in environment.items() if not _OF_A_RANK.match(name)}
     return {
         "runs": runs,
         "by_agent": "TORCHELASTIC_RUN_ID" in environment,
