@@ -88,6 +88,7 @@ def meet(launch: Launch, timeout_s: float, backend: str, left: Container[str] = 
     try:
         with coming_together(launch.rank, timeout_s, membership, "init"):
             _bounded(make_group, deadline + _GRACE_S, address, port, membership.check)
+            membership.everyones("met", b"", deadline)  # who leaves from now on leaves nobody behind who still connects
             group = dist.group.WORLD
             assert group is not None
             return Meeting(store, replace(membership, device_types=device_types_of(group)), presence.key)

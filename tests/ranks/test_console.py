@@ -43,10 +43,13 @@ sys.stderr.write("no end of line")
 
 #: Rank 1 fails, the others sleep, or all fail; none loads torch.
 FAILS = """
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 
 if sys.argv[1] == "raise on all":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # who is first ends nobody else
+    pathlib.Path("ignores" + os.environ["RANK"]).touch()
+    while not all(pathlib.Path(f"ignores{rank}").exists() for rank in range(int(os.environ["WORLD_SIZE"]))):
+        time.sleep(0.01)
     raise ValueError(f"rank {os.environ['RANK']}: the script's own")
 if os.environ["RANK"] == "1":
     if sys.argv[1] == "raise":

@@ -7,6 +7,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from tests.soak.meetings import (
 from tests.soak.ranks import failed_at_file, report_file
 from tests.soak.verdict import judge_meeting
 from trainer.jobs import OneJob
+from trainer.launch import read_launch
+from trainer.world import start_torch_distributed
 
 DEADLINE_S = 60.0
 ROOT = str(Path(__file__).parents[2])
@@ -43,7 +46,7 @@ def judged(world: World, directory: Path, fault: MeetingFault) -> list[str]:
     outcomes = world.collect(DEADLINE_S, ranks=fault.survivors)
     if fault.kind != STOPPED:
         outcomes += world.collect(DEADLINE_S, ranks=[fault.victim])
-    reports = {r: pickle.loads(report_file(directory, r).read_bytes()) for r in fault.survivors}
+    reports = {r: pickle.loads(p.read_bytes()) for r in fault.survivors if (p := report_file(directory, r)).exists()}
     failed_at = float(failed_at_file(directory).read_text())
     arrived = arrived_file(directory).exists()
     return [str(finding) for finding in judge_meeting(fault, outcomes, reports, failed_at, arrived)]
@@ -206,3 +209,23 @@ def test_only_what_proves_nothing_waits_for_rivals() -> None:
 def card(rank: int, pid: int = 0, **identity: Any) -> dict[str, Any]:
     defaults = {"runs": {}, "by_agent": False, "node": "", "launcher": None, "command": ["train.py"], "environment": ""}
     return {"rank": rank, "machine": "m", "identity": {**defaults, "process": ["host", pid or 1 + rank, 0], **identity}}
+
+
+def keep_no_meeting(directory: Path) -> None:
+    """Rank 0 is done before rank 1 is, and keeps nothing of the meeting."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    prepare_init("keeps nothing", rank, size, directory)
+    make_group = dist.init_process_group
+
+    def make_group_late(*args: Any, **kwargs: Any) -> None:
+        make_group(*args, **kwargs)
+        time.sleep(rank)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", make_group_late)
+        start_torch_distributed(read_launch(os.environ), EXCHANGE_TIMEOUT_S)
+    dist.barrier()
+
+
+def test_who_leaves_first_is_missed_by_nobody(failing_world: Callable[[int], World], tmp_path: Path) -> None:
+    failing_world(2).run(keep_no_meeting, tmp_path)
