@@ -52,6 +52,7 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
             if not isinstance(transport, Transport):
                 raise TypeError(f"rank {rank}: link {link!r} returned {transport!r}; a Transport is needed")
         except BaseException:
+            watch.say_leaving(0)
             watch.close()
             raise
         connection = Connection(transport, watch)
@@ -60,6 +61,7 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
             watched.everyones("connected", b"", time.monotonic() + timeout_s)
             _check(transport, membership, link)
         except BaseException:
+            watch.say_leaving(0)  # or who has connected already would take this rank for one that has ended
             connection.close()
             raise
     return connection

@@ -125,7 +125,8 @@ class Presence:
         self._hub_rank = hub_rank
         self._hub = hub
         self._neighbour = Neighbour(connection)
-        self._gone: set[int] = set()
+        self._ended_ranks: set[int] = set()
+        self._left: set[int] = set()
         self._failures: dict[str, Failure] = {}
         self._silent: list[list[int]] = []
         self._refused: TurnedAway | None = None
@@ -135,9 +136,10 @@ class Presence:
         _all.add(self)
 
     def gone(self) -> set[int]:
-        """Return the ranks whose process has ended, or has said that it leaves."""
+        """Return the ranks whose process has ended; where none has, those that have said that they leave, as ranks do that have
+        connected."""
         self._look()
-        return set(self._gone)
+        return set(self._ended_ranks or self._left)
 
     def failure(self, scope: str = "") -> Failure | None:
         """Return the first failure that was reported of a scope: a name for the ranks that are to be connected."""
@@ -180,8 +182,8 @@ class Presence:
                 raise self._refused
             if (failure := self._failures.get("")) is not None:
                 raise failure.as_link_error()
-            if self._gone:
-                raise Failure(tuple(sorted(self._gone)), f"lost {ranks_text(self._gone)}", ended=True).as_link_error()
+            if gone := self.gone():
+                raise Failure(tuple(sorted(gone)), f"lost {ranks_text(gone)}", ended=True).as_link_error()
             if time.monotonic() >= deadline:
                 missing = self.silent()
                 detail = f"{ranks_text(missing)} did not arrive" if missing else "the ranks arrived too late"
@@ -228,7 +230,7 @@ class Presence:
             for message in messages:
                 self._take(message)
             if self._ended:
-                self._gone.add(self._hub_rank)
+                self._ended_ranks.add(self._hub_rank)
                 self._neighbour.socket.close()
 
     def _take(self, message: Card) -> None:
@@ -240,7 +242,7 @@ class Presence:
         elif kind == "silent":
             self._silent.append(message["ranks"])
         elif kind == "gone":
-            self._gone.add(message["rank"])
+            (self._left if message["left"] else self._ended_ranks).add(message["rank"])
         elif kind == "failure":
             self._failures.setdefault(message["scope"], Failure.from_record(message))
         elif kind == "do you run":
@@ -423,7 +425,7 @@ class Hub:
                 for inquiry in self._inquiries:
                     inquiry.running.add(rank)
             elif message["kind"] == "left":
-                self._note_gone(rank)
+                self._note_gone(rank, left=True)
             else:
                 self._tell(message)
         if ended:
@@ -431,12 +433,12 @@ class Hub:
             self._complete_at = None
             neighbour.socket.close()
             self._serves = self._serves and rank != self.card["rank"]
-            self._note_gone(rank)
+            self._note_gone(rank, left=False)
 
-    def _note_gone(self, rank: int) -> None:
+    def _note_gone(self, rank: int, *, left: bool) -> None:
         if rank not in self._gone:
             self._gone.add(rank)
-            self._tell({"kind": "gone", "rank": rank})
+            self._tell({"kind": "gone", "rank": rank, "left": left})
 
     def _tell(self, message: Card) -> None:
         """Pass a message on to all ranks, and to those that arrive later."""
@@ -583,14 +585,14 @@ def _enter(hub_card: Card, hub: Hub | None, card: Card, deadline: float, notes: 
         hub.start(theirs)
     else:
         address = hub_card["address"], hub_card["port"]
+        connection = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
         try:
-            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-            connection = socket.socket(family)
             send_small_segments(connection)
             connection.settimeout(max(0.001, deadline - time.monotonic()))
             connection.connect(address)
             set_up(connection)
         except OSError as error:
+            connection.close()
             if error.errno in OWN_FAULTS:
                 raise
             if (failure := notes.read()) is not None:

@@ -1,0 +1,57 @@
+"""Who has arrived, and what becomes known of those that go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from collectives.link.own_address import card_of
+from collectives.link.presence import Failure, Presence, arrive
+
+SIZE = 3
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def arrived() -> list[Presence]:
+    """What each rank knows of the others, all of which have arrived."""
+    store = HashStore()
+
+    def come(rank: int) -> Presence:
+        card = card_of(rank, "host", "machine", {})
+        return arrive(store, SIZE, card, time.monotonic() + DEADLINE_S, hub_rank=0)
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        return list(pool.map(come, range(SIZE)))
+
+
+def soon(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_who_leaves_after_connecting_is_not_blamed_beside_one_that_has_ended(arrived: list[Presence]) -> None:
+    keeper, leaver, ended = arrived
+    leaver.close()
+    soon(lambda: keeper.gone() == {1})
+    ended._neighbour.socket.close()  # as the end of its process does
+    soon(lambda: keeper.gone() == {2})
+    keeper.close()
+
+
+def test_the_first_failure_of_a_scope_counts_on_all_ranks(arrived: list[Presence]) -> None:
+    first, second = Failure((1,), "rank 1 raised it"), Failure((2,), "rank 2 raised it")
+    arrived[1].report(first)
+    soon(lambda: arrived[0].failure() is not None)
+    arrived[2].report(second)
+    arrived[2].report(second, "scope")
+    soon(lambda: all(presence.failure("scope") == second for presence in arrived))
+    assert [presence.failure() for presence in arrived] == [first] * SIZE
+    for presence in reversed(arrived):
+        presence.close()
