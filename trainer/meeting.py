@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
@@ -34,6 +35,9 @@ from trainer.launch import Launch, meeting_point
 #: What torch has beyond its deadline to say itself whom it waited for, and to notice that its connection is shut.
 _GRACE_S = 2.0
 _KNOCK_AGAIN_S = 0.05
+
+#: How long one attempt to connect to the store takes at most, and for how long nobody listens where the store has ended.
+_ATTEMPT_S, _GONE_S = 1.0, 1.0
 
 #: Which rank keeps the hub, for a rank 0 that finds its port taken: none that would come later.
 _NO_RANK = -1
@@ -68,8 +72,6 @@ def meet(launch: Launch, timeout_s: float, backend: str, left: Container[str] = 
     with coming_together(launch.rank, timeout_s, operation="init"):
         card = card_of(launch.rank, host_id(), machine_id(), os.environ) | {"identity": identity_of(os.environ, launch)}
         with _meeting_at(place):
-            if launch.rank != 0:
-                _knock(address, port, deadline)
             opened = _bounded(lambda: _open_store(launch, address, port, deadline), deadline + _GRACE_S, address, port)
             store, keeps_hub = opened
             hub_rank = 0 if launch.rank != 0 or keeps_hub else _NO_RANK
@@ -115,21 +117,43 @@ def _open_store(launch: Launch, address: str, port: int, deadline: float) -> tup
     taken the port before."""
     timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
     if os.environ.get(AGENT_STORE) == "True":
+        if launch.rank != 0:
+            _knock(address, port, deadline)
         store, _, _ = next(rendezvous("env://", launch.rank, launch.size, timeout=timeout))
         return store, True
 
-    def open_store(keeps: bool) -> Store:
-        return left_to_parent(
-            TCPStore(address, port, launch.size, keeps, timeout, multi_tenant=True, wait_for_workers=False)
-        )
-
     if launch.rank == 0:
         try:
-            return open_store(keeps=True), True
+            return _store(launch, address, port, timeout, keeps=True), True
         except dist.DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
                 raise
-    return open_store(keeps=False), False
+    return _reach(launch, address, port, deadline), False
+
+
+def _store(launch: Launch, address: str, port: int, timeout: timedelta, *, keeps: bool) -> Store:
+    store = TCPStore(address, port, launch.size, keeps, timeout, multi_tenant=True, wait_for_workers=False)
+    return left_to_parent(store)
+
+
+def _reach(launch: Launch, address: str, port: int, deadline: float) -> Store:
+    """Connect to the store that rank 0 keeps, once there is one. Raises LinkError where there is none any more, and the error of
+    the last attempt at the deadline."""
+    last_seen = math.inf
+    while True:
+        try:
+            _knock(address, port, min(deadline, max(time.monotonic(), last_seen + _GONE_S)))
+            last_seen = time.monotonic()
+            # One attempt goes on for as long as it may, also where nobody listens any more.
+            store = _store(launch, address, port, timedelta(seconds=_ATTEMPT_S), keeps=False)
+            store.set_timeout(timedelta(seconds=max(_ATTEMPT_S, deadline - time.monotonic())))
+            return store
+        except (OSError, dist.DistError) as error:
+            if time.monotonic() >= deadline:
+                raise
+            if isinstance(error, ConnectionRefusedError) and time.monotonic() >= last_seen + _GONE_S:
+                detail = "what listened there has ended, as the process of rank 0 does"
+                raise LinkError(0, timed_out=False, detail=detail, ended=True) from error
 
 
 def agreed_ranks(launched: Membership, comm: Sequence[int] | None, timeout_s: float) -> list[int]:

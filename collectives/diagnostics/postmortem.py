@@ -139,8 +139,10 @@ def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
             if (differs := _other_message(messages, rank, mine.call)) is not None:
                 return differs
             return CollectiveError("; ".join(_failed_in(messages)), rank=rank, operation=mine.call)
-        pairs = _pairs_text(findings.cut) or "to a living rank"
-        return CollectiveError(f"a connection {pairs} broke: {detail}", rank=rank, operation=mine.call)
+        pairs = set(findings.cut) or _pairs_with_silence(findings)
+        there = {one if other == rank else other for one, other in pairs if rank in (one, other)}
+        broke = f"a connection {_pairs_text(pairs) or 'to a living rank'} broke: {detail}"
+        return CollectiveError(broke, rank=rank, operation=mine.call, ranks=there)
     waiting_for, why = _unanswered(findings.reports, rank, findings.cut)
     return _timeout(findings, waiting_for, rank, [why])
 
@@ -194,6 +196,17 @@ def difference_of(
     are alike. said: what ranks told of their calls before they failed, as (rank, call)."""
     reported = ((rank, call) for rank, report in reports.items() for call in report.calls())
     return first_difference([*said, *reported], after)
+
+
+def _pairs_with_silence(findings: Findings) -> set[tuple[int, int]]:
+    """Return between which ranks something does not pass, as far as the reports tell: those that wait for one that says nothing,
+    although it neither has ended nor has left."""
+    reports = findings.reports
+    return {
+        (min(rank, peer), max(rank, peer))
+        for rank, report in reports.items()
+        for peer in set(report.waiting_for) - reports.keys() - findings.left.keys()
+    }
 
 
 def _pairs_text(pairs: Set[tuple[int, int]]) -> str:

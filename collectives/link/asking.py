@@ -79,12 +79,13 @@ class Asking:
 
 
 def _unblock(answer: Future[Any], store: Store) -> None:
-    """End a call that still waits: a thread that wakes in there while the interpreter ends aborts the process."""
+    """End a call that still waits, or wait for it: a thread that wakes in there while the interpreter ends aborts the process."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     end = time.monotonic() + _UNBLOCK_S
-    while isinstance(store, TCPStore) and not answer.done() and time.monotonic() < end:
-        shut(connections(store.host, store.port))
+    while not answer.done() and time.monotonic() < end:
+        if isinstance(store, TCPStore):  # in others a call ends soon after its deadline
+            shut(connections(store.host, store.port))
         wait([answer], _LOOK_AGAIN_S)
 
 

@@ -299,6 +299,7 @@ class Hub:
         self._gone: set[int] = set()
         self._said: list[Card] = []
         self._is_complete = False
+        self._is_short = False  # of descriptors
         self._serves = True
         self._complete_at: float | None = None
         self._inquiries: list[_Inquiry] = []
@@ -355,7 +356,10 @@ class Hub:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it has ended already, or this process has no descriptor left, which its rank reports
+        except OSError as error:  # it has ended already, or this process has no descriptor left
+            if error.errno in OWN_FAULTS and not self._is_complete and not self._is_short:
+                self._is_short = True
+                self._tell({"kind": "failure", "scope": ""} | asdict(Failure.of(error, self.card["rank"])))
             time.sleep(_LOOK_AGAIN_S)
             return
         connection.setblocking(False)

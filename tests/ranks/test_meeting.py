@@ -7,6 +7,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 import trainer as hvd
 from collectives import CollectiveError, Communicator
+from collectives.errors import LinkError
 from tests.harness import EXCHANGE_TIMEOUT_S, World
 from tests.soak.faults import KILLED, STOPPED
 from tests.soak.meetings import (
@@ -25,14 +27,15 @@ from tests.soak.meetings import (
     NO_DESCRIPTORS,
     NO_THREADS,
     MeetingFault,
-    arrived_file,
     come_together,
+    is_known_at_once,
     prepare_init,
 )
 from tests.soak.ranks import failed_at_file, report_file
 from tests.soak.verdict import judge_meeting
 from trainer.jobs import OneJob
-from trainer.launch import read_launch
+from trainer.launch import Launch, read_launch
+from trainer.meeting import _reach
 from trainer.world import start_torch_distributed
 
 DEADLINE_S = 60.0
@@ -48,7 +51,7 @@ def judged(world: World, directory: Path, fault: MeetingFault) -> list[str]:
         outcomes += world.collect(DEADLINE_S, ranks=[fault.victim])
     reports = {r: pickle.loads(p.read_bytes()) for r in fault.survivors if (p := report_file(directory, r)).exists()}
     failed_at = float(failed_at_file(directory).read_text())
-    arrived = arrived_file(directory).exists()
+    arrived = is_known_at_once(fault, directory)
     return [str(finding) for finding in judge_meeting(fault, outcomes, reports, failed_at, arrived)]
 
 
@@ -229,3 +232,16 @@ def keep_no_meeting(directory: Path) -> None:
 
 def test_who_leaves_first_is_missed_by_nobody(failing_world: Callable[[int], World], tmp_path: Path) -> None:
     failing_world(2).run(keep_no_meeting, tmp_path)
+
+
+def test_a_store_that_has_ended_is_not_waited_for() -> None:
+    """Rank 0 has ended between this rank's first sight of it and its connection to the store."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        thread = threading.Thread(target=lambda: (server.accept()[0].close(), server.close()))
+        thread.start()
+        with pytest.raises(LinkError, match="what listened there has ended") as caught:
+            _reach(Launch("torchrun", 1, 2, None, None), "127.0.0.1", port, time.monotonic() + DEADLINE_S)
+        thread.join()
+    assert caught.value.ended
+    assert caught.value.awaited == {0}

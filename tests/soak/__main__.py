@@ -27,7 +27,7 @@ from bench.hosts import HostsError
 from tests.harness import GRACE_S, TRANSPORTS, Outcome, World
 from tests.soak.faults import KINDS, NETWORK_KINDS, STOPPED, Fault, draw_fault
 from tests.soak.meetings import KINDS as MEETING_KINDS
-from tests.soak.meetings import MeetingFault, arrived_file, come_together, draw_meeting_fault
+from tests.soak.meetings import MeetingFault, come_together, draw_meeting_fault, is_known_at_once
 from tests.soak.network import Network
 from tests.soak.operations import SESSION_OPERATIONS, draw_session
 from tests.soak.places import NAMESPACES, Place, place
@@ -211,7 +211,7 @@ class Soak:
         failed_at: float | None,
         directory: Path,
     ) -> None:
-        arrived = arrived_file(directory).exists()
+        arrived = is_known_at_once(fault, directory)
         raised = [report.witness.raised for report in reports.values() if report.witness is not None]
         told = failed_at is not None and len(raised) == len(fault.survivors)
         news = max(raised) - failed_at if failed_at is not None and told else None

@@ -32,6 +32,7 @@ from tests.soak.ranks import (
     wait_for_reports,
     write,
 )
+from trainer import meeting
 
 INIT, COMMUNICATOR = PLACES = ("init()", "Communicator()")
 NO_THREADS, NO_DESCRIPTORS = UNABLE = ("cannot start threads", "has no descriptors left")
@@ -87,8 +88,21 @@ def draw_meeting_fault(seed: int, transport: str, index: int) -> MeetingFault:
 
 
 def arrived_file(directory: Path) -> Path:
-    """Return what is there if the victim had arrived before it failed, so that the others can know of its end at once."""
+    """Return what is there if the victim had arrived before it failed."""
     return directory / "arrived"
+
+
+def _reached_file(directory: Path, rank: int) -> Path:
+    """Return what is there once a rank has reached the store of the meeting point."""
+    return directory / f"reached-{rank}"
+
+
+def is_known_at_once(fault: MeetingFault, directory: Path) -> bool:
+    """Return whether the others could know at once that the victim failed: it had arrived, and where the store and the hub ended
+    with it, as rank 0's do, they had reached these before."""
+    keeps_all = fault.place == INIT and fault.victim == 0
+    reached = all(_reached_file(directory, rank).exists() for rank in fault.survivors)
+    return arrived_file(directory).exists() and (reached or not keeps_all)
 
 
 def come_together(fault: MeetingFault, directory: Path) -> NoReturn:
@@ -99,6 +113,8 @@ def come_together(fault: MeetingFault, directory: Path) -> NoReturn:
     elif fault.index % 2:
         meet_at_rank_0("127.0.0.1", directory)
     is_victim = rank == fault.victim
+    if fault.place == INIT and not is_victim:
+        _note_reaching(directory, rank)
     if is_victim:
         sys.setprofile(_Trap(fault, directory))
     waited_since = time.monotonic()
@@ -127,6 +143,17 @@ def come_together(fault: MeetingFault, directory: Path) -> NoReturn:
     write(report_file(directory, rank), report)
     wait_for_reports(directory, fault.survivors)
     leave()
+
+
+def _note_reaching(directory: Path, rank: int) -> None:
+    connect = meeting._store
+
+    def connect_and_note(*args: Any, **kwargs: Any) -> Any:
+        store = connect(*args, **kwargs)
+        _reached_file(directory, rank).touch()
+        return store
+
+    meeting._store = connect_and_note
 
 
 class _Trap:

@@ -166,6 +166,18 @@ def test_a_connection_that_broke_between_the_living_is_called_that() -> None:
     assert "a connection between ranks 0 and 1 broke" in str(error)
 
 
+def test_a_connection_to_a_rank_that_says_nothing_is_named_by_its_ends() -> None:
+    """As where nothing arrives that one of them sends, its report neither."""
+    reports = {0: stopped(1), 2: stopped(0), 3: stopped(2)}
+    error = judged(0, reports)
+    assert "a connection between ranks 0 and 1 broke" in str(error)
+    assert error.ranks == (1,)
+    error = judged(3, reports)
+    assert "a connection between ranks 0 and 1 broke" in str(error)
+    assert error.ranks == ()
+    assert "to a living rank" in str(judged(0, reports, left={1: 9}))
+
+
 def test_ranks_that_wait_in_a_circle_blame_the_link_that_loses_messages_and_nobody() -> None:
     """Rank 2 hears nothing that it is sent, and is heard."""
     reports = {rank: stopped((rank + 2) % 3, gave_up=True) for rank in range(3)}
