@@ -299,7 +299,6 @@ class Hub:
         self._gone: set[int] = set()
         self._said: list[Card] = []
         self._is_complete = False
-        self._is_short = False  # of descriptors
         self._serves = True
         self._complete_at: float | None = None
         self._inquiries: list[_Inquiry] = []
@@ -356,10 +355,7 @@ class Hub:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError as error:  # it has ended already, or this process has no descriptor left
-            if error.errno in OWN_FAULTS and not self._is_complete and not self._is_short:
-                self._is_short = True
-                self._tell({"kind": "failure", "scope": ""} | asdict(Failure.of(error, self.card["rank"])))
+        except OSError:  # it has ended already, or this process has no descriptor left
             time.sleep(_LOOK_AGAIN_S)
             return
         connection.setblocking(False)
@@ -491,7 +487,10 @@ def arrive(
             try:
                 presence = _enter(hub_card, hub, card, deadline, notes)
                 for _ in presence.await_all(deadline):
-                    if hub is not None and (failure := notes.read()) is not None:
+                    if hub is None:
+                        continue
+                    socket.socket().close()  # raises where those who are still to come could not be accepted
+                    if (failure := notes.read()) is not None:
                         presence.report(failure)
                 check_addresses(presence.cards)
                 return presence
