@@ -33,11 +33,39 @@ class DaemonThread:
         return future
 
 
+class CallersThread:
+    """Runs each call when it is submitted, on the thread of the caller, which waits until it returns."""
+
+    def submit(self, call: Callable[[], _Result]) -> Future[_Result]:
+        """Run a call; return what holds its result or error."""
+        future: Future[_Result] = Future()
+        _run(call, future)
+        return future
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def daemon_or_callers_thread(name: str) -> DaemonThread | CallersThread:
+    """Return a new thread, or the caller's in a process that cannot start one: it still has to reach the other ranks, to report
+    that it cannot go on."""
+    try:
+        return DaemonThread(name)
+    except RuntimeError:
+        return CallersThread()
+
+
 def _serve(calls: _Calls) -> None:
     while (each := calls.get()) is not None:
         call, future = each
-        try:
-            future.set_result(call())
-        except BaseException as error:  # raised where the result is asked for
-            future.set_exception(error)
+        _run(call, future)
         del each, call, future  # with what they hold on to
+
+
+def _run(call: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # raised where the result is asked for
+        future.set_exception(error)
+    finally:
+        del call, future  # which the error's traceback would keep

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from collectives.daemon import DaemonThread
+from collectives.daemon import DaemonThread, daemon_or_callers_thread
 from collectives.environment import AGENT_STORE
 from collectives.errors import LinkError
 from collectives.link.asking import connections, shut
@@ -197,7 +197,9 @@ def _bounded(
     is left waiting in there would abort the process, were it to wake while the interpreter ends.
     """
     before = connections(address, port) if check is None else set()
-    thread = DaemonThread("trainer.init")
+    # A process that has yet to arrive goes on without a thread where it cannot start one, or the others would wait for it.
+    start = daemon_or_callers_thread if check is None else DaemonThread
+    thread = start("trainer.init")
     future = thread.submit(call)
     thread.close()
     try:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from collectives.daemon import DaemonThread
+from collectives.daemon import daemon_or_callers_thread
 from collectives.errors import LinkError
 
 #: How often a call that waits for its answer checks whether there is any use in waiting.
@@ -33,7 +33,7 @@ _Answer = TypeVar("_Answer")
 
 class Asking:
     """Asks a store, which answers nobody while the process that keeps it is stopped: torch waits without a deadline for that, so
-    the calls are made on a thread that can be left waiting.
+    the calls are made on a thread that can be left waiting. Where none can be started, torch's own timeouts alone bound them.
 
     deadline: time.monotonic() seconds. check: called again and again; raises LinkError where there is no use in waiting.
     keepers: the rank whose process keeps the store, where it is one of those that connect.
@@ -50,7 +50,7 @@ class Asking:
         self._deadline = deadline
         self._check = check
         self._keepers = keepers
-        self._thread = DaemonThread("gradwire-store")
+        self._thread = daemon_or_callers_thread("gradwire-store")
 
     def ask(self, call: Callable[[], _Answer]) -> _Answer:
         """Return what a call returns that asks the store. Raises LinkError where there is no answer by the deadline, where the

@@ -63,6 +63,7 @@ def judged(world: World, directory: Path, fault: MeetingFault) -> list[str]:
         (KILLED, AFTER),
         (STOPPED, 30),
         (STOPPED, 250),
+        (NO_THREADS, 10),
         (NO_THREADS, 150),
         (NO_DESCRIPTORS, 150),
     ],

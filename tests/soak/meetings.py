@@ -98,11 +98,12 @@ def _reached_file(directory: Path, rank: int) -> Path:
 
 
 def is_known_at_once(fault: MeetingFault, directory: Path) -> bool:
-    """Return whether the others could know at once that the victim failed: it had arrived, and where the store and the hub ended
-    with it, as rank 0's do, they had reached these before."""
+    """Return whether the others could know at once that the victim failed: it had arrived, or cannot start threads and arrives to
+    say so; and where the store and the hub ended with it, as rank 0's do, they had reached these before."""
     keeps_all = fault.place == INIT and fault.victim == 0
     reached = all(_reached_file(directory, rank).exists() for rank in fault.survivors)
-    return arrived_file(directory).exists() and (reached or not keeps_all)
+    arrived = arrived_file(directory).exists() or fault.kind == NO_THREADS
+    return arrived and (reached or not keeps_all)
 
 
 def come_together(fault: MeetingFault, directory: Path) -> NoReturn:
