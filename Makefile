@@ -3,7 +3,6 @@ PROCESSES ?= 2
 ARGS ?=
 
 BIN := .venv/bin
-PACKAGES := collectives trainer bench
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help train test test-all test-integrations soak lint docs docs-serve docs-check package matrix clean
@@ -14,7 +13,7 @@ help:  ## list the targets
 train: .venv/.train  ## train a small GPT on 2 processes (PROCESSES=N) for a minute; options pass through: ARGS="--compare ddp"
 	@echo "Training a small GPT on $(PROCESSES) processes for a minute, which begins when all is loaded and compiled."
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(PROCESSES) \
-		-m trainer.examples.bytes_gpt --seconds 60 --out runs/quickstart $(ARGS)
+		-m gradwire.trainer.examples.bytes_gpt --seconds 60 --out runs/quickstart $(ARGS)
 
 # More workers than cores: while one waits for a deadline, another computes.
 PYTEST := $(BIN)/python -m pytest tests -n 3 --dist worksteal
@@ -34,7 +33,7 @@ soak: .venv/.test  ## random operations and random faults for an hour or more; o
 lint: .venv/.lint  ## check style, types and the import contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict $(PACKAGES)
+	$(BIN)/mypy --strict gradwire
 	$(BIN)/lint-imports
 
 docs: .venv/.docs  ## build the site into build/site; a broken link is an error
@@ -52,7 +51,7 @@ package: .venv/.package  ## build the source distribution and the wheel in dist/
 	$(BIN)/python -m twine check --strict dist/*
 	for file in .ci/run Makefile docs/algorithms.md noxfile.py tests/unit/test_report.py; do \
 		tar -tzf dist/*.tar.gz | grep "/$$file$$" > /dev/null || { echo "the source distribution lacks $$file"; exit 1; }; done
-	for file in collectives/kernels/cuda/codecs.cuh collectives/py.typed trainer/py.typed; do \
+	for file in gradwire/collectives/kernels/cuda/codecs.cuh gradwire/py.typed; do \
 		$(BIN)/python -m zipfile -l dist/*.whl | grep "^$$file " > /dev/null || { echo "the wheel lacks $$file"; exit 1; }; done
 
 matrix: .venv/.matrix  ## run a smoke test on every Python found here, with the oldest and newest packages claimed

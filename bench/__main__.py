@@ -1,4 +1,4 @@
-"""`python -m bench NAME ...`: each name's own `--help` lists its flags."""
+"""`python -m gradwire.bench NAME ...`: each name's own `--help` lists its flags."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ COLLECTIVES = ("allreduce", "reduce_scatter", "allgather", "broadcast", "alltoal
 BENCHMARKS = (*COLLECTIVES, "step", "convergence", "rules")
 
 USAGE = """\
-usage: torchrun --nproc-per-node 4 -m bench COLLECTIVE [flags]    a collective: time, bandwidth, correctness
-       torchrun --nproc-per-node 2 -m bench step [flags]          a training step beside DDP's
-       torchrun --nproc-per-node 4 -m bench convergence [flags]   training with every codec, beside training without
-       torchrun --nproc-per-node 4 -m bench rules [flags]         training by several update rules
-       python -m bench codec [flags]                              every codec's rates and errors, beside torch's operations
-       python -m bench hosts [flags] -- COLLECTIVE|step|convergence|rules|COMMAND   any of these on simulated hosts (root)
+usage: torchrun --nproc-per-node 4 -m gradwire.bench COLLECTIVE [flags]    a collective: time, bandwidth, correctness
+       torchrun --nproc-per-node 2 -m gradwire.bench step [flags]          a training step beside DDP's
+       torchrun --nproc-per-node 4 -m gradwire.bench convergence [flags]   training with and without every codec
+       torchrun --nproc-per-node 4 -m gradwire.bench rules [flags]         training by several update rules
+       gradwire bench codec [flags]                                        every codec beside torch's operations
+       gradwire bench hosts [flags] -- NAME|COMMAND                        any of these on simulated hosts (as root)
 
 COLLECTIVE is one of {collectives}."""
 
@@ -21,27 +21,27 @@ COLLECTIVE is one of {collectives}."""
 def main() -> int:
     name, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
     if name in COLLECTIVES:
-        from bench import micro
+        from gradwire.bench import micro
 
         return micro.main(name, arguments)
     if name == "step":
-        from bench import step
+        from gradwire.bench import step
 
         return step.main(arguments)
     if name == "convergence":
-        from bench import convergence
+        from gradwire.bench import convergence
 
         return convergence.main(arguments)
     if name == "rules":
-        from bench import rules
+        from gradwire.bench import rules
 
         return rules.main(arguments)
     if name == "codec":
-        from bench import codec
+        from gradwire.bench import codec
 
         return codec.main(arguments)
     if name == "hosts":
-        from bench import hosts
+        from gradwire.bench import hosts
 
         return hosts.main(arguments, BENCHMARKS)
     asked = name in ("-h", "--help")

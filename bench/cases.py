@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from bench.verification import contribution_tile, expand, own_tile, reduced_tile
-from collectives import Communicator
+from gradwire.bench.verification import contribution_tile, expand, own_tile, reduced_tile
+from gradwire.collectives import Communicator
 
 #: torch.distributed's names since 2.13, and before.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,4 +1,4 @@
-"""`python -m bench codec`: what encoding and decoding cost, beside a copy and torch's own operations for the same codec.
+"""`gradwire bench codec`: what encoding and decoding cost, beside a copy and torch's own operations for the same codec.
 
 For each codec all take turns (see `bench.timing`): a copy, our four operations, and torch's. Times are those of the device:
 a core's, that it has computed for this process, or a GPU's.
@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.codec_turns import CODECS, COPIED_BYTES, CodecRow, Numbers, measure
-from bench.meta import software_and_machine
-from bench.options import count_from, picture, size
-from bench.timing import Protocol
+from gradwire.bench.codec_turns import CODECS, COPIED_BYTES, CodecRow, Numbers, measure
+from gradwire.bench.meta import software_and_machine
+from gradwire.bench.options import count_from, picture, size
+from gradwire.bench.timing import Protocol
 
 #: Torch's operations are for whole blocks: this is the largest.
 MULTIPLE = 1024
@@ -50,7 +50,7 @@ def element_count(text: str) -> int:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m bench codec",
+        prog="python -m gradwire.bench codec",
         description="Time and check encoding and decoding, beside a copy and torch's own operations, on one core or GPU.",
         epilog=NOTES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -122,7 +122,7 @@ def run(chosen: argparse.Namespace) -> list[CodecRow]:
         chosen.json.parent.mkdir(parents=True, exist_ok=True)
         chosen.json.write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     if chosen.plot:
-        from bench.codec_plot import draw
+        from gradwire.bench.codec_plot import draw
 
         chosen.plot.parent.mkdir(parents=True, exist_ok=True)
         draw(rows, meta, chosen.plot)

@@ -1,4 +1,4 @@
-"""What a codec promises of each number: no result of `python -m bench codec` goes by without a look at this."""
+"""What a codec promises of each number: no result of `python -m gradwire.bench codec` goes by without a look at this."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import math
 import torch
 from torch import Tensor
 
-from collectives.compression.casts import BFloat16, Float16
-from collectives.compression.chunktopk import ChunkTopK
-from collectives.compression.codec import Codec
-from collectives.compression.dense import Blocked
-from collectives.compression.fp8 import Float8
-from collectives.compression.integers import Int4, Int8
-from collectives.compression.onebit import OneBit
-from collectives.compression.randomk import RandomK
-from collectives.compression.sparse import Sparse
-from collectives.compression.stochastic import QSGD, Natural, TernGrad
-from collectives.compression.threshold import Threshold
-from collectives.kernels.reference.chunks import CHUNK
+from gradwire.collectives.compression.casts import BFloat16, Float16
+from gradwire.collectives.compression.chunktopk import ChunkTopK
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.dense import Blocked
+from gradwire.collectives.compression.fp8 import Float8
+from gradwire.collectives.compression.integers import Int4, Int8
+from gradwire.collectives.compression.onebit import OneBit
+from gradwire.collectives.compression.randomk import RandomK
+from gradwire.collectives.compression.sparse import Sparse
+from gradwire.collectives.compression.stochastic import QSGD, Natural, TernGrad
+from gradwire.collectives.compression.threshold import Threshold
+from gradwire.collectives.kernels.reference.chunks import CHUNK
 
 #: Bounds are exact in real numbers; codes are computed in float32.
 _ROUNDING = 1 + 1e-3

@@ -1,4 +1,4 @@
-"""The codecs in torch's own operations: what one writes without kernels, and the other side of `python -m bench codec`.
+"""The codecs in torch's own operations: what one writes without kernels, and the other side of `python -m gradwire.bench codec`.
 
 As fast as we could write them: temporaries are kept from call to call, or else allocated as expressions do; maxima need no
 pass for magnitudes, bits are packed as the lanes of wider integers. Numbers are a multiple of the block. What ours do beyond
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives.compression.codec import Codec
-from collectives.kernels.reference.chunks import CHUNK
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.kernels.reference.chunks import CHUNK
 
 #: Magnitudes are taken to be at least this, so that nothing is divided by 0.
 _LEAST = 1e-30

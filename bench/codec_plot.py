@@ -9,8 +9,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from bench.codec_turns import OPERATIONS, CodecRow
-from bench.plot import FRAME, GRID, INK, QUIET, STYLES
+from gradwire.bench.codec_turns import OPERATIONS, CodecRow
+from gradwire.bench.plot import FRAME, GRID, INK, QUIET, STYLES
 
 TITLES = {
     "encode": "encode",

@@ -1,4 +1,4 @@
-"""The turns of `python -m bench codec`: what they work on, what becomes of it, and what they cost."""
+"""The turns of `python -m gradwire.bench codec`: what they work on, what becomes of it, and what they cost."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench import codec_checks, timing
-from bench.codec_peers import PEERS, Contender
-from bench.compare import speedup_interval
-from bench.timing import Machine, Times, median_and_p99, take_turns
-from collectives.compression.codec import Codec
-from collectives.compression.dgc import DGC
-from collectives.compression.fp8 import Float8
-from collectives.compression.integers import Int4, Int8
-from collectives.compression.registry import CODECS as REGISTRY
-from collectives.compression.sparse import Sparse
+from gradwire.bench import codec_checks, timing
+from gradwire.bench.codec_peers import PEERS, Contender
+from gradwire.bench.compare import speedup_interval
+from gradwire.bench.timing import Machine, Times, median_and_p99, take_turns
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.dgc import DGC
+from gradwire.collectives.compression.fp8 import Float8
+from gradwire.collectives.compression.integers import Int4, Int8
+from gradwire.collectives.compression.registry import CODECS as REGISTRY
+from gradwire.collectives.compression.sparse import Sparse
 
 _DEFAULTS: dict[str, Codec] = {name: codec() for name, codec in REGISTRY.items() if name != "none"}
 #: Settings that have kernels of their own.

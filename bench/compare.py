@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from bench.cases import Job
-from bench.table import Row, format_us
-from bench.timing import Times
-from collectives.sizes import format_size
+from gradwire.bench.cases import Job
+from gradwire.bench.table import Row, format_us
+from gradwire.bench.timing import Times
+from gradwire.collectives.sizes import format_size
 
 RESAMPLES = 2000
 FEWEST_TURNS = 8

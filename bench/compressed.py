@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.cases import CASES, Buffers, Job
-from bench.codec_checks import relative_error
-from bench.compare import format_comparison
-from bench.table import Row, format_heading, format_row, format_trailer
-from bench.timing import (
+from gradwire.bench.cases import CASES, Buffers, Job
+from gradwire.bench.codec_checks import relative_error
+from gradwire.bench.compare import format_comparison
+from gradwire.bench.table import Row, format_heading, format_row, format_trailer
+from gradwire.bench.timing import (
     Protocol,
     Times,
     distributed_machine,
@@ -30,9 +30,9 @@ from bench.timing import (
     slowest_rank,
     take_turns,
 )
-from collectives import Communicator
-from collectives.compression.algorithms_for import shot_of
-from collectives.compression.codec import Codec, State
+from gradwire.collectives import Communicator
+from gradwire.collectives.compression.algorithms_for import shot_of
+from gradwire.collectives.compression.codec import Codec, State
 
 Codecs = Mapping[str, tuple[Codec, bool]]
 Measured = tuple[Job, Row, Times]

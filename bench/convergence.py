@@ -1,4 +1,4 @@
-"""`torchrun --nproc-per-node 4 -m bench convergence`: what codecs do to training, at equal steps and seeds.
+"""`torchrun --nproc-per-node 4 -m gradwire.bench convergence`: what codecs do to training, at equal steps and seeds.
 
 The examples' models train from the same weights on the same data in the same order, once with each codec, by
 DistributedOptimizer(compression=name). What differs is what the exchange loses.
@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import trainer as hvd
-from bench.meta import software_and_machine
-from bench.options import count_from, picture
-from collectives.compression.matrices import MatrixCodec
-from trainer.compression import NAMES, Cast, Encoding, Policy
-from trainer.examples import bytes_gpt, digits_cnn
-from trainer.examples.loop import Run, Task, choose_device
-from trainer.examples.report import OURS
+import gradwire as hvd
+from gradwire.bench.meta import software_and_machine
+from gradwire.bench.options import count_from, picture
+from gradwire.collectives.compression.matrices import MatrixCodec
+from gradwire.trainer.examples import bytes_gpt, digits_cnn
+from gradwire.trainer.examples.loop import Run, Task, choose_device
+from gradwire.trainer.examples.report import OURS
+from gradwire.trainer.gradients.compression import NAMES, Cast, Encoding, Policy
 
 NONE = "none"
 #: The training loss at the end is the mean of so many steps, as a batch's depends on what is in it.
@@ -98,7 +98,7 @@ def names_of(known: Sequence[str], text: str) -> list[str]:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m bench convergence",
+        prog="python -m gradwire.bench convergence",
         description="Train the examples' models with each codec, and without. Run under torchrun.",
         epilog=NOTES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -242,7 +242,7 @@ def main(arguments: Sequence[str]) -> int:
                     json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
                 )
     if speaks and chosen.plot:
-        from bench.convergence_plot import draw
+        from gradwire.bench.convergence_plot import draw
 
         chosen.plot.parent.mkdir(parents=True, exist_ok=True)
         draw(rows, meta, chosen.plot)

@@ -11,11 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from bench.plot import FRAME, GRID, INK, OTHERS, QUIET
-from trainer.examples.report import running_means
+from gradwire.bench.plot import FRAME, GRID, INK, OTHERS, QUIET
+from gradwire.trainer.examples.report import running_means
 
 if TYPE_CHECKING:
-    from bench.convergence import ConvergenceRow
+    from gradwire.bench.convergence import ConvergenceRow
 
 #: A panel each; codecs that are not among them share one more.
 KINDS = (

@@ -1,4 +1,4 @@
-"""Simulated hosts on one machine: `python -m bench hosts --hosts 4 --rate 1gbit --ranks 8 -- allreduce -b 4M`.
+"""Simulated hosts on one machine: `python -m gradwire.bench hosts --hosts 4 --rate 1gbit --ranks 8 -- allreduce -b 4M`.
 
 Every host is a network, UTS and mount namespace of its own (own address, hostname, /etc/hosts and /dev/shm), so what
 runs in it can tell hosts apart as on real ones. A veth pair joins each host to one bridge, which stands in a namespace
@@ -241,7 +241,7 @@ def check_machine() -> None:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m bench hosts",
+        prog="python -m gradwire.bench hosts",
         description="Run a benchmark, or any command, on hosts simulated by network namespaces. Needs root.",
     )
     parser.add_argument("--hosts", type=int, default=4, help="hosts to simulate (default 4)")
@@ -265,9 +265,9 @@ def _stop(signal_number: int, _frame: FrameType | None) -> None:
 
 
 def main(arguments: Sequence[str], benchmarks: Sequence[str]) -> int:
-    """`benchmarks`: the names after `--` that mean `python -m bench NAME` and not a command."""
+    """`benchmarks`: the names after `--` that mean `python -m gradwire.bench NAME` and not a command."""
     chosen = parse_arguments(arguments)
-    bench = [sys.executable, "-m", "bench"] if chosen.command[0] in benchmarks else []
+    bench = [sys.executable, "-m", "gradwire.bench"] if chosen.command[0] in benchmarks else []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     try:

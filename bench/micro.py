@@ -1,4 +1,4 @@
-"""`torchrun --nproc-per-node 4 -m bench allreduce`: one collective, all its algorithms, nccl-tests' way."""
+"""`torchrun --nproc-per-node 4 -m gradwire.bench allreduce`: one collective, all its algorithms, nccl-tests' way."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bench import compressed, mpi
-from bench.cases import CASES, Buffers, Case, Job, torch_takes
-from bench.compare import format_comparison
-from bench.meta import device_name, software_and_machine
-from bench.options import DTYPES, parse_arguments
-from bench.table import Row, format_heading, format_row, format_trailer
-from bench.timing import (
+from gradwire.bench import compressed, mpi
+from gradwire.bench.cases import CASES, Buffers, Case, Job, torch_takes
+from gradwire.bench.compare import format_comparison
+from gradwire.bench.meta import device_name, software_and_machine
+from gradwire.bench.options import DTYPES, parse_arguments
+from gradwire.bench.table import Row, format_heading, format_row, format_trailer
+from gradwire.bench.timing import (
     Protocol,
     Times,
     distributed_machine,
@@ -32,10 +32,10 @@ from bench.timing import (
     slowest_rank,
     take_turns,
 )
-from bench.verification import count_wrong
-from collectives import Communicator
-from trainer.launch import read_launch
-from trainer.world import start_torch_distributed
+from gradwire.bench.verification import count_wrong
+from gradwire.collectives import Communicator
+from gradwire.trainer.world.launch import read_launch
+from gradwire.trainer.world.world import start_torch_distributed
 
 TORCH = "torch"
 """The competitor that is not ours: torch.distributed, called without a Communicator."""
@@ -232,7 +232,7 @@ def save(chosen: argparse.Namespace, rows: Sequence[Row], meta: dict[str, Any]) 
         chosen.json.parent.mkdir(parents=True, exist_ok=True)
         chosen.json.write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     if chosen.plot:
-        from bench.plot import draw
+        from gradwire.bench.plot import draw
 
         chosen.plot.parent.mkdir(parents=True, exist_ok=True)
         draw(rows, meta, chosen.plot)
@@ -243,7 +243,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
     chosen = parse_arguments(name, arguments)
     case = CASES[name]
     if chosen.peers and not mpi.under_mpirun():
-        print(f"bench {name}: --peers needs mpirun -n N python -m bench {name} ...", file=sys.stderr)
+        print(f"bench {name}: --peers needs mpirun -n N python -m gradwire.bench {name} ...", file=sys.stderr)
         return 2
     device = join_world(chosen.backend, chosen.timeout)
     try:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from bench.sizes import size_range
-from collectives.compression.codec import Codec
-from collectives.compression.registry import make_codec
-from collectives.sizes import parse_size
+from gradwire.bench.sizes import size_range
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.registry import make_codec
+from gradwire.collectives.sizes import parse_size
 
 NOT_HERE = """\
 nccl-tests' flags that are not here: -m, for a turn is one operation, and what launching many at once saves is not measured;
@@ -80,7 +80,7 @@ def _codecs(text: str) -> dict[str, tuple[Codec, bool]]:
 
 def parse_arguments(name: str, arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog=f"python -m bench {name}",
+        prog=f"python -m gradwire.bench {name}",
         description=f"Time and check {name} with every algorithm, nccl-tests' way. Run under torchrun.",
         epilog=NOT_HERE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -10,8 +10,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
-from bench.table import Row
-from collectives.sizes import format_size
+from gradwire.bench.table import Row
+from gradwire.collectives.sizes import format_size
 
 STYLES: dict[str, dict[str, Any]] = {
     # Broad and pale, for it lies over the line of the algorithm that it has chosen.

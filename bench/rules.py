@@ -1,4 +1,4 @@
-"""`torchrun --nproc-per-node 4 -m bench rules`: how far update rules get, at equal steps or in equal time.
+"""`torchrun --nproc-per-node 4 -m gradwire.bench rules`: how far update rules get, at equal steps or in equal time.
 
 All train bytes_gpt from the same weights on the same text, one after the other: a step of a rank is one of as many sequences,
 which its number and the seed decide. What differs is what ranks exchange, when, and whom they wait for.
@@ -19,16 +19,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import trainer as hvd
-from bench.meta import software_and_machine
-from bench.options import count_from, picture
-from bench.rules_competitors import FRAGMENTS, RULES, UNLIKE, Entry, Settings, entry
-from bench.rules_training import Length, Point, Slowness, Training
-from collectives.compression.chunktopk import ChunkTopK
-from trainer.compression import NAMES
-from trainer.examples import bytes_gpt
-from trainer.examples.loop import choose_device, digest, share_cores
-from trainer.server.aggregator import LATE
+import gradwire as hvd
+from gradwire.bench.meta import software_and_machine
+from gradwire.bench.options import count_from, picture
+from gradwire.bench.rules_competitors import FRAGMENTS, RULES, UNLIKE, Entry, Settings, entry
+from gradwire.bench.rules_training import Length, Point, Slowness, Training
+from gradwire.collectives.compression.chunktopk import ChunkTopK
+from gradwire.trainer.examples import bytes_gpt
+from gradwire.trainer.examples.loop import choose_device, digest, share_cores
+from gradwire.trainer.gradients.compression import NAMES
+from gradwire.trainer.servers.aggregator import LATE
 
 DEFAULT = "synchronous,average,diloco,average+chunktopk"
 MODELS: dict[str, dict[str, Any]] = {"small": {}, **bytes_gpt.PRESETS}
@@ -82,7 +82,7 @@ def slowness(text: str) -> Slowness:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m bench rules",
+        prog="python -m gradwire.bench rules",
         description="Train bytes_gpt by several update rules, and compare loss over tokens, time and bytes. Run under torchrun.",
         usage="%(prog)s [flags] RULE[+CODEC][@SHARE] ...",
         epilog=NOTES,
@@ -288,7 +288,7 @@ def main(arguments: Sequence[str]) -> int:
                         json.dumps({"meta": meta, "rows": [asdict(each) for each in rows]}, indent=1) + "\n"
                     )
     if hvd.rank() == 0 and chosen.plot:
-        from bench.rules_plot import draw
+        from gradwire.bench.rules_plot import draw
 
         draw(rows, meta, chosen.plot)
     hvd.shutdown()

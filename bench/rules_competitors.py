@@ -1,4 +1,4 @@
-"""The update rules that `python -m bench rules` compares: how each is made, and what its ranks have in common when."""
+"""The update rules that `python -m gradwire.bench rules` compares: how each is made, and what its ranks have in common when."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import trainer as hvd
-from collectives.compression.chunktopk import ChunkTopK
-from trainer.compression import NAMES, Compressor
-from trainer.examples.loop import adamw
-from trainer.server.aggregator import Late
+import gradwire as hvd
+from gradwire.collectives.compression.chunktopk import ChunkTopK
+from gradwire.trainer.examples.loop import adamw
+from gradwire.trainer.gradients.compression import NAMES, Compressor
+from gradwire.trainer.servers.aggregator import Late
 
 NONE = "none"
 FRAGMENTS = 4

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from bench.plot import FRAME, GRID, INK, OTHERS, QUIET
+from gradwire.bench.plot import FRAME, GRID, INK, OTHERS, QUIET
 
 if TYPE_CHECKING:
-    from bench.rules import RuleRow
+    from gradwire.bench.rules import RuleRow
 
 PANELS = (
     ("tokens", "tokens of all ranks", lambda value: value / 1e6, "M", "linear"),

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-import trainer as hvd
-from bench.rules_competitors import Competitor
-from trainer.examples import bytes_gpt
-from trainer.examples.loop import CLIP_NORM, FINAL_LR, Task, cross_entropy, mixed
+import gradwire as hvd
+from gradwire.bench.rules_competitors import Competitor
+from gradwire.trainer.examples import bytes_gpt
+from gradwire.trainer.examples.loop import CLIP_NORM, FINAL_LR, Task, cross_entropy, mixed
 
 AGREE_S = 2.0
 """About this often ranks that are in step agree on how far a run by time is."""

@@ -1,6 +1,6 @@
-"""`torchrun --nproc-per-node 2 -m bench step`: a training step of bytes_gpt with our optimizer, beside DDP's and none.
+"""`torchrun --nproc-per-node 2 -m gradwire.bench step`: a training step of bytes_gpt with our optimizer, beside DDP's and none.
 
-All train the same model from the same weights on the same data, in turns of a few steps each (see `bench.timing`).
+All train the same model from the same weights on the same data, in turns of a few steps each (see `gradwire.bench.timing`).
 `compute` exchanges nothing: what a step costs at least, and what the others' replicas drift apart without. With codecs, ours
 takes part with each of them too, and DDP with torch's fp16 hook. With --reports, ours also takes part with on_step, with a
 check of replicas after every step, and while a timeline is recorded. With --shard-states, ours also takes part with that,
@@ -25,17 +25,26 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-import trainer as hvd
-from bench.compare import format_interval, speedup_interval
-from bench.meta import software_and_machine
-from bench.options import count_from
-from bench.timing import Protocol, distributed_machine, median_and_p99, slowest_rank, take_turns
-from collectives import Communicator
-from collectives.diagnostics.timeline import Timeline
-from trainer.compression import NAMES
-from trainer.examples import bytes_gpt
-from trainer.examples.loop import Task, Trainee, adamw, choose_device, ddp_trainee, digest, our_trainee, share_cores
-from trainer.examples.report import Record
+import gradwire as hvd
+from gradwire.bench.compare import format_interval, speedup_interval
+from gradwire.bench.meta import software_and_machine
+from gradwire.bench.options import count_from
+from gradwire.bench.timing import Protocol, distributed_machine, median_and_p99, slowest_rank, take_turns
+from gradwire.collectives import Communicator
+from gradwire.collectives.diagnostics.timeline import Timeline
+from gradwire.trainer.examples import bytes_gpt
+from gradwire.trainer.examples.loop import (
+    Task,
+    Trainee,
+    adamw,
+    choose_device,
+    ddp_trainee,
+    digest,
+    our_trainee,
+    share_cores,
+)
+from gradwire.trainer.examples.report import Record
+from gradwire.trainer.gradients.compression import NAMES
 
 PRESETS: dict[str, dict[str, Any]] = {"small": {}, **bytes_gpt.PRESETS}
 LR = 1e-3
@@ -141,7 +150,7 @@ def codecs(text: str) -> tuple[str, ...]:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m bench step",
+        prog="python -m gradwire.bench step",
         description="Time a training step of bytes_gpt: our optimizer, torch's DDP, and no exchange. Run under torchrun.",
     )
     add = parser.add_argument

@@ -1,14 +1,14 @@
 """gradwire's collective layer: move tensors between ranks with an algorithm of your choice.
 
-from collectives import Communicator
+from gradwire.collectives import Communicator
 
 with Communicator() as communicator:
     communicator.allreduce(tensor, "average")
 """
 
-from collectives.communicator import Communicator
-from collectives.compression.registry import register_codec
-from collectives.errors import (
+from gradwire.collectives.communicator import Communicator
+from gradwire.collectives.compression.registry import register_codec
+from gradwire.collectives.errors import (
     CollectiveError,
     CollectiveTimeout,
     Mismatch,
@@ -16,12 +16,12 @@ from collectives.errors import (
     PeerLost,
     ReplicasDiffer,
 )
-from collectives.link.registry import register_link
-from collectives.plan.algorithms import register_algorithm
-from collectives.plan.check import ScheduleError, check_algorithm
-from collectives.plan.topology import Topology
-from collectives.run.prepared import PreparedOperation
-from collectives.run.work import Work
+from gradwire.collectives.link.registry import register_link
+from gradwire.collectives.plan.algorithms import register_algorithm
+from gradwire.collectives.plan.check import ScheduleError, check_algorithm
+from gradwire.collectives.plan.topology import Topology
+from gradwire.collectives.run.prepared import PreparedOperation
+from gradwire.collectives.run.work import Work
 
 __all__ = [
     "CollectiveError",

@@ -1,7 +1,7 @@
 """What can be asked of the package from a shell.
 
-python -m collectives info          what is found here, and which algorithm runs for which size; also under torchrun
-python -m collectives precompile    compile all kernels for the CPU now, so that no first run has to
+gradwire info          what is found here, and which algorithm runs for which size; also under torchrun
+gradwire precompile    compile all kernels for the CPU now, so that no first run has to
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import os
 import torch
 import torch.distributed as dist
 
-from collectives.communicator import Communicator
-from collectives.environment import TABLE_PREFIX
-from collectives.plan.algorithms import PLANNERS
-from collectives.plan.selection import Table
-from collectives.precompile import precompile
-from collectives.sizes import format_size
-from collectives.torch_internals import store_of_one
+from gradwire.collectives.communicator import Communicator
+from gradwire.collectives.environment import TABLE_PREFIX
+from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.plan.selection import Table
+from gradwire.collectives.precompile import precompile
+from gradwire.collectives.sizes import format_size
+from gradwire.collectives.torch_internals import store_of_one
 
 
 def _version(name: str) -> str:
@@ -78,7 +78,7 @@ def _info() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m collectives", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="gradwire", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", choices=["info", "precompile"])
     if parser.parse_args().command == "info":

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from collectives import verbs
-from collectives.compression.feedback import Feedback
-from collectives.compression.registry import CODECS
-from collectives.run.absences import Wanted
-from collectives.run.engine import Engine
+from gradwire.collectives import verbs
+from gradwire.collectives.compression.feedback import Feedback
+from gradwire.collectives.compression.registry import CODECS
+from gradwire.collectives.run.absences import Wanted
+from gradwire.collectives.run.engine import Engine
 
 
 class Absence:

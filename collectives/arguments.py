@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives.reduction import check_dtype
-from collectives.run.engine import Engine
-from collectives.run.messages import MOST_TAG
-from collectives.run.staging import kept, refusal
+from gradwire.collectives.reduction import check_dtype
+from gradwire.collectives.run.engine import Engine
+from gradwire.collectives.run.messages import MOST_TAG
+from gradwire.collectives.run.staging import kept, refusal
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

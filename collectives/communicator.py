@@ -13,26 +13,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives import objects, shared_tensors, verbs
-from collectives.absence import Absence
-from collectives.compression.codec import Codec
-from collectives.compression.feedback import Feedback
-from collectives.compression.registry import make_codec
-from collectives.diagnostics.timeline import Lane, Timeline
-from collectives.environment import LINK
-from collectives.link.connection import connect
-from collectives.link.membership import Membership, membership_of
-from collectives.link.registry import AUTO, check_link
-from collectives.plan.algorithms import PLANNERS
-from collectives.plan.selection import Table, default_segment_bytes, default_table, overrides, variables
-from collectives.plan.topology import Topology, host_id
-from collectives.reduction import Op, check_dtype
-from collectives.run.engine import Engine
-from collectives.run.messages import MessageWork
-from collectives.run.operations import DRAIN_S, MEET_S
-from collectives.run.plans import Plans, legal_algorithms
-from collectives.run.prepared import PreparedOperation
-from collectives.run.work import Work
+from gradwire.collectives import objects, shared_tensors, verbs
+from gradwire.collectives.absence import Absence
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.feedback import Feedback
+from gradwire.collectives.compression.registry import make_codec
+from gradwire.collectives.diagnostics.timeline import Lane, Timeline
+from gradwire.collectives.environment import LINK
+from gradwire.collectives.link.connection import connect
+from gradwire.collectives.link.membership import Membership, membership_of
+from gradwire.collectives.link.registry import AUTO, check_link
+from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.plan.selection import Table, default_segment_bytes, default_table, overrides, variables
+from gradwire.collectives.plan.topology import Topology, host_id
+from gradwire.collectives.reduction import Op, check_dtype
+from gradwire.collectives.run.engine import Engine
+from gradwire.collectives.run.messages import MessageWork
+from gradwire.collectives.run.operations import DRAIN_S, MEET_S
+from gradwire.collectives.run.plans import Plans, legal_algorithms
+from gradwire.collectives.run.prepared import PreparedOperation
+from gradwire.collectives.run.work import Work
 
 
 class Communicator:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from collectives import arguments, verbs
-from collectives.run.engine import Engine
+from gradwire.collectives import arguments, verbs
+from gradwire.collectives.run.engine import Engine
 
 
 def allgather_record(engine: Engine, record: Any) -> list[Any]:

@@ -10,13 +10,13 @@ from typing import TypeAlias
 
 import torch
 
-from collectives.compression.codec import Codec
-from collectives.compression.matrices import MatrixCodec
-from collectives.compression.powersgd import PowerSGD
-from collectives.compression.registry import CODECS
-from collectives.compression.rehearsal import rehearse
-from collectives.kernels import cpu_arithmetic, cpu_cache, cpu_kernels, cpu_sockets
-from collectives.kernels.first_use import FIRST_USE
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.matrices import MatrixCodec
+from gradwire.collectives.compression.powersgd import PowerSGD
+from gradwire.collectives.compression.registry import CODECS
+from gradwire.collectives.compression.rehearsal import rehearse
+from gradwire.collectives.kernels import cpu_arithmetic, cpu_cache, cpu_kernels, cpu_sockets
+from gradwire.collectives.kernels.first_use import FIRST_USE
 
 #: A name for people, and what compiles that part.
 Part: TypeAlias = tuple[str, Callable[[], object]]
@@ -64,13 +64,13 @@ def _parts() -> list[Part]:
 
 
 def _hash(words: torch.Tensor) -> None:
-    from collectives.kernels.cpu.hashing import hash_words
+    from gradwire.collectives.kernels.cpu.hashing import hash_words
 
     hash_words(words)
 
 
 def _dtypes() -> Sequence[torch.dtype]:
-    from collectives.kernels.cpu.arithmetic import DTYPES
+    from gradwire.collectives.kernels.cpu.arithmetic import DTYPES
 
     found: Sequence[torch.dtype] = DTYPES
     return found

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives import objects
-from collectives.errors import CollectiveError, ranks_text
-from collectives.link.shared_memory.budget import memory_left
-from collectives.link.shared_memory.segment import Segment
-from collectives.run.engine import Engine
+from gradwire.collectives import objects
+from gradwire.collectives.errors import CollectiveError, ranks_text
+from gradwire.collectives.link.shared_memory.budget import memory_left
+from gradwire.collectives.link.shared_memory.segment import Segment
+from gradwire.collectives.run.engine import Engine
 
 
 def shared_empty(engine: Engine, hosts: Sequence[Sequence[int]], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

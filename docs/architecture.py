@@ -39,7 +39,7 @@ def layers() -> Iterator[tuple[str, ...]]:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     yield ("bench",)
     for package in ("trainer", "collectives"):
-        inside = next(contract for contract in contracts if contract.get("containers") == [package])
+        inside = next(contract for contract in contracts if contract.get("containers") == [f"gradwire.{package}"])
         for layer in inside["layers"]:
             names = tuple(f"{package}.{name.strip()}" for name in layer.split("|"))
             if wanted := tuple(name for name in names if not name.endswith("__main__")):
@@ -74,7 +74,7 @@ def imports(modules: list[str]) -> list[tuple[str, str]]:
                     names = [f"{node.module}.{alias.name}" for alias in node.names]
                 elif isinstance(node, ast.Import):
                     names = [alias.name for alias in node.names]
-                found |= {(module, target) for name in names if (target := owner(name)) and target != module}
+                found |= {(module, target) for name in names if (target := owner(name.removeprefix("gradwire."))) and target != module}
     return sorted(found)
 
 

@@ -18,7 +18,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from collectives.sizes import format_size
+from gradwire.collectives.sizes import format_size
 
 DOCS = Path(__file__).parent
 NUMBERS = DOCS / "comparisons.json"
@@ -51,7 +51,7 @@ def size_text(size: int) -> str:
 
 
 def measured(title: str, path: Path) -> dict[str, Any]:
-    """Return a comparison as a run of `python -m bench allreduce -J FILE` has it: torch.distributed's time over ours."""
+    """Return a comparison as a run of `python -m gradwire.bench allreduce -J FILE` has it: torch.distributed's time over ours."""
     run = json.loads(path.read_text())
     rows, meta = run["rows"], run["meta"]
     peer = {row["bytes"]: row["time_us"] for row in rows if row["algorithm"] == "torch"}

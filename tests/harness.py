@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed
 
-from collectives.environment import LINK, SHARED_MEMORY
+from gradwire.collectives.environment import LINK, SHARED_MEMORY
 
 EXCHANGE_TIMEOUT_S = 20.0
 RUN_TIMEOUT_S = 60.0
@@ -57,10 +57,9 @@ _context.set_forkserver_preload(
     [
         "torch.distributed",
         "torch._dynamo",  # which every optimizer imports, for more than a second
-        "collectives",
-        "collectives.kernels.cpu.shared_memory",
-        "collectives.kernels.cpu.tcp",
-        "trainer",
+        "gradwire",
+        "gradwire.collectives.kernels.cpu.shared_memory",
+        "gradwire.collectives.kernels.cpu.tcp",
         "pytest",
     ]
 )

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives.compression.algorithms_for import ride, shot_of
-from collectives.compression.codec import Codec
-from collectives.compression.feedback import Feedback
-from collectives.compression.partition import effective, partition_of
-from collectives.compression.seeds import rounding_seed
-from collectives.plan.spans import Span
+from gradwire.collectives.compression.algorithms_for import ride, shot_of
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.feedback import Feedback
+from gradwire.collectives.compression.partition import effective, partition_of
+from gradwire.collectives.compression.seeds import rounding_seed
+from gradwire.collectives.plan.spans import Span
 
 CPU = torch.device("cpu")
 

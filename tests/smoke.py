@@ -14,16 +14,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import collectives
-import trainer
+import gradwire
 
 
 def allreduce() -> None:
     """The sum of the ranks' tensors, by the link that there is, on every algorithm."""
-    size = trainer.size()
-    with collectives.Communicator(timeout_s=60) as communicator:
+    size = gradwire.size()
+    with gradwire.collectives.Communicator(timeout_s=60) as communicator:
         for algorithm in ("auto", *communicator.algorithms("allreduce")):
-            tensor = torch.arange(1000.0) + trainer.rank()
+            tensor = torch.arange(1000.0) + gradwire.rank()
             communicator.allreduce(tensor, algorithm=algorithm)
             expected = size * torch.arange(1000.0) + size * (size - 1) / 2
             assert tensor.equal(expected), (algorithm, tensor, expected)
@@ -36,13 +35,13 @@ def model() -> nn.Module:
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's share of a task that can be learnt."""
-    inputs = torch.from_numpy(np.random.default_rng(trainer.rank()).standard_normal((32, 64))).float()
+    inputs = torch.from_numpy(np.random.default_rng(gradwire.rank()).standard_normal((32, 64))).float()
     return inputs, inputs.roll(1, dims=1)
 
 
 def check_replicas(module: nn.Module) -> None:
     mine = nn.utils.parameters_to_vector(module.parameters()).detach()
-    for theirs in trainer.allgather(mine.unsqueeze(0)):
+    for theirs in gradwire.allgather(mine.unsqueeze(0)):
         assert theirs.equal(mine), "replicas differ"
 
 
@@ -63,30 +62,30 @@ def train(module: nn.Module, forward: nn.Module, optimizer: torch.optim.Optimize
 def with_the_optimizer() -> None:
     module = model()
     wrapped = torch.optim.SGD(module.parameters(), lr=0.5)
-    train(module, module, trainer.DistributedOptimizer(wrapped, module.named_parameters(), compression="int8"))
+    train(module, module, gradwire.DistributedOptimizer(wrapped, module.named_parameters(), compression="int8"))
 
 
 def with_the_hook() -> None:
     module = model()
     parallel = DistributedDataParallel(module)
-    parallel.register_comm_hook(None, trainer.ddp_comm_hook("onebit"))
+    parallel.register_comm_hook(None, gradwire.ddp_comm_hook("onebit"))
     train(module, parallel, torch.optim.SGD(module.parameters(), lr=0.5))
 
 
 def main() -> None:
-    trainer.init(timeout_s=60)
+    gradwire.init(timeout_s=60)
     try:
         allreduce()
         with_the_optimizer()
         with_the_hook()
-        if trainer.rank() == 0:
+        if gradwire.rank() == 0:
             versions = f"torch {torch.__version__}, numpy {np.__version__}, numba {numba.__version__}"
             print(
-                f"ok: {platform.python_implementation()} {platform.python_version()}, {versions}, {trainer.size()} ranks"
+                f"ok: {platform.python_implementation()} {platform.python_version()}, {versions}, {gradwire.size()} ranks"
             )
-            print(f"gradwire from {collectives.__path__[0]}", file=sys.stderr)
+            print(f"gradwire from {gradwire.collectives.__path__[0]}", file=sys.stderr)
     finally:
-        trainer.shutdown()
+        gradwire.shutdown()
 
 
 if __name__ == "__main__":

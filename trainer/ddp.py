@@ -12,19 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from collectives import Communicator, Work
-from collectives.compression.codec import Codec
-from collectives.compression.matrices import MatrixCodec
-from collectives.run.work import WorkQueue
-from trainer.compression import CASTS, Cast, Compressor, Encoding, Policy
-from trainer.gradients.bucket_plan import packed
-from trainer.gradients.buffers import CodedBuffer, buffer_for
-from trainer.gradients.combination import Combination
-from trainer.gradients.saved import VERSION, check_part
-from trainer.gradients.traffic import ExchangeStats
-from trainer.ops import Average
-from trainer.torch_internals import OUTSIDE_BACKWARD, graph_task, when_backward_ends
-from trainer.validation import check_named_parameters
+from gradwire.collectives import Communicator, Work
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.matrices import MatrixCodec
+from gradwire.collectives.run.work import WorkQueue
+from gradwire.collectives.torch_internals import OUTSIDE_BACKWARD, graph_task, when_backward_ends
+from gradwire.trainer.gradients.arguments import Average, check_named_parameters
+from gradwire.trainer.gradients.buffers import CodedBuffer, buffer_for
+from gradwire.trainer.gradients.combination import Combination, ExchangeStats
+from gradwire.trainer.gradients.compression import CASTS, Cast, Compressor, Encoding, Policy
+from gradwire.trainer.gradients.layout import packed
+from gradwire.trainer.gradients.saved import VERSION, check_part
 
 UNSETTLED_STEPS = 2
 """DDP lays out its buckets anew after the first step, and residuals begin with those that stay."""
@@ -40,7 +38,7 @@ def ddp_comm_hook(
     timeout_s: float = 300.0,
     process_group: dist.ProcessGroup | None = None,
 ) -> "CompressionHook":
-    """Return a hook that averages gradients: `model.register_comm_hook(None, trainer.ddp_comm_hook("int8"))`.
+    """Return a hook that averages gradients: `model.register_comm_hook(None, gradwire.ddp_comm_hook("int8"))`.
 
     compression, policy: as of DistributedOptimizer, with the same buffers, error feedback and warm-up behind them; but
     for casts, the first UNSETTLED_STEPS exchanges are uncompressed whatever the warm-up. named_parameters: of the

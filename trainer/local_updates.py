@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from collectives import Communicator
-from trainer.compression import Compression, Compressor, Policy
-from trainer.optimizer import DistributedOptimizer, tensors_of
-from trainer.process_sets import ProcessSetLike, global_process_set
-from trainer.rules import local_updates as rule
-from trainer.rules.rule import Setup
-from trainer.world import current_world, here
+from gradwire.collectives import Communicator
+from gradwire.trainer.gradients.compression import Compression, Compressor, Policy
+from gradwire.trainer.optimizer import DistributedOptimizer, tensors_of
+from gradwire.trainer.rules import local_steps as rule
+from gradwire.trainer.rules.rule import Setup
+from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
+from gradwire.trainer.world.world import current_world, here
 
 
 @dataclass(frozen=True)

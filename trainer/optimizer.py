@@ -10,28 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives import Communicator
-from trainer.compression import Compression, Compressor, Policy, described
-from trainer.gradients.agreement import check_settings
-from trainer.gradients.bucket_plan import DEFAULT_BUCKET_BYTES
-from trainer.gradients.combination import Combination
-from trainer.gradients.exchange import Passes
-from trainer.gradients.traffic import ExchangeStats
-from trainer.ops import Adasum, Average
-from trainer.process_sets import ProcessSet, ProcessSetLike, global_process_set
-from trainer.reports.metrics import StepMetrics
-from trainer.reports.reports import Reports, Wanted
-from trainer.reports.stragglers import Stragglers
-from trainer.rules.adasum import AdaptiveSummation
-from trainer.rules.rule import Rule, Setup
-from trainer.rules.sharded import Sharded
-from trainer.rules.synchronous import Synchronous
-from trainer.shards.ways import movements_as
-from trainer.torch_internals import share_hooks
-from trainer.uncompiled import uncompiled
-from trainer.validation import check_arguments, check_groups, check_named_parameters, check_passes
-from trainer.world import current_settings, current_world, here, is_initialized, record_in_timelines
-from trainer.wrapped import WrappingOptimizer
+from gradwire.collectives import Communicator
+from gradwire.collectives.torch_internals import share_hooks
+from gradwire.trainer.gradients.agreement import check_settings
+from gradwire.trainer.gradients.arguments import (
+    Adasum,
+    Average,
+    check_arguments,
+    check_groups,
+    check_named_parameters,
+    check_passes,
+)
+from gradwire.trainer.gradients.combination import Combination, ExchangeStats
+from gradwire.trainer.gradients.compression import Compression, Compressor, Policy, described
+from gradwire.trainer.gradients.exchange import Passes
+from gradwire.trainer.gradients.layout import DEFAULT_BUCKET_BYTES
+from gradwire.trainer.gradients.shards.ways import movements_as
+from gradwire.trainer.gradients.uncompiled import uncompiled
+from gradwire.trainer.optimizers.wrapped import WrappingOptimizer
+from gradwire.trainer.reports.metrics import StepMetrics
+from gradwire.trainer.reports.reports import Reports, Wanted
+from gradwire.trainer.reports.stragglers import Stragglers
+from gradwire.trainer.rules.adasum import AdaptiveSummation
+from gradwire.trainer.rules.rule import Rule, Setup
+from gradwire.trainer.rules.sharded import Sharded
+from gradwire.trainer.rules.synchronous import Synchronous
+from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, global_process_set
+from gradwire.trainer.world.world import current_settings, current_world, here, is_initialized, record_in_timelines
 
 
 class DistributedOptimizer(WrappingOptimizer):
@@ -62,14 +67,14 @@ class DistributedOptimizer(WrappingOptimizer):
 
     optimizer: any torch optimizer; its dense parameters of dtype float16, bfloat16, float32 or float64 are exchanged.
     named_parameters: pairs (name, parameter) that cover the optimizer's, for policy and error messages, as on all ranks.
-    compression: what gradients travel as: one of Compression or its name ("int8"), a codec of collectives.compression,
+    compression: what gradients travel as: one of Compression or its name ("int8"), a codec of gradwire.collectives.compression,
     or ErrorFeedback(codec). onebit, topk, threshold, randomk and dgc have error feedback without being asked, since they
     do not converge without; the others have it as ErrorFeedback(...) only. Codecs are for matrices (two dimensions or
     more) of 4096 elements or more; other parameters travel as they are. Casts are for all.
     policy: what goes instead for parameters by name, whatever their size: {"*.bias": "none", "embed*": "topk"}; patterns
     as of file names, of which the first that matches counts. Needs named_parameters.
     op: Average or Sum of gradients; or Adasum, by which each rank steps with its own gradients and the changes are
-    combined after (trainer.rules.adasum). gradient_predivide_factor: f, to sum gradients / f and multiply by f / size
+    combined after (gradwire.trainer.rules.adasum). gradient_predivide_factor: f, to sum gradients / f and multiply by f / size
     after (for Average).
     num_groups: into how many buckets the gradients are divided evenly, instead of by bucket_bytes. groups: the same, or
     lists of the parameters of which each is fused into one bucket (one for each dtype and codec in it), whatever its

@@ -1,20 +1,20 @@
 """Gradient codecs: what makes a chunk small before it is sent."""
 
-from collectives.compression.casts import BFloat16, Float16
-from collectives.compression.chunktopk import ChunkTopK
-from collectives.compression.codec import Codec
-from collectives.compression.dgc import DGC
-from collectives.compression.feedback import Feedback
-from collectives.compression.fp8 import Float8
-from collectives.compression.integers import Int4, Int8
-from collectives.compression.matrices import MatrixCodec
-from collectives.compression.onebit import OneBit
-from collectives.compression.powersgd import PowerSGD
-from collectives.compression.randomk import RandomK
-from collectives.compression.registry import CODECS, make_codec, register_codec
-from collectives.compression.stochastic import QSGD, Natural, TernGrad
-from collectives.compression.threshold import Threshold
-from collectives.compression.topk import TopK
+from gradwire.collectives.compression.casts import BFloat16, Float16
+from gradwire.collectives.compression.chunktopk import ChunkTopK
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.dgc import DGC
+from gradwire.collectives.compression.feedback import Feedback
+from gradwire.collectives.compression.fp8 import Float8
+from gradwire.collectives.compression.integers import Int4, Int8
+from gradwire.collectives.compression.matrices import MatrixCodec
+from gradwire.collectives.compression.onebit import OneBit
+from gradwire.collectives.compression.powersgd import PowerSGD
+from gradwire.collectives.compression.randomk import RandomK
+from gradwire.collectives.compression.registry import CODECS, make_codec, register_codec
+from gradwire.collectives.compression.stochastic import QSGD, Natural, TernGrad
+from gradwire.collectives.compression.threshold import Threshold
+from gradwire.collectives.compression.topk import TopK
 
 __all__ = [
     "CODECS",

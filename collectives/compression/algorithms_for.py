@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from collectives.compression.codec import Codec
-from collectives.plan.algorithms import BETWEEN_HOSTS, PLANNERS, direct
-from collectives.plan.schedule import Planner
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.plan.algorithms import BETWEEN_HOSTS, PLANNERS, direct
+from gradwire.collectives.plan.schedule import Planner
 
 ONE_SHOT = "one_shot"
 TWO_SHOT = "two_shot"

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from collectives.compression.dense import Dense
+from gradwire.collectives.compression.dense import Dense
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from collectives.compression.codec import Codec, State
-from collectives.compression.kernels_for import kernels_for
-from collectives.kernels.reference.chunks import CHUNK
-from collectives.kernels.wire import pad16
+from gradwire.collectives.compression.codec import Codec, State
+from gradwire.collectives.compression.kernels_for import kernels_for
+from gradwire.collectives.kernels.reference.chunks import CHUNK
+from gradwire.collectives.kernels.wire import pad16
 
 _MOST = 1024  # for which a kernel on a GPU has room
 

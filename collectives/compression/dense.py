@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from collectives.compression.codec import Codec, State
-from collectives.compression.kernels_for import kernels_for
-from collectives.kernels.wire import pad16
+from gradwire.collectives.compression.codec import Codec, State
+from gradwire.collectives.compression.kernels_for import kernels_for
+from gradwire.collectives.kernels.wire import pad16
 
 
 class Dense(Codec):

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from collectives.compression.codec import State
-from collectives.compression.sparse import Sparse
-from collectives.kernels.wire import pad16
+from gradwire.collectives.compression.codec import State
+from gradwire.collectives.compression.sparse import Sparse
+from gradwire.collectives.kernels.wire import pad16
 
 #: Of the numbers, sent in the first stage of the ramp; each later stage sends a quarter of the one before.
 _FIRST_RATIO = 0.25

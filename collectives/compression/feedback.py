@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from collectives.compression.codec import Codec, State
-from collectives.compression.partition import Partition
-from collectives.plan.spans import Span
+from gradwire.collectives.compression.codec import Codec, State
+from gradwire.collectives.compression.partition import Partition
+from gradwire.collectives.plan.spans import Span
 
 
 class Feedback:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from collectives.compression.dense import Blocked
+from gradwire.collectives.compression.dense import Blocked
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ def kernels_for(device: torch.device, family: Literal["quantize", "sparse"] = "q
 def _kernels(kind: str, family: str) -> ModuleType:
     if kind == "cpu":
         try:
-            return importlib.import_module(f"collectives.kernels.cpu.{family}")
+            return importlib.import_module(f"gradwire.collectives.kernels.cpu.{family}")
         except ImportError as error:
             raise ImportError(f"codecs for tensors on cpu: {error}: pip install numba") from error
     if kind == "cuda":
-        from collectives.kernels.cuda import kernels as cuda
+        from gradwire.collectives.kernels.cuda import kernels as cuda
 
         kernels = cuda.cuda_kernels()
         if isinstance(kernels, str):

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from collectives.compression.codec import identity_of
+from gradwire.collectives.compression.codec import identity_of
 
 
 class MatrixCodec(ABC):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from collectives.compression.codec import Codec
-from collectives.compression.raw import Raw
-from collectives.plan.algorithms import direct
-from collectives.plan.schedule import Place, Planner
-from collectives.plan.spans import Layout, Span, split_aligned
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.raw import Raw
+from gradwire.collectives.plan.algorithms import direct
+from gradwire.collectives.plan.schedule import Place, Planner
+from gradwire.collectives.plan.spans import Layout, Span, split_aligned
 
 #: A chunk is what is encoded at once. The longer its code, the longer its wire waits for the first and its ranks for the last;
 #: the more its numbers, the less of what is added up stays in the cache; the shorter both, the more messages.

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import torch
 
-from collectives.compression.kernels_for import kernels_for
-from collectives.compression.matrices import MatrixCodec, MatrixState
+from gradwire.collectives.compression.kernels_for import kernels_for
+from gradwire.collectives.compression.matrices import MatrixCodec, MatrixState
 
 #: A tensor is compressed if its factors are at most one part in so many of it.
 _LEAST_GAIN = 2

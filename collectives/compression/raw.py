@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from collectives.compression.codec import Codec, State
-from collectives.kernels.wire import pad16
+from gradwire.collectives.compression.codec import Codec, State
+from gradwire.collectives.kernels.wire import pad16
 
 
 @dataclass(frozen=True)

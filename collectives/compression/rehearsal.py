@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from collectives.compression.codec import Codec
-from collectives.compression.matrices import MatrixCodec
-from collectives.kernels.first_use import FIRST_USE
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.matrices import MatrixCodec
+from gradwire.collectives.kernels.first_use import FIRST_USE
 
 #: A matrix that a codec of matrices finds worth compressing.
 _SHAPE = (256, 256)

@@ -7,8 +7,8 @@ from types import ModuleType
 
 from torch import Tensor
 
-from collectives.compression.codec import Codec
-from collectives.compression.kernels_for import kernels_for
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.kernels_for import kernels_for
 
 
 class Sparse(Codec):

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from collectives.compression.dense import Blocked, Dense
+from gradwire.collectives.compression.dense import Blocked, Dense
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from collectives.compression.codec import State
-from collectives.compression.sparse import Sparse
-from collectives.kernels.wire import pad16
+from gradwire.collectives.compression.codec import State
+from gradwire.collectives.compression.sparse import Sparse
+from gradwire.collectives.kernels.wire import pad16
 
 
 @dataclass(frozen=True)

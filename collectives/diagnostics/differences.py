@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from collectives.reduction import COMBINE
+from gradwire.collectives.reduction import COMBINE
 
 #: One argument: up to the next comma that is in no brackets.
 _ARGUMENT = re.compile(r"(?:[^,\[(]|\[[^\]]*\]|\([^)]*\))+")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
-from collectives.diagnostics import whereabouts
+from gradwire.collectives.diagnostics import whereabouts
 
 _Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], object]
 

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from collectives.diagnostics.differences import differing
-from collectives.errors import LinkError, Mismatch
-from collectives.link.watch import Watch
+from gradwire.collectives.diagnostics.differences import differing
+from gradwire.collectives.errors import LinkError, Mismatch
+from gradwire.collectives.link.watch import Watch
 
 #: How long ranks that know that they differ wait to hear what the others called.
 GRACE_S = 1.2

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from collectives.diagnostics.clocks import Offset
-from collectives.diagnostics.timeline import Recording
+from gradwire.collectives.diagnostics.clocks import Offset
+from gradwire.collectives.diagnostics.timeline import Recording
 
 
 def trace_of(recordings: Mapping[int, Recording], offsets: Sequence[Offset]) -> dict[str, Any]:

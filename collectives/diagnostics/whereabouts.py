@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from types import FrameType
 
 #: Packages whose lines say less than that of their caller; so do the standard library's and those of installed packages.
-_OURS = {"collectives", "trainer", "torch"}
+_OURS = {"gradwire", "torch"}
 
 _INSTALLED = ("site-packages", "dist-packages")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from collectives.kernels.first_use import FIRST_USE
+from gradwire.collectives.kernels.first_use import FIRST_USE
 
 
 @cache
@@ -31,7 +31,7 @@ def _compiled(module: str) -> ModuleType | str:
         return "it needs Linux"
     try:
         with FIRST_USE.together("about 10 s"):
-            return import_module(f"collectives.kernels.cpu.{module}")
+            return import_module(f"gradwire.collectives.kernels.cpu.{module}")
     except ImportError as error:
         return f"{error}: pip install numba"
 
@@ -46,6 +46,6 @@ def cpu_arithmetic(dtype: torch.dtype) -> Any:
 
 def cpu_cache() -> Path | None:
     """Return the folder in which compiled kernels are kept; None, with a warning, where none can be written."""
-    from collectives.kernels.cpu.compiling import kernel_folder
+    from gradwire.collectives.kernels.cpu.compiling import kernel_folder
 
     return kernel_folder()

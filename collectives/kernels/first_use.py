@@ -17,7 +17,7 @@ _REDRAW_S, _LOG_S = 1.0, 10.0
 #: What a kernel takes that is compiled by itself.
 _BY_ITSELF = "some seconds"
 
-_AHEAD = "; `python -m collectives precompile` does it ahead"
+_AHEAD = "; `gradwire precompile` does it ahead"
 
 #: Return to the first column and delete what stands there.
 _CLEAR = "\r\x1b[K"

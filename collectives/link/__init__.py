@@ -1,6 +1,6 @@
 """What moves bytes between ranks, and who of them is there."""
 
-from collectives.link.base import Message, Pending, Request, Transport, Whole
-from collectives.link.membership import Membership
+from gradwire.collectives.link.base import Message, Pending, Request, Transport, Whole
+from gradwire.collectives.link.membership import Membership
 
 __all__ = ["Membership", "Message", "Pending", "Request", "Transport", "Whole"]

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from collectives.daemon import daemon_or_callers_thread
-from collectives.errors import LinkError
+from gradwire.collectives.daemon import daemon_or_callers_thread
+from gradwire.collectives.errors import LinkError
 
 #: How often a call that waits for its answer checks whether there is any use in waiting.
 _LOOK_AGAIN_S = 0.03

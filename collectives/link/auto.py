@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
-from collectives.environment import SHARED_MEMORY, shared_memory_wanted
-from collectives.errors import ranks_text
-from collectives.kernels import cpu_kernels, cpu_sockets
-from collectives.kernels.first_use import FIRST_USE
-from collectives.link.base import Transport
-from collectives.link.membership import Membership
-from collectives.link.process_group import process_group
-from collectives.link.routing import RoutingTransport
-from collectives.link.shared_memory.group import LocalGroup
-from collectives.link.shared_memory.messages import SharedMemoryTransport
-from collectives.link.shared_memory.reductions import SharedMemory
-from collectives.link.shared_memory.rendezvous import join_host
-from collectives.link.tcp import tcp
+from gradwire.collectives.environment import SHARED_MEMORY, shared_memory_wanted
+from gradwire.collectives.errors import ranks_text
+from gradwire.collectives.kernels import cpu_kernels, cpu_sockets
+from gradwire.collectives.kernels.first_use import FIRST_USE
+from gradwire.collectives.link.base import Transport
+from gradwire.collectives.link.membership import Membership
+from gradwire.collectives.link.process_group import process_group
+from gradwire.collectives.link.routing import RoutingTransport
+from gradwire.collectives.link.shared_memory.group import LocalGroup
+from gradwire.collectives.link.shared_memory.messages import SharedMemoryTransport
+from gradwire.collectives.link.shared_memory.reductions import SharedMemory
+from gradwire.collectives.link.shared_memory.rendezvous import join_host
+from gradwire.collectives.link.tcp import tcp
 
 #: What all processes of a machine may take to compile the kernels or load them, one after the other.
 _ALL_COMPILE_S = 120.0

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from collectives.plan.program import Program
+from gradwire.collectives.plan.program import Program
 
 #: One message: the other rank, and the contiguous 1-D tensor that is sent or filled.
 Message = tuple[int, torch.Tensor]

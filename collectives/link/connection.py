@@ -8,14 +8,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from collectives.errors import CollectiveError, ranks_text
-from collectives.kernels.first_use import FIRST_USE
-from collectives.link.base import Transport
-from collectives.link.handshake import Listener, give_up_on_silence, neighbours
-from collectives.link.membership import Membership, coming_together
-from collectives.link.own_address import own_address
-from collectives.link.registry import AUTO, LINKS
-from collectives.link.watch import Watch
+from gradwire.collectives.errors import CollectiveError, ranks_text
+from gradwire.collectives.kernels.first_use import FIRST_USE
+from gradwire.collectives.link.base import Transport
+from gradwire.collectives.link.handshake import Listener, give_up_on_silence, neighbours
+from gradwire.collectives.link.membership import Membership, coming_together
+from gradwire.collectives.link.own_address import own_address
+from gradwire.collectives.link.registry import AUTO, LINKS
+from gradwire.collectives.link.watch import Watch
 
 
 @dataclass(frozen=True)

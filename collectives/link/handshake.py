@@ -19,8 +19,8 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from collectives.errors import LinkError, ranks_text
-from collectives.link.paths import send_small_segments
+from gradwire.collectives.errors import LinkError, ranks_text
+from gradwire.collectives.link.paths import send_small_segments
 
 _HELLO = struct.Struct("!i32s")
 CHALLENGE_BYTES = 32

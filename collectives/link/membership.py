@@ -13,13 +13,13 @@ from functools import partial
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from collectives.environment import AGENT_STORE
-from collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost, ranks_text
-from collectives.link.asking import Asking
-from collectives.link.own_address import card_of
-from collectives.link.presence import Failure, Presence, arrive
-from collectives.plan.topology import Topology, machine_id
-from collectives.torch_internals import default_store, store_of_one
+from gradwire.collectives.environment import AGENT_STORE
+from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost, ranks_text
+from gradwire.collectives.link.asking import Asking
+from gradwire.collectives.link.own_address import card_of
+from gradwire.collectives.link.presence import Failure, Presence, arrive
+from gradwire.collectives.plan.topology import Topology, machine_id
+from gradwire.collectives.torch_internals import default_store, store_of_one
 
 #: How long to wait before looking again whether all have come, at first and at most.
 _LOOK_AGAIN_S, _LONGEST_LOOK_AGAIN_S = 0.0002, 0.03

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from collectives import torch_internals
-from collectives.link.base import Request
-from collectives.plan.algorithms import PLANNERS
-from collectives.reduction import finish
-from collectives.torch_internals import Backend
+from gradwire.collectives import torch_internals
+from gradwire.collectives.link.base import Request
+from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.reduction import finish
+from gradwire.collectives.torch_internals import Backend
 
 NATIVE = "native"
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from collectives.environment import INTERFACE_VARIABLES
-from collectives.errors import LinkError
+from gradwire.collectives.environment import INTERFACE_VARIABLES
+from gradwire.collectives.errors import LinkError
 
 #: Asks the kernel for the IPv4 address of an interface.
 _SIOCGIFADDR = 0x8915 if sys.platform == "linux" else 0xC0206921

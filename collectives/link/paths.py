@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from collectives.errors import LinkError
+from gradwire.collectives.errors import LinkError
 
 #: More than the largest packet on Ethernet, jumbo frames of 9,216 bytes among them.
 PROBE_BYTES = 16 << 10

@@ -24,12 +24,12 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from collectives.errors import LinkError, ranks_text
-from collectives.link.asking import Asking
-from collectives.link.handshake import OWN_FAULTS, give_up_on_silence, set_up
-from collectives.link.own_address import check_addresses
-from collectives.link.paths import send_small_segments
-from collectives.link.watch import Neighbour
+from gradwire.collectives.errors import LinkError, ranks_text
+from gradwire.collectives.link.asking import Asking
+from gradwire.collectives.link.handshake import OWN_FAULTS, give_up_on_silence, set_up
+from gradwire.collectives.link.own_address import check_addresses
+from gradwire.collectives.link.paths import send_small_segments
+from gradwire.collectives.link.watch import Neighbour
 
 #: What a process says of itself when it arrives: numbers, strings, and lists and dicts of them; "rank" among them.
 Card = dict[str, Any]

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from collectives import torch_internals
-from collectives.daemon import DaemonThread
-from collectives.errors import LinkError
-from collectives.link import native
-from collectives.link.base import KIND_BITS, Message, Pending, Request, Transport, Whole
-from collectives.link.membership import Membership
-from collectives.torch_internals import Backend
+from gradwire.collectives import torch_internals
+from gradwire.collectives.daemon import DaemonThread
+from gradwire.collectives.errors import LinkError
+from gradwire.collectives.link import native
+from gradwire.collectives.link.base import KIND_BITS, Message, Pending, Request, Transport, Whole
+from gradwire.collectives.link.membership import Membership
+from gradwire.collectives.torch_internals import Backend
 
 #: A tag that no operation uses, for a receive that nobody answers.
 _ABORT_TAG = 2**31 - 1

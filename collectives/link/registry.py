@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from collectives.environment import shared_memory_wanted
-from collectives.link.auto import auto
-from collectives.link.base import Transport
-from collectives.link.membership import Membership
-from collectives.link.process_group import process_group
-from collectives.link.tcp import tcp
-from collectives.naming import check_name
+from gradwire.collectives.environment import shared_memory_wanted
+from gradwire.collectives.link.auto import auto
+from gradwire.collectives.link.base import Transport
+from gradwire.collectives.link.membership import Membership
+from gradwire.collectives.link.process_group import process_group
+from gradwire.collectives.link.tcp import tcp
+from gradwire.collectives.naming import check_name
 
 #: Connects the members within so many seconds. A collective call. What it raises when they do not come together is a LinkError,
 #: an OSError or a RuntimeError.

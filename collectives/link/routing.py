@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives.errors import LinkError, ranks_text
-from collectives.link.base import Message, Pending, Request, Transport, Whole, WholeRun
-from collectives.link.process_group import ProcessGroupTransport
-from collectives.link.shared_memory.messages import SharedMemoryTransport
-from collectives.plan.program import Program
+from gradwire.collectives.errors import LinkError, ranks_text
+from gradwire.collectives.link.base import Message, Pending, Request, Transport, Whole, WholeRun
+from gradwire.collectives.link.process_group import ProcessGroupTransport
+from gradwire.collectives.link.shared_memory.messages import SharedMemoryTransport
+from gradwire.collectives.plan.program import Program
 
 _POLL_S = 0.0001
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives.link.base import Message, Pending
+from gradwire.collectives.link.base import Message, Pending
 
 #: After how many messages at least a table is looked through.
 FIRST_LOOK = 256

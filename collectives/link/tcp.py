@@ -13,15 +13,15 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from collectives.errors import LinkError, ranks_text
-from collectives.kernels import cpu_arithmetic, cpu_sockets
-from collectives.link.base import KIND_BITS, Transport, WholeRun
-from collectives.link.handshake import Listener
-from collectives.link.membership import Membership
-from collectives.link.own_address import own_address
-from collectives.link.paths import check_paths
-from collectives.link.rows import FIRST_LOOK, RowPending, Table
-from collectives.plan.program import Program
+from gradwire.collectives.errors import LinkError, ranks_text
+from gradwire.collectives.kernels import cpu_arithmetic, cpu_sockets
+from gradwire.collectives.link.base import KIND_BITS, Transport, WholeRun
+from gradwire.collectives.link.handshake import Listener
+from gradwire.collectives.link.membership import Membership
+from gradwire.collectives.link.own_address import own_address
+from gradwire.collectives.link.paths import check_paths
+from gradwire.collectives.link.rows import FIRST_LOOK, RowPending, Table
+from gradwire.collectives.plan.program import Program
 
 _FIRST_ROWS = 256
 

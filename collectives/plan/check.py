@@ -10,12 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from collectives.errors import ranks_text
-from collectives.plan.algorithms import PLANNERS
-from collectives.plan.coded import CodedProgram
-from collectives.plan.program import Kind
-from collectives.plan.schedule import Action, Place, Planner, Schedule, Step
-from collectives.plan.spans import Span
+from gradwire.collectives.errors import ranks_text
+from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.plan.coded import CodedProgram
+from gradwire.collectives.plan.program import Kind
+from gradwire.collectives.plan.schedule import Action, Place, Planner, Schedule, Step
+from gradwire.collectives.plan.spans import Span
 
 #: State of a world: masks[rank][block].
 Masks = list[list[int]]

@@ -5,7 +5,7 @@ added to it: version r + 1 in round r. Each version that is sent, or added to, i
 what its code decodes to, on this rank too; so does the sum over all ranks, on every rank that has it, unless all ranks make it
 of the same codes. What arrives is decoded into its block, or added to it, the codes of all ranks, this one's among them, in the
 order of the group; a code that is passed on is passed on as it came. So replicas are the same to the bit, which
-collectives.plan.check sees to.
+gradwire.collectives.plan.check sees to.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from collectives.plan.program import Flight, Instruction, Kind, Program
-from collectives.plan.schedule import Action, Round, Schedule
-from collectives.plan.spans import Layout, Span
+from gradwire.collectives.plan.program import Flight, Instruction, Kind, Program
+from gradwire.collectives.plan.schedule import Action, Round, Schedule
+from gradwire.collectives.plan.spans import Layout, Span
 
 #: What codes are a multiple of apart, in bytes.
 _APART = 64

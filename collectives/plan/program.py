@@ -3,7 +3,7 @@
 A large buffer is cut into segments, each of which goes through all rounds of the schedule. Several are in flight at once, and
 receives are posted ahead of their turn; all of that is decided here, so that whoever runs a Program just follows it: a loop in
 Python (collectives.run.executor) or a compiled one. It can also be counted, priced and drawn. This one moves numbers as they
-are; collectives.plan.coded has the one that moves codes.
+are; gradwire.collectives.plan.coded has the one that moves codes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from enum import IntEnum
 from itertools import chain, islice
 from typing import NamedTuple
 
-from collectives.plan.schedule import Action, Round, Schedule
-from collectives.plan.spans import Layout, joined
+from gradwire.collectives.plan.schedule import Action, Round, Schedule
+from gradwire.collectives.plan.spans import Layout, joined
 
 #: Segments in flight at once: while one is reduced, the others keep the wire busy.
 WINDOW = 3

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from collectives.plan.spans import Span
+from gradwire.collectives.plan.spans import Span
 
 
 class Action(Enum):

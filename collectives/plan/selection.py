@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from collectives.environment import TABLE_PREFIX
-from collectives.plan.topology import Topology
-from collectives.sizes import parse_size
+from gradwire.collectives.environment import TABLE_PREFIX
+from gradwire.collectives.plan.topology import Topology
+from gradwire.collectives.sizes import parse_size
 
 
 @dataclass(frozen=True)

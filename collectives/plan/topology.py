@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from collectives.environment import HOST_ID
+from gradwire.collectives.environment import HOST_ID
 
 
 def host_id() -> str:

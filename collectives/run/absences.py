@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from collectives.compression.codec import Codec
-from collectives.link.watch import Watch
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.link.watch import Watch
 
 _JOINED, _CALLS = "joined", "calls for those who have joined"
 

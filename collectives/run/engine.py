@@ -8,25 +8,25 @@ from typing import Any
 
 import torch
 
-from collectives.compression.codec import Codec
-from collectives.compression.feedback import Feedback
-from collectives.compression.partition import effective
-from collectives.compression.rehearsal import rehearse
-from collectives.diagnostics.timeline import Lane
-from collectives.link.base import Request, Transport, Whole, WholeRun
-from collectives.link.watch import Watch
-from collectives.plan.algorithms import PLANNERS
-from collectives.plan.program import Program
-from collectives.plan.spans import Layout, consecutive
-from collectives.reduction import COMBINE, carried, finish
-from collectives.run.executor import execute
-from collectives.run.messages import Messages
-from collectives.run.operations import Operations, Turn, digest
-from collectives.run.payload import Codes, Numbers, Payload, Scratch
-from collectives.run.plans import Plans
-from collectives.run.staging import Buffer, plain
-from collectives.run.traced import TracedPayload, TracedTransport, not_now, recorded
-from collectives.run.work import Work
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.feedback import Feedback
+from gradwire.collectives.compression.partition import effective
+from gradwire.collectives.compression.rehearsal import rehearse
+from gradwire.collectives.diagnostics.timeline import Lane
+from gradwire.collectives.link.base import Request, Transport, Whole, WholeRun
+from gradwire.collectives.link.watch import Watch
+from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.plan.program import Program
+from gradwire.collectives.plan.spans import Layout, consecutive
+from gradwire.collectives.reduction import COMBINE, carried, finish
+from gradwire.collectives.run.executor import execute
+from gradwire.collectives.run.messages import Messages
+from gradwire.collectives.run.operations import Operations, Turn, digest
+from gradwire.collectives.run.payload import Codes, Numbers, Payload, Scratch
+from gradwire.collectives.run.plans import Plans
+from gradwire.collectives.run.staging import Buffer, plain
+from gradwire.collectives.run.traced import TracedPayload, TracedTransport, not_now, recorded
+from gradwire.collectives.run.work import Work
 
 _REMEMBERED_CALLS = 256
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from collectives.link.base import Message, Pending
-from collectives.plan.program import Kind, Program
-from collectives.run.payload import Payload
+from gradwire.collectives.link.base import Message, Pending
+from gradwire.collectives.plan.program import Kind, Program
+from gradwire.collectives.run.payload import Payload
 
 
 class Poster(Protocol):

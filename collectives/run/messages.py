@@ -8,12 +8,12 @@ import threading
 import time
 from datetime import timedelta
 
-from collectives.errors import CollectiveTimeout, LinkError
-from collectives.link.base import KIND_BITS, Pending, Transport
-from collectives.reduction import DTYPES, carried
-from collectives.run.operations import LAST_WORDS_S, Operations
-from collectives.run.staging import Buffer
-from collectives.run.work import Work
+from gradwire.collectives.errors import CollectiveTimeout, LinkError
+from gradwire.collectives.link.base import KIND_BITS, Pending, Transport
+from gradwire.collectives.reduction import DTYPES, carried
+from gradwire.collectives.run.operations import LAST_WORDS_S, Operations
+from gradwire.collectives.run.staging import Buffer
+from gradwire.collectives.run.work import Work
 
 MOST_TAG = 2**16 - 1
 

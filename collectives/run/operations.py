@@ -16,17 +16,17 @@ from functools import partial
 from threading import get_ident, main_thread
 from typing import TypeVar
 
-from collectives.diagnostics import whereabouts
-from collectives.diagnostics.excepthook import ExceptHook
-from collectives.diagnostics.mismatch import ANY_CALL, Agreement, Call
-from collectives.diagnostics.postmortem import Report, inquire, verdict
-from collectives.diagnostics.stall import Position, Stalls
-from collectives.errors import CollectiveError, LinkError, Mismatch, PeerJoined
-from collectives.link.base import Transport
-from collectives.link.watch import Watch
-from collectives.reduction import DTYPES
-from collectives.run.absences import Absences
-from collectives.run.work import Work, WorkQueue
+from gradwire.collectives.diagnostics import whereabouts
+from gradwire.collectives.diagnostics.excepthook import ExceptHook
+from gradwire.collectives.diagnostics.mismatch import ANY_CALL, Agreement, Call
+from gradwire.collectives.diagnostics.postmortem import Report, inquire, verdict
+from gradwire.collectives.diagnostics.stall import Position, Stalls
+from gradwire.collectives.errors import CollectiveError, LinkError, Mismatch, PeerJoined
+from gradwire.collectives.link.base import Transport
+from gradwire.collectives.link.watch import Watch
+from gradwire.collectives.reduction import DTYPES
+from gradwire.collectives.run.absences import Absences
+from gradwire.collectives.run.work import Work, WorkQueue
 
 #: How long close() waits for what is queued, and then for the other ranks.
 DRAIN_S = 5.0

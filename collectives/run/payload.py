@@ -6,13 +6,13 @@ from typing import Protocol
 
 import torch
 
-from collectives.compression.codec import Codec
-from collectives.compression.feedback import Feedback
-from collectives.compression.partition import Partition
-from collectives.compression.seeds import rounding_seed
-from collectives.plan.coded import CodedProgram
-from collectives.plan.program import Instruction, Kind, Program
-from collectives.reduction import Combine
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.feedback import Feedback
+from gradwire.collectives.compression.partition import Partition
+from gradwire.collectives.compression.seeds import rounding_seed
+from gradwire.collectives.plan.coded import CodedProgram
+from gradwire.collectives.plan.program import Instruction, Kind, Program
+from gradwire.collectives.reduction import Combine
 
 
 class Scratch:

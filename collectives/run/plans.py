@@ -10,16 +10,16 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
-from collectives.compression.algorithms_for import algorithms_for, ride, shot_of
-from collectives.compression.codec import Codec
-from collectives.compression.partition import Partition, effective, partition_of
-from collectives.plan.algorithms import IN_HALVES, PLANNERS, RESERVED, hierarchical
-from collectives.plan.coded import CodedProgram
-from collectives.plan.program import LOOKAHEAD, Program
-from collectives.plan.schedule import Place, Schedule
-from collectives.plan.selection import Table, choose
-from collectives.plan.spans import Layout, Span, segments_of_blocks, segments_of_buffer, split, split_aligned
-from collectives.plan.topology import Topology
+from gradwire.collectives.compression.algorithms_for import algorithms_for, ride, shot_of
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.partition import Partition, effective, partition_of
+from gradwire.collectives.plan.algorithms import IN_HALVES, PLANNERS, RESERVED, hierarchical
+from gradwire.collectives.plan.coded import CodedProgram
+from gradwire.collectives.plan.program import LOOKAHEAD, Program
+from gradwire.collectives.plan.schedule import Place, Schedule
+from gradwire.collectives.plan.selection import Table, choose
+from gradwire.collectives.plan.spans import Layout, Span, segments_of_blocks, segments_of_buffer, split, split_aligned
+from gradwire.collectives.plan.topology import Topology
 
 _Planned = TypeVar("_Planned")
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from collectives.link.base import Whole
-from collectives.run.operations import Turn, digest
-from collectives.run.work import Work
+from gradwire.collectives.link.base import Whole
+from gradwire.collectives.run.operations import Turn, digest
+from gradwire.collectives.run.work import Work
 
 if TYPE_CHECKING:
-    from collectives.run.engine import Engine
+    from gradwire.collectives.run.engine import Engine
 
 
 class PreparedOperation:

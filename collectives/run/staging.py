@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives.torch_internals import negative_view
+from gradwire.collectives.torch_internals import negative_view
 
 
 def refusal(tensor: torch.Tensor) -> str | None:

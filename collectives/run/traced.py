@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from collectives.diagnostics.timeline import Lane, now_ns
-from collectives.link.base import Message, Pending, Transport
-from collectives.plan.program import Instruction, Kind
-from collectives.run.operations import Turn
-from collectives.run.payload import Payload
+from gradwire.collectives.diagnostics.timeline import Lane, now_ns
+from gradwire.collectives.link.base import Message, Pending, Transport
+from gradwire.collectives.plan.program import Instruction, Kind
+from gradwire.collectives.run.operations import Turn
+from gradwire.collectives.run.payload import Payload
 
 #: What a part of an operation is called that moves no message.
 _NAMES = {

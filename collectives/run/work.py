@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch
 
-from collectives.errors import CollectiveError, CollectiveTimeout
+from gradwire.collectives.errors import CollectiveError, CollectiveTimeout
 
 
 class Work:

@@ -4,24 +4,24 @@ The description is the same on all ranks and marks the operation's messages; the
 What a verb promises stands at the method of Communicator that has its name.
 """
 
-from collectives.verbs.allgather import allgather
-from collectives.verbs.allreduce import (
+from gradwire.collectives.verbs.allgather import allgather
+from gradwire.collectives.verbs.allreduce import (
     allreduce,
     allreduce_compressed,
     grouped_allreduce,
     named_codec,
     prepare_allreduce,
 )
-from collectives.verbs.alltoall import alltoall
-from collectives.verbs.barrier import barrier
-from collectives.verbs.broadcast import broadcast
-from collectives.verbs.gather import gather
-from collectives.verbs.recv import recv
-from collectives.verbs.reduce import reduce
-from collectives.verbs.reduce_scatter import reduce_scatter
-from collectives.verbs.scatter import scatter
-from collectives.verbs.send import send
-from collectives.verbs.shares import gather_shares, prepare_reduce_shares, reduce_shares, shares_of
+from gradwire.collectives.verbs.alltoall import alltoall
+from gradwire.collectives.verbs.barrier import barrier
+from gradwire.collectives.verbs.broadcast import broadcast
+from gradwire.collectives.verbs.gather import gather
+from gradwire.collectives.verbs.recv import recv
+from gradwire.collectives.verbs.reduce import reduce
+from gradwire.collectives.verbs.reduce_scatter import reduce_scatter
+from gradwire.collectives.verbs.scatter import scatter
+from gradwire.collectives.verbs.send import send
+from gradwire.collectives.verbs.shares import gather_shares, prepare_reduce_shares, reduce_shares, shares_of
 
 __all__ = [
     "allgather",

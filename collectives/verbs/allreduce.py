@@ -6,19 +6,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from collectives import arguments
-from collectives.compression.algorithms_for import shot_of
-from collectives.compression.codec import Codec
-from collectives.compression.feedback import Feedback
-from collectives.compression.registry import make_codec
-from collectives.link.base import Whole
-from collectives.reduction import Op, check_arithmetic, finish, op_name
-from collectives.run.absences import Call
-from collectives.run.engine import Engine
-from collectives.run.operations import Turn
-from collectives.run.prepared import PreparedOperation
-from collectives.run.staging import Buffer
-from collectives.run.work import Work
+from gradwire.collectives import arguments
+from gradwire.collectives.compression.algorithms_for import shot_of
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.feedback import Feedback
+from gradwire.collectives.compression.registry import make_codec
+from gradwire.collectives.link.base import Whole
+from gradwire.collectives.reduction import Op, check_arithmetic, finish, op_name
+from gradwire.collectives.run.absences import Call
+from gradwire.collectives.run.engine import Engine
+from gradwire.collectives.run.operations import Turn
+from gradwire.collectives.run.prepared import PreparedOperation
+from gradwire.collectives.run.staging import Buffer
+from gradwire.collectives.run.work import Work
 
 
 def allreduce(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from collectives.run.absences import Call
-from collectives.run.engine import Engine
-from collectives.run.operations import Turn
-from collectives.run.work import Work
+from gradwire.collectives.run.absences import Call
+from gradwire.collectives.run.engine import Engine
+from gradwire.collectives.run.operations import Turn
+from gradwire.collectives.run.work import Work
 
 
 def barrier(engine: Engine, *, algorithm: str = "auto", async_op: bool = False) -> Work | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from collectives import arguments
-from collectives.run.engine import Engine
-from collectives.run.messages import MessageWork
+from gradwire.collectives import arguments
+from gradwire.collectives.run.engine import Engine
+from gradwire.collectives.run.messages import MessageWork
 
 
 def recv(engine: Engine, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> MessageWork | int | None:

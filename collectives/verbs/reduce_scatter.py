@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives import arguments
-from collectives.plan.spans import consecutive
-from collectives.reduction import Op, check_arithmetic, finish, op_name
-from collectives.run.absences import Call
-from collectives.run.engine import Engine
-from collectives.run.operations import Turn
-from collectives.run.work import Work
+from gradwire.collectives import arguments
+from gradwire.collectives.plan.spans import consecutive
+from gradwire.collectives.reduction import Op, check_arithmetic, finish, op_name
+from gradwire.collectives.run.absences import Call
+from gradwire.collectives.run.engine import Engine
+from gradwire.collectives.run.operations import Turn
+from gradwire.collectives.run.work import Work
 
 
 def reduce_scatter(

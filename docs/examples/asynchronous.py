@@ -2,7 +2,7 @@
 
 import torch
 
-import trainer as hvd
+import gradwire as hvd
 
 hvd.init()
 torch.manual_seed(0)  # all ranks start with the same weights

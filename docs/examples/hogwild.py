@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-import trainer as hvd
+import gradwire as hvd
 
 ROWS, STEPS = 1000, 600
 

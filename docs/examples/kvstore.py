@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import nn
 
-import trainer as hvd
+import gradwire as hvd
 
 hvd.init()
 kv = hvd.kvstore.create("dist_sync")

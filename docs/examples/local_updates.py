@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-import trainer as hvd
+import gradwire as hvd
 
 EVERY, WARMUP, STEPS = 10, 50, 350  # ends right after the ranks have met
 

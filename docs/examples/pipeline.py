@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-import trainer as hvd
+import gradwire as hvd
 
 MICROBATCHES = 4
 

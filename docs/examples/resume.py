@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-import trainer as hvd
+import gradwire as hvd
 
 STEPS, SAVE_EVERY = 66, 20  # 10 and a multiple of 7, so that the ranks end with the same parameters
 hvd.init()

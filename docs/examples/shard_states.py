@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-import trainer as hvd
+import gradwire as hvd
 
 hvd.init()
 torch.manual_seed(0)

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-import trainer as hvd
+import gradwire as hvd
 
 hvd.init()
 torch.manual_seed(0)  # all ranks start with the same weights

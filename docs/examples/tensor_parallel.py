@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import trainer as hvd
+import gradwire as hvd
 
 hvd.init()
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

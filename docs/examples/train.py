@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import trainer as hvd
+import gradwire as hvd
 
 hvd.init()  # finds the other processes
 generator = torch.Generator().manual_seed(0)

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer import ddp_comm_hook
+from gradwire import ddp_comm_hook
 
 accelerator = Accelerator(cpu=True)
 torch.manual_seed(0)

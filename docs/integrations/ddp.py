@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer import ddp_comm_hook
+from gradwire import ddp_comm_hook
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import trainer as hvd
+import gradwire as hvd
 
 hvd.init()
 shards = hvd.local_size() if hvd.local_size() < hvd.size() else 2  # on one host, to try it, two ranks are a group

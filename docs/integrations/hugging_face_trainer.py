@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
-from trainer import ddp_comm_hook
+from gradwire import ddp_comm_hook
 
 
 class CompressedExchange(TrainerCallback):

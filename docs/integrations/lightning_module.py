@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer import ddp_comm_hook
+from gradwire import ddp_comm_hook
 
 hook = ddp_comm_hook("int8")
 

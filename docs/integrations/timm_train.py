@@ -10,7 +10,7 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3, dispatch_clip_grad
 
-import trainer as hvd
+import gradwire as hvd
 
 STEPS = 12
 

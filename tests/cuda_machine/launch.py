@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from collectives.kernels.cuda.source import THREADS
+from gradwire.collectives.kernels.cuda.source import THREADS
 from tests.cuda_machine import nvrtc, ptx
 from tests.cuda_machine.machine import Order, decode, run
 from tests.cuda_machine.memory import Memory
@@ -24,7 +24,7 @@ def _loaded(family: str, kernel: str, architecture: str) -> tuple[ptx.Kernel, li
 
 
 class MachineLaunch:
-    """A collectives.kernels.cuda.source.Launch for tensors in the memory of the CPU. launched: the kernels, in order."""
+    """A gradwire.collectives.kernels.cuda.source.Launch for tensors in the memory of the CPU. launched: the kernels, in order."""
 
     def __init__(self, architecture: str = "compute_80", order: Order = Order.TOGETHER) -> None:
         self.architecture, self.order = architecture, order

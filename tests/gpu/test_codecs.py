@@ -10,12 +10,12 @@ import sys
 import pytest
 import torch
 
-from collectives.compression.chunktopk import ChunkTopK
-from collectives.compression.dense import Dense
-from collectives.compression.integers import Int8
-from collectives.compression.sparse import Sparse
-from collectives.kernels.cpu import quantize as cpu_quantize
-from collectives.kernels.cuda.kernels import CudaKernels, TorchKernels, cuda_kernels
+from gradwire.collectives.compression.chunktopk import ChunkTopK
+from gradwire.collectives.compression.dense import Dense
+from gradwire.collectives.compression.integers import Int8
+from gradwire.collectives.compression.sparse import Sparse
+from gradwire.collectives.kernels.cpu import quantize as cpu_quantize
+from gradwire.collectives.kernels.cuda.kernels import CudaKernels, TorchKernels, cuda_kernels
 from tests.cuda_machine.cases import (
     CHUNKED,
     DENSE,
@@ -77,7 +77,7 @@ def test_plain_torch(codec: Dense | Sparse) -> None:
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
 def test_under_the_sanitizer(tool: str) -> None:
     check = """if True:
-        from collectives.kernels.cuda.kernels import cuda_kernels
+        from gradwire.collectives.kernels.cuda.kernels import cuda_kernels
         from tests.cuda_machine.cases import CHUNKED, DENSE, SPARSE, check_chunks, check_dense, check_sparse
         kernels = cuda_kernels()
         for codec in DENSE:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import Communicator
+from gradwire.collectives import Communicator
 from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
 from tests.ranks.exact import ALLREDUCES, SEGMENT_BYTES, Checks, contribution, reduced, reductions
 

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 import torch
 
-from collectives import Communicator
-from collectives.environment import HOST_ID
-from collectives.plan.algorithms import PLANNERS
+from gradwire.collectives import Communicator
+from gradwire.collectives.environment import HOST_ID
+from gradwire.collectives.plan.algorithms import PLANNERS
 from tests.harness import EXCHANGE_TIMEOUT_S, wide
 
 WORLDS = (1, 2, 3, 5, *wide(4, 7, 8))  # 5: the first that is no power of two and takes three rounds of doubling

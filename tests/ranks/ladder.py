@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import trainer as hvd
-from collectives.compression.dgc import DGC
-from collectives.compression.integers import Int8
-from collectives.compression.powersgd import PowerSGD
-from collectives.compression.threshold import Threshold
-from collectives.compression.topk import TopK
-from trainer.compression import Compressor, ErrorFeedback
-from trainer.gradients.buffers import CodedBuffer
+import gradwire as hvd
+from gradwire.collectives.compression.dgc import DGC
+from gradwire.collectives.compression.integers import Int8
+from gradwire.collectives.compression.powersgd import PowerSGD
+from gradwire.collectives.compression.threshold import Threshold
+from gradwire.collectives.compression.topk import TopK
+from gradwire.trainer.gradients.buffers import CodedBuffer
+from gradwire.trainer.gradients.compression import Compressor, ErrorFeedback
 
 #: With memory: residuals, and what these codecs keep beside them.
 REMEMBERING: dict[str, Compressor] = {

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import trainer as hvd
-from collectives import Communicator
+import gradwire as hvd
+from gradwire.collectives import Communicator
 from tests.harness import Worlds
 from tests.ranks.training import assert_same_on_all_ranks, in_world
 

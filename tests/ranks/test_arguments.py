@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import Communicator
-from collectives.plan.algorithms import PLANNERS
+from gradwire.collectives import Communicator
+from gradwire.collectives.plan.algorithms import PLANNERS
 from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
 from tests.ranks.exact import WORLDS, communicator, contribution, reduced
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import CollectiveError, CollectiveTimeout, Communicator, Work
+from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, Work
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.exact import SEVERAL_SEGMENTS, communicator, contribution, reduced
 

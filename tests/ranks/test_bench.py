@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from bench.__main__ import COLLECTIVES
-from bench.options import parse_arguments
-from bench.table import Row
+from gradwire.bench.__main__ import COLLECTIVES
+from gradwire.bench.options import parse_arguments
+from gradwire.bench.table import Row
 from tests.harness import wide
 
 ROOT = Path(__file__).parents[2]
@@ -22,9 +22,9 @@ DEADLINE_S = 90.0
 
 
 def bench(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `torchrun -m bench ...` from the repository's root."""
+    """Run `torchrun -m gradwire.bench ...` from the repository's root."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return run([*torchrun, "-m", "bench", *arguments])
+    return run([*torchrun, "-m", "gradwire.bench", *arguments])
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -118,7 +118,7 @@ def test_one_wrong_element_on_one_rank_fails_the_run() -> None:
     script = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from bench import micro
+from gradwire.bench import micro
 
 class Corrupt(micro.Communicator):
     def allreduce(self, tensor, op="sum", *, algorithm="auto", **rest):
@@ -138,13 +138,13 @@ sys.exit(micro.main("allreduce", "-b 4K -e 4K -n 2 -w 0 -c 1 --algorithm auto,ri
 
 
 def test_an_unknown_algorithm_is_named_with_the_known_ones() -> None:
-    done = run([sys.executable, "-m", "bench", "broadcast", "-b", "8", "-e", "8", "--algorithm", "auto,rong"])
+    done = run([sys.executable, "-m", "gradwire.bench", "broadcast", "-b", "8", "-e", "8", "--algorithm", "auto,rong"])
     assert done.returncode != 0
     assert "'rong' is not one of auto, native, torch" in done.stderr
 
 
 def test_alone_it_is_a_world_of_one() -> None:
-    done = run([sys.executable, "-m", "bench", "allreduce", "-b", "8", "-e", "8", "-n", "1"])
+    done = run([sys.executable, "-m", "gradwire.bench", "allreduce", "-b", "8", "-e", "8", "-n", "1"])
     assert done.returncode == 0, done.stderr
     assert "world size 1 hosts 1" in done.stdout
 
@@ -154,7 +154,7 @@ def test_simulated_hosts_are_hosts(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     cluster = ["hosts", "--hosts", "2", "--ranks", "3", "--rate", "100mbit", "--deadline-s", "60", "--"]
     collective = ["allreduce", "-b", "256K", "-e", "256K", "-n", "3", "--algorithm", "auto,native", "--json"]
-    done = run([sys.executable, "-m", "bench", *cluster, *collective, str(out)])
+    done = run([sys.executable, "-m", "gradwire.bench", *cluster, *collective, str(out)])
     assert done.returncode == 0, done.stderr
     meta, rows = rows_of(out)
     assert meta["hosts"] == [[0, 1], [2]]
@@ -169,7 +169,7 @@ def test_simulated_hosts_are_hosts(tmp_path: Path) -> None:
 )
 def test_the_exit_code_of_simulated_hosts(command: str, exit_code: int) -> None:
     cluster = ["hosts", "--hosts", "2", "--ranks", "2", "--deadline-s", "3", "--"]
-    assert run([sys.executable, "-m", "bench", *cluster, "sh", "-c", command]).returncode == exit_code
+    assert run([sys.executable, "-m", "gradwire.bench", *cluster, "sh", "-c", command]).returncode == exit_code
 
 
 @pytest.mark.wide
@@ -302,12 +302,12 @@ def test_update_rules_in_equal_time(tmp_path: Path) -> None:
 
 
 def test_a_slow_rank_that_there_is_not_is_refused() -> None:
-    done = run([sys.executable, "-m", "bench", "rules", "alone", "--slow", "1:0.1"])
+    done = run([sys.executable, "-m", "gradwire.bench", "rules", "alone", "--slow", "1:0.1"])
     assert done.returncode == 2
     assert "--slow names rank 1, and there are ranks 0 to 0" in done.stderr
 
 
 def test_alone_there_is_no_convergence_to_compare() -> None:
-    done = run([sys.executable, "-m", "bench", "convergence", "--steps", "1"])
+    done = run([sys.executable, "-m", "gradwire.bench", "convergence", "--steps", "1"])
     assert done.returncode == 2
     assert "one rank exchanges nothing" in done.stderr

@@ -1,4 +1,4 @@
-"""A whole run of `python -m trainer.check`."""
+"""A whole run of `gradwire check`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = str(Path(__file__).parents[2])
 def test_all_that_is_needed_works_here() -> None:
     outer = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "trainer.check"],
+        [sys.executable, "-m", "gradwire.trainer.cli.check"],
         env={**os.environ, **outer, "PYTHONPATH": ROOT},
         capture_output=True,
         text=True,

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import Communicator
+from gradwire.collectives import Communicator
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds, wide
 from tests.ranks.exact import (
     ALLREDUCES,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.plan.algorithms import PLANNERS
 from tests.harness import ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.exact import (
     DTYPES,

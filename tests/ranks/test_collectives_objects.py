@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed
 
-from collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.plan.algorithms import PLANNERS
 from tests.harness import ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.exact import WORLDS, communicator
 

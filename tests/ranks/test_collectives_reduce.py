@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.plan.algorithms import PLANNERS
 from tests.harness import ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.exact import WORLDS, Checks, communicator, contribution, reduced, reductions, uneven_parts
 

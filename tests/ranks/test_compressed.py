@@ -8,18 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import Communicator, Mismatch, PeerLost
-from collectives.compression.algorithms_for import shot_of
-from collectives.compression.codec import Codec
-from collectives.compression.dgc import DGC
-from collectives.compression.fp8 import Float8
-from collectives.compression.integers import Int4, Int8
-from collectives.compression.onebit import OneBit
-from collectives.compression.randomk import RandomK
-from collectives.compression.registry import CODECS, make_codec
-from collectives.compression.topk import TopK
-from collectives.plan.algorithms import PLANNERS, hierarchical
-from collectives.plan.schedule import Place, Schedule
+from gradwire.collectives import Communicator, Mismatch, PeerLost
+from gradwire.collectives.compression.algorithms_for import shot_of
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.dgc import DGC
+from gradwire.collectives.compression.fp8 import Float8
+from gradwire.collectives.compression.integers import Int4, Int8
+from gradwire.collectives.compression.onebit import OneBit
+from gradwire.collectives.compression.randomk import RandomK
+from gradwire.collectives.compression.registry import CODECS, make_codec
+from gradwire.collectives.compression.topk import TopK
+from gradwire.collectives.plan.algorithms import PLANNERS, hierarchical
+from gradwire.collectives.plan.schedule import Place, Schedule
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds, wide
 from tests.ranks.exact import ALLREDUCES, SEVERAL_SEGMENTS, Checks, contribution, on_host, reduced
 from tests.ranks.test_failures import DEADLINE_S, FAR_S, TIMEOUT_S, Witness, die, witness

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.trainer.cli.__main__ import main
 from tests.ranks.test_init import unused_port
-from trainer.console.__main__ import main
 
 ROOT = str(Path(__file__).parents[2])
 DEADLINE_S = 60.0
@@ -21,7 +21,7 @@ DEADLINE_S = 60.0
 #: Adds up ranks, on whatever hosts they are.
 SUMS = """
 import torch
-import trainer as hvd
+import gradwire as hvd
 
 hvd.init(timeout_s=40)
 total = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum)
@@ -174,7 +174,7 @@ def test_no_rank_outlives_the_launcher(folder: Path, number: signal.Signals) -> 
     """It is told to end all, or gone itself before it can."""
     end = time.monotonic() + DEADLINE_S
     flags = ["-H", "localhost:1,127.0.0.2:1", "--master-port", str(unused_port()), "-x", "COLLECTIVES_INTERFACE=lo"]
-    launcher = subprocess.Popen([sys.executable, "-m", "trainer.console", "run", *flags, "stays.py", str(folder)])
+    launcher = subprocess.Popen([sys.executable, "-m", "gradwire.trainer.cli", "run", *flags, "stays.py", str(folder)])
     try:
         files = [folder / str(rank) for rank in range(2)]
         while not all(file.exists() for file in files):

@@ -1,4 +1,4 @@
-"""trainer.ddp_comm_hook: under torch's DDP, and called as DDP does, with buckets that the test lays out itself."""
+"""gradwire.ddp_comm_hook: under torch's DDP, and called as DDP does, with buckets that the test lays out itself."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-import trainer
-from collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
-from collectives.compression.dgc import DGC
-from collectives.compression.integers import Int8
-from collectives.compression.powersgd import PowerSGD
-from collectives.compression.randomk import RandomK
-from collectives.compression.topk import TopK
+import gradwire
+from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
+from gradwire.collectives.compression.dgc import DGC
+from gradwire.collectives.compression.integers import Int8
+from gradwire.collectives.compression.powersgd import PowerSGD
+from gradwire.collectives.compression.randomk import RandomK
+from gradwire.collectives.compression.topk import TopK
+from gradwire.trainer.ddp import UNSETTLED_STEPS, CompressionHook
+from gradwire.trainer.gradients.compression import NAMES, ErrorFeedback
 from tests.harness import RUN_TIMEOUT_S, Worlds
-from trainer.compression import NAMES, ErrorFeedback
-from trainer.ddp import UNSETTLED_STEPS, CompressionHook
 
 STEPS = 6
 BUCKET_MB = 0.03
@@ -137,7 +137,7 @@ def settle(hook: CompressionHook, layout: Sequence[Sequence[Tensor]]) -> None:
 
 
 def trains(codec: Any, options: dict[str, Any]) -> None:
-    hook = trainer.ddp_comm_hook(codec)
+    hook = gradwire.ddp_comm_hook(codec)
     model = ddp(model_of(), hook, **options)
     losses = train(model, range(STEPS))
     reference = ddp(model_of(), None, **options)
@@ -174,7 +174,7 @@ def test_options_of_ddp(ranks: Worlds, codec: str, options: dict[str, Any]) -> N
 
 
 def accumulates() -> None:
-    hook = trainer.ddp_comm_hook("int8")
+    hook = gradwire.ddp_comm_hook("int8")
     model = ddp(model_of(), hook)
     for step in range(4):
         model.zero_grad()
@@ -191,7 +191,7 @@ def test_no_sync(ranks: Worlds) -> None:
 
 def ends_early() -> None:
     """Rank 0 has fewer batches; after them, DDP calls its hook with zeros, and outside of any backward()."""
-    hook = trainer.ddp_comm_hook("topk")
+    hook = gradwire.ddp_comm_hook("topk")
     model = ddp(model_of(), hook)
     with Join([model]):
         train(model, range(3 + dist.get_rank()))
@@ -207,10 +207,10 @@ def several_models() -> None:
     """One on all ranks and one on the ranks but the last, in turns."""
     size = dist.get_world_size()
     group = dist.new_group(list(range(size - 1)))
-    hooks = [trainer.ddp_comm_hook("int8")]
+    hooks = [gradwire.ddp_comm_hook("int8")]
     models = [ddp(model_of(), hooks[0])]
     if dist.get_rank() < size - 1:
-        hooks.append(trainer.ddp_comm_hook("topk", process_group=group))
+        hooks.append(gradwire.ddp_comm_hook("topk", process_group=group))
         models.append(ddp(model_of(1), hooks[1], process_group=group))
     for step in range(4):
         for model in models:
@@ -228,7 +228,7 @@ def test_several_models_and_a_group(ranks: Worlds) -> None:
 
 
 def a_nan(codec: Any) -> None:
-    hook = trainer.ddp_comm_hook(codec)
+    hook = gradwire.ddp_comm_hook(codec)
     model = ddp(model_of(), hook)
     train(model, range(3))
     model.zero_grad()
@@ -252,7 +252,7 @@ def test_a_nan_reaches_all_ranks_and_is_gone_after(ranks: Worlds, codec: str) ->
 
 def compresses_matrices_alone(codec: Any) -> None:
     rank = dist.get_rank()
-    hook = trainer.ddp_comm_hook(codec)
+    hook = gradwire.ddp_comm_hook(codec)
     layout = [PARAMETERS[:2], PARAMETERS[2:]]
     settle(hook, layout)
     results = exchanged(hook, layout, gradients_of(rank, 0))
@@ -270,7 +270,7 @@ def test_vectors_and_small_matrices_are_exact(ranks: Worlds, codec: str) -> None
 
 def is_one_compressed_allreduce(codec: Any, layout: Sequence[Sequence[int]]) -> None:
     rank = dist.get_rank()
-    hook = trainer.ddp_comm_hook(codec)
+    hook = gradwire.ddp_comm_hook(codec)
     buckets = [[PARAMETERS[number] for number in bucket] for bucket in layout]
     settle(hook, buckets)
     order = [number for bucket in layout for number in bucket]
@@ -297,7 +297,7 @@ def test_each_bucket_is_one_compressed_allreduce(ranks: Worlds, size: int, codec
 
 
 def warms_up(codec: Any, wanted: int) -> None:
-    hook = trainer.ddp_comm_hook(codec)
+    hook = gradwire.ddp_comm_hook(codec)
     for step in range(wanted + 1):
         results = exchanged(hook, [PARAMETERS], gradients_of(dist.get_rank(), step))
         expected = exact(step)
@@ -317,10 +317,10 @@ def test_warm_up(ranks: Worlds, codec: Any, wanted: int) -> None:
 
 def same_as_the_optimizer(compression: Any) -> None:
     """With the same warm-up, of a parameter that has a buffer of its own in both."""
-    trainer.init()
+    gradwire.init()
     weight = nn.Parameter(torch.zeros(80, 64))
-    optimizer = trainer.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=compression)
-    hook = trainer.ddp_comm_hook(compression)
+    optimizer = gradwire.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=compression)
+    hook = gradwire.ddp_comm_hook(compression)
     for step in range(UNSETTLED_STEPS + 5):
         gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
         optimizer.zero_grad()
@@ -339,7 +339,7 @@ def same_as_the_optimizer(compression: Any) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
     hook.close()
     optimizer.close()
-    trainer.shutdown()
+    gradwire.shutdown()
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -355,31 +355,31 @@ def test_hook_and_optimizer_exchange_alike(ranks: Worlds, size: int, codec: Any)
 
 def halves(name: str, tolerance: float) -> None:
     """Gradients whose sum half precision cannot hold, by every way that there is to exchange them as 16 bits."""
-    trainer.init()
+    gradwire.init()
     size, rank = dist.get_world_size(), dist.get_rank()
     everyones = [60000 - torch.randint(5000, (80, 64), generator=torch.Generator().manual_seed(r)) for r in range(size)]
     mine = everyones[rank].float()
-    for op in (trainer.Average, trainer.Sum):
-        exact = torch.stack(everyones).double().sum(0) / (size if op == trainer.Average else 1)
+    for op in (gradwire.Average, gradwire.Sum):
+        exact = torch.stack(everyones).double().sum(0) / (size if op == gradwire.Average else 1)
         weight = nn.Parameter(torch.zeros(80, 64))
-        optimizer = trainer.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=name, op=op)
+        optimizer = gradwire.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=name, op=op)
         (weight * mine).sum().backward()
         assert weight.grad is not None
-        results = [weight.grad, trainer.allreduce(mine, compression=getattr(trainer.Compression, name), op=op)]
+        results = [weight.grad, gradwire.allreduce(mine, compression=getattr(gradwire.Compression, name), op=op)]
         with Communicator() as comm:
             results.append(mine.clone())
             comm.allreduce(results[-1], op, codec=name)
-        if op == trainer.Average:
-            hook = trainer.ddp_comm_hook(name)
+        if op == gradwire.Average:
+            hook = gradwire.ddp_comm_hook(name)
             results += exchanged(hook, [[weight]], {weight: mine})
             hook.close()
         assert (weight.grad / exact - 1).abs().max() < tolerance
         assert all(torch.equal(result, weight.grad) for result in results)
-        rows = trainer.reducescatter(mine, compression=getattr(trainer.Compression, name), op=op)
+        rows = gradwire.reducescatter(mine, compression=getattr(gradwire.Compression, name), op=op)
         start = sum(80 // size + (r < 80 % size) for r in range(rank))
         assert (rows / exact[start : start + len(rows)] - 1).abs().max() < tolerance
         optimizer.close()
-    trainer.shutdown()
+    gradwire.shutdown()
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -392,7 +392,7 @@ def test_16_bits_are_the_same_everywhere_and_do_not_overflow(
 
 def goes_by_names(policy: dict[str, Any], compressed: set[str]) -> None:
     names = ["first", "vector", "last.cube", "last.matrix", "small"]
-    hook = trainer.ddp_comm_hook("topk", zip(names, PARAMETERS, strict=True), policy=policy)
+    hook = gradwire.ddp_comm_hook("topk", zip(names, PARAMETERS, strict=True), policy=policy)
     layout = [PARAMETERS[:3], PARAMETERS[3:]]
     settle(hook, layout)
     results = dict(zip(names, exchanged(hook, layout, gradients_of(dist.get_rank(), 0)), strict=True))
@@ -417,7 +417,7 @@ def test_a_policy_by_name(ranks: Worlds, policy: dict[str, Any], compressed: lis
 
 
 def leaves_one_unnamed() -> None:
-    hook = trainer.ddp_comm_hook("topk", [("first", PARAMETERS[0])])
+    hook = gradwire.ddp_comm_hook("topk", [("first", PARAMETERS[0])])
     with pytest.raises(ValueError, match=r"rank \d: named_parameters must name all .* of shape \[50\] is not named"):
         exchanged(hook, [PARAMETERS[:2]], gradients_of(0, 0))
     hook.close()
@@ -433,7 +433,7 @@ def loses_nothing(codec: Any) -> None:
     a, vector, b, c, small = PARAMETERS
     first, second, third = [PARAMETERS], [[c, small, vector], [a, b]], [[b, c, vector], [a, small]]
     layouts = [first] + [second] * 4 + [third] * 4 + [second]
-    hook = trainer.ddp_comm_hook(codec)
+    hook = gradwire.ddp_comm_hook(codec)
     sums = {parameter: torch.zeros(parameter.shape, dtype=torch.float64) for parameter in PARAMETERS}
     wanted = {parameter: torch.zeros(parameter.shape, dtype=torch.float64) for parameter in PARAMETERS}
     for step, layout in enumerate(layouts):
@@ -464,7 +464,7 @@ def test_other_buckets_lose_nothing(ranks: Worlds, size: int, codec: Any) -> Non
 
 def resumes(codec: Any, at: int, options: dict[str, Any]) -> None:
     steps = 7
-    hook = trainer.ddp_comm_hook(codec)
+    hook = gradwire.ddp_comm_hook(codec)
     model = ddp(model_of(), hook, **options)
     losses = train(model, range(at))
     file = io.BytesIO()
@@ -473,7 +473,7 @@ def resumes(codec: Any, at: int, options: dict[str, Any]) -> None:
 
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    again_hook = trainer.ddp_comm_hook(codec)
+    again_hook = gradwire.ddp_comm_hook(codec)
     again_hook.load_state_dict(saved["hook"])
     again = ddp(model_of(1), again_hook, **options)
     again.module.load_state_dict(saved["model"])
@@ -495,7 +495,7 @@ def test_resumed_early_and_with_options(ranks: Worlds, options: dict[str, Any]) 
 
 def goes_back() -> None:
     """Loading into a hook that is in use."""
-    hook = trainer.ddp_comm_hook("topk")
+    hook = gradwire.ddp_comm_hook("topk")
     model = ddp(model_of(), hook)
     train(model, range(4))
     weights = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
@@ -514,7 +514,7 @@ def test_loading_into_a_hook_in_use(ranks: Worlds) -> None:
 
 
 def refuses_states() -> None:
-    hook = trainer.ddp_comm_hook("topk")
+    hook = gradwire.ddp_comm_hook("topk")
     model = ddp(model_of(), hook)
     train(model, range(3))
     state = hook.state_dict()
@@ -523,8 +523,8 @@ def refuses_states() -> None:
         with pytest.raises(ValueError, match=key):
             hook.load_state_dict({**state, key: value})
     with pytest.raises(ValueError, match=r"topk.*int8"):
-        trainer.ddp_comm_hook("int8").load_state_dict(state)
-    other = trainer.ddp_comm_hook("topk")
+        gradwire.ddp_comm_hook("int8").load_state_dict(state)
+    other = gradwire.ddp_comm_hook("topk")
     other.load_state_dict(state)
     assert other.state_dict() == state
     wrong = ddp(nn.Linear(64, 100), other)
@@ -543,18 +543,18 @@ def test_states_of_something_else_are_refused(ranks: Worlds) -> None:
 
 def test_what_is_no_codec_is_refused() -> None:
     with pytest.raises(ValueError, match="onebit"):
-        trainer.ddp_comm_hook("int9")
+        gradwire.ddp_comm_hook("int9")
     with pytest.raises(ValueError, match="warmup_steps"):
-        trainer.ddp_comm_hook(ErrorFeedback("int8", warmup_steps=-1))
+        gradwire.ddp_comm_hook(ErrorFeedback("int8", warmup_steps=-1))
     with pytest.raises(ValueError, match="needs named_parameters"):
-        trainer.ddp_comm_hook("int8", policy={"*": "none"})
+        gradwire.ddp_comm_hook("int8", policy={"*": "none"})
     with pytest.raises(ValueError, match="no parameter's name matches"):
-        trainer.ddp_comm_hook("int8", [("weight", PARAMETERS[0])], policy={"bias": "none"})
+        gradwire.ddp_comm_hook("int8", [("weight", PARAMETERS[0])], policy={"bias": "none"})
 
 
 def stays_away(codec: Any, error: type[Exception]) -> None:
     """The last rank does not come to the fourth step; backward() says so on the others, with the error of the exchange."""
-    hook = trainer.ddp_comm_hook(codec, timeout_s=2.0)
+    hook = gradwire.ddp_comm_hook(codec, timeout_s=2.0)
     model = ddp(model_of(), hook)
     train(model, range(3))
     if dist.get_rank() < dist.get_world_size() - 1:
@@ -577,7 +577,7 @@ def test_a_rank_that_stays_away(failing_world: Callable[[int], Any], codec: str)
 
 
 def disagrees() -> None:
-    hook = trainer.ddp_comm_hook("int8" if dist.get_rank() == 0 else "int4", timeout_s=2.0)
+    hook = gradwire.ddp_comm_hook("int8" if dist.get_rank() == 0 else "int4", timeout_s=2.0)
     model = ddp(model_of(), hook)
     with pytest.raises(Mismatch, match="int4"):
         train(model, range(4))

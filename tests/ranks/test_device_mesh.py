@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import trainer as hvd
+import gradwire as hvd
+from gradwire.trainer.world.world import current_world
 from tests.harness import Worlds
 from tests.pages import ROOT
 from tests.ranks.programs import launch_text
@@ -24,7 +25,6 @@ from tests.ranks.training import (
     loss_of,
     perceptron,
 )
-from trainer.world import current_world
 
 
 def mesh_of(*names: str) -> DeviceMesh:

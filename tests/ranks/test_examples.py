@@ -15,15 +15,15 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-import trainer as hvd
+import gradwire as hvd
+from gradwire.trainer.examples import loop
+from gradwire.trainer.examples.bytes_gpt import Config, read_text, task
+from gradwire.trainer.examples.config import LoopConfig, parse
+from gradwire.trainer.examples.loop import Run
+from gradwire.trainer.examples.report import OURS
 from tests.harness import World, Worlds
 from tests.ranks.programs import launch
 from tests.ranks.training import in_world
-from trainer.examples import loop
-from trainer.examples.bytes_gpt import Config, read_text, task
-from trainer.examples.config import LoopConfig, parse
-from trainer.examples.loop import Run
-from trainer.examples.report import OURS
 
 KEYS = {
     "steps",
@@ -60,7 +60,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def start(example: str, out: Path, *arguments: str) -> subprocess.Popen[str]:
     """Run an example alone, in a process group of its own."""
-    command = [sys.executable, "-m", f"trainer.examples.{example}", "--device", "cpu", "--out", str(out)]
+    command = [sys.executable, "-m", f"gradwire.trainer.examples.{example}", "--device", "cpu", "--out", str(out)]
     return subprocess.Popen(
         [*command, *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -88,7 +88,7 @@ def run(example: str, out: Path, *arguments: str, processes: int | None = 2) -> 
     if processes is None:
         output = finish(start(example, out, *arguments))
     else:
-        module = f"trainer.examples.{example}"
+        module = f"gradwire.trainer.examples.{example}"
         output = launch(module, out.parent, "--device", "cpu", "--out", str(out), *arguments, processes=processes)
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     assert summary["replicas_identical"] is True

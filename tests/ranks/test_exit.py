@@ -19,7 +19,7 @@ SCRIPT = """
     import sys
     import torch
     import torch.distributed as dist
-    from collectives import Communicator
+    from gradwire.collectives import Communicator
 
     rank, path, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
@@ -39,9 +39,9 @@ MEETS = """
     import sys
     import torch
     import torch.distributed as dist
-    from collectives import Communicator
-    from collectives.link import Membership
-    from collectives.link.registry import LINKS
+    from gradwire.collectives import Communicator
+    from gradwire.collectives.link import Membership
+    from gradwire.collectives.link.registry import LINKS
 
     rank, path = int(sys.argv[1]), sys.argv[2]
     port = dist.FileStore(path, 2)
@@ -74,7 +74,7 @@ STORE_STOPS_AT_ONCE = """
 
 WAITS_FOR_ANOTHER_HOST = """
     import threading
-    from collectives.link.process_group import _GlooPending
+    from gradwire.collectives.link.process_group import _GlooPending
 
     class Work:
         def wait(self):
@@ -93,7 +93,7 @@ OUTLIVES = """
     import time
     import torch
     import torch.distributed as dist
-    from collectives import Communicator
+    from gradwire.collectives import Communicator
 
     rank, path = int(sys.argv[1]), sys.argv[2]
     sys.excepthook = lambda kind, error, trace: print("the former hook saw", kind.__name__, file=sys.stderr)
@@ -121,7 +121,7 @@ LEAVES = """
     import sys
     import torch
     import torch.distributed as dist
-    import trainer as hvd
+    import gradwire as hvd
 
     rank, path, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
@@ -144,7 +144,7 @@ LEAVES = """
 FORKS = """
     import gc
     import time
-    import trainer as hvd
+    import gradwire as hvd
 
     comm, closed = Communicator(timeout_s=10), Communicator(timeout_s=10)
     closed.close()

@@ -15,16 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import trainer as hvd
-from collectives import Communicator, check_algorithm, register_algorithm, register_codec, register_link
-from collectives.compression import CODECS, Codec, Int8
-from collectives.environment import LINK
-from collectives.link import Membership, Transport
-from collectives.link.auto import auto
-from collectives.link.process_group import ProcessGroupTransport, process_group
-from collectives.link.registry import LINKS
-from collectives.link.shared_memory.group import LocalGroup
-from collectives.plan.algorithms import PLANNERS, ring
+import gradwire as hvd
+from gradwire.collectives import Communicator, check_algorithm, register_algorithm, register_codec, register_link
+from gradwire.collectives.compression import CODECS, Codec, Int8
+from gradwire.collectives.environment import LINK
+from gradwire.collectives.link import Membership, Transport
+from gradwire.collectives.link.auto import auto
+from gradwire.collectives.link.process_group import ProcessGroupTransport, process_group
+from gradwire.collectives.link.registry import LINKS
+from gradwire.collectives.link.shared_memory.group import LocalGroup
+from gradwire.collectives.plan.algorithms import PLANNERS, ring
 from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
 from tests.ranks.exact import SEVERAL_SEGMENTS, contribution, reduced
 
@@ -241,10 +241,10 @@ def test_a_link_that_returns_a_transport_of_others(ranks: Worlds, rank: int, siz
 @pytest.mark.parametrize(
     "where",
     [
-        "collectives.communicator.default_segment_bytes",
-        "collectives.communicator.Engine",
-        "collectives.link.auto.join_host",
-        "collectives.link.auto.RoutingTransport",
+        "gradwire.collectives.communicator.default_segment_bytes",
+        "gradwire.collectives.communicator.Engine",
+        "gradwire.collectives.link.auto.join_host",
+        "gradwire.collectives.link.auto.RoutingTransport",
     ],
 )
 def test_what_fails_midway_stays_not_connected(ranks: Worlds, where: str) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
+from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
 from tests.harness import ON_EVERY_TRANSPORT, Outcome, World, wide
 from tests.ranks.exact import ALLREDUCES, on_host
 

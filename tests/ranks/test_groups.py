@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import Communicator
-from collectives.plan.algorithms import BETWEEN_HOSTS
+from gradwire.collectives import Communicator
+from gradwire.collectives.plan.algorithms import BETWEEN_HOSTS
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.exact import (
     SEGMENT_BYTES,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import trainer as hvd
+import gradwire as hvd
 from tests.harness import ON_EVERY_TRANSPORT, World, Worlds, meet
 from tests.ranks.exact import on_host
 from tests.ranks.training import assert_same_on_all_ranks, batch, copies, in_world, loss_of, perceptron, share

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import trainer as hvd
+import gradwire as hvd
 from tests.harness import Worlds
 from tests.ranks.training import (
     STEPS,

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import trainer as hvd
-from collectives import Mismatch, PeerJoined, PeerLost
+import gradwire as hvd
+from gradwire.collectives import Mismatch, PeerJoined, PeerLost
+from gradwire.trainer.world.errors import NotIncluded, Refused
+from gradwire.trainer.world.world import NotInitialized
 from tests.harness import Worlds
 from tests.pages import ROOT
-from trainer.errors import NotIncluded, Refused
-from trainer.world import NotInitialized
 
 KINDS: dict[str, type[Exception] | None] = {
     kind.__name__: kind

@@ -1,4 +1,4 @@
-"""Programs of the shapes that Horovod's users have, with `import trainer as hvd` and nothing else of ours in them."""
+"""Programs of the shapes that Horovod's users have, with `import gradwire as hvd` and nothing else of ours in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import trainer as hvd
+import gradwire as hvd
 from tests.harness import Worlds
 
 PROGRAMS = Path(__file__).parent / "horovod_programs"
@@ -62,7 +62,7 @@ def on_all(
 def test_only_the_import_names_this_project() -> None:
     for program in PROGRAMS.glob("*.py"):
         lines = [line for line in program.read_text().splitlines() if "trainer" in line or "gradwire" in line]
-        assert lines == ["import trainer as hvd"], program.name
+        assert lines == ["import gradwire as hvd"], program.name
 
 
 @pytest.mark.parametrize("case", SHARED_WORK)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import trainer as hvd
-from collectives import Communicator, PeerLost
+import gradwire as hvd
+from gradwire.collectives import Communicator, PeerLost
 from tests.harness import Worlds
 from tests.ranks.training import in_world
 

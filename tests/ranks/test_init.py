@@ -19,7 +19,7 @@ ROOT = str(Path(__file__).parents[2])
 
 AGAIN_AND_AGAIN = """
     import torch
-    import trainer as hvd
+    import gradwire as hvd
 
     for _ in range(3):
         hvd.init(timeout_s=30)
@@ -29,7 +29,7 @@ AGAIN_AND_AGAIN = """
 """
 
 IN_VAIN = """
-    import trainer as hvd
+    import gradwire as hvd
 
     hvd.init(timeout_s=1)
 """

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-import trainer as hvd
-from collectives import CollectiveTimeout, PeerJoined, PeerLost
-from collectives.compression import Int8, OneBit, TopK
+import gradwire as hvd
+from gradwire.collectives import CollectiveTimeout, PeerJoined, PeerLost
+from gradwire.collectives.compression import Int8, OneBit, TopK
+from gradwire.trainer.world.world import current_world
 from tests.harness import ON_EVERY_TRANSPORT, RUN_TIMEOUT_S, Worlds, wide
 from tests.ranks.training import assert_close, assert_same_on_all_ranks, copies, in_world
-from trainer.world import current_world
 
 pytestmark = ON_EVERY_TRANSPORT
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import trainer as hvd
-from collectives import CollectiveError, CollectiveTimeout, PeerLost
-from collectives.compression.registry import CODECS
+import gradwire as hvd
+from gradwire.collectives import CollectiveError, CollectiveTimeout, PeerLost
+from gradwire.collectives.compression.registry import CODECS
+from gradwire.trainer.servers.key_value.compression import Encoder, codec_of
+from gradwire.trainer.servers.key_value.keys import KeySpec
 from tests.harness import ON_EVERY_TRANSPORT, World, Worlds, meet
 from tests.pages import ROOT
 from tests.ranks.programs import launch_text
 from tests.ranks.training import in_world
-from trainer.key_value.compression import Encoder, codec_of
-from trainer.key_value.entry import KeySpec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int32, torch.int64)
 KNOWN_S = 60.0  # in which the end of a rank is known at last

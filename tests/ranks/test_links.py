@@ -15,17 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import Communicator
-from collectives.errors import LinkError
-from collectives.kernels import cpu_kernels
-from collectives.link import Membership, Transport
-from collectives.link.base import Message, Pending, Request
-from collectives.link.membership import membership_of
-from collectives.link.process_group import ProcessGroupTransport, process_group
-from collectives.link.registry import LINKS
-from collectives.link.shared_memory.messages import SharedMemoryTransport
-from collectives.link.shared_memory.rendezvous import join_host
-from collectives.plan.topology import host_id
+from gradwire.collectives import Communicator
+from gradwire.collectives.errors import LinkError
+from gradwire.collectives.kernels import cpu_kernels
+from gradwire.collectives.link import Membership, Transport
+from gradwire.collectives.link.base import Message, Pending, Request
+from gradwire.collectives.link.membership import membership_of
+from gradwire.collectives.link.process_group import ProcessGroupTransport, process_group
+from gradwire.collectives.link.registry import LINKS
+from gradwire.collectives.link.shared_memory.messages import SharedMemoryTransport
+from gradwire.collectives.link.shared_memory.rendezvous import join_host
+from gradwire.collectives.plan.topology import host_id
 from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds, meet
 from tests.ranks.exact import DTYPES, OPS, SEVERAL_SEGMENTS, contribution, reduced
 from tests.ranks.test_extending import examples

@@ -16,9 +16,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import trainer as hvd
-from collectives import CollectiveError, Communicator
-from collectives.errors import LinkError
+import gradwire as hvd
+from gradwire.collectives import CollectiveError, Communicator
+from gradwire.collectives.errors import LinkError
+from gradwire.trainer.world.jobs import OneJob
+from gradwire.trainer.world.launch import Launch, read_launch
+from gradwire.trainer.world.meeting import _reach
+from gradwire.trainer.world.world import start_torch_distributed
 from tests.harness import EXCHANGE_TIMEOUT_S, World
 from tests.soak.faults import KILLED, STOPPED
 from tests.soak.meetings import (
@@ -33,10 +37,6 @@ from tests.soak.meetings import (
 )
 from tests.soak.ranks import failed_at_file, report_file
 from tests.soak.verdict import judge_meeting
-from trainer.jobs import OneJob
-from trainer.launch import Launch, read_launch
-from trainer.meeting import _reach
-from trainer.world import start_torch_distributed
 
 DEADLINE_S = 60.0
 ROOT = str(Path(__file__).parents[2])
@@ -85,12 +85,12 @@ def with_interface(
     """Meet as ranks on different machines do, some of which are told to use a wrong interface; return the error."""
     rank, size = dist.get_rank(), dist.get_world_size()
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("trainer.meeting", "collectives.link.membership"):
+        for module in ("gradwire.trainer.world.meeting", "gradwire.collectives.link.membership"):
             patch.setattr(f"{module}.machine_id", lambda: f"machine {rank}")
         if rank in culprits:
             patch.setenv(variable, interface)
         else:
-            patch.setattr("collectives.link.own_address._loopback", lambda *_: "")
+            patch.setattr("gradwire.collectives.link.own_address._loopback", lambda *_: "")
         if place == INIT:
             prepare_init("interfaces", rank, size, directory)
         try:
@@ -130,7 +130,7 @@ def test_a_wrong_interface_is_found_before_anyone_waits_for_it(
 
 
 JOB = """
-import sys, trainer as hvd
+import sys, gradwire as hvd
 hvd.init(timeout_s=30)
 print("job", hvd.broadcast_object(sys.argv[1], 0), "of", sys.argv[1], flush=True)
 """

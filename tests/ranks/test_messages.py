@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost, Work
-from collectives.arguments import described
-from collectives.run.messages import MessageWork
+from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost, Work
+from gradwire.collectives.arguments import described
+from gradwire.collectives.run.messages import MessageWork
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds
 from tests.ranks.exact import on_host
 

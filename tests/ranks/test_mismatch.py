@@ -9,8 +9,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from collectives import CollectiveError, Communicator, Mismatch
-from collectives.compression.integers import Int8
+from gradwire.collectives import CollectiveError, Communicator, Mismatch
+from gradwire.collectives.compression.integers import Int8
 from tests.harness import ON_EVERY_TRANSPORT, Worlds, wide
 
 pytestmark = ON_EVERY_TRANSPORT

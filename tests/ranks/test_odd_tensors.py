@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.masked import masked_tensor
 
-from collectives import Communicator
-from collectives.compression.registry import CODECS
+from gradwire.collectives import Communicator
+from gradwire.collectives.compression.registry import CODECS
 from tests.harness import ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.exact import SEVERAL_SEGMENTS, Checks, communicator, contribution, reduced
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import trainer as hvd
-from collectives import CollectiveError, PeerLost
+import gradwire as hvd
+from gradwire.collectives import CollectiveError, PeerLost
 from tests.harness import ON_EVERY_TRANSPORT, World, Worlds, meet
 from tests.ranks.training import assert_close, assert_same_on_all_ranks, copies, in_world, loss_of
 from tests.soak.ranks import leave

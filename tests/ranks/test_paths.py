@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from bench import hosts
+from gradwire.bench import hosts
 
 DEADLINE_S = 60.0
 OF_HOSTS, BETWEEN = 9000, 1500
 
 INIT = """
     import sys
-    import trainer as hvd
-    from collectives import CollectiveError
+    import gradwire as hvd
+    from gradwire.collectives import CollectiveError
 
     try:
         hvd.init(timeout_s=20)
@@ -87,10 +87,10 @@ def test_the_pair_is_named(cluster: hosts.Cluster, tmp_path: Path) -> None:
 @pytest.mark.parametrize("there", [1, 2])
 def test_the_check_of_two_hosts_finds_it(cluster: hosts.Cluster, there: int) -> None:
     with ExitStack() as stack:
-        listening = start(stack, cluster.hosts[there], "-m", "trainer.check", "--listen")
+        listening = start(stack, cluster.hosts[there], "-m", "gradwire.trainer.cli.check", "--listen")
         found = ""
         for _ in range(20):  # until it listens
-            check = start(stack, cluster.hosts[0], "-m", "trainer.check", "--host", hosts.address(there))
+            check = start(stack, cluster.hosts[0], "-m", "gradwire.trainer.cli.check", "--host", hosts.address(there))
             found = check.communicate(timeout=DEADLINE_S)[0]
             if "nobody listens" not in found:
                 break

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import Communicator, Mismatch
+from gradwire.collectives import Communicator, Mismatch
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.exact import contribution, reduced
 

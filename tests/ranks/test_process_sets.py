@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import trainer as hvd
-from collectives import Communicator
+import gradwire as hvd
+from gradwire.collectives import Communicator
+from gradwire.trainer.horovod.handles import Handle
+from gradwire.trainer.world.process_sets import ProcessSetLike
+from gradwire.trainer.world.world import current_world
 from tests.harness import Worlds
 from tests.ranks.training import in_world
-from trainer.horovod.handles import Handle
-from trainer.process_sets import ProcessSetLike
-from trainer.world import current_world
 
 SIZE = 4
 

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import trainer as hvd
-from collectives import Communicator
-from collectives.compression.registry import CODECS
-from collectives.kernels.cpu import compiling
-from collectives.reduction import DTYPES
-from collectives.run.operations import Operations
+import gradwire as hvd
+from gradwire.collectives import Communicator
+from gradwire.collectives.compression.registry import CODECS
+from gradwire.collectives.kernels.cpu import compiling
+from gradwire.collectives.reduction import DTYPES
+from gradwire.collectives.run.operations import Operations
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds
 from tests.ranks.exact import on_host
 from tests.ranks.training import perceptron, share

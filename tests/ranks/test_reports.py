@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import trainer as hvd
-from collectives import CollectiveError, ReplicasDiffer
+import gradwire as hvd
+from gradwire.collectives import CollectiveError, ReplicasDiffer
+from gradwire.trainer.gradients.compression import Compressor
 from tests.harness import Worlds
 from tests.ranks.training import in_world, perceptron, share
-from trainer.compression import Compressor
 
 DEADLINE_S = 20.0
 

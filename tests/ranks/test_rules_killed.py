@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import trainer as hvd
-from collectives import PeerLost
+import gradwire as hvd
+from gradwire.collectives import PeerLost
 from tests.harness import World, Worlds, meet, wide
 from tests.ranks.training import loss_of, spy
 

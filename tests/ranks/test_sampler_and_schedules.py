@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-import trainer as hvd
+import gradwire as hvd
 from tests.harness import Worlds
 from tests.ranks.training import in_world
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import trainer as hvd
+import gradwire as hvd
+from gradwire.trainer.gradients.compression import Compressor, Policy
+from gradwire.trainer.servers.pushed import Packing, Sender
 from tests.harness import ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, loss_of
-from trainer.compression import Compressor, Policy
-from trainer.server.pushed import Packing, Sender
 
 STEPS = 5
 CODECS = ["fp16", "int8", "topk", "randomk", hvd.ErrorFeedback("int4", warmup_steps=2)]

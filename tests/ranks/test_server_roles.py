@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-import trainer as hvd
-from collectives import CollectiveError, Communicator, PeerLost
+import gradwire as hvd
+from gradwire.collectives import CollectiveError, Communicator, PeerLost
 from tests.harness import ON_EVERY_TRANSPORT, World, Worlds, meet
 from tests.ranks.test_parameter_server import STEPS, adam_of, interrupted, model_of, sgd_of, simulated, train
 from tests.ranks.training import assert_close, assert_same_on_all_ranks, in_world

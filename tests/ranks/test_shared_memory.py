@@ -19,10 +19,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives import CollectiveError, Communicator
-from collectives.environment import SHARED_MEMORY
-from collectives.link.shared_memory.segment import Segment
-from collectives.reduction import DTYPES
+from gradwire.collectives import CollectiveError, Communicator
+from gradwire.collectives.environment import SHARED_MEMORY
+from gradwire.collectives.link.shared_memory.segment import Segment
+from gradwire.collectives.reduction import DTYPES
 from tests.harness import World, Worlds, wide
 
 WORLDS = (2, 3, 4, 8)

@@ -19,13 +19,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from collectives.errors import LinkError
-from collectives.kernels import cpu_arithmetic, cpu_kernels
-from collectives.link.base import Request
-from collectives.link.shared_memory.group import LocalGroup
-from collectives.link.shared_memory.messages import SharedMemoryTransport
-from collectives.link.shared_memory.reductions import SharedMemory
-from collectives.link.shared_memory.segment import Segment
+from gradwire.collectives.errors import LinkError
+from gradwire.collectives.kernels import cpu_arithmetic, cpu_kernels
+from gradwire.collectives.link.base import Request
+from gradwire.collectives.link.shared_memory.group import LocalGroup
+from gradwire.collectives.link.shared_memory.messages import SharedMemoryTransport
+from gradwire.collectives.link.shared_memory.reductions import SharedMemory
+from gradwire.collectives.link.shared_memory.segment import Segment
 from tests.harness import Worlds, wide
 
 TRIALS, AT_A_TIME = 1000, 16

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from collectives import Communicator, Mismatch
+from gradwire.collectives import Communicator, Mismatch
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.exact import SEGMENT_BYTES, SEVERAL_SEGMENTS, WORLDS
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import CollectiveTimeout, Communicator, PeerLost
+from gradwire.collectives import CollectiveTimeout, Communicator, PeerLost
 from tests.harness import ON_EVERY_TRANSPORT, World, Worlds
 
 WARNING_S = 0.2

@@ -7,16 +7,16 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import trainer
-import trainer as hvd
-from collectives.compression.dgc import DGC
-from collectives.compression.integers import Int8
-from collectives.compression.powersgd import PowerSGD
+import gradwire
+import gradwire as hvd
+from gradwire.collectives.compression.dgc import DGC
+from gradwire.collectives.compression.integers import Int8
+from gradwire.collectives.compression.powersgd import PowerSGD
+from gradwire.trainer.ddp import UNSETTLED_STEPS
+from gradwire.trainer.gradients.combination import ExchangeStats
+from gradwire.trainer.gradients.compression import Compressor
 from tests.harness import Worlds
 from tests.ranks.training import in_world
-from trainer.compression import Compressor
-from trainer.ddp import UNSETTLED_STEPS
-from trainer.gradients.traffic import ExchangeStats
 
 STEPS = 5
 MATRIX, VECTOR = 64 * 96, 64
@@ -45,7 +45,7 @@ def shares(size: int) -> float:
 
 
 def sends_by_hook(compression: str) -> ExchangeStats:
-    hook = trainer.ddp_comm_hook(PowerSGD() if compression == "powersgd" else compression)
+    hook = gradwire.ddp_comm_hook(PowerSGD() if compression == "powersgd" else compression)
     assert hook.stats == ExchangeStats(0, 0, 0)
     ddp = DistributedDataParallel(model())
     ddp.register_comm_hook(None, hook)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import trainer as hvd
+import gradwire as hvd
 from tests.harness import Worlds
 from tests.ranks.training import STEPS, assert_close, assert_same_on_all_ranks, batch, in_world, loss_of, share
 

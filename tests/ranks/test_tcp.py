@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import Communicator, PeerLost
-from collectives.environment import SHARED_MEMORY
-from collectives.kernels import cpu_sockets
-from collectives.link.base import Transport
-from collectives.link.handshake import CHALLENGE_BYTES, Listener
-from collectives.link.process_group import ProcessGroupTransport
-from collectives.link.routing import RoutingTransport
-from collectives.link.tcp import TcpTransport
+from gradwire.collectives import Communicator, PeerLost
+from gradwire.collectives.environment import SHARED_MEMORY
+from gradwire.collectives.kernels import cpu_sockets
+from gradwire.collectives.link.base import Transport
+from gradwire.collectives.link.handshake import CHALLENGE_BYTES, Listener
+from gradwire.collectives.link.process_group import ProcessGroupTransport
+from gradwire.collectives.link.routing import RoutingTransport
+from gradwire.collectives.link.tcp import TcpTransport
 from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds
 from tests.ranks.exact import ALLREDUCES, SEVERAL_SEGMENTS, contribution, on_host, reduced
 
@@ -53,7 +53,7 @@ def connect_by_itself(hosts: str, memory: str, without_kernels: int | None) -> t
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         if dist.get_rank() == without_kernels:
-            patch.setattr("collectives.link.auto.cpu_sockets", lambda: "not on this machine")
+            patch.setattr("gradwire.collectives.link.auto.cpu_sockets", lambda: "not on this machine")
         patch.setenv(SHARED_MEMORY, memory)
         stack.enter_context(on_host(hosts[dist.get_rank()]))
         logger = logging.getLogger("gradwire")
@@ -135,7 +135,7 @@ class Besieged(Listener):
 
 def connect_among_strangers() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("collectives.link.tcp.Listener", Besieged)
+        patch.setattr("gradwire.collectives.link.tcp.Listener", Besieged)
         patch.setattr(Besieged, "strangers", ())
         with Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="tcp") as comm:
             assert_reduces(comm)
@@ -153,7 +153,7 @@ def test_strangers_do_not_keep_ranks_from_connecting(ranks: Worlds) -> None:
 
 def miss_kernels() -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("collectives.link.tcp.cpu_sockets", lambda: "not on this machine")
+        patch.setattr("gradwire.collectives.link.tcp.cpu_sockets", lambda: "not on this machine")
         with pytest.raises(Exception, match="link 'tcp': not on this machine") as caught:
             Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="tcp")
         return caught.type.__name__

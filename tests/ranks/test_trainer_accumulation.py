@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import trainer as hvd
+import gradwire as hvd
 from tests.harness import Worlds
 from tests.ranks.training import (
     STEPS,

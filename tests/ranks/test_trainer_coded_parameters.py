@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import trainer as hvd
-from collectives.compression import Int8
+import gradwire as hvd
+from gradwire.collectives.compression import Int8
+from gradwire.trainer.gradients.saved import SHARDS
 from tests.harness import ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.test_trainer_sharded_states import Network, assert_equal, exchanged_by, train, wrapped
 from tests.ranks.training import assert_same_on_all_ranks, in_world
-from trainer.gradients.saved import SHARDS
 
 STEPS = 6
 

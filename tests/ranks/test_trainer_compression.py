@@ -7,19 +7,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import trainer as hvd
-from collectives.compression.dgc import DGC
-from collectives.compression.integers import Int8
-from collectives.compression.onebit import OneBit
-from collectives.compression.powersgd import PowerSGD
-from collectives.compression.randomk import RandomK
-from collectives.compression.topk import TopK
+import gradwire as hvd
+from gradwire.collectives.compression.dgc import DGC
+from gradwire.collectives.compression.integers import Int8
+from gradwire.collectives.compression.onebit import OneBit
+from gradwire.collectives.compression.powersgd import PowerSGD
+from gradwire.collectives.compression.randomk import RandomK
+from gradwire.collectives.compression.topk import TopK
+from gradwire.trainer.gradients.compression import NAMES, Compressor, ErrorFeedback
 from tests.harness import Worlds
 from tests.ranks.exact import on_host
 from tests.ranks.ladder import HEIGHT, REMEMBERING, Ladder, encoded, loss_at, optimizer_of, owed, train
 from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, spy
 from tests.shot_model import ShotModel
-from trainer.compression import NAMES, Compressor, ErrorFeedback
 
 CODECS = [name for name in NAMES if name not in ("none", "fp16", "bf16")]
 

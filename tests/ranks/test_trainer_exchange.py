@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import trainer as hvd
-from collectives import CollectiveError, Communicator, Mismatch
+import gradwire as hvd
+from gradwire.collectives import CollectiveError, Communicator, Mismatch
 from tests.harness import Worlds
 from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, loss_of, perceptron, share, spy
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import trainer as hvd
-from collectives import ReplicasDiffer
+import gradwire as hvd
+from gradwire.collectives import ReplicasDiffer
 from tests.harness import ON_EVERY_TRANSPORT, Worlds, wide
 from tests.ranks.exact import on_host
 from tests.ranks.training import assert_same_on_all_ranks, in_world, loss_of

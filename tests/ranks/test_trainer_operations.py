@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-import trainer as hvd
-from collectives import CollectiveTimeout, Communicator
+import gradwire as hvd
+from gradwire.collectives import CollectiveTimeout, Communicator
+from gradwire.trainer.world.world import current_world
 from tests.harness import Worlds
 from tests.ranks.training import in_world
-from trainer.world import current_world
 
 
 def own(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import trainer as hvd
-from collectives import Communicator
+import gradwire as hvd
+from gradwire.collectives import Communicator
+from gradwire.trainer.gradients.saved import SHARDS
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds, wide
 from tests.ranks.training import assert_same_on_all_ranks, copies, in_world
-from trainer.gradients.saved import SHARDS
 
 STEPS = 4
 SEGMENT_BYTES = 256

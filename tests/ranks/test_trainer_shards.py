@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import trainer as hvd
+import gradwire as hvd
+from gradwire.trainer.gradients.compression import Compressor, ErrorFeedback
 from tests.harness import Worlds
 from tests.ranks.training import BATCH, STEPS, assert_close, assert_same_on_all_ranks, copies, in_world
-from trainer.compression import Compressor, ErrorFeedback
 
 SIZE = 4
 

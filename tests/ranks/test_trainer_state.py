@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-import trainer as hvd
+import gradwire as hvd
 from tests.harness import Worlds
 from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, loss_of, perceptron, share
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import trainer as hvd
+import gradwire as hvd
 from tests.harness import Worlds
 from tests.ranks.training import (
     STEPS,

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-import trainer as hvd
+import gradwire as hvd
 
 P = ParamSpec("P")
 R = TypeVar("R")

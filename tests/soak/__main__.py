@@ -23,7 +23,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.hosts import HostsError
+from gradwire.bench.hosts import HostsError
 from tests.harness import GRACE_S, TRANSPORTS, Outcome, World
 from tests.soak.faults import KINDS, NETWORK_KINDS, STOPPED, Fault, draw_fault
 from tests.soak.meetings import KINDS as MEETING_KINDS

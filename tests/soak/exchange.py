@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from collectives import Communicator
-from collectives.compression.algorithms_for import shot_of
-from collectives.run.work import Work
+from gradwire.collectives import Communicator
+from gradwire.collectives.compression.algorithms_for import shot_of
+from gradwire.collectives.run.work import Work
 from tests.ranks.exact import Checks, contribution, reduced
 from tests.ranks.test_compressed import codec_named
 from tests.ranks.test_compressed import inputs as uneven_magnitudes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from bench.hosts import ranks_per_host
-from collectives.plan.algorithms import PLANNERS
+from gradwire.bench.hosts import ranks_per_host
+from gradwire.collectives.plan.algorithms import PLANNERS
 from tests.soak.network import CUTS, CUTS_ONE_WAY
 from tests.soak.operations import SESSION_OPERATIONS, Operation, Session
 

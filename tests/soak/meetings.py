@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-import trainer as hvd
-from collectives import Communicator
+import gradwire as hvd
+from gradwire.collectives import Communicator
+from gradwire.trainer.world import meeting
 from tests.soak.faults import KILLED, STOPPED
 from tests.soak.ranks import (
     Report,
@@ -32,7 +33,6 @@ from tests.soak.ranks import (
     wait_for_reports,
     write,
 )
-from trainer import meeting
 
 INIT, COMMUNICATOR = PLACES = ("init()", "Communicator()")
 NO_THREADS, NO_DESCRIPTORS = UNABLE = ("cannot start threads", "has no descriptors left")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.hosts import link_shape
+from gradwire.bench.hosts import link_shape
 
 _LOSE = "root blackhole"  # a queue that says it has sent what it drops
 

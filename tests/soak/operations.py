@@ -8,7 +8,7 @@ from random import Random
 
 import torch
 
-from collectives.compression.algorithms_for import shot_of
+from gradwire.collectives.compression.algorithms_for import shot_of
 from tests.ranks.exact import DTYPES, FLOATING, ops
 from tests.ranks.test_compressed import COMPRESSING, SPECIAL, codec_named
 

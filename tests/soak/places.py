@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from bench import hosts
+from gradwire.bench import hosts
 from tests.harness import TRANSPORTS, World
 from tests.soak.network import Network
 

@@ -18,8 +18,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
-from collectives.plan.algorithms import PLANNERS
+from gradwire import QuorumLost
+from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
+from gradwire.collectives.plan.algorithms import PLANNERS
 from tests.harness import EXCHANGE_TIMEOUT_S
 from tests.ranks.exact import Checks, on_host
 from tests.soak.exchange import Exchange, Started, digest
@@ -41,7 +42,6 @@ from tests.soak.faults import (
 )
 from tests.soak.network import Network
 from tests.soak.operations import SESSION_OPERATIONS, Operation, Session, draw_operations
-from trainer import QuorumLost
 
 POLL_S = 0.01
 _APART = re.compile(r"(?:between ranks|nothing that rank) (\d+) (?:and|sends reaches rank) (\d+)")

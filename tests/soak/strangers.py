@@ -15,7 +15,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from bench.hosts import address
+from gradwire.bench.hosts import address
 
 PATIENCE_S = 0.02
 BETWEEN_S = 0.001

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import trainer as hvd
+import gradwire as hvd
 from tests.harness import meet
 from tests.ranks.training import loss_of
 from tests.soak.faults import EXIT_CODES, EXITS, KILLED, RAISES

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from collectives.errors import LinkError
-from collectives.link.base import Message, Pending
+from gradwire.collectives.errors import LinkError
+from gradwire.collectives.link.base import Message, Pending
 
 
 class _Transfer:

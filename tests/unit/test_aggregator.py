@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer.server.aggregator import Aggregator, Counts, Scheme
+from gradwire.trainer.servers.aggregator import Aggregator, Counts, Scheme
 
 
 def aggregator(workers: int = 4, **options: Any) -> Aggregator[str]:

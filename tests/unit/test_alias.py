@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.alias import check_extension, num_rank_is_power_2
+from gradwire.trainer.horovod.alias import check_extension, num_rank_is_power_2
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,11 +17,11 @@ THIRD_PARTY = """
     import logging
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    import trainer
+    import gradwire
 
     assert importlib.util.find_spec("horovod") is None
-    trainer.alias_horovod()
-    trainer.alias_horovod()
+    gradwire.alias_horovod()
+    gradwire.alias_horovod()
 
     import horovod
     import horovod.torch
@@ -36,11 +36,11 @@ THIRD_PARTY = """
     from horovod.torch.mpi_ops import Average, allreduce_async_, rank, size, synchronize
 
     check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
-    assert hvd is horovod.torch and mpi_ops is hvd.mpi_ops and mpi_ops.allreduce is trainer.allreduce
-    assert set(trainer.__all__) <= set(vars(hvd)) and hvd.__all__ == sorted(trainer.__all__)
-    assert DistributedOptimizer is trainer.DistributedOptimizer and Other is Compression is trainer.Compression
-    assert HorovodInternalError is trainer.HorovodInternalError
-    assert global_process_set is trainer.global_process_set
+    assert hvd is horovod.torch and mpi_ops is hvd.mpi_ops and mpi_ops.allreduce is gradwire.allreduce
+    assert set(gradwire.__all__) <= set(vars(hvd)) and hvd.__all__ == sorted(gradwire.__all__)
+    assert DistributedOptimizer is gradwire.DistributedOptimizer and Other is Compression is gradwire.Compression
+    assert HorovodInternalError is gradwire.HorovodInternalError
+    assert global_process_set is gradwire.global_process_set
     assert tuple(map(int, horovod.__version__.split("."))) >= (0, 28)
     assert importlib.util.find_spec("horovod.torch") is not None
     try:
@@ -60,10 +60,10 @@ THIRD_PARTY = """
 
 TOO_LATE = """
     import horovod
-    import trainer
+    import gradwire
 
     try:
-        trainer.alias_horovod()
+        gradwire.alias_horovod()
     except RuntimeError as error:
         print(error)
     assert not hasattr(horovod, "torch")
@@ -85,7 +85,7 @@ def output_of(script: str, path: Path) -> str:
 
 def test_third_party_code(tmp_path: Path) -> None:
     said = output_of(THIRD_PARTY.replace("__file__", "''"), tmp_path)
-    assert said.count("from here on, `import horovod.torch` finds gradwire's trainer") == 1
+    assert said.count("from here on, `import horovod.torch` finds gradwire") == 1
     assert said.endswith("done\n")
 
 
@@ -95,7 +95,7 @@ def test_after_horovod_itself(tmp_path: Path) -> None:
     (package / "__init__.py").write_text("")
     said = output_of(TOO_LATE, tmp_path)
     assert f"Horovod itself has been imported, from {package}" in said
-    assert "call trainer.alias_horovod() before anything imports it" in said
+    assert "call gradwire.alias_horovod() before anything imports it" in said
 
 
 def test_parts_that_are_not_here() -> None:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 pytest.importorskip("numba")
 
-from bench import codec, codec_turns
-from bench.codec_checks import count_outside, count_unequal, relative_error
-from bench.codec_peers import PEERS, Contender
-from bench.codec_turns import CODECS, OPERATIONS, CodecRow, gaussian, laplace, moved_bytes
-from collectives.compression.integers import Int8
-from collectives.compression.registry import CODECS as REGISTRY
-from collectives.compression.topk import TopK
+from gradwire.bench import codec, codec_turns
+from gradwire.bench.codec_checks import count_outside, count_unequal, relative_error
+from gradwire.bench.codec_peers import PEERS, Contender
+from gradwire.bench.codec_turns import CODECS, OPERATIONS, CodecRow, gaussian, laplace, moved_bytes
+from gradwire.collectives.compression.integers import Int8
+from gradwire.collectives.compression.registry import CODECS as REGISTRY
+from gradwire.collectives.compression.topk import TopK
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ NUMEL = 8192
 
 
 def test_every_codec_is_measured_and_right(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench", "codec", "-n", "8K", "--iters", "2"]
+    command = [sys.executable, "-m", "gradwire.bench", "codec", "-n", "8K", "--iters", "2"]
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *files], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)

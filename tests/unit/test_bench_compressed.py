@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("numba")
 
-from bench.compressed import Clock, blank, timed
-from collectives.compression.codec import Codec
-from collectives.compression.integers import Int8
-from collectives.compression.registry import CODECS
+from gradwire.bench.compressed import Clock, blank, timed
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.integers import Int8
+from gradwire.collectives.compression.registry import CODECS
 
 NUMEL = 3000
 VALUES = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))

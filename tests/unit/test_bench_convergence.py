@@ -10,9 +10,9 @@ from torch import nn
 
 pytest.importorskip("matplotlib")
 
-from bench.convergence import MODELS, ConvergenceRow, format_row, parse_arguments, wire_bytes
-from bench.convergence_plot import draw, kinds_of, smoothed
-from trainer.compression import NAMES
+from gradwire.bench.convergence import MODELS, ConvergenceRow, format_row, parse_arguments, wire_bytes
+from gradwire.bench.convergence_plot import draw, kinds_of, smoothed
+from gradwire.trainer.gradients.compression import NAMES
 
 
 def test_defaults_are_both_models_and_all_codecs() -> None:

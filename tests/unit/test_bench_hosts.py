@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench import hosts
+from gradwire.bench import hosts
 
 
 @pytest.mark.parametrize(
@@ -48,13 +48,13 @@ def test_flags_after_the_dashes_belong_to_the_command() -> None:
 
 
 def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.hosts.shutil.which", lambda tool: None if tool == "tc" else tool)
+    monkeypatch.setattr("gradwire.bench.hosts.shutil.which", lambda tool: None if tool == "tc" else tool)
     with pytest.raises(hosts.HostsError, match=r"tc \(packages iproute2"):
         hosts.check_machine()
 
 
 def test_root_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.hosts.shutil.which", lambda tool: tool)
-    monkeypatch.setattr("bench.hosts.os.geteuid", lambda: 1000)
+    monkeypatch.setattr("gradwire.bench.hosts.shutil.which", lambda tool: tool)
+    monkeypatch.setattr("gradwire.bench.hosts.os.geteuid", lambda: 1000)
     with pytest.raises(hosts.HostsError, match="root"):
         hosts.check_machine()

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import options
-from bench.cases import CASES
-from bench.micro import choose_algorithms, plan_jobs
-from bench.options import DTYPES, OPS, parse_arguments
+from gradwire.bench import options
+from gradwire.bench.cases import CASES
+from gradwire.bench.micro import choose_algorithms, plan_jobs
+from gradwire.bench.options import DTYPES, OPS, parse_arguments
 
 
 def test_defaults_are_those_of_nccl_tests() -> None:
@@ -81,7 +81,7 @@ def test_wrong_flags_are_refused(flags: str, capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit) as stop:
         parse_arguments("allreduce", flags.split())
     assert stop.value.code == 2
-    assert "usage: python -m bench allreduce" in capsys.readouterr().err
+    assert "usage: python -m gradwire.bench allreduce" in capsys.readouterr().err
 
 
 def test_all_dtypes_and_ops() -> None:

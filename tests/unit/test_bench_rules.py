@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from bench.rules import RuleRow, format_header, format_row, parse_arguments, reached
-from bench.rules_competitors import CODED, RULES, UNLIKE, Entry, entry
-from bench.rules_plot import draw
-from bench.rules_training import Point, Slowness
+from gradwire.bench.rules import RuleRow, format_header, format_row, parse_arguments, reached
+from gradwire.bench.rules_competitors import CODED, RULES, UNLIKE, Entry, entry
+from gradwire.bench.rules_plot import draw
+from gradwire.bench.rules_training import Point, Slowness
 
 
 def test_a_competitor_is_a_rule_with_a_codec_and_a_share() -> None:

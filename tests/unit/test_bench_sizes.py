@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.sizes import size_range
-from collectives.sizes import format_size, parse_size
+from gradwire.bench.sizes import size_range
+from gradwire.collectives.sizes import format_size, parse_size
 
 
 @pytest.mark.parametrize(

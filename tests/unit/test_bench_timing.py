@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.timing import Machine, Protocol, median_and_p99, take_turns
+from gradwire.bench.timing import Machine, Protocol, median_and_p99, take_turns
 
 
 class Recorder:
@@ -14,7 +14,7 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
         self.now = 0.0
-        monkeypatch.setattr("bench.timing.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("gradwire.bench.timing.time.perf_counter", lambda: self.now)
         self.machine = Machine(lambda: self.events.append("barrier"), lambda: self.events.append("synchronize"))
 
     def competitor(self, name: str, seconds: float) -> None:

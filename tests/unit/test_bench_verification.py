@@ -5,10 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench import verification
-from bench.cases import CASES, Case, Job, torch_takes
-from bench.options import DTYPES, OPS
-from bench.verification import PERIOD, contribution_tile, count_wrong, exact_limit, expand, own_tile, reduced_tile
+from gradwire.bench import verification
+from gradwire.bench.cases import CASES, Case, Job, torch_takes
+from gradwire.bench.options import DTYPES, OPS
+from gradwire.bench.verification import (
+    PERIOD,
+    contribution_tile,
+    count_wrong,
+    exact_limit,
+    expand,
+    own_tile,
+    reduced_tile,
+)
 
 CPU = torch.device("cpu")
 SIZES = (1, 2, 3, 5, 8, 13)

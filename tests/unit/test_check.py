@@ -1,4 +1,4 @@
-"""What `python -m trainer.check` finds, and how it says it."""
+"""What `gradwire check` finds, and how it says it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from gradwire.trainer.cli.check import __main__ as command
+from gradwire.trainer.cli.check import gpu, links, machine, ranks
+from gradwire.trainer.cli.check.finding import Finding, bounded
 from tests.ranks.test_init import listener, unused_port
-from trainer.check import __main__ as command
-from trainer.check import gpu, links, machine, ranks
-from trainer.check.finding import Finding, bounded
 
 
 def test_a_line() -> None:
@@ -221,14 +221,14 @@ def test_nobody_listens_and_nobody_comes() -> None:
     assert found == Finding(
         "failed",
         f"nobody listens at 127.0.0.1 port {port}",
-        f"run on 127.0.0.1 first: python -m trainer.check --listen --port {port}",
+        f"run on 127.0.0.1 first: gradwire check --listen --port {port}",
     )
     (found,) = links.links("no host.invalid", port)
     assert found.what.startswith("no host.invalid does not resolve: ")
     (found,) = links.listen(port, 0.05)
     assert found.what == "within 0.05 s nobody came"
     assert found.do is not None
-    assert f"python -m trainer.check --host {socket.gethostname()} --port {port}" in found.do
+    assert f"gradwire check --host {socket.gethostname()} --port {port}" in found.do
     with listener() as silent:
         (found,) = links.listen(silent.getsockname()[1], 1)
         assert found.what.startswith("cannot listen at port ")
@@ -242,7 +242,7 @@ def test_something_else_listens(monkeypatch: pytest.MonkeyPatch) -> None:
         (found,) = links.links("127.0.0.1", port)
     assert found.state == "failed"
     assert found.what == f"127.0.0.1 port {port}: timed out"
-    assert found.do == f"is it this there? python -m trainer.check --listen --port {port}"
+    assert found.do == f"is it this there? gradwire check --listen --port {port}"
 
 
 def test_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from collectives.compression import ChunkTopK, make_codec
-from collectives.kernels.cpu import sparse as cpu
-from collectives.kernels.reference.chunks import CHUNK
+from gradwire.collectives.compression import ChunkTopK, make_codec
+from gradwire.collectives.kernels.cpu import sparse as cpu
+from gradwire.collectives.kernels.reference.chunks import CHUNK
 from tests.cuda_machine.cases import CHUNK_NUMELS, CHUNKED, KINDS, check_chunks, numbers
 
 

@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from collectives.compression import dense
-from collectives.compression import kernels_for as kernels_for_module
-from collectives.compression.casts import BFloat16, Float16
-from collectives.compression.dense import Blocked, Dense
-from collectives.compression.fp8 import Float8
-from collectives.compression.integers import Int4, Int8
-from collectives.compression.kernels_for import kernels_for
-from collectives.compression.onebit import OneBit
-from collectives.compression.stochastic import QSGD, Natural, TernGrad
-from collectives.kernels.cuda import kernels as cuda
-from collectives.kernels.reference import quantize as reference
-from collectives.kernels.reference.blocks import block_sums
-from collectives.kernels.reference.fp8 import FLOAT8
-from collectives.kernels.reference.randomness import random_bits
+from gradwire.collectives.compression import dense
+from gradwire.collectives.compression import kernels_for as kernels_for_module
+from gradwire.collectives.compression.casts import BFloat16, Float16
+from gradwire.collectives.compression.dense import Blocked, Dense
+from gradwire.collectives.compression.fp8 import Float8
+from gradwire.collectives.compression.integers import Int4, Int8
+from gradwire.collectives.compression.kernels_for import kernels_for
+from gradwire.collectives.compression.onebit import OneBit
+from gradwire.collectives.compression.stochastic import QSGD, Natural, TernGrad
+from gradwire.collectives.kernels.cuda import kernels as cuda
+from gradwire.collectives.kernels.reference import quantize as reference
+from gradwire.collectives.kernels.reference.blocks import block_sums
+from gradwire.collectives.kernels.reference.fp8 import FLOAT8
+from gradwire.collectives.kernels.reference.randomness import random_bits
 
 pytest.importorskip("numba")
 

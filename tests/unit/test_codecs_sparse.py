@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from collectives.compression import sparse
-from collectives.compression.codec import State
-from collectives.compression.dgc import DGC
-from collectives.compression.kernels_for import kernels_for
-from collectives.compression.randomk import RandomK
-from collectives.compression.sparse import Sparse
-from collectives.compression.threshold import Threshold
-from collectives.compression.topk import TopK
-from collectives.kernels.reference import sparse as reference_sparse
+from gradwire.collectives.compression import sparse
+from gradwire.collectives.compression.codec import State
+from gradwire.collectives.compression.dgc import DGC
+from gradwire.collectives.compression.kernels_for import kernels_for
+from gradwire.collectives.compression.randomk import RandomK
+from gradwire.collectives.compression.sparse import Sparse
+from gradwire.collectives.compression.threshold import Threshold
+from gradwire.collectives.compression.topk import TopK
+from gradwire.collectives.kernels.reference import sparse as reference_sparse
 
-pytest.importorskip("collectives.kernels.cpu.sparse")
-from collectives.kernels.cpu.keys import key_of
-from collectives.kernels.cpu.randomness import random_bits
-from collectives.kernels.cpu.selection import SIDE_BY_SIDE
+pytest.importorskip("gradwire.collectives.kernels.cpu.sparse")
+from gradwire.collectives.kernels.cpu.keys import key_of
+from gradwire.collectives.kernels.cpu.randomness import random_bits
+from gradwire.collectives.kernels.cpu.selection import SIDE_BY_SIDE
 
 CODECS: list[Sparse] = [
     TopK(),

@@ -7,21 +7,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.compression.algorithms_for import algorithms_for, ride, shot_of
-from collectives.compression.chunktopk import ChunkTopK
-from collectives.compression.codec import Codec
-from collectives.compression.dgc import DGC
-from collectives.compression.feedback import Feedback
-from collectives.compression.integers import Int4, Int8
-from collectives.compression.partition import effective, partition_of
-from collectives.compression.randomk import RandomK
-from collectives.compression.registry import CODECS, make_codec
-from collectives.compression.seeds import rounding_seed
-from collectives.compression.threshold import Threshold
-from collectives.plan.coded import CodedProgram
-from collectives.plan.schedule import Place
-from collectives.run.executor import execute
-from collectives.run.payload import Codes, Scratch
+from gradwire.collectives.compression.algorithms_for import algorithms_for, ride, shot_of
+from gradwire.collectives.compression.chunktopk import ChunkTopK
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.dgc import DGC
+from gradwire.collectives.compression.feedback import Feedback
+from gradwire.collectives.compression.integers import Int4, Int8
+from gradwire.collectives.compression.partition import effective, partition_of
+from gradwire.collectives.compression.randomk import RandomK
+from gradwire.collectives.compression.registry import CODECS, make_codec
+from gradwire.collectives.compression.seeds import rounding_seed
+from gradwire.collectives.compression.threshold import Threshold
+from gradwire.collectives.plan.coded import CodedProgram
+from gradwire.collectives.plan.schedule import Place
+from gradwire.collectives.run.executor import execute
+from gradwire.collectives.run.payload import Codes, Scratch
 from tests.shot_model import CPU, ShotModel
 from tests.unit.in_process import Hub, InProcessTransport, run_ranks
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer.console.__main__ import main
-from trainer.console.failure import Failure, LastWords, exit_status, told_failures
-from trainer.console.hosts import Host, parse_hosts, place, read_hostfile
-from trainer.console.options import Job, parse_job
-from trainer.console.start import commands
+from gradwire.trainer.cli.__main__ import main
+from gradwire.trainer.cli.failure import Failure, LastWords, exit_status, told_failures
+from gradwire.trainer.cli.hosts import Host, parse_hosts, place, read_hostfile
+from gradwire.trainer.cli.options import Job, parse_job
+from gradwire.trainer.cli.start import commands
 
 SCRIPT = ["train.py", "--lr", "0.1"]
 
@@ -217,7 +217,7 @@ def test_last_words() -> None:
 
 
 def test_a_line_for_each_failure_and_the_cause_first() -> None:
-    lost = Failure("a", 0, 1, "collectives.errors.PeerLost: rank 0: lost rank 1")
+    lost = Failure("a", 0, 1, "gradwire.collectives.errors.PeerLost: rank 0: lost rank 1")
     ended = Failure("b", 2, -15, "")
     cause = Failure("b", 1, 3, "ValueError: boom")
     assert told_failures([lost, cause, ended]) == [

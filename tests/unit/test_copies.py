@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.copies import of_copies
+from gradwire.trainer.optimizers.copies import of_copies
 
 
 def stepped() -> tuple[torch.optim.SGD, list[nn.Parameter]]:

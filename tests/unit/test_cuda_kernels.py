@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from collectives.compression import kernels_for
-from collectives.compression.chunktopk import ChunkTopK
-from collectives.compression.dense import Dense
-from collectives.compression.integers import Int8
-from collectives.compression.sparse import Sparse
-from collectives.kernels.cuda import launch as cuda
-from collectives.kernels.cuda.kernels import CudaKernels, TorchKernels, cuda_kernels
-from collectives.kernels.cuda.launch import CupyLaunch
-from collectives.kernels.cuda.source import source
+from gradwire.collectives.compression import kernels_for
+from gradwire.collectives.compression.chunktopk import ChunkTopK
+from gradwire.collectives.compression.dense import Dense
+from gradwire.collectives.compression.integers import Int8
+from gradwire.collectives.compression.sparse import Sparse
+from gradwire.collectives.kernels.cuda import launch as cuda
+from gradwire.collectives.kernels.cuda.kernels import CudaKernels, TorchKernels, cuda_kernels
+from gradwire.collectives.kernels.cuda.launch import CupyLaunch
+from gradwire.collectives.kernels.cuda.source import source
 from tests.cuda_machine import MachineLaunch, Order
 from tests.cuda_machine.cases import (
     CHUNK_NUMELS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer import DelayedNesterov
+from gradwire import DelayedNesterov
 
 STEPS = 11
 SHAPES = [(7, 5), (5,), (1,)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
+from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
 
 ERRORS = (
     CollectiveError("interrupted", rank=0, operation="first"),

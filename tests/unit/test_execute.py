@@ -14,18 +14,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives.compression.integers import Int8
-from collectives.compression.partition import partition_of
-from collectives.compression.raw import Raw
-from collectives.errors import LinkError
-from collectives.plan.algorithms import PLANNERS
-from collectives.plan.coded import CodedProgram
-from collectives.plan.program import Instruction, Kind, Program
-from collectives.plan.schedule import Place, Schedule, receive, send
-from collectives.plan.spans import Span, consecutive, segments_of_blocks, segments_of_buffer
-from collectives.reduction import COMBINE
-from collectives.run.executor import execute
-from collectives.run.payload import Codes, Numbers, Scratch
+from gradwire.collectives.compression.integers import Int8
+from gradwire.collectives.compression.partition import partition_of
+from gradwire.collectives.compression.raw import Raw
+from gradwire.collectives.errors import LinkError
+from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.plan.coded import CodedProgram
+from gradwire.collectives.plan.program import Instruction, Kind, Program
+from gradwire.collectives.plan.schedule import Place, Schedule, receive, send
+from gradwire.collectives.plan.spans import Span, consecutive, segments_of_blocks, segments_of_buffer
+from gradwire.collectives.reduction import COMBINE
+from gradwire.collectives.run.executor import execute
+from gradwire.collectives.run.payload import Codes, Numbers, Scratch
 from tests.unit.in_process import Hub, InProcessTransport, run_ranks
 
 SIZES = st.integers(1, 7)
@@ -155,7 +155,7 @@ def test_a_program_is_the_same_whether_it_is_kept_or_laid_out_while_it_runs(
         return list(program), program.sent()
 
     kept = [rows(rank) for rank in range(5)]
-    monkeypatch.setattr("collectives.plan.program._KEPT", -1)
+    monkeypatch.setattr("gradwire.collectives.plan.program._KEPT", -1)
     assert [rows(rank) for rank in range(5)] == kept
     for instructions, (messages, elements) in kept:
         assert np.array(instructions, dtype=np.int64).size == len(instructions) * len(Instruction._fields)

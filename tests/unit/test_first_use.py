@@ -14,11 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
-import collectives
-from collectives import precompile
-from collectives.kernels import first_use
-from collectives.kernels.cpu.calling import kernel_of
-from collectives.kernels.first_use import FirstUse
+from gradwire import collectives
+from gradwire.collectives import precompile
+from gradwire.collectives.kernels import first_use
+from gradwire.collectives.kernels.cpu.calling import kernel_of
+from gradwire.collectives.kernels.first_use import FirstUse
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,7 +52,7 @@ def test_one_line_on_a_terminal(terminal: Terminal) -> None:
     told = FirstUse()
     compile_two(told)
     assert terminal.lines() == [
-        "gradwire: compiled kernels in 0 s; `python -m collectives precompile` does it ahead",
+        "gradwire: compiled kernels in 0 s; `gradwire precompile` does it ahead",
         "",
     ]
     assert told.compiled == ["sum", "product"]
@@ -105,7 +105,7 @@ def test_the_log_has_the_first_kernels_without_a_terminal(
             time.sleep(0.001)
     begun, *meanwhile, done = caplog.messages
     compile_two(told)
-    assert begun == "gradwire: compiling kernels once, about 20 s; `python -m collectives precompile` does it ahead"
+    assert begun == "gradwire: compiling kernels once, about 20 s; `gradwire precompile` does it ahead"
     assert set(meanwhile) == {"gradwire: compiling kernels once, about 20 s: 0 s so far"}
     assert done == "gradwire: compiled kernels in 0 s"
     assert caplog.messages[-1] == done
@@ -128,7 +128,7 @@ def test_precompiling_leaves_nothing_to_compile() -> None:
 
     def run() -> list[str]:
         done = subprocess.run(
-            [sys.executable, "-m", "collectives", "precompile"],
+            [sys.executable, "-m", "gradwire.collectives", "precompile"],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             cwd=ROOT,
             capture_output=True,

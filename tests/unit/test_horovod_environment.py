@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-import trainer as hvd
-from trainer.horovod_environment import Settings, notice, read_settings
-from trainer.launch import Launch, meeting_point, read_launch
-from trainer.world import current_world
+import gradwire as hvd
+from gradwire.trainer.world.environment import Settings, notice, read_settings
+from gradwire.trainer.world.launch import Launch, meeting_point, read_launch
+from gradwire.trainer.world.world import current_world
 
 HOROVODRUN = {
     "HOROVOD_RANK": "1",

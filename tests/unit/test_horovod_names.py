@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-import trainer
+import gradwire
 from tests.pages import ROOT
 
 VALUES = ("average", "name", "op", "prescale_factor", "postscale_factor", "process_set")
@@ -73,7 +73,7 @@ NAMES: dict[str, tuple[str, ...] | None] = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_takes_its_arguments_in_horovods_order(name: str) -> None:
-    found = getattr(trainer, name)
+    found = getattr(gradwire, name)
     expected = NAMES[name]
     if expected is not None:
         taken = tuple(inspect.signature(found).parameters)
@@ -92,4 +92,4 @@ def test_the_guide_has_each_name_once() -> None:
         for name in re.findall(r"`(\w+)`", row.split("|")[1])
     ]
     assert sorted(named) == sorted(NAMES)
-    assert set(NAMES) - {"elastic"} <= set(trainer.__all__)
+    assert set(NAMES) - {"elastic"} <= set(gradwire.__all__)

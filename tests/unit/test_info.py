@@ -1,4 +1,4 @@
-"""What `python -m collectives info` says of this machine."""
+"""What `gradwire info` says of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 def info(folder: Path) -> dict[str, str]:
     """What stands behind each first word, with a folder in front of all others that Python looks into."""
     done = subprocess.run(
-        [sys.executable, "-m", "collectives", "info"],
+        [sys.executable, "-m", "gradwire.collectives", "info"],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}:{ROOT}"},
         capture_output=True,

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-import collectives
-from collectives.kernels.cpu import compiling
+from gradwire import collectives
+from gradwire.collectives.kernels.cpu import compiling
 
 SCRIPT = """
     import resource, sys
     import torch
-    from collectives.compression.integers import Int8
-    from collectives.kernels import cpu_arithmetic, cpu_kernels
+    from gradwire.collectives.compression.integers import Int8
+    from gradwire.collectives.kernels import cpu_arithmetic, cpu_kernels
 
     if sys.argv[1] == "full disk":
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
@@ -40,7 +40,8 @@ SCRIPT = """
 def test_what_cannot_be_kept_is_compiled_all_the_same(tmp_path: Path, kind: str, reason: str) -> None:
     """As root, too, who may write everywhere but in what is no folder."""
     package = Path(collectives.__file__).parent
-    copy = shutil.copytree(package, tmp_path / "collectives", ignore=shutil.ignore_patterns("__pycache__"))
+    copy = shutil.copytree(package, tmp_path / "gradwire" / "collectives", ignore=shutil.ignore_patterns("__pycache__"))
+    (copy.parent / "__init__.py").touch()
     nowhere = tmp_path / "nowhere"
     nowhere.touch()
     if kind == "no folder":
@@ -65,8 +66,8 @@ def test_what_cannot_be_kept_is_compiled_all_the_same(tmp_path: Path, kind: str,
 CALLER = """
     from numba import int64, njit
 
-    from collectives.kernels.cpu.callee import answer
-    from collectives.kernels.cpu.compiling import compiled
+    from gradwire.collectives.kernels.cpu.callee import answer
+    from gradwire.collectives.kernels.cpu.compiling import compiled
 
 
     @compiled(njit, int64())
@@ -87,7 +88,7 @@ ASK = """
     import logging
 
     logging.basicConfig(level=logging.INFO)
-    from collectives.kernels.cpu.caller import ask
+    from gradwire.collectives.kernels.cpu.caller import ask
 
     print(ask(), sum(ask.stats.cache_hits.values()))
 """
@@ -97,8 +98,8 @@ def test_what_calls_into_an_edited_file_is_compiled_anew(tmp_path: Path) -> None
     """And what was compiled before the edit is kept no longer. That it is compiled is said, that it is loaded is not."""
     package = Path(collectives.__file__).parent
     without = shutil.ignore_patterns("__pycache__")
-    copy = shutil.copytree(package / "kernels", tmp_path / "collectives" / "kernels", ignore=without)
-    for imports_torch in (copy.parent / "__init__.py", copy / "__init__.py"):
+    copy = shutil.copytree(package / "kernels", tmp_path / "gradwire" / "collectives" / "kernels", ignore=without)
+    for imports_torch in (copy.parent.parent / "__init__.py", copy.parent / "__init__.py", copy / "__init__.py"):
         imports_torch.write_text("")
     (copy / "cpu" / "caller.py").write_text(textwrap.dedent(CALLER))
     (tmp_path / "script.py").write_text(textwrap.dedent(ASK))
@@ -126,7 +127,7 @@ def test_what_calls_into_an_edited_file_is_compiled_anew(tmp_path: Path) -> None
 
 def test_what_is_kept_is_loaded_though_another_process_holds_the_lock() -> None:
     """A process can be stopped while it holds it, and everyone else would wait for as long as compiling may take."""
-    load = "import torch; from collectives.kernels import cpu_arithmetic; cpu_arithmetic(torch.float32)"
+    load = "import torch; from gradwire.collectives.kernels import cpu_arithmetic; cpu_arithmetic(torch.float32)"
     subprocess.run([sys.executable, "-c", load], check=True, timeout=110)
     with Path(compiling.__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -7,9 +7,9 @@ import ctypes
 import pytest
 import torch
 
-from collectives.reduction import DTYPES
+from gradwire.collectives.reduction import DTYPES
 
-cpu = pytest.importorskip("collectives.kernels.cpu.shared_memory")
+cpu = pytest.importorskip("gradwire.collectives.kernels.cpu.shared_memory")
 
 NUMELS = (0, 1, 2, 15, 16, 17, 63, 1000, 4099)
 TORCH = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from numba import int64, njit, types
 
-from collectives.kernels.cpu import stack
+from gradwire.collectives.kernels.cpu import stack
 
 
 @njit(types.UniTuple(int64, 2)())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer import LAMB, LARS
+from gradwire import LAMB, LARS
 
 STEPS = 5
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainer import LocalReport
+from gradwire import LocalReport
 
 
 def test_a_report_says_plainly_which_bytes_are_which() -> None:

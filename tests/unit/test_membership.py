@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost
-from collectives.link import Membership
-from collectives.link.membership import coming_together
+from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost
+from gradwire.collectives.link import Membership
+from gradwire.collectives.link.membership import coming_together
 from tests.unit.in_process import run_ranks
 
 SIZE = 3

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from collectives.diagnostics import mismatch, whereabouts
-from collectives.diagnostics.differences import differing
-from collectives.diagnostics.mismatch import Agreement, Call, first_difference
-from collectives.errors import LinkError, Mismatch
+from gradwire.collectives.diagnostics import mismatch, whereabouts
+from gradwire.collectives.diagnostics.differences import differing
+from gradwire.collectives.diagnostics.mismatch import Agreement, Call, first_difference
+from gradwire.collectives.errors import LinkError, Mismatch
 from tests.unit.test_watch import DEADLINE_S, end_abruptly, watches
 
 

@@ -23,7 +23,7 @@ class Without(PathFinder):
 
 sys.meta_path = [Without if finder is PathFinder else finder for finder in sys.meta_path]
 sys.argv = ["example", "--help"]
-runpy.run_module("trainer.examples.{example}", run_name="__main__")
+runpy.run_module("gradwire.trainer.examples.{example}", run_name="__main__")
 """
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from collectives.communicator import close_all
-from collectives.errors import CollectiveError, LinkError, PeerLost
-from collectives.link.watch import Neighbour, Watch
-from collectives.run.operations import Operations, Turn
-from collectives.run.work import Work, WorkQueue
+from gradwire.collectives.communicator import close_all
+from gradwire.collectives.errors import CollectiveError, LinkError, PeerLost
+from gradwire.collectives.link.watch import Neighbour, Watch
+from gradwire.collectives.run.operations import Operations, Turn
+from gradwire.collectives.run.work import Work, WorkQueue
 from tests.unit.test_watch import DEADLINE_S, end_abruptly, watches
 
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from collectives.diagnostics.mismatch import Agreement
-from collectives.diagnostics.postmortem import Findings, Report, difference_of, inquire, verdict
-from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
+from gradwire.collectives.diagnostics.mismatch import Agreement
+from gradwire.collectives.diagnostics.postmortem import Findings, Report, difference_of, inquire, verdict
+from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
 from tests.unit.test_watch import end_abruptly, watches
 
 CALL = "allreduce(float32[8], sum, ring)"

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from collectives.compression.powersgd import PowerSGD, PowerSGDState
-from collectives.kernels.reference import sparse as reference_sparse
+from gradwire.collectives.compression.powersgd import PowerSGD, PowerSGDState
+from gradwire.collectives.kernels.reference import sparse as reference_sparse
 
-cpu_sparse = pytest.importorskip("collectives.kernels.cpu.sparse")
+cpu_sparse = pytest.importorskip("gradwire.collectives.kernels.cpu.sparse")
 
 CPU = torch.device("cpu")
 SHAPES = [(40, 30), (7,), (40, 30), (16, 4, 3, 3), (3, 5), (), (50, 40), (0, 9)]

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import trainer as hvd
-from collectives import CollectiveTimeout, Mismatch, PeerLost
-from collectives.plan.topology import Topology
-from trainer.world import current_world
+import gradwire as hvd
+from gradwire.collectives import CollectiveTimeout, Mismatch, PeerLost
+from gradwire.collectives.plan.topology import Topology
+from gradwire.trainer.world.world import current_world
 
 PROBES = [name for name in hvd.__all__ if name.endswith(("_built", "_enabled", "_supported"))]
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.errors import LinkError
-from collectives.link.process_group import ProcessGroupTransport
+from gradwire.collectives.errors import LinkError
+from gradwire.collectives.link.process_group import ProcessGroupTransport
 
 
 class _Work:

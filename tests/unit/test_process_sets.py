@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import trainer as hvd
-from trainer.process_sets import ranks_of
+import gradwire as hvd
+from gradwire.trainer.world.process_sets import ranks_of
 
 
 class Group:

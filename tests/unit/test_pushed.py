@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.compression import Compressor, ErrorFeedback, Policy
-from trainer.server.flat import Flat
-from trainer.server.pushed import Packing, Sender, encodings_of
+from gradwire.trainer.gradients.compression import Compressor, ErrorFeedback, Policy
+from gradwire.trainer.servers.connection import Flat
+from gradwire.trainer.servers.pushed import Packing, Sender, encodings_of
 
 NAMES = ["matrix", "bias", "other matrix", "wide"]
 PARAMETERS = [torch.zeros(64, 65), torch.zeros(64), torch.zeros(70, 64, dtype=torch.bfloat16), torch.zeros(9).double()]

@@ -8,7 +8,7 @@ import math
 import pytest
 from matplotlib.colors import to_rgba
 
-from trainer.examples.report import BASELINE, OURS, Record, Report, progress, running_means
+from gradwire.trainer.examples.report import BASELINE, OURS, Record, Report, progress, running_means
 
 
 def record(steps: int, validated: list[int]) -> Record:

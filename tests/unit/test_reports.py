@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from collectives import ReplicasDiffer
-from collectives.diagnostics.clocks import ROUNDS, Offset, measure, offsets
-from collectives.diagnostics.timeline import Recording, Timeline
-from collectives.diagnostics.trace import trace_of, write_trace
-from collectives.kernels.reference import hashing as reference
+from gradwire.collectives import ReplicasDiffer
+from gradwire.collectives.diagnostics.clocks import ROUNDS, Offset, measure, offsets
+from gradwire.collectives.diagnostics.timeline import Recording, Timeline
+from gradwire.collectives.diagnostics.trace import trace_of, write_trace
+from gradwire.collectives.kernels.reference import hashing as reference
+from gradwire.trainer.gradients.moments import Moment
+from gradwire.trainer.gradients.replicas import hash_of
+from gradwire.trainer.reports.metrics import BucketChoice, StepMetrics
+from gradwire.trainer.reports.reports import Wanted
+from gradwire.trainer.reports.stragglers import Stragglers, StragglerWatch
 from tests.pages import ROOT
-from trainer.gradients.moments import Moment
-from trainer.hashing import hash_of
-from trainer.reports.metrics import BucketChoice, StepMetrics
-from trainer.reports.reports import Wanted
-from trainer.reports.stragglers import Stragglers, StragglerWatch
 
-compiled = pytest.importorskip("collectives.kernels.cpu.hashing")
+compiled = pytest.importorskip("gradwire.collectives.kernels.cpu.hashing")
 
 
 # Hashes

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.plan.algorithms import BETWEEN_HOSTS, PLANNERS, direct
-from collectives.plan.check import ScheduleError, check_algorithm, contributions, encodings, run
-from collectives.plan.schedule import Action, Place, Planner, Schedule, receive, reduce, send
-from collectives.plan.spans import Span
+from gradwire.collectives.plan.algorithms import BETWEEN_HOSTS, PLANNERS, direct
+from gradwire.collectives.plan.check import ScheduleError, check_algorithm, contributions, encodings, run
+from gradwire.collectives.plan.schedule import Action, Place, Planner, Schedule, receive, reduce, send
+from gradwire.collectives.plan.spans import Span
 
 SIZES = range(1, 65)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.link.shared_memory.segment import Segment
+from gradwire.collectives.link.shared_memory.segment import Segment
 
 NBYTES = 1 << 16
 
@@ -58,7 +58,7 @@ def test_the_wrong_name_is_refused() -> None:
 
 def test_what_cannot_be_reserved_is_an_error() -> None:
     script = (
-        "import resource; from collectives.link.shared_memory.segment import Segment\n"
+        "import resource; from gradwire.collectives.link.shared_memory.segment import Segment\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "try: Segment.create('gradwire-test', 1 << 20)\n"
         "except OSError as error: print(error)"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.plan.algorithms import PLANNERS
-from collectives.plan.selection import Range, choose, default_table, overrides, parse_table
-from collectives.plan.topology import Topology
+from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.plan.selection import Range, choose, default_table, overrides, parse_table
+from gradwire.collectives.plan.topology import Topology
 
 NAMES = ("ring", "rsag", "native")
 ONE_HOST = Topology(0, ((0, 1, 2, 3),))

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from collectives import Communicator, PeerLost
-from trainer.key_value.entry import KeySpec
-from trainer.key_value.messages import RemoteKeys
-from trainer.server.client import Client
-from trainer.server.serving import LEAVE
+from gradwire.collectives import Communicator, PeerLost
+from gradwire.trainer.servers.key_value.keys import KeySpec
+from gradwire.trainer.servers.key_value.messages import RemoteKeys
+from gradwire.trainer.servers.serving import LEAVE, Client
 
 SPEC = KeySpec("w", 0, torch.Size([2]), torch.float32, 1)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.key_value.entry import Entry, KeySpec
-from trainer.server.aggregator import Scheme
-from trainer.server.errors import QuorumLost
+from gradwire.trainer.servers.aggregator import Scheme
+from gradwire.trainer.servers.connection import QuorumLost
+from gradwire.trainer.servers.key_value.keys import Entry, KeySpec
 
 
 def test_the_quorum_that_is_lost_is_smaller_by_those_that_have_left() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from trainer.key_value.messages import ROWS, KeyServer
-from trainer.server.messages import SETTINGS, Server
+from gradwire.trainer.servers.key_value.messages import ROWS, KeyServer
+from gradwire.trainer.servers.messages import SETTINGS, Server
 
 
 def test_a_kind_that_nobody_says_is_not_taken_for_another() -> None:

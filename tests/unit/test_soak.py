@@ -11,9 +11,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
-from collectives.plan.algorithms import PLANNERS
-from collectives.run.plans import legal_algorithms
+from gradwire import QuorumLost
+from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
+from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.run.plans import legal_algorithms
 from tests.harness import Outcome
 from tests.ranks.exact import DTYPES, OPS, Checks
 from tests.soak import __main__ as soak
@@ -52,7 +53,6 @@ from tests.soak.rules import (
 from tests.soak.rules import KINDS as TRAINING_KINDS
 from tests.soak.strangers import ports
 from tests.soak.verdict import Kind, judge_fault, judge_session, judge_training, news_s
-from trainer import QuorumLost
 
 ALGORITHMS = legal_algorithms(
     {verb: ("shared", "native") if verb in ("allreduce", "barrier") else ("native",) for verb in PLANNERS}

@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.plan.spans import Span, circular, consecutive, joined, segments_of_blocks, segments_of_buffer, split
+from gradwire.collectives.plan.spans import (
+    Span,
+    circular,
+    consecutive,
+    joined,
+    segments_of_blocks,
+    segments_of_buffer,
+    split,
+)
 
 COUNTS = st.integers(0, 10_000)
 PARTS = st.integers(1, 70)

@@ -9,8 +9,8 @@ from contextlib import closing
 
 import pytest
 
-from collectives.diagnostics.stall import Position, Stalls
-from collectives.link.watch import Watch
+from gradwire.collectives.diagnostics.stall import Position, Stalls
+from gradwire.collectives.link.watch import Watch
 from tests.unit.test_watch import DEADLINE_S, watches
 
 CALL, OTHER = "allreduce(float32[8], sum, ring)", "barrier(tree)"

@@ -12,17 +12,17 @@ from itertools import combinations
 import pytest
 import torch
 
-from collectives.errors import LinkError
-from collectives.kernels import cpu_sockets
-from collectives.link.base import Pending
-from collectives.link.tcp import TcpTransport
-from collectives.plan.algorithms import PLANNERS
-from collectives.plan.program import Program
-from collectives.plan.schedule import Place
-from collectives.plan.spans import segments_of_buffer
-from collectives.reduction import COMBINE, DTYPES
-from collectives.run.executor import execute
-from collectives.run.payload import Numbers, Scratch
+from gradwire.collectives.errors import LinkError
+from gradwire.collectives.kernels import cpu_sockets
+from gradwire.collectives.link.base import Pending
+from gradwire.collectives.link.tcp import TcpTransport
+from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.plan.program import Program
+from gradwire.collectives.plan.schedule import Place
+from gradwire.collectives.plan.spans import segments_of_buffer
+from gradwire.collectives.reduction import COMBINE, DTYPES
+from gradwire.collectives.run.executor import execute
+from gradwire.collectives.run.payload import Numbers, Scratch
 from tests.harness import wide
 from tests.unit.in_process import run_ranks
 
@@ -183,7 +183,7 @@ def test_bits_that_are_no_number_are_the_same_everywhere(
 
 
 def test_more_messages_than_the_table_had_rows(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collectives.link.tcp._FIRST_ROWS", 2)
+    monkeypatch.setattr("gradwire.collectives.link.tcp._FIRST_ROWS", 2)
     one, other = connect(2)
     numbers = [torch.full((3,), float(which)) for which in range(50)]
     landed = [torch.empty(3) for _ in numbers]
@@ -199,7 +199,7 @@ def test_more_messages_than_the_table_had_rows(connect: Connect, monkeypatch: py
 def test_a_compiled_program_outgrows_the_table(
     connect: Connect, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("collectives.link.tcp._FIRST_ROWS", 1)
+    monkeypatch.setattr("gradwire.collectives.link.tcp._FIRST_ROWS", 1)
     transports = connect(3)
     assert_same_bits(transports, algorithm, "sum", [contribution(rank, 999, torch.float32) for rank in range(3)])
     assert all(len(transport._rows) > 1 for transport in transports)
@@ -210,7 +210,7 @@ def test_a_compiled_program_outgrows_the_table(
 def test_a_long_program_goes_in_several_tables(
     connect: Connect, algorithm: str, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("collectives.plan.program._KEPT", kept)
+    monkeypatch.setattr("gradwire.collectives.plan.program._KEPT", kept)
     assert len(list(program(algorithm, 0, 3, 999).tables())) > 1
     assert_same_bits(connect(3), algorithm, "sum", [contribution(rank, 999, torch.float32) for rank in range(3)])
 
@@ -515,7 +515,7 @@ def test_nothing_goes_on_after_an_abort(connect: Connect) -> None:
 
 
 def test_close_takes_nothing_from_a_wait_that_lasts(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collectives.link.tcp._LEAVE_S", SOON_S)
+    monkeypatch.setattr("gradwire.collectives.link.tcp._LEAVE_S", SOON_S)
     one, other = connect(2)
     landed = torch.empty(3)
     pending = receive(other, 0, landed, 7)

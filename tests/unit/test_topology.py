@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.plan.topology import Topology, host_id
+from gradwire.collectives.plan.topology import Topology, host_id
 
 
 def test_hosts_are_found_from_what_ranks_report() -> None:

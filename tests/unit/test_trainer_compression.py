@@ -8,16 +8,25 @@ import pytest
 import torch
 from torch import nn
 
-import trainer as hvd
-from collectives.compression.integers import Int4, Int8
-from collectives.compression.onebit import OneBit
-from collectives.compression.powersgd import PowerSGD
-from collectives.compression.raw import Raw
-from collectives.compression.registry import CODECS, make_codec
-from collectives.compression.stochastic import QSGD
-from collectives.compression.topk import TopK
-from trainer.compression import LEAST_NUMEL, NAMES, Cast, Encoding, ErrorFeedback, Policy, encoding_of, verb_codec
-from trainer.gradients.saved import KEY
+import gradwire as hvd
+from gradwire.collectives.compression.integers import Int4, Int8
+from gradwire.collectives.compression.onebit import OneBit
+from gradwire.collectives.compression.powersgd import PowerSGD
+from gradwire.collectives.compression.raw import Raw
+from gradwire.collectives.compression.registry import CODECS, make_codec
+from gradwire.collectives.compression.stochastic import QSGD
+from gradwire.collectives.compression.topk import TopK
+from gradwire.trainer.gradients.compression import (
+    LEAST_NUMEL,
+    NAMES,
+    Cast,
+    Encoding,
+    ErrorFeedback,
+    Policy,
+    encoding_of,
+    verb_codec,
+)
+from gradwire.trainer.gradients.saved import KEY
 
 NEED_FEEDBACK = {"onebit", "topk", "threshold", "randomk", "dgc", "chunktopk"}
 

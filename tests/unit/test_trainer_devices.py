@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-import trainer as hvd
-from trainer import validation
+import gradwire as hvd
+from gradwire.trainer.gradients import validation
 
 
 @pytest.mark.parametrize(

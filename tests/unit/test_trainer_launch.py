@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.launch import ALONE, Launch, meeting_point, read_launch, slurm_hint
-from trainer.world import cross_position
+from gradwire.trainer.world.launch import ALONE, Launch, meeting_point, read_launch, slurm_hint
+from gradwire.trainer.world.world import cross_position
 
 ROOT = Path(__file__).parents[2]
 
@@ -173,7 +173,7 @@ def test_a_process_alone_in_a_slurm_job(environment: dict[str, str], hint: str |
 
 MEET = """
 import os
-from trainer.launch import meeting_point, read_launch
+from gradwire.trainer.world.launch import meeting_point, read_launch
 print(*meeting_point(os.environ, read_launch(os.environ)))
 """
 
@@ -219,7 +219,7 @@ def test_mpich_on_several_hosts_needs_a_port() -> None:
 
 def test_one_process_is_told_how_to_start_two(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
-    script.write_text("import trainer\ntrainer.init()\ntrainer.shutdown()\n")
+    script.write_text("import gradwire\ngradwire.init()\ngradwire.shutdown()\n")
     done = subprocess.run(
         [sys.executable, "mine.py"],
         cwd=tmp_path,

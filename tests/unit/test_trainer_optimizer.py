@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import trainer as hvd
-from collectives import Communicator
-from collectives.errors import CollectiveError
-from trainer.world import World
+import gradwire as hvd
+from gradwire.collectives import Communicator
+from gradwire.collectives.errors import CollectiveError
+from gradwire.trainer.world.world import World
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from typing_extensions import assert_type
 
-from collectives import Communicator, Work
+from gradwire.collectives import Communicator, Work
 
 
 def forms(comm: Communicator, tensor: Any, waiting: bool) -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from collectives import CollectiveError, CollectiveTimeout, PeerLost
-from trainer.server.aggregator import Scheme
-from trainer.server.errors import QuorumLost
-from trainer.server.updater import Updater
+from gradwire.collectives import CollectiveError, CollectiveTimeout, PeerLost
+from gradwire.trainer.servers.aggregator import Scheme
+from gradwire.trainer.servers.connection import QuorumLost
+from gradwire.trainer.servers.updater import Updater
 
 FAR_S = 60.0
 

@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from collectives.errors import LinkError
-from collectives.link.handshake import CHALLENGE_BYTES, Listener, give_up_on_silence, neighbours
-from collectives.link.watch import Neighbour, Watch
+from gradwire.collectives.errors import LinkError
+from gradwire.collectives.link.handshake import CHALLENGE_BYTES, Listener, give_up_on_silence, neighbours
+from gradwire.collectives.link.watch import Neighbour, Watch
 
 DEADLINE_S = 20.0
 SECRET = secrets.token_bytes(32)

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.utils.data import DataLoader
 
-from collectives.diagnostics import whereabouts
-from collectives.diagnostics.excepthook import ExceptHook
+from gradwire.collectives.diagnostics import whereabouts
+from gradwire.collectives.diagnostics.excepthook import ExceptHook
 
 DEADLINE_S = 30.0
 
@@ -125,7 +125,7 @@ def test_who_came_between_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_at_a_prompt_nothing_ends() -> None:
     script = """
 import sys
-from collectives.diagnostics.excepthook import ExceptHook
+from gradwire.collectives.diagnostics.excepthook import ExceptHook
 
 class Leaver:
     def leave(self, why):

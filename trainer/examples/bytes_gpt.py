@@ -1,7 +1,7 @@
 """A byte-level GPT, trained on the text of the running Python's standard library, or on a text of yours.
 
-python -m trainer.examples.bytes_gpt                                         alone
-torchrun --standalone --nproc-per-node 2 -m trainer.examples.bytes_gpt       on two processes
+python -m gradwire.trainer.examples.bytes_gpt                                         alone
+torchrun --standalone --nproc-per-node 2 -m gradwire.trainer.examples.bytes_gpt       on two processes
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-import trainer as hvd
-from trainer.examples.config import LoopConfig, parse
-from trainer.examples.loop import Run, Task
+import gradwire as hvd
+from gradwire.trainer.examples.config import LoopConfig, parse
+from gradwire.trainer.examples.loop import Run, Task
 
 VOCABULARY = 256
 TEXT_BYTES = 8 * 1024**2

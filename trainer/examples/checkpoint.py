@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-import trainer as hvd
+import gradwire as hvd
 
 COMMON = "checkpoint.pt"
 

@@ -1,7 +1,7 @@
 """A small convolutional network, trained on scikit-learn's 1,797 handwritten digits.
 
-python -m trainer.examples.digits_cnn                                        alone
-torchrun --standalone --nproc-per-node 2 -m trainer.examples.digits_cnn      on two processes
+python -m gradwire.trainer.examples.digits_cnn                                        alone
+torchrun --standalone --nproc-per-node 2 -m gradwire.trainer.examples.digits_cnn      on two processes
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import trainer as hvd
-from trainer.examples.config import LoopConfig, parse
-from trainer.examples.loop import Run, Task
+import gradwire as hvd
+from gradwire.trainer.examples.config import LoopConfig, parse
+from gradwire.trainer.examples.loop import Run, Task
 
 try:
     from sklearn.datasets import load_digits

@@ -25,11 +25,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import trainer as hvd
-from trainer.examples.checkpoint import Checkpoint
-from trainer.examples.config import LoopConfig
-from trainer.examples.report import BASELINE, OURS, Record, Report, count, progress
-from trainer.gradients.saved import KEY
+import gradwire as hvd
+from gradwire.trainer.examples.checkpoint import Checkpoint
+from gradwire.trainer.examples.config import LoopConfig
+from gradwire.trainer.examples.report import BASELINE, OURS, Record, Report, count, progress
+from gradwire.trainer.gradients.saved import KEY
 
 BLOCK_S = 0.5
 """Models take turns, and ranks agree on losses, time and interruption, about this often."""

@@ -8,10 +8,10 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from collectives import Communicator
-from collectives.errors import ranks_text
-from trainer.gradients.dtensors import held_here, shard_of
-from trainer.world import here
+from gradwire.collectives import Communicator
+from gradwire.collectives.errors import ranks_text
+from gradwire.trainer.gradients.dtensors import held_here, shard_of
+from gradwire.trainer.world.world import here
 
 _Described: TypeAlias = tuple[str, tuple[int, ...], str]
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from collectives import Communicator
-from trainer.compression import Cast, Encoding
-from trainer.gradients.bucket_plan import BucketPlan
-from trainer.gradients.buffers import CodedBuffer, PlainBuffer, buffer_for
-from trainer.gradients.combination import Combination
-from trainer.gradients.dtensors import as_gradient_of, held_here, placed_like
-from trainer.ops import Sum
-from trainer.world import here
+from gradwire.collectives import Communicator
+from gradwire.trainer.gradients.arguments import Sum
+from gradwire.trainer.gradients.buffers import CodedBuffer, PlainBuffer, buffer_for
+from gradwire.trainer.gradients.combination import Combination
+from gradwire.trainer.gradients.compression import Cast, Encoding
+from gradwire.trainer.gradients.dtensors import as_gradient_of, held_here, placed_like
+from gradwire.trainer.gradients.layout import BucketPlan
+from gradwire.trainer.world.world import here
 
 
 class Bucket:

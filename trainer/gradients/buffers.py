@@ -10,16 +10,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from collectives import PreparedOperation, Work
-from collectives.compression.codec import Codec
-from collectives.compression.feedback import Feedback
-from collectives.compression.matrices import MatrixCodec
-from collectives.compression.rehearsal import rehearse
-from trainer.compression import Encoding
-from trainer.gradients.bucket_plan import BucketPlan
-from trainer.gradients.combination import Combination
-from trainer.gradients.operations import Operations
-from trainer.ops import Sum
+from gradwire.collectives import PreparedOperation, Work
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.feedback import Feedback
+from gradwire.collectives.compression.matrices import MatrixCodec
+from gradwire.collectives.compression.rehearsal import rehearse
+from gradwire.trainer.gradients.arguments import Sum
+from gradwire.trainer.gradients.combination import Combination, Operations
+from gradwire.trainer.gradients.compression import Encoding
+from gradwire.trainer.gradients.layout import BucketPlan
 
 Owed: TypeAlias = dict[str, Tensor]
 """What one parameter takes along when its buffer changes, the same on all ranks. "residual": of its gradients, what no

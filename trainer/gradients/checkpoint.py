@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trainer.gradients.bucketing import Bucketing
-from trainer.gradients.buffers import Owed
-from trainer.gradients.combination import Combination
-from trainer.gradients.dtensors import held_here
-from trainer.gradients.exchange import GradientExchange
-from trainer.gradients.saved import KEY, VERSION, check_part, is_owing, label_of
-from trainer.ops import Average, Sum
-from trainer.world import here
+from gradwire.trainer.gradients.arguments import Average, Sum
+from gradwire.trainer.gradients.buckets import Bucketing
+from gradwire.trainer.gradients.buffers import Owed
+from gradwire.trainer.gradients.combination import Combination
+from gradwire.trainer.gradients.dtensors import held_here
+from gradwire.trainer.gradients.exchange import GradientExchange
+from gradwire.trainer.gradients.saved import KEY, VERSION, check_part, is_owing, label_of
+from gradwire.trainer.world.world import here
 
 T = TypeVar("T")
 

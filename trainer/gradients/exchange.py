@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from collectives import Work
-from collectives.daemon import DaemonThread
-from trainer.gradients.bucket import Bucket
-from trainer.gradients.bucketing import Bucketing
-from trainer.gradients.combination import Combination
-from trainer.gradients.moments import Moments
-from trainer.gradients.operations import Operations
-from trainer.ops import Sum
-from trainer.torch_internals import OUTSIDE_BACKWARD, graph_task, when_backward_ends
-from trainer.uncompiled import uncompiled
+from gradwire.collectives import Work
+from gradwire.collectives.daemon import DaemonThread
+from gradwire.collectives.torch_internals import OUTSIDE_BACKWARD, graph_task, when_backward_ends
+from gradwire.trainer.gradients.arguments import Sum
+from gradwire.trainer.gradients.bucket import Bucket
+from gradwire.trainer.gradients.buckets import Bucketing
+from gradwire.trainer.gradients.combination import Combination, Operations
+from gradwire.trainer.gradients.moments import Moments
+from gradwire.trainer.gradients.uncompiled import uncompiled
 
 
 class Passes:

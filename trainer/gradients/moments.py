@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from collectives import Communicator
-from collectives.diagnostics.timeline import now_ns
+from gradwire.collectives import Communicator
+from gradwire.collectives.diagnostics.timeline import now_ns
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from collectives import Work
-from trainer.compression import Cast, Encoding
-from trainer.gradients.combination import Combination
-from trainer.gradients.operations import Operations
-from trainer.ops import Sum
-from trainer.world import here
+from gradwire.collectives import Work
+from gradwire.trainer.gradients.arguments import Sum
+from gradwire.trainer.gradients.combination import Combination, Operations
+from gradwire.trainer.gradients.compression import Cast, Encoding
+from gradwire.trainer.world.world import here
 
 ABSENT = -1
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from types import TracebackType
 
-from collectives import CollectiveError, Communicator, Mismatch
-from trainer.world import here, names_in_flight
+from gradwire.collectives import CollectiveError, Communicator, Mismatch
+from gradwire.trainer.world.world import here, names_in_flight
 
 #: Under which a rank posts the verb and the name that it refused last.
 _REFUSED = "refused names"

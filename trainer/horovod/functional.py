@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives import Communicator, Work
-from collectives.compression.codec import Codec
-from trainer.adasum import adasum_
-from trainer.horovod.scaling import scaled, scales_integers, unscaled
-from trainer.ops import Adasum, Average, Sum
+from gradwire.collectives import Communicator, Work
+from gradwire.collectives.compression.codec import Codec
+from gradwire.trainer.gradients.arguments import Adasum, Average, Sum
+from gradwire.trainer.horovod.scaling import scaled, scales_integers, unscaled
+from gradwire.trainer.rules.adasum import adasum_
 
 Rows = list[int]
 """How many rows of dimension 0 each rank has of a tensor."""

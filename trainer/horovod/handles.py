@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from collectives import Work
-from trainer.horovod.calls import Call
-from trainer.world import here
+from gradwire.collectives import Work
+from gradwire.trainer.horovod.calls import Call
+from gradwire.trainer.world.world import here
 
 T = TypeVar("T")
 

@@ -9,12 +9,12 @@ from concurrent.futures import Future
 
 import torch
 
-from collectives import CollectiveTimeout, Communicator
-from collectives.daemon import DaemonThread
-from collectives.run.absences import Wanted
-from trainer.horovod.state import share_optimizer_state
-from trainer.optimizer import DistributedOptimizer
-from trainer.world import World, current_world, here
+from gradwire.collectives import CollectiveTimeout, Communicator
+from gradwire.collectives.daemon import DaemonThread
+from gradwire.collectives.run.absences import Wanted
+from gradwire.trainer.horovod.state import share_optimizer_state
+from gradwire.trainer.optimizer import DistributedOptimizer
+from gradwire.trainer.world.world import World, current_world, here
 
 
 def join(device: int = -1) -> int:

@@ -9,14 +9,14 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from collectives import Communicator
-from trainer.errors import refused
-from trainer.horovod.calls import Call
-from trainer.horovod.functional import Allgather, Alltoall, Broadcast, Rows, begin_allgather, copied
-from trainer.horovod.handles import Handle
-from trainer.process_sets import ProcessSetLike, global_process_set
-from trainer.validation import check_group, check_tensor
-from trainer.world import communicator_of, root_in
+from gradwire.collectives import Communicator
+from gradwire.trainer.gradients.arguments import check_group, check_tensor
+from gradwire.trainer.horovod.calls import Call
+from gradwire.trainer.horovod.functional import Allgather, Alltoall, Broadcast, Rows, begin_allgather, copied
+from gradwire.trainer.horovod.handles import Handle
+from gradwire.trainer.world.errors import refused
+from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
+from gradwire.trainer.world.world import communicator_of, root_in
 
 T = TypeVar("T")
 

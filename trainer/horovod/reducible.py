@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from collectives import Communicator
-from collectives.compression.codec import Codec
-from trainer.adasum import check_adasum
-from trainer.compression import Cast
-from trainer.horovod.scaling import check_scaling
-from trainer.ops import Adasum, Average, Sum
-from trainer.validation import check_group
-from trainer.world import here
+from gradwire.collectives import Communicator
+from gradwire.collectives.compression.codec import Codec
+from gradwire.trainer.gradients.arguments import Adasum, Average, Sum, check_group
+from gradwire.trainer.gradients.compression import Cast
+from gradwire.trainer.horovod.scaling import check_scaling
+from gradwire.trainer.rules.adasum import check_adasum
+from gradwire.trainer.world.world import here
 
 
 def check_reducible(

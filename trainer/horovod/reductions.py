@@ -8,15 +8,14 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from trainer.compression import Cast, Compression, Compressor, verb_codec
-from trainer.horovod.calls import Call
-from trainer.horovod.functional import Allreduce, begin_allreduce, copied
-from trainer.horovod.handles import Handle
-from trainer.horovod.reducible import check_reducible, summing_codec
-from trainer.ops import resolve_op
-from trainer.process_sets import ProcessSetLike, global_process_set
-from trainer.validation import check_tensor
-from trainer.world import communicator_of
+from gradwire.trainer.gradients.arguments import check_tensor, resolve_op
+from gradwire.trainer.gradients.compression import Cast, Compression, Compressor, verb_codec
+from gradwire.trainer.horovod.calls import Call
+from gradwire.trainer.horovod.functional import Allreduce, begin_allreduce, copied
+from gradwire.trainer.horovod.handles import Handle
+from gradwire.trainer.horovod.reducible import check_reducible, summing_codec
+from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
+from gradwire.trainer.world.world import communicator_of
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from collectives.reduction import check_arithmetic
-from trainer.ops import Average, Sum
+from gradwire.collectives.reduction import check_arithmetic
+from gradwire.trainer.gradients.arguments import Average, Sum
 
 
 def scaled(tensor: Tensor, factor: float, divisor: int = 1) -> Tensor:

@@ -9,16 +9,16 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from collectives import Communicator
-from trainer.compression import Cast, Compression
-from trainer.errors import refused
-from trainer.horovod.calls import Call
-from trainer.horovod.functional import ReduceScatter, Rows, begin_scaled_reducescatter
-from trainer.horovod.handles import Handle
-from trainer.horovod.reducible import check_reducible, summing_codec
-from trainer.ops import OPS_BY_ELEMENT, Adasum, Average, resolve_op
-from trainer.process_sets import ProcessSetLike, global_process_set
-from trainer.world import communicator_of, here
+from gradwire.collectives import Communicator
+from gradwire.trainer.gradients.arguments import OPS_BY_ELEMENT, Adasum, Average, resolve_op
+from gradwire.trainer.gradients.compression import Cast, Compression
+from gradwire.trainer.horovod.calls import Call
+from gradwire.trainer.horovod.functional import ReduceScatter, Rows, begin_scaled_reducescatter
+from gradwire.trainer.horovod.handles import Handle
+from gradwire.trainer.horovod.reducible import check_reducible, summing_codec
+from gradwire.trainer.world.errors import refused
+from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
+from gradwire.trainer.world.world import communicator_of, here
 
 T = TypeVar("T")
 

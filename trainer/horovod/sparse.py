@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.errors import refused
-from trainer.horovod.calls import Call
-from trainer.horovod.functional import begin_allgather
-from trainer.horovod.handles import Handle
-from trainer.ops import Average, Sum
-from trainer.process_sets import ProcessSetLike, global_process_set
-from trainer.validation import check_group
-from trainer.world import communicator_of, here
+from gradwire.trainer.gradients.arguments import Average, Sum, check_group
+from gradwire.trainer.horovod.calls import Call
+from gradwire.trainer.horovod.functional import begin_allgather
+from gradwire.trainer.horovod.handles import Handle
+from gradwire.trainer.world.errors import refused
+from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
+from gradwire.trainer.world.world import communicator_of, here
 
 
 class SparseHandle(Handle[Tensor]):

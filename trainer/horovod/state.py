@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from collectives import Communicator
-from trainer.optimizer import DistributedOptimizer
-from trainer.process_sets import ProcessSetLike, global_process_set
-from trainer.torch_internals import map_only
-from trainer.validation import check_tensor
-from trainer.world import communicator_of, here, root_in
+from gradwire.collectives import Communicator
+from gradwire.collectives.torch_internals import map_only
+from gradwire.trainer.gradients.arguments import check_tensor
+from gradwire.trainer.optimizer import DistributedOptimizer
+from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
+from gradwire.trainer.world.world import communicator_of, here, root_in
 
 T = TypeVar("T")
 

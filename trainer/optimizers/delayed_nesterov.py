@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from trainer.optimizers.foreach import ForeachOptimizer, check_range
+from gradwire.trainer.optimizers.foreach import ForeachOptimizer, check_range
 
 
 class DelayedNesterov(ForeachOptimizer):

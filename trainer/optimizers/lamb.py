@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from trainer.optimizers.foreach import ForeachOptimizer, check_range
-from trainer.optimizers.layerwise import trust_ratios
+from gradwire.trainer.optimizers.foreach import ForeachOptimizer, check_range
+from gradwire.trainer.optimizers.layerwise import trust_ratios
 
 
 class LAMB(ForeachOptimizer):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from collectives import Communicator
-from collectives.compression.codec import Codec
-from trainer.gradients.bucket import Bucket
+from gradwire.collectives import Communicator
+from gradwire.collectives.compression.codec import Codec
+from gradwire.trainer.gradients.bucket import Bucket
 
 #: At every how many steps what the codes owe is compared with the gradients, which reads all of them.
 ERROR_EVERY = 10

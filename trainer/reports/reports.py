@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from collectives import Communicator, PeerJoined
-from collectives.diagnostics.timeline import now_ns
-from trainer.gradients.bucket import Bucket
-from trainer.gradients.combination import Combination
-from trainer.replicas import ReplicaCheck
-from trainer.reports.metrics import ERROR_EVERY, BucketChoice, StepMetrics, choices, compression_error
-from trainer.reports.stragglers import Stragglers, StragglerWatch
-from trainer.rules.rule import Rule
-from trainer.world import here
+from gradwire.collectives import Communicator, PeerJoined
+from gradwire.collectives.diagnostics.timeline import now_ns
+from gradwire.trainer.gradients.bucket import Bucket
+from gradwire.trainer.gradients.combination import Combination
+from gradwire.trainer.gradients.replicas import ReplicaCheck
+from gradwire.trainer.reports.metrics import ERROR_EVERY, BucketChoice, StepMetrics, choices, compression_error
+from gradwire.trainer.reports.stragglers import Stragglers, StragglerWatch
+from gradwire.trainer.rules.rule import Rule
+from gradwire.trainer.world.world import here
 
 
 @dataclass(frozen=True)

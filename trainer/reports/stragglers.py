@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from collectives import Communicator
-from trainer.gradients.moments import Moments
+from gradwire.collectives import Communicator
+from gradwire.trainer.gradients.moments import Moments
 
 _log = logging.getLogger("gradwire")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from trainer.world import current_world
+from gradwire.trainer.world.world import current_world
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:

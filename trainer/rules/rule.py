@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives import Communicator
-from trainer.compression import Cast, Encoding, Policy
-from trainer.gradients.bucket import Bucket
-from trainer.gradients.combination import Combination
-from trainer.gradients.exchange import Passes
-from trainer.gradients.moments import Moments
+from gradwire.collectives import Communicator
+from gradwire.trainer.gradients.bucket import Bucket
+from gradwire.trainer.gradients.combination import Combination
+from gradwire.trainer.gradients.compression import Cast, Encoding, Policy
+from gradwire.trainer.gradients.exchange import Passes
+from gradwire.trainer.gradients.moments import Moments
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives.errors import ranks_text
-from trainer.gradients.bucket import dense_strides
-from trainer.gradients.dtensors import shard_of
-from trainer.gradients.saved import SHARDS, check_finite
-from trainer.ops import Adasum, Sum
-from trainer.optimizers.lamb import LAMB
-from trainer.optimizers.lars import LARS
-from trainer.rules.rule import Setup
-from trainer.rules.synchronous import Synchronous
-from trainer.shards.piece import OWED
-from trainer.shards.pieces import Held, Pieces, cut_whole, is_by_element
-from trainer.world import here
+from gradwire.collectives.errors import ranks_text
+from gradwire.trainer.gradients.arguments import Adasum, Sum
+from gradwire.trainer.gradients.bucket import dense_strides
+from gradwire.trainer.gradients.dtensors import shard_of
+from gradwire.trainer.gradients.saved import SHARDS, check_finite
+from gradwire.trainer.gradients.shards.piece import OWED
+from gradwire.trainer.gradients.shards.pieces import Held, Pieces, cut_whole, is_by_element
+from gradwire.trainer.optimizers.lamb import LAMB
+from gradwire.trainer.optimizers.lars import LARS
+from gradwire.trainer.rules.rule import Setup
+from gradwire.trainer.rules.synchronous import Synchronous
+from gradwire.trainer.world.world import here
 
 _NOT_BY_ELEMENT = (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor, torch.optim.Muon, LARS, LAMB)
 

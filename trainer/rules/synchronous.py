@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.gradients.bucket import Bucket
-from trainer.gradients.bucketing import Bucketing
-from trainer.gradients.checkpoint import Resumption
-from trainer.gradients.exchange import GradientExchange
-from trainer.gradients.moments import Moments
-from trainer.gradients.saved import SHARDS
-from trainer.rules.rule import Rule, Setup
-from trainer.world import here
+from gradwire.trainer.gradients.bucket import Bucket
+from gradwire.trainer.gradients.buckets import Bucketing
+from gradwire.trainer.gradients.checkpoint import Resumption
+from gradwire.trainer.gradients.exchange import GradientExchange
+from gradwire.trainer.gradients.moments import Moments
+from gradwire.trainer.gradients.saved import SHARDS
+from gradwire.trainer.rules.rule import Rule, Setup
+from gradwire.trainer.world.world import here
 
 
 class Synchronous(Rule):

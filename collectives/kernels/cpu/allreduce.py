@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from numba import int64, njit
 
-from collectives.kernels.cpu.arithmetic import DIVIDE, combine
-from collectives.kernels.cpu.atomics import load, monotonic_ns, store
-from collectives.kernels.cpu.compiling import compiled
-from collectives.kernels.cpu.context import (
+from gradwire.collectives.kernels.cpu.arithmetic import DIVIDE, combine
+from gradwire.collectives.kernels.cpu.atomics import load, monotonic_ns, store
+from gradwire.collectives.kernels.cpu.compiling import compiled
+from gradwire.collectives.kernels.cpu.context import (
     ABORTED,
     ANNOUNCED,
     BASES,
@@ -44,8 +44,8 @@ from collectives.kernels.cpu.context import (
     line_of,
     set_field,
 )
-from collectives.kernels.cpu.intrinsics import copy
-from collectives.kernels.cpu.waiting import least_of, note_wait_for_all, rest, wait_for_headers, wait_for_line
+from gradwire.collectives.kernels.cpu.intrinsics import copy
+from gradwire.collectives.kernels.cpu.waiting import least_of, note_wait_for_all, rest, wait_for_headers, wait_for_line
 
 #: What of an allreduce is done: rank r reduces the r-th share; what all ranks have of their shares is spread to all.
 REDUCES, SPREADS = 1, 2

@@ -14,8 +14,8 @@ from llvmlite import ir
 from numba import cfunc, float32, float64, int8, int16, int32, int64, njit, types, uint8, uint16
 from numba.extending import intrinsic
 
-from collectives.kernels.cpu.compiling import compiled
-from collectives.kernels.cpu.intrinsics import bfloat16_of, float_of_bfloat16, float_of_half, half_of
+from gradwire.collectives.kernels.cpu.compiling import compiled
+from gradwire.collectives.kernels.cpu.intrinsics import bfloat16_of, float_of_bfloat16, float_of_half, half_of
 
 _I64 = ir.IntType(64)
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 from numba import int32, int64, njit, uint8
 
-from collectives.kernels import wire
-from collectives.kernels.cpu.intrinsics import bits_of, float32_at, float_of, uint8_at
+from gradwire.collectives.kernels import wire
+from gradwire.collectives.kernels.cpu.intrinsics import bits_of, float32_at, float_of, uint8_at
 
 NAN, INFINITY = np.float32(np.nan), np.float32(np.inf)
 ZERO, ONE = np.float32(0), np.float32(1)

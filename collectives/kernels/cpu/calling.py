@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from numba import float32, int64, njit
 
-from collectives.kernels.cpu.compiling import compiled
+from gradwire.collectives.kernels.cpu.compiling import compiled
 
 
 @cache

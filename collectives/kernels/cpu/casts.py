@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from numba import uint16
 
-from collectives.kernels.cpu.blocks import clear_padding, corrected, loss, put
-from collectives.kernels.cpu.calling import addresses, kernel_of
-from collectives.kernels.cpu.intrinsics import (
+from gradwire.collectives.kernels.cpu.blocks import clear_padding, corrected, loss, put
+from gradwire.collectives.kernels.cpu.calling import addresses, kernel_of
+from gradwire.collectives.kernels.cpu.intrinsics import (
     bfloat16_of,
     float32_at,
     float_of_bfloat16,

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from numba import float32, int32, int64, njit, uint8
 
-from collectives.kernels.cpu.blocks import INFINITY, NAN, ZERO, pad16, residual_at
-from collectives.kernels.cpu.calling import addresses, kernel_of
-from collectives.kernels.cpu.intrinsics import (
+from gradwire.collectives.kernels.cpu.blocks import INFINITY, NAN, ZERO, pad16, residual_at
+from gradwire.collectives.kernels.cpu.calling import addresses, kernel_of
+from gradwire.collectives.kernels.cpu.intrinsics import (
     bfloat16_of,
     bits_of,
     float32_at,
@@ -17,8 +17,8 @@ from collectives.kernels.cpu.intrinsics import (
     uint8_at,
     uint16_at,
 )
-from collectives.kernels.cpu.keys import INFINITY_KEY, LANES, NAN_KEY, bits_set, key_of, lowest_bit, reaching
-from collectives.kernels.cpu.topk import clear
+from gradwire.collectives.kernels.cpu.keys import INFINITY_KEY, LANES, NAN_KEY, bits_set, key_of, lowest_bit, reaching
+from gradwire.collectives.kernels.cpu.topk import clear
 
 CHUNK = 4096
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from numba import njit
 
-from collectives.kernels.first_use import FIRST_USE
+from gradwire.collectives.kernels.first_use import FIRST_USE
 
 _log = logging.getLogger("gradwire")
 

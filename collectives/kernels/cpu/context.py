@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from numba import int64, njit, types
 
-from collectives.kernels.cpu.atomics import load, store
-from collectives.kernels.cpu.compiling import compiled
+from gradwire.collectives.kernels.cpu.atomics import load, store
+from gradwire.collectives.kernels.cpu.compiling import compiled
 
 # Fields of 64 bits that a kernel shares with the process that calls it, the *context*. They are private to the process.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from numba import float32, int32, njit, uint8, uint16
 
-from collectives.kernels.cpu.blocks import put
-from collectives.kernels.cpu.intrinsics import float32_at, int32_at, uint8_at, uint16_at
-from collectives.kernels.cpu.stack import PIECE
+from gradwire.collectives.kernels.cpu.blocks import put
+from gradwire.collectives.kernels.cpu.intrinsics import float32_at, int32_at, uint8_at, uint16_at
+from gradwire.collectives.kernels.cpu.stack import PIECE
 
 
 @njit

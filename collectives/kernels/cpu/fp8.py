@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import float32, int32, njit, uint8
 
-from collectives.kernels.cpu.blocks import (
+from gradwire.collectives.kernels.cpu.blocks import (
     LARGEST,
     NAN,
     clear_padding,
@@ -23,8 +23,8 @@ from collectives.kernels.cpu.blocks import (
     quotient,
     residual_at,
 )
-from collectives.kernels.cpu.calling import addresses, kernel_of
-from collectives.kernels.cpu.intrinsics import bits_of, float32_at, float_of, uint8_at
+from gradwire.collectives.kernels.cpu.calling import addresses, kernel_of
+from gradwire.collectives.kernels.cpu.intrinsics import bits_of, float32_at, float_of, uint8_at
 
 _SIGN = np.int32(-(2**31))
 

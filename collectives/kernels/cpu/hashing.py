@@ -1,11 +1,11 @@
-"""A number of 64 bits that stands for bits in memory: see collectives.kernels.reference.hashing."""
+"""A number of 64 bits that stands for bits in memory: see gradwire.collectives.kernels.reference.hashing."""
 
 from __future__ import annotations
 
 from numba import uint64
 
-from collectives.kernels.cpu.calling import kernel_of
-from collectives.kernels.cpu.intrinsics import uint64_at
+from gradwire.collectives.kernels.cpu.calling import kernel_of
+from gradwire.collectives.kernels.cpu.intrinsics import uint64_at
 
 
 def _hash_words(words, count, place):

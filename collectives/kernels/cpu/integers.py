@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import float32, int8, int32, njit, uint16, uint32
 
-from collectives.kernels.cpu.blocks import (
+from gradwire.collectives.kernels.cpu.blocks import (
     LARGEST,
     NAN,
     ONE,
@@ -20,11 +20,11 @@ from collectives.kernels.cpu.blocks import (
     quotient,
     residual_at,
 )
-from collectives.kernels.cpu.calling import addresses, kernel_of
-from collectives.kernels.cpu.digits import decode_nibbles, pack_fours
-from collectives.kernels.cpu.intrinsics import bits_of, float32_at, float_of_bfloat16, int8_at, uint16_at
-from collectives.kernels.cpu.randomness import rounded_stochastically
-from collectives.kernels.cpu.stack import PIECE, room
+from gradwire.collectives.kernels.cpu.calling import addresses, kernel_of
+from gradwire.collectives.kernels.cpu.digits import decode_nibbles, pack_fours
+from gradwire.collectives.kernels.cpu.intrinsics import bits_of, float32_at, float_of_bfloat16, int8_at, uint16_at
+from gradwire.collectives.kernels.cpu.randomness import rounded_stochastically
+from gradwire.collectives.kernels.cpu.stack import PIECE, room
 
 _ROUND = np.float32(1.5 * 2**23)  # added to a number below 2^22, rounds it, half to even, and puts that in the low bits
 

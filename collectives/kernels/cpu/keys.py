@@ -10,7 +10,7 @@ from numba import int64, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from collectives.kernels.cpu.intrinsics import float32_at, int32_at, splat
+from gradwire.collectives.kernels.cpu.intrinsics import float32_at, int32_at, splat
 
 _I32 = ir.IntType(32)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from numba import int64, njit
 
-from collectives.kernels.cpu.atomics import load, monotonic_ns, store
-from collectives.kernels.cpu.compiling import compiled
-from collectives.kernels.cpu.context import (
+from gradwire.collectives.kernels.cpu.atomics import load, monotonic_ns, store
+from gradwire.collectives.kernels.cpu.compiling import compiled
+from gradwire.collectives.kernels.cpu.context import (
     ABORTED,
     DISAGREED,
     FINISHED,
@@ -27,8 +27,8 @@ from collectives.kernels.cpu.context import (
     field,
     set_field,
 )
-from collectives.kernels.cpu.intrinsics import copy
-from collectives.kernels.cpu.waiting import rest
+from gradwire.collectives.kernels.cpu.intrinsics import copy
+from gradwire.collectives.kernels.cpu.waiting import rest
 
 RING_LINE = 64
 HEAD, TAIL, RING_BYTES = 0, LINE, 2 * LINE  # of a ring: bytes written so far, bytes read so far, where its data begins

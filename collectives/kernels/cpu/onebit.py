@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba import float32, int32, njit, types, uint8
 from numba.extending import intrinsic
 
-from collectives.kernels.cpu.blocks import (
+from gradwire.collectives.kernels.cpu.blocks import (
     INFINITY,
     NAN,
     ONE,
@@ -22,9 +22,9 @@ from collectives.kernels.cpu.blocks import (
     put,
     residual_at,
 )
-from collectives.kernels.cpu.calling import addresses, kernel_of
-from collectives.kernels.cpu.intrinsics import float32_at, splat, uint8_at, uint16_at
-from collectives.kernels.cpu.stack import PIECE, room, settle, stream, streams
+from gradwire.collectives.kernels.cpu.calling import addresses, kernel_of
+from gradwire.collectives.kernels.cpu.intrinsics import float32_at, splat, uint8_at, uint16_at
+from gradwire.collectives.kernels.cpu.stack import PIECE, room, settle, stream, streams
 
 _VECTOR = ir.VectorType(ir.FloatType(), 16)
 

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from numba import njit
 
-from collectives.kernels.cpu.blocks import folded
-from collectives.kernels.cpu.calling import addresses, kernel_of
-from collectives.kernels.cpu.intrinsics import float32_at
-from collectives.kernels.cpu.stack import PIECE, room, settle, stream, streams
+from gradwire.collectives.kernels.cpu.blocks import folded
+from gradwire.collectives.kernels.cpu.calling import addresses, kernel_of
+from gradwire.collectives.kernels.cpu.intrinsics import float32_at
+from gradwire.collectives.kernels.cpu.stack import PIECE, room, settle, stream, streams
 
 
 @njit

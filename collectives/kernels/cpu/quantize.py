@@ -7,11 +7,11 @@ was lost. A function is compiled, or loaded from the disk, when it is first call
 
 from __future__ import annotations
 
-from collectives.kernels.cpu.casts import bf16_decode, bf16_encode, fp16_decode, fp16_encode
-from collectives.kernels.cpu.fp8 import fp8_decode, fp8_encode
-from collectives.kernels.cpu.integers import int4_decode, int4_encode, int8_decode, int8_encode
-from collectives.kernels.cpu.onebit import onebit_decode, onebit_encode
-from collectives.kernels.cpu.stochastic import (
+from gradwire.collectives.kernels.cpu.casts import bf16_decode, bf16_encode, fp16_decode, fp16_encode
+from gradwire.collectives.kernels.cpu.fp8 import fp8_decode, fp8_encode
+from gradwire.collectives.kernels.cpu.integers import int4_decode, int4_encode, int8_decode, int8_encode
+from gradwire.collectives.kernels.cpu.onebit import onebit_decode, onebit_encode
+from gradwire.collectives.kernels.cpu.stochastic import (
     natural_decode,
     natural_encode,
     qsgd_decode,

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from numba import float32, int64, njit
 
-from collectives.kernels.cpu.calling import addresses, kernel_of
-from collectives.kernels.cpu.intrinsics import float32_at, int32_at
-from collectives.kernels.cpu.keys import INFINITY_KEY, LANES, TILE, forget_non_finite, reaching
-from collectives.kernels.cpu.randomness import random_bits
-from collectives.kernels.wire import pad16
+from gradwire.collectives.kernels.cpu.calling import addresses, kernel_of
+from gradwire.collectives.kernels.cpu.intrinsics import float32_at, int32_at
+from gradwire.collectives.kernels.cpu.keys import INFINITY_KEY, LANES, TILE, forget_non_finite, reaching
+from gradwire.collectives.kernels.cpu.randomness import random_bits
+from gradwire.collectives.kernels.wire import pad16
 
 
 @njit

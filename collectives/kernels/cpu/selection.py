@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import float32, int32, int64, njit
 
-from collectives.kernels.cpu.intrinsics import float32_at, float_of, int32_at
-from collectives.kernels.cpu.keys import (
+from gradwire.collectives.kernels.cpu.intrinsics import float32_at, float_of, int32_at
+from gradwire.collectives.kernels.cpu.keys import (
     INFINITY_KEY,
     LANES,
     NAN_KEY,
@@ -18,7 +18,7 @@ from collectives.kernels.cpu.keys import (
     lowest_bit,
     reaching,
 )
-from collectives.kernels.cpu.randomness import random_bits
+from gradwire.collectives.kernels.cpu.randomness import random_bits
 
 _AHEAD = 4  # as many of a word are appended without asking
 SMALL = 4096  # numbers that are not worth a guess

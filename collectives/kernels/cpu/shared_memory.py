@@ -5,9 +5,9 @@ All but the arithmetic is compiled, or loaded from the disk, when this file is l
 
 from __future__ import annotations
 
-from collectives.kernels.cpu.allreduce import REDUCES, SPREADS, allreduce
-from collectives.kernels.cpu.arithmetic import DIVIDE, OPS, arithmetic
-from collectives.kernels.cpu.context import (
+from gradwire.collectives.kernels.cpu.allreduce import REDUCES, SPREADS, allreduce
+from gradwire.collectives.kernels.cpu.arithmetic import DIVIDE, OPS, arithmetic
+from gradwire.collectives.kernels.cpu.context import (
     ABORTED,
     ANNOUNCED,
     BASES,
@@ -43,7 +43,7 @@ from collectives.kernels.cpu.context import (
     YIELD_NS,
     publish,
 )
-from collectives.kernels.cpu.messages import (
+from gradwire.collectives.kernels.cpu.messages import (
     RING_BYTES,
     ROW_DONE,
     ROW_FIELDS,

@@ -9,7 +9,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from collectives.kernels.cpu.intrinsics import float32_at
+from gradwire.collectives.kernels.cpu.intrinsics import float32_at
 
 PIECE = 1024  # numbers for which there is room
 

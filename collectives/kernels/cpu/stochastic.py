@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import float32, int8, int32, njit, uint8, uint32
 
-from collectives.kernels.cpu.blocks import (
+from gradwire.collectives.kernels.cpu.blocks import (
     INFINITY,
     LARGEST,
     NAN,
@@ -25,11 +25,11 @@ from collectives.kernels.cpu.blocks import (
     quotient,
     residual_at,
 )
-from collectives.kernels.cpu.calling import addresses, kernel_of
-from collectives.kernels.cpu.digits import decode_digits, decode_nibbles, pack_fours, pack_twos, unpack_twos
-from collectives.kernels.cpu.intrinsics import bits_of, float32_at, float_of, int8_at, uint8_at
-from collectives.kernels.cpu.randomness import random_bits, rounded_stochastically, uniform
-from collectives.kernels.cpu.stack import PIECE, room
+from gradwire.collectives.kernels.cpu.calling import addresses, kernel_of
+from gradwire.collectives.kernels.cpu.digits import decode_digits, decode_nibbles, pack_fours, pack_twos, unpack_twos
+from gradwire.collectives.kernels.cpu.intrinsics import bits_of, float32_at, float_of, int8_at, uint8_at
+from gradwire.collectives.kernels.cpu.randomness import random_bits, rounded_stochastically, uniform
+from gradwire.collectives.kernels.cpu.stack import PIECE, room
 
 _NAN_BITS, _INFINITY_BITS = np.int32(0x7FC00000), np.int32(0x7F800000)
 _NATURAL_OFFSET = np.int32(127 - 77)  # exponent field of a float less the code of its power of two: 1 stands for 2^-76

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from numba import int64, njit
 
-from collectives.kernels.cpu.arithmetic import OPS, combine
-from collectives.kernels.cpu.atomics import give_way, load, monotonic_ns, store
-from collectives.kernels.cpu.compiling import compiled
-from collectives.kernels.cpu.intrinsics import copy
-from collectives.kernels.cpu.sockets import (
+from gradwire.collectives.kernels.cpu.arithmetic import OPS, combine
+from gradwire.collectives.kernels.cpu.atomics import give_way, load, monotonic_ns, store
+from gradwire.collectives.kernels.cpu.compiling import compiled
+from gradwire.collectives.kernels.cpu.intrinsics import copy
+from gradwire.collectives.kernels.cpu.sockets import (
     EAGAIN,
     EINTR,
     EPIPE,
@@ -96,7 +96,7 @@ SENDS, RECEIVES, _STUCK = 1, 2, 4
 # What a kernel returns.
 FINISHED, PENDING, STOPPED, LOST, DISAGREED, FULL = range(6)
 
-# The instructions that it follows, as collectives.plan.program has them.
+# The instructions that it follows, as gradwire.collectives.plan.program has them.
 _SEND, _RECEIVE, _POST, _WAIT, _REDUCE = range(5)
 INSTRUCTION_FIELDS = 8
 

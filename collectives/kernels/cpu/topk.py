@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from numba import int64, njit
 
-from collectives.kernels.cpu.calling import addresses, kernel_of
-from collectives.kernels.cpu.intrinsics import float32_at, int32_at
-from collectives.kernels.cpu.keys import LANES
-from collectives.kernels.cpu.selection import SAMPLES, SMALL, select
-from collectives.kernels.cpu.stack import PIECE, room, settle, stream, streams
-from collectives.kernels.wire import pad16
+from gradwire.collectives.kernels.cpu.calling import addresses, kernel_of
+from gradwire.collectives.kernels.cpu.intrinsics import float32_at, int32_at
+from gradwire.collectives.kernels.cpu.keys import LANES
+from gradwire.collectives.kernels.cpu.selection import SAMPLES, SMALL, select
+from gradwire.collectives.kernels.cpu.stack import PIECE, room, settle, stream, streams
+from gradwire.collectives.kernels.wire import pad16
 
 
 @njit

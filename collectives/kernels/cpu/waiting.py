@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from numba import int64, njit
 
-from collectives.kernels.cpu.atomics import give_way, load, monotonic_ns, pause, sleep_us
-from collectives.kernels.cpu.context import (
+from gradwire.collectives.kernels.cpu.atomics import give_way, load, monotonic_ns, pause, sleep_us
+from gradwire.collectives.kernels.cpu.context import (
     ABORTED,
     DISAGREED,
     FINISHED,

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from collectives.kernels.cuda.launch import CupyLaunch
-from collectives.kernels.cuda.quantize import Quantizers
-from collectives.kernels.cuda.sparse import Sparse
-from collectives.kernels.reference import quantize, sparse
+from gradwire.collectives.kernels.cuda.launch import CupyLaunch
+from gradwire.collectives.kernels.cuda.quantize import Quantizers
+from gradwire.collectives.kernels.cuda.sparse import Sparse
+from gradwire.collectives.kernels.reference import quantize, sparse
 
 _CAPABILITY = (8, 0)  # of a GPU that has the instructions which the kernels use
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from collectives.kernels.cuda.source import OPTIONS, THREADS, source
+from gradwire.collectives.kernels.cuda.source import OPTIONS, THREADS, source
 
 
 class CupyLaunch:

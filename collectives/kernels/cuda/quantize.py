@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from collectives.kernels.cuda.source import THREADS, Launch, literal
-from collectives.kernels.reference import quantize as reference
+from gradwire.collectives.kernels.cuda.source import THREADS, Launch, literal
+from gradwire.collectives.kernels.reference import quantize as reference
 
 #: One tensor, or several that one launch works through.
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]

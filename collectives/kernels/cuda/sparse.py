@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from collectives.kernels.cuda.source import THREADS, Launch, literal
-from collectives.kernels.reference.chunks import CHUNK
-from collectives.kernels.reference.powersgd import powersgd_multiply, powersgd_orthonormalize
+from gradwire.collectives.kernels.cuda.source import THREADS, Launch, literal
+from gradwire.collectives.kernels.reference.chunks import CHUNK
+from gradwire.collectives.kernels.reference.powersgd import powersgd_multiply, powersgd_orthonormalize
 
 # As in sums.cuh.
 _CHUNK = 8192

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from collectives.kernels.reference.blocks import corrected, keep_loss, put, write
+from gradwire.collectives.kernels.reference.blocks import corrected, keep_loss, put, write
 
 
 def _cast_encode(values: Tensor, residual: Tensor | None, wire: Tensor, dtype: torch.dtype) -> None:

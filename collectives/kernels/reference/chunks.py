@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from collectives.kernels.reference.blocks import corrected, in_blocks
-from collectives.kernels.reference.entries import put_entries
-from collectives.kernels.wire import pad16
+from gradwire.collectives.kernels.reference.blocks import corrected, in_blocks
+from gradwire.collectives.kernels.reference.entries import put_entries
+from gradwire.collectives.kernels.wire import pad16
 
 CHUNK = 4096
 _NAN = 0x7F800001

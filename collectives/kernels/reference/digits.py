@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from collectives.kernels.reference.blocks import in_blocks
+from gradwire.collectives.kernels.reference.blocks import in_blocks
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from collectives.kernels.reference.blocks import (
+from gradwire.collectives.kernels.reference.blocks import (
     corrected,
     divided,
     in_blocks,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from collectives.kernels.reference.blocks import (
+from gradwire.collectives.kernels.reference.blocks import (
     corrected,
     divided,
     in_blocks,
@@ -18,8 +18,8 @@ from collectives.kernels.reference.blocks import (
     with_nan,
     write,
 )
-from collectives.kernels.reference.digits import pack, signed, unpack
-from collectives.kernels.reference.randomness import stochastic, uniform
+from gradwire.collectives.kernels.reference.digits import pack, signed, unpack
+from gradwire.collectives.kernels.reference.randomness import stochastic, uniform
 
 # int8: scale = maximum / 127, code = c * (127 / maximum) as an integer.
 

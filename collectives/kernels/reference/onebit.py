@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from collectives.kernels.reference.blocks import (
+from gradwire.collectives.kernels.reference.blocks import (
     block_sums,
     corrected,
     in_blocks,
@@ -16,7 +16,7 @@ from collectives.kernels.reference.blocks import (
     with_nan,
     write,
 )
-from collectives.kernels.reference.digits import pack, unpack
+from gradwire.collectives.kernels.reference.digits import pack, unpack
 
 # onebit: scale = mean magnitude of the block, bit = (c >= 0). Not finite: the sum of magnitudes is not.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from collectives.kernels.reference.blocks import block_sums
+from gradwire.collectives.kernels.reference.blocks import block_sums
 
 #: A vector of which so little is left once others are taken away from it is rounding errors: in squares of norms.
 LOST = 1e-12

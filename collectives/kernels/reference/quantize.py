@@ -1,7 +1,7 @@
 """The dense codecs in plain torch: what every other kernel must write and read, byte for byte.
 
 <codec>_encode(values, residual, wire, <parameters>, seed) and <codec>_decode(wire, out, <parameters>, add, scale), with
-tensors as in collectives.compression.codec; decoders take only the parameters that they need. All arithmetic is
+tensors as in gradwire.collectives.compression.codec; decoders take only the parameters that they need. All arithmetic is
 float32, rounded to nearest even after every operation, none fused, denormals kept.
 
 A wire is [codes][scales, one per block], each section filled up with zero bytes to a multiple of 16. A block with a
@@ -14,11 +14,11 @@ The residual becomes what the code lost, and 0 where what decodes is not finite:
 
 from __future__ import annotations
 
-from collectives.kernels.reference.casts import bf16_decode, bf16_encode, fp16_decode, fp16_encode
-from collectives.kernels.reference.fp8 import fp8_decode, fp8_encode
-from collectives.kernels.reference.integers import int4_decode, int4_encode, int8_decode, int8_encode
-from collectives.kernels.reference.onebit import onebit_decode, onebit_encode
-from collectives.kernels.reference.stochastic import (
+from gradwire.collectives.kernels.reference.casts import bf16_decode, bf16_encode, fp16_decode, fp16_encode
+from gradwire.collectives.kernels.reference.fp8 import fp8_decode, fp8_encode
+from gradwire.collectives.kernels.reference.integers import int4_decode, int4_encode, int8_decode, int8_encode
+from gradwire.collectives.kernels.reference.onebit import onebit_decode, onebit_encode
+from gradwire.collectives.kernels.reference.stochastic import (
     natural_decode,
     natural_encode,
     qsgd_decode,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from collectives.kernels.reference.blocks import corrected
-from collectives.kernels.reference.entries import keep_unsent, put_entries
-from collectives.kernels.reference.randomness import random_bits
+from gradwire.collectives.kernels.reference.blocks import corrected
+from gradwire.collectives.kernels.reference.entries import keep_unsent, put_entries
+from gradwire.collectives.kernels.reference.randomness import random_bits
 
 
 def randomk_indices(n: int, k: int, seed: int, device: torch.device) -> Tensor:

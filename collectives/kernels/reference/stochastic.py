@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from collectives.kernels.reference.blocks import (
+from gradwire.collectives.kernels.reference.blocks import (
     LARGEST,
     block_sums,
     corrected,
@@ -21,8 +21,8 @@ from collectives.kernels.reference.blocks import (
     with_nan,
     write,
 )
-from collectives.kernels.reference.digits import pack, signed, unpack
-from collectives.kernels.reference.randomness import random_bits, stochastic, uniform
+from gradwire.collectives.kernels.reference.digits import pack, signed, unpack
+from gradwire.collectives.kernels.reference.randomness import random_bits, stochastic, uniform
 
 #: natural: code 1 stands for 2^NATURAL_LEAST, code 126 for 2^(NATURAL_LEAST + 125).
 NATURAL_LEAST = -76

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from collectives.kernels.reference.blocks import corrected
-from collectives.kernels.reference.entries import keep_unsent, put_entries, read_entries, write_entries
+from gradwire.collectives.kernels.reference.blocks import corrected
+from gradwire.collectives.kernels.reference.entries import keep_unsent, put_entries, read_entries, write_entries
 
 _NAN = 0x7F800001
 

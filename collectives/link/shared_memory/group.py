@@ -13,9 +13,9 @@ from types import ModuleType
 
 import numpy as np
 
-from collectives.errors import LinkError, ranks_text
-from collectives.link.base import KIND_BITS
-from collectives.link.shared_memory.segment import Segment
+from gradwire.collectives.errors import LinkError, ranks_text
+from gradwire.collectives.link.base import KIND_BITS
+from gradwire.collectives.link.shared_memory.segment import Segment
 
 #: Shared tensors that a rank may have at a time.
 SLOTS = 256

@@ -7,10 +7,10 @@ import time
 import numpy as np
 import torch
 
-from collectives.link.base import Request, Transport, Whole
-from collectives.link.rows import RowPending, Table
-from collectives.link.shared_memory.group import LocalGroup
-from collectives.link.shared_memory.reductions import PREFERRED, SharedMemory
+from gradwire.collectives.link.base import Request, Transport, Whole
+from gradwire.collectives.link.rows import RowPending, Table
+from gradwire.collectives.link.shared_memory.group import LocalGroup
+from gradwire.collectives.link.shared_memory.reductions import PREFERRED, SharedMemory
 
 _FIRST_ROWS = 64
 

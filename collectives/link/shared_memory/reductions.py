@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
-from collectives.kernels import cpu_arithmetic
-from collectives.link.base import Request, Whole
-from collectives.link.shared_memory.allocation import ELSEWHERE, Allocations
-from collectives.link.shared_memory.group import LocalGroup
+from gradwire.collectives.kernels import cpu_arithmetic
+from gradwire.collectives.link.base import Request, Whole
+from gradwire.collectives.link.shared_memory.allocation import ELSEWHERE, Allocations
+from gradwire.collectives.link.shared_memory.group import LocalGroup
 
 #: What a transport in shared memory does best by itself, without a message: a barrier is the allreduce of nothing.
 PREFERRED = {"allreduce": "shared", "barrier": "shared"}

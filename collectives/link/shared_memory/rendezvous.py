@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from collectives.link.membership import Membership
-from collectives.link.shared_memory.group import LocalGroup
-from collectives.link.shared_memory.segment import Segment
+from gradwire.collectives.link.membership import Membership
+from gradwire.collectives.link.shared_memory.group import LocalGroup
+from gradwire.collectives.link.shared_memory.segment import Segment
 
 _log = logging.getLogger("gradwire")
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("gradwire")
 def join_host(membership: Membership, kernels: ModuleType | str, deadline: float) -> LocalGroup | None:
     """Return the group of this host's ranks; None for a rank that is alone on its host, or that must do without shared memory.
 
-    A collective call. kernels: as from collectives.kernels, or why there are none. The ranks of a host have a
+    A collective call. kernels: as from gradwire.collectives.kernels, or why there are none. The ranks of a host have a
     group all together or not at all: each maps the segment that the first of them made, and says whether it could; whoever
     could not is the proof that they do not share memory, whatever their host ids say.
     """

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from collectives.naming import check_name
-from collectives.plan.algorithms import direct, hierarchical, recursive_doubling, ring, rsag, tree
-from collectives.plan.schedule import Planner
+from gradwire.collectives.naming import check_name
+from gradwire.collectives.plan.algorithms import direct, hierarchical, recursive_doubling, ring, rsag, tree
+from gradwire.collectives.plan.schedule import Planner
 
 #: What hierarchical's hosts may follow among themselves, by the name of the whole.
 BETWEEN_HOSTS: dict[str, Planner] = {

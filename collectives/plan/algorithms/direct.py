@@ -9,8 +9,8 @@ others' contributions to its own in rank order.
 
 from __future__ import annotations
 
-from collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
-from collectives.plan.spans import Span
+from gradwire.collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
+from gradwire.collectives.plan.spans import Span
 
 
 def _block(rank: int) -> tuple[Span]:

@@ -9,9 +9,9 @@ may be numbered in any way. With the ring, per host and direction 2(h - 1)/h n b
 
 from __future__ import annotations
 
-from collectives.plan.algorithms import ring
-from collectives.plan.schedule import Place, Planner, Round, Schedule, receive, reduce, send
-from collectives.plan.spans import Span
+from gradwire.collectives.plan.algorithms import ring
+from gradwire.collectives.plan.schedule import Place, Planner, Round, Schedule, receive, reduce, send
+from gradwire.collectives.plan.spans import Span
 
 
 def inside(place: Place, blocks: int = 1) -> tuple[Round, Round]:

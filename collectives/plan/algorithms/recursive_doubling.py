@@ -8,8 +8,8 @@ Pairs add the same two operands, and addition commutes, so all ranks hold the sa
 
 from __future__ import annotations
 
-from collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
-from collectives.plan.spans import Span
+from gradwire.collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
+from gradwire.collectives.plan.spans import Span
 
 _ALL = (Span(0, 1),)
 

@@ -7,8 +7,8 @@ With p ranks and n bytes, per rank: reduce_scatter and allgather p - 1 rounds, (
 
 from __future__ import annotations
 
-from collectives.plan.schedule import Place, Schedule, receive, reduce, send
-from collectives.plan.spans import circular
+from gradwire.collectives.plan.schedule import Place, Schedule, receive, reduce, send
+from gradwire.collectives.plan.spans import circular
 
 
 def reduce_scatter(place: Place) -> Schedule:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from collectives.plan.algorithms import direct
-from collectives.plan.schedule import Place, Schedule, receive, reduce, send
-from collectives.plan.spans import circular
+from gradwire.collectives.plan.algorithms import direct
+from gradwire.collectives.plan.schedule import Place, Schedule, receive, reduce, send
+from gradwire.collectives.plan.spans import circular
 
 
 def _skips(size: int) -> list[tuple[int, int]]:

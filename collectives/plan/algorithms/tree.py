@@ -7,8 +7,8 @@ reduce to rank 0 and a broadcast from it: 2 ceil(log2 p) rounds, 2(p - 1) messag
 
 from __future__ import annotations
 
-from collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
-from collectives.plan.spans import Span
+from gradwire.collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
+from gradwire.collectives.plan.spans import Span
 
 _ALL = (Span(0, 1),)
 

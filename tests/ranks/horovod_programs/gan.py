@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import trainer as hvd
+import gradwire as hvd
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=5)

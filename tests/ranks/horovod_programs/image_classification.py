@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-import trainer as hvd
+import gradwire as hvd
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=48, help="of all ranks together, in each backward pass")

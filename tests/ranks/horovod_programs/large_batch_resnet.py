@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import trainer as hvd
+import gradwire as hvd
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--checkpoint-format", default="./checkpoint-{epoch}.pt")

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-import trainer as hvd
+import gradwire as hvd
 
 hvd.init(process_sets="dynamic")
 even_ranks = hvd.add_process_set(range(0, hvd.size(), 2))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import trainer as hvd
+import gradwire as hvd
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=24, help="of all ranks together")

@@ -5,7 +5,7 @@ import argparse
 import torch
 from torch import nn
 
-import trainer as hvd
+import gradwire as hvd
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=2)

@@ -1,0 +1,7 @@
+"""`python -m gradwire`, for where the command `gradwire` is not on the path."""
+
+import sys
+
+from gradwire.trainer.cli.__main__ import main
+
+sys.exit(main())

@@ -1,0 +1,73 @@
+"""The command `gradwire`, also `python -m gradwire`."""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+import sys
+
+USAGE = """\
+usage: gradwire run -np 4 [-H a:2,b:2] train.py ...   start a training script, here and on other hosts
+       gradwire info                                  what is installed here, and which algorithm runs for which size
+       gradwire check [--host H]                      what works here, and between here and another host
+       gradwire bench ...                             measure; `gradwire bench --help` lists what
+
+Each of them has a --help of its own."""
+
+#: What the measurements need beside the package.
+_FOR_BENCH = ("matplotlib", "rich")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Do what the arguments say, and return the exit status."""
+    told = sys.argv[1:] if arguments is None else arguments
+    name, rest = (told[0], told[1:]) if told else ("--help", [])
+    if name == "run":
+        return _run(rest)
+    if name == "info":
+        return _module("collectives", ["info", *rest])
+    if name == "check":
+        return _module("gradwire.trainer.cli.check", rest)
+    if name == "bench":
+        return _bench(rest)
+    asked = name in ("-h", "--help")
+    if not asked:
+        print(f"gradwire: there is no command {name!r}", file=sys.stderr)
+    print(USAGE, file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
+
+
+def _run(arguments: list[str]) -> int:
+    from gradwire.trainer.cli.job import run_job
+    from gradwire.trainer.cli.options import parse_job
+
+    try:
+        return run_job(parse_job(arguments))
+    except ValueError as error:
+        print(f"gradwire: {error}", file=sys.stderr)
+        return 2
+
+
+def _bench(arguments: list[str]) -> int:
+    missing = [name for name in _FOR_BENCH if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"gradwire: bench needs {' and '.join(missing)}: pip install 'gradwire[bench]'", file=sys.stderr)
+        return 2
+    return _module("bench", arguments)
+
+
+def _module(name: str, arguments: list[str]) -> int:
+    """Run a package as `python -m` does, and return its exit status."""
+    sys.argv = [name, *arguments]
+    try:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""Say line by line what works here, and what to do where it does not.
+
+gradwire check                 this host
+gradwire check --listen        wait for the check of another host
+gradwire check --host NAME     this host, then the connections to and from another one, where --listen runs
+
+It ends with status 0 if everything works that training needs, and waits nowhere without a deadline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+
+from gradwire.trainer.cli.check.finding import Finding
+from gradwire.trainer.cli.check.gpu import gpus
+from gradwire.trainer.cli.check.links import links, listen
+from gradwire.trainer.cli.check.machine import machine
+from gradwire.trainer.cli.check.ranks import two_ranks
+
+_LISTEN_S = 600.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check what the arguments say, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="gradwire check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--host", help="another host, on which this runs with --listen")
+    what.add_argument("--listen", action="store_true", help=f"wait for another host, for {_LISTEN_S:g} s at most")
+    parser.add_argument("--port", type=int, default=29500, help="the port at which a job would meet (29500)")
+    told = parser.parse_args(arguments)
+    if not 0 < told.port < 1 << 16:
+        parser.error(f"--port must be from 1 to 65535, not {told.port}")
+    failed = 0
+    for finding in listen(told.port, _LISTEN_S) if told.listen else _checks(told.host, told.port):
+        print(finding, flush=True)
+        failed += finding.state == "failed"
+    if not told.listen:
+        print(f"{failed} failed" if failed else "all that is needed works")
+    return 1 if failed else 0
+
+
+def _checks(host: str | None, port: int) -> Iterator[Finding]:
+    yield from machine(os.environ)
+    yield from gpus()
+    yield from two_ranks()
+    if host is not None:
+        yield from links(host, port)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""One line of a check, and what keeps a check from waiting for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError  # in Python 3.10 not the built-in one
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from gradwire.collectives.daemon import DaemonThread
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Holds what was found, whether it works, and what to do about it.
+
+    state: "note" is for what works less well, or would not in another situation.
+    """
+
+    state: Literal["ok", "note", "failed"]
+    what: str
+    do: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.state:<7} {self.what}" + (f"\n        -> {self.do}" if self.do else "")
+
+
+def bounded(call: Callable[[], _Result], timeout_s: float) -> _Result:
+    """Return call(), which may wait for a name server. Raises TimeoutError after timeout_s seconds."""
+    thread = DaemonThread("gradwire.trainer.cli.check")
+    future = thread.submit(call)
+    thread.close()
+    try:
+        return future.result(timeout_s)
+    except FutureTimeoutError:
+        raise TimeoutError(f"no answer within {timeout_s:g} s") from None

@@ -1,0 +1,289 @@
+"""Whether two hosts reach each other, in both directions, at the port where a job meets and at ports that the system deals out.
+
+The listener accepts one connection after the other at the meeting port, until one says GREETING. The two then take turns to
+open ports and to knock at them, send what is longer than a packet, and measure the connection. All they exchange is lines of JSON
+and zeros.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from gradwire.collectives.errors import LinkError
+from gradwire.collectives.link.own_address import own_address
+from gradwire.collectives.link.paths import REMEDY, LargePacketsLost, check_paths
+from gradwire.trainer.cli.check.finding import Finding, bounded
+
+_GREETING = "gradwire check 2"
+_ANSWER_S = 30.0
+_ALL_S = 120.0
+_KNOCK_S = 3.0
+_DEALT_OUT = 2
+_PINGS = 50
+_STREAM_S = 1.0
+_STREAM_BYTES = 1 << 28
+_PIECE = bytes(1 << 16)
+_LONGEST_LINE = 1 << 16
+_STRANGE = "the other side does not speak as a check does"
+
+
+class _Line:
+    """Sends and receives lines of JSON on a connection, with a deadline for each answer, and for all."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._end = time.monotonic() + _ALL_S
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def say(self, said: Any) -> None:
+        self._send(json.dumps(said).encode() + b"\n")
+
+    def hear(self) -> Any:
+        """Return what the other side says next. Raises OSError where that is not what it should be."""
+        line = b""
+        while not line.endswith(b"\n"):  # and not a byte more, for what follows may be no line
+            self._limit()
+            ready = self.socket.recv(1 << 12, socket.MSG_PEEK)
+            line += self._receive(ready.find(b"\n") + 1 or max(1, len(ready)))
+            if len(line) > _LONGEST_LINE:
+                raise ConnectionError(_STRANGE)
+        try:
+            return json.loads(line)
+        except ValueError:
+            raise ConnectionError(_STRANGE) from None
+
+    def send_zeros(self) -> tuple[int, float]:
+        """Send for about a second; return bytes and seconds until the other side had them all."""
+        start, sent = time.monotonic(), 0
+        while time.monotonic() - start < _STREAM_S and sent < _STREAM_BYTES:
+            self._send(len(_PIECE).to_bytes(4, "big") + _PIECE)
+            sent += len(_PIECE)
+        self._send(bytes(4))
+        self.hear()
+        return sent, time.monotonic() - start
+
+    def take_zeros(self) -> None:
+        """Take what the other side sends, and say so."""
+        while length := int.from_bytes(self._exactly(4), "big"):
+            if length != len(_PIECE):
+                raise ConnectionError(_STRANGE)
+            self._exactly(length)
+        self.say("all")
+
+    def try_large_packets(self) -> bool:
+        """Return whether what is too long for one packet arrives at both ends, where lines do. Raises OSError for all else."""
+        self.socket.setblocking(False)
+        try:
+            check_paths(0, {1: self.socket}, min(time.monotonic() + _ANSWER_S, self._end), lambda: None)
+        except LargePacketsLost:
+            return False
+        except LinkError as error:
+            raise ConnectionError(str(error)) from error
+        return True
+
+    def _exactly(self, count: int) -> bytes:
+        pieces = bytearray()
+        while len(pieces) < count:
+            pieces += self._receive(count - len(pieces))
+        return bytes(pieces)
+
+    def _send(self, data: bytes) -> None:
+        self._limit()
+        self.socket.sendall(data)
+
+    def _receive(self, at_most: int) -> bytes:
+        self._limit()
+        if not (piece := self.socket.recv(at_most)):
+            raise ConnectionError("the other side has gone")
+        return piece
+
+    def _limit(self) -> None:
+        self.socket.settimeout(max(0.001, min(_ANSWER_S, self._end - time.monotonic())))
+
+
+def links(host: str, port: int) -> Iterator[Finding]:
+    """Test the connections to and from a host on which the same command listens."""
+    there = f"{host} port {port}"
+    command = f"gradwire check --listen --port {port}"
+    try:
+        address = bounded(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), _ANSWER_S)[0][4][0]
+    except (OSError, UnicodeError) as error:
+        yield Finding("failed", f"{host} does not resolve: {error}", "write its address, or add it to /etc/hosts")
+        return
+    try:
+        connection = socket.create_connection((str(address), port), _KNOCK_S)
+    except ConnectionRefusedError:
+        yield Finding("failed", f"nobody listens at {there}", f"run on {host} first: {command}")
+        return
+    except OSError as error:
+        do = f"open port {port} of {host} in its firewall; and run there: {command}"
+        yield Finding("failed", f"to {there}: {_why(error)}", do)
+        return
+    with connection:
+        line = _Line(connection)
+        try:
+            line.say(_GREETING)
+            if line.hear() != _GREETING:
+                raise ConnectionError(_STRANGE)
+            yield Finding("ok", f"to {there}: open")
+            yield from _both_directions(line, host, str(address), port)
+            if line.try_large_packets():
+                yield from _measured(line, host)
+            else:
+                yield Finding("failed", f"{host}: large packets are lost on the way, and small ones arrive", REMEDY)
+        except OSError as error:
+            yield Finding("failed", f"{there}: {_text(error)}", f"is it this there? {command}")
+
+
+def _both_directions(line: _Line, host: str, address: str, port: int) -> Iterator[Finding]:
+    open_there = line.hear()
+    blocked = {number: why for number in open_there if (why := _knock(address, number))}
+    yield _direction(f"to {host}", open_there, blocked, f"open the ports of {host} in its firewall")
+    with ExitStack() as stack:
+        open_here = _open(stack, line.socket, port)
+        line.say(open_here)
+        answer = line.hear()
+    blocked = {int(number): why for number, why in answer["blocked"].items()}
+    do = "open the ports of this host in its firewall"
+    if port not in open_here:
+        yield Finding("note", f"port {port} is in use here, so {host} could not try it")
+    yield _direction(f"from {host}", open_here, blocked, do)
+    seen = answer["seen"]
+    with suppress(ValueError):  # said by the check of this machine
+        given = own_address({**os.environ, "MASTER_ADDR": host})
+        if given != seen and not ipaddress.ip_address(seen).is_loopback:
+            do = "name the interface towards it: export COLLECTIVES_INTERFACE=... GLOO_SOCKET_IFNAME=..."
+            yield Finding("note", f"{host} sees this host as {seen}, but ranks here would say {given}", do)
+
+
+def _measured(line: _Line, host: str) -> Iterator[Finding]:
+    turns = []
+    for _ in range(_PINGS):
+        start = time.perf_counter()
+        line.say("ping")
+        line.hear()
+        turns.append(time.perf_counter() - start)
+    line.say("zeros")
+    sent, out_s = line.send_zeros()
+    start = time.monotonic()
+    line.take_zeros()
+    back_s = time.monotonic() - start
+    received = line.hear()
+    line.say("bye")
+    rates = f"{sent / out_s / 1e6:.0f} MB/s there, {received / back_s / 1e6:.0f} MB/s back"
+    yield Finding(
+        "ok", f"{host}: {statistics.median(turns) * 1e6:.0f} us there and back; one connection carries {rates}"
+    )
+
+
+def listen(port: int, timeout_s: float) -> Iterator[Finding]:
+    """Answer the check that another host makes, if one comes within timeout_s seconds."""
+    end = time.monotonic() + timeout_s
+    try:
+        server = _server("", port)
+    except OSError as error:
+        yield Finding(
+            "failed", f"cannot listen at port {port}: {error.strerror}", "end what uses it, or give another --port"
+        )
+        return
+    with server:
+        why = "nobody came"
+        while (left := end - time.monotonic()) > 0:
+            server.settimeout(left)
+            try:
+                connection, peer = server.accept()
+            except TimeoutError:
+                break
+            name = _plain(peer[0])
+            with connection:
+                try:
+                    _answer(_Line(connection), name)
+                except OSError as error:  # a stranger, perhaps
+                    why = f"{name} came, but: {_text(error)}"
+                else:
+                    yield Finding("ok", f"{name} has tried all: it says with which result")
+                    return
+        do = f"run on the other host: gradwire check --host {socket.gethostname()} --port {port}"
+        yield Finding("failed", f"within {timeout_s:g} s {why}", do)
+
+
+def _answer(line: _Line, peer: str) -> None:
+    """Take part in one check."""
+    if line.hear() != _GREETING:
+        raise ConnectionError(_STRANGE)
+    line.say(_GREETING)
+    with ExitStack() as stack:
+        line.say(_open(stack, line.socket, None))
+        open_there = line.hear()
+    if not isinstance(open_there, list) or len(open_there) > _DEALT_OUT + 1 or {*map(type, open_there)} - {int}:
+        raise ConnectionError(_STRANGE)
+    blocked = {number: why for number in open_there if (why := _knock(peer, number))}
+    line.say({"blocked": blocked, "seen": peer})
+    if not line.try_large_packets():
+        return
+    while line.hear() == "ping":
+        line.say("ping")
+    line.take_zeros()
+    sent, _ = line.send_zeros()
+    line.say(sent)
+    line.hear()
+
+
+def _open(stack: ExitStack, connection: socket.socket, port: int | None) -> list[int]:
+    """Listen at ports that the system deals out, and at a given one if it is free, until the stack is left."""
+    address = _plain(connection.getsockname()[0])
+    found = []
+    for number in (*([] if port is None else [port]), *[0] * _DEALT_OUT):
+        with suppress(OSError):
+            found.append(stack.enter_context(_server(address, number)).getsockname()[1])
+    return found
+
+
+def _server(address: str, port: int) -> socket.socket:
+    if address or not socket.has_dualstack_ipv6():
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family)
+    return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+
+
+def _knock(address: str, port: int) -> str | None:
+    """Return why nobody can connect to a port at which somebody listens; None where that works."""
+    try:
+        socket.create_connection((address, port), _KNOCK_S).close()
+    except OSError as error:
+        return _why(error)
+    return None
+
+
+def _plain(address: str) -> str:
+    """Return an address as IPv4 if it is one that came to a socket of IPv6."""
+    return address.removeprefix("::ffff:")
+
+
+def _text(error: OSError) -> str:
+    return str(error) or type(error).__name__
+
+
+def _why(error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {_KNOCK_S:g} s: a firewall drops it, or the host is down"
+    if isinstance(error, ConnectionRefusedError):
+        return "refused: a firewall rejects it"
+    return error.strerror or str(error)
+
+
+def _direction(name: str, ports: list[int], blocked: dict[int, str], do: str) -> Finding:
+    if blocked:
+        told = "; ".join(f"port {number}: {why}" for number, why in blocked.items())
+        return Finding("failed", f"{name}: {told}", f"{do}, or allow all that comes from the other host")
+    if not ports:
+        return Finding("note", f"{name}: no port could be opened to try")
+    return Finding("ok", f"{name}: ports {', '.join(map(str, ports))} open")

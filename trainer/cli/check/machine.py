@@ -1,0 +1,122 @@
+"""What this machine has: torch, Numba, a name, an interface, a launcher, limits."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import ipaddress
+import resource
+import socket
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+
+from gradwire.collectives.kernels import cpu_cache, cpu_kernels, cpu_sockets
+from gradwire.collectives.link.own_address import own_address
+from gradwire.trainer.cli.check.finding import Finding, bounded
+from gradwire.trainer.world.launch import ALONE, meeting_point, read_launch, slurm_hint
+
+_NAME_S = 5.0
+#: A rank has some connections to each other rank, and its data loaders have files open.
+_FEW_FILES = 1024
+
+
+def machine(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Look at one thing after the other."""
+    yield _torch()
+    yield _numba()
+    yield own_name(environment)
+    yield interface(environment)
+    yield launcher(environment)
+    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def _torch() -> Finding:
+    backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]
+    what = f"torch {torch.__version__}, backends {', '.join(backends) or 'none'}"
+    if "gloo" not in backends:
+        return Finding(
+            "failed", f"{what}: gradwire needs gloo", "install a build of torch that has gloo, as PyPI's have"
+        )
+    return Finding("ok", what)
+
+
+def _numba() -> Finding:
+    for kernels in (cpu_kernels(), cpu_sockets()):
+        if isinstance(kernels, str):
+            return Finding("note", f"no compiled kernels, so ranks talk through gloo: {kernels}")
+    what = f"numba {importlib.metadata.version('numba')}"
+    if (folder := cpu_cache()) is None:
+        do = "set NUMBA_CACHE_DIR to a folder that can be written"
+        return Finding("note", f"{what} can keep its kernels nowhere, so each start compiles for some seconds", do)
+    return Finding("ok", f"{what}, keeps its kernels in {folder}")
+
+
+def own_name(environment: Mapping[str, str]) -> Finding:
+    """Return whether this host's name leads to an address that other hosts can use, as gloo and torchrun expect."""
+    name = socket.gethostname()
+    do = f"on more than one host: export GLOO_SOCKET_IFNAME={_default_interface() or 'eth0'}, or correct /etc/hosts"
+    try:
+        answers = bounded(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), _NAME_S)
+    except (OSError, UnicodeError) as error:
+        return Finding("note", f"this host's name, {name}, does not resolve: {error}", do)
+    addresses = sorted({str(answer[4][0]).partition("%")[0] for answer in answers})
+    what = f"this host's name, {name}, resolves to {', '.join(addresses)}"
+    if environment.get("GLOO_SOCKET_IFNAME"):
+        return Finding("ok", f"{what}; GLOO_SOCKET_IFNAME={environment['GLOO_SOCKET_IFNAME']} counts")
+    if any(ipaddress.ip_address(address).is_loopback for address in addresses):
+        return Finding("note", f"{what}, where other hosts find only themselves", do)
+    return Finding("ok", what)
+
+
+def interface(environment: Mapping[str, str]) -> Finding:
+    """Return which address this host's ranks give to the others."""
+    try:
+        address = bounded(lambda: own_address(environment), _NAME_S)
+    except (ValueError, OSError) as error:
+        return Finding("failed", str(error), "correct or unset that variable")
+    named = _interface_of(address)
+    what = f"ranks here are reached at {address}" + (f", interface {named}" if named else "")
+    if ipaddress.ip_address(address).is_loopback:
+        do = "for more than one host: connect this one to a network, or name an interface in COLLECTIVES_INTERFACE"
+        return Finding("note", f"{what}: from this host only", do)
+    return Finding("ok", what)
+
+
+def launcher(environment: Mapping[str, str]) -> Finding:
+    """Return what launcher's variables are there, and whether they are complete."""
+    try:
+        launch = read_launch(environment)
+        if launch is not ALONE:
+            address, port = meeting_point(environment, launch)
+            return Finding("ok", f"{launch.launcher}: rank {launch.rank} of {launch.size}, meets at {address}:{port}")
+    except ValueError as error:
+        return Finding("failed", str(error), "unset these variables, or start by the launcher that sets all of them")
+    if hint := slurm_hint(environment, "train.py"):
+        return Finding("note", hint)
+    if stray := [name for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT") if name in environment]:
+        return Finding(
+            "note", f"{', '.join(stray)} {'are' if stray[1:] else 'is'} set, but RANK is not: nothing reads them"
+        )
+    return Finding("ok", "no launcher has started this: a script would be a world of one rank")
+
+
+def open_files(limit: int) -> Finding:
+    """Return whether a process may open enough files. limit: the soft one."""
+    if limit != resource.RLIM_INFINITY and limit < _FEW_FILES:
+        return Finding("note", f"a process may open {limit} files, too few for many ranks", "ulimit -n 65536")
+    return Finding("ok", f"a process may open {'any number of' if limit == resource.RLIM_INFINITY else limit} files")
+
+
+def _interface_of(address: str) -> str | None:
+    for _, name in socket.if_nameindex():
+        try:
+            if own_address({"COLLECTIVES_INTERFACE": name}) == address:
+                return name
+        except ValueError:  # it has no address
+            continue
+    return None
+
+
+def _default_interface() -> str | None:
+    return _interface_of(own_address({}))

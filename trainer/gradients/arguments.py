@@ -1,0 +1,150 @@
+"""Names of the reductions, and Horovod's older way to choose between two of them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives.reduction import check_dtype
+from gradwire.collectives.run.staging import refusal
+from gradwire.trainer.world.world import here
+
+Average: Final = "average"
+Sum: Final = "sum"
+Min: Final = "min"
+Max: Final = "max"
+Product: Final = "product"
+Adasum: Final = "adasum"
+
+OPS: Final = (Average, Sum, Min, Max, Product, Adasum)
+OPS_BY_ELEMENT: Final = (Average, Sum, Min, Max, Product)
+"""Those whose result has each element from that element alone, so that ranks can have parts of it."""
+
+
+def resolve_op(op: str | None, average: bool | None = None, allowed: Sequence[str] = OPS) -> str:
+    """Return the reduction that Horovod's pair of arguments means: Average where neither is given.
+
+    Raises ValueError for an op that is not allowed, and where both are given.
+    """
+    if average is not None:
+        if op is not None:
+            raise ValueError(f"{here()}give op or average, not both (op={op!r}, average={average!r})")
+        warnings.warn("average= is deprecated: use op=Average or op=Sum", DeprecationWarning, stacklevel=4)
+        return Average if average else Sum
+    if op is None:
+        return Average
+    if op not in allowed:
+        raise ValueError(f"{here()}op must be one of {', '.join(allowed)}, not {op!r}")
+    return op
+
+
+def check_tensor(value: object) -> Tensor:
+    """Return the value, which must be a tensor that can be moved. Raises TypeError."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{here()}a torch.Tensor is needed, not {type(value).__name__}")
+    if said := refusal(value):
+        raise TypeError(f"{here()}{said}")
+    return value
+
+
+def check_group(rank: int, verb: str, tensors: Iterable[object]) -> list[Tensor]:
+    """Return the tensors of a group, which must be ones that can be moved, all on one device. Raises TypeError and
+    ValueError."""
+    checked = [check_tensor(tensor) for tensor in tensors]
+    for tensor in checked:
+        check_dtype(rank, tensor.dtype)
+        if tensor.device != checked[0].device:
+            raise ValueError(
+                f"{here()}{verb} needs all tensors on one device; given are some on {checked[0].device} and on {tensor.device}"
+            )
+    return checked
+
+
+def check_arguments(optimizer: object, passes: object, op: object, predivide: float, bucket_bytes: int) -> None:
+    """Raise TypeError or ValueError, with what was given and what is allowed, for arguments that cannot be meant."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{here()}optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    check_passes(passes)
+    if op not in (Average, Sum, Adasum):
+        raise ValueError(f"{here()}op must be {Average!r}, {Sum!r} or {Adasum!r}, not {op!r}")
+    if not (math.isfinite(predivide) and predivide > 0):
+        raise ValueError(f"{here()}gradient_predivide_factor must be a finite number > 0, not {predivide!r}")
+    if predivide != 1 and op != Average:
+        raise ValueError(f"{here()}gradient_predivide_factor={predivide!r} needs op={Average!r}, not {op!r}")
+    if bucket_bytes <= 0:
+        raise ValueError(f"{here()}bucket_bytes must be > 0, not {bucket_bytes!r}")
+
+
+def check_passes(passes: object) -> None:
+    """Raise ValueError unless passes is a whole number >= 1."""
+    if not isinstance(passes, int) or passes < 1:
+        raise ValueError(f"{here()}backward_passes_per_step must be a whole number >= 1, not {passes!r}")
+
+
+def check_groups(num_groups: object, groups: object, parameters: Sequence[Tensor]) -> dict[Tensor, int]:
+    """Return the number of the group of every parameter that is in one.
+
+    num_groups: into how many groups parameters are divided evenly, in their order; frozen ones are in none. groups: the
+    same number, or lists of the parameters of each group; where it is given, num_groups does not count. Raises
+    ValueError for what is neither, and for parameters that are not the optimizer's or in two groups.
+    """
+    if not _is_count(num_groups):
+        raise ValueError(f"{here()}num_groups must be a whole number >= 0, not {num_groups!r}")
+    wanted = num_groups if groups is None else groups
+    if isinstance(wanted, int) and _is_count(wanted):
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        return {parameter: place * wanted // len(trainable) for place, parameter in enumerate(trainable) if wanted}
+    if not isinstance(wanted, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in wanted):
+        raise ValueError(f"{here()}groups must be lists of parameters, or a whole number >= 0, not {groups!r}")
+    numbers: dict[Tensor, int] = {}
+    known = set(parameters)
+    for number, group in enumerate(wanted):
+        for parameter in group:
+            if not isinstance(parameter, Tensor) or parameter not in known:
+                what = (
+                    f"a tensor of shape {list(parameter.shape)}" if isinstance(parameter, Tensor) else repr(parameter)
+                )
+                raise ValueError(f"{here()}groups[{number}] must have parameters of the optimizer, not {what}")
+            if parameter in numbers:
+                raise ValueError(
+                    f"{here()}a parameter of shape {list(parameter.shape)} is in groups[{numbers[parameter]}] and in "
+                    f"groups[{number}]; it can be in one only"
+                )
+            numbers[parameter] = number
+    return numbers
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def check_named_parameters(
+    named_parameters: Iterable[tuple[str, Tensor]], parameters: Iterable[Tensor]
+) -> dict[Tensor, str]:
+    """Return the name of every parameter. Raises ValueError unless names are unique and cover all parameters."""
+    pairs = list(named_parameters)
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(
+                f"{here()}named_parameters must be pairs (name, parameter), as from model.named_parameters(), "
+                f"not {type(pair).__name__}"
+            )
+    repeated = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
+    if repeated:
+        raise ValueError(
+            f"{here()}names in named_parameters must be unique; found more than once: {', '.join(repeated)}"
+        )
+    names = {parameter: name for name, parameter in reversed(pairs)}
+    unnamed = [f"{list(parameter.shape)}" for parameter in parameters if parameter not in names]
+    if unnamed:
+        raise ValueError(
+            f"{here()}named_parameters must name all parameters of the optimizer; {len(unnamed)} of them are not named "
+            f"(of shape {', '.join(unnamed)})"
+        )
+    return names

@@ -1,0 +1,272 @@
+"""Which bucket holds the gradient of which parameter, agreed among ranks and adapted to the order of arrival."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.trainer.gradients.agreement import agree_on_parameters
+from gradwire.trainer.gradients.bucket import Bucket, presence_of
+from gradwire.trainer.gradients.buffers import CodedBuffer, Owed, PlainBuffer
+from gradwire.trainer.gradients.combination import Combination
+from gradwire.trainer.gradients.compression import Cast, Encoding, Policy
+from gradwire.trainer.gradients.dtensors import held_here, shard_of
+from gradwire.trainer.gradients.layout import BucketPlan, Item, lay_out, plan_buckets
+from gradwire.trainer.gradients.sparse import SparseGradients
+from gradwire.trainer.world.world import here
+
+EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Bucketing:
+    """Keeps the buckets of the parameters that require gradients. Parameters go by their index.
+
+    Begins with the parameters in reverse, as backward tends to reach them, and is rebuilt once in the order in which
+    they were seen to arrive on rank 0; so again when parameters were frozen, thawed or added. What the codes of old
+    buckets owe goes along, and waits where a parameter is frozen. Parameters whose gradients are found to be sparse
+    leave the buckets for `sparse`.
+
+    groups: numbers of the groups of parameters, each of which shares a bucket where the dtypes allow it; the others are
+    fused by bucket_bytes. sparse_as_dense: whether sparse gradients are made dense. encodes_more: whether something else is
+    encoded bucket by bucket, so that it matters to it, too, how buckets are laid out.
+    """
+
+    def __init__(
+        self,
+        combination: Combination,
+        policy: Policy,
+        bucket_bytes: int,
+        groups: Mapping[Tensor, int] | None = None,
+        *,
+        sparse_as_dense: bool = False,
+        encodes_more: bool = False,
+    ) -> None:
+        self._combination = combination
+        self._policy = policy
+        self._bucket_bytes = bucket_bytes
+        self._groups = groups or {}
+        self._sparse_as_dense = sparse_as_dense
+        self._encodes_more = encodes_more
+        self._known_sparse: set[int] = set()
+        self._names: list[str] = []
+        self._encodings: list[Cast | Encoding] = []
+        self._waiting: dict[int, Owed] = {}
+        self._order: list[int] = []
+        self._learning = True
+        self._arrivals: list[int] | None = None
+        self.parameters: list[Tensor] = []
+        self.buckets: list[Bucket] = []
+        self.places: dict[int, tuple[int, int]] = {}
+        """Of each parameter laid out: index of its bucket, and its slot there."""
+        self.presence: list[PlainBuffer] = []
+        """To be exchanged after the buckets."""
+        self.sparse = self.sparse_gradients(())
+        """To be exchanged after those."""
+
+    def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+        """Take in more parameters, for the next extend() or update(). Raises ValueError for dtypes that cannot be
+        exchanged; frozen parameters are not exchanged, and may have any."""
+        named = zip(names, parameters, strict=True)
+        _check_dtypes((name, parameter) for name, parameter in named if parameter.requires_grad)
+        self._names += names
+        held = map(held_here, parameters)
+        self._encodings += [self._policy.encoding(name, tensor) for name, tensor in zip(names, held, strict=True)]
+        self.parameters += parameters
+
+    @property
+    def is_encoded(self) -> bool:
+        """Return whether any parameter is for a codec, so that a checkpoint has to say how buckets are laid out."""
+        return self._encodes_more or any(isinstance(encoding, Encoding) for encoding in self._encodings)
+
+    @property
+    def coded(self) -> list[CodedBuffer]:
+        """Return the buffers of the buckets that codecs exchange."""
+        return [bucket.coded for bucket in self.buckets if bucket.coded is not None]
+
+    def learn(self, arrivals: Iterable[int]) -> None:
+        """Take note of the order in which gradients arrived in an exchange; on every rank, after every exchange. Or, before the
+        first update(), of the order in which they will, so that nothing is rebuilt after that."""
+        if self._learning:
+            self._arrivals = list(arrivals)
+            self._learning = False
+
+    def name_of(self, index: int) -> str:
+        return self._names[index]
+
+    def find_sparse(self, items: Iterable[int]) -> None:
+        """Take note that gradients of these parameters are sparse: they leave their buckets with the next update()."""
+        self._known_sparse.update(items)
+
+    def sparse_gradients(self, items: Sequence[int]) -> SparseGradients:
+        """Return what exchanges the sparse gradients of some parameters."""
+        return SparseGradients(self._combination, items, self._names, self.parameters, self._encodings)
+
+    def extend(self) -> None:
+        """Lay out parameters that require gradients since the last update(), behind the others. Sends nothing."""
+        known = self._laid_out()
+        newcomers = [index for index in reversed(self._trainable()) if index not in known]
+        if newcomers:
+            _check_dtypes((self._names[index], self.parameters[index]) for index in newcomers)
+            self._order += newcomers
+            self._take_in(self._made(self._plan(newcomers), len(self.buckets)))
+            self._learning = True
+
+    def update(self) -> None:
+        """Rebuild the buckets where that is due; gradients in them move along. Collective when due, else only a look.
+
+        Raises ValueError on all ranks alike where they do not have the same parameters.
+        """
+        trainable = self._trainable()
+        in_buckets = self._known_sparse & self.places.keys()
+        if self._arrivals is None and not in_buckets and self._laid_out() == set(trainable):
+            return
+        _check_dtypes((self._names[index], self.parameters[index]) for index in trainable)
+        known = dict.fromkeys([*(self._arrivals or ()), *self._order, *reversed(trainable)])
+        self._learning = not self._laid_out() | set(self._arrivals or ()) >= set(trainable)
+        self._arrivals = None
+        wanted = set(trainable)
+        agreed = self._agree([index for index in known if index in wanted])
+        self._order = [index for index in agreed if index not in self._known_sparse]
+        self.sparse = self.sparse_gradients([index for index in agreed if index in self._known_sparse])
+        for buffer in self.coded:
+            self._waiting |= {index: owed for index, owed in zip(buffer.items, buffer.take(), strict=True) if owed}
+        self._replace(self._made(self._plan(self._order)))
+
+    def _replace(self, buckets: list[Bucket]) -> None:
+        """Have these buckets instead; gradients move along."""
+        held = {index for index, (bucket, slot) in self.places.items() if self.buckets[bucket].holds_gradient(slot)}
+        self.buckets, self.places = [], {}
+        self._take_in(buckets)
+        for index in self.places.keys() & held:
+            bucket, slot = self.places[index]
+            self.buckets[bucket].collect(slot)
+
+    def _laid_out(self) -> set[int]:
+        """Return the parameters whose gradients are exchanged."""
+        return self.places.keys() | set(self.sparse.items)
+
+    def _trainable(self) -> list[int]:
+        return [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
+
+    def _agree(self, order: Sequence[int]) -> list[int]:
+        """Return rank 0's order. Raises ValueError on all ranks alike where they do not have the same parameters."""
+        index = {self._names[i]: i for i in order}
+        parameters = [self.parameters[i] for i in order]
+        return [index[name] for name in agree_on_parameters(self._combination.communicator, list(index), parameters)]
+
+    def _items(self) -> list[Item]:
+        kinds = zip(map(held_here, self.parameters), self._encodings, strict=True)
+        items = []
+        for parameter, (held, code) in zip(self.parameters, kinds, strict=True):
+            group = self._groups.get(parameter)
+            kind = (held.dtype, held.device, code, group)
+            items.append(Item(held.numel(), held.element_size(), kind, grouped=group is not None))
+        return items
+
+    def _plan(self, order: Sequence[int]) -> Sequence[BucketPlan]:
+        """Return the plans of buckets for parameters in this order."""
+        return plan_buckets(self._items(), order, bucket_bytes=self._bucket_bytes)
+
+    def _made(self, plans: Sequence[BucketPlan], first_number: int = 0) -> list[Bucket]:
+        return [
+            Bucket(
+                plan,
+                self._names,
+                self.parameters,
+                self._encodings[plan.items[0]],
+                self._combination,
+                number,
+                densifies=self._sparse_as_dense,
+            )
+            for number, plan in enumerate(plans, first_number)
+        ]
+
+    def _take_in(self, buckets: Sequence[Bucket]) -> None:
+        """Add buckets, with what waited for their parameters."""
+        for bucket in buckets:
+            self.places |= {index: (len(self.buckets), slot) for slot, index in enumerate(bucket.items)}
+            self.buckets.append(bucket)
+        self.presence = presence_of(self.buckets, self._combination)
+        self._give()
+
+    def _give(self) -> list[int]:
+        """Hand out what waits for parameters that are laid out. Returns those whose exchange has no place for it."""
+        refused = []
+        for index in sorted(self._waiting.keys() & self.places):
+            number, slot = self.places[index]
+            buffer, owed = self.buckets[number].coded, self._waiting.pop(index)
+            if owed and not (buffer is not None and buffer.give(slot, owed)):
+                refused.append(index)
+        return refused
+
+    # What a checkpoint holds
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that decides about the next exchanges and that parameters and optimizer do not know."""
+        return {
+            "order": list(self._order),
+            "learning": self._learning,
+            "arrivals": self._arrivals,
+            "sparse": list(self.sparse.items),
+            "buckets": [
+                {"parameters": list(bucket.items)} if bucket.coded is None else bucket.coded.state_dict()
+                for bucket in self.buckets
+            ],
+            "waiting": dict(self._waiting),
+        }
+
+    def restored(self, state: dict[str, Any]) -> list[Bucket] | None:
+        """Return saved buckets as they were, for restore(); None where parameters, codecs or ranks are others."""
+        items, saved = self._items(), state["buckets"]
+        if not all(self._is_kind(items, entry["parameters"]) for entry in saved):
+            return None
+        buckets = self._made([lay_out(items, entry["parameters"]) for entry in saved])
+        for bucket, entry in zip(buckets, saved, strict=True):
+            if (bucket.coded is not None) != ("tensors" in entry):
+                return None
+            if bucket.coded is not None:
+                if not bucket.coded.fits(entry):
+                    return None
+                bucket.coded.load_state_dict(entry)
+        return buckets
+
+    def restore(self, state: dict[str, Any], buckets: list[Bucket]) -> None:
+        """Continue where state_dict() was taken. buckets: from restored()."""
+        self._waiting = {
+            index: {name: tensor.to(self.parameters[index].device) for name, tensor in owed.items()}
+            for index, owed in state["waiting"].items()
+        }
+        self._order, self._learning, self._arrivals = list(state["order"]), state["learning"], state["arrivals"]
+        self.sparse = self.sparse_gradients(state.get("sparse", ()))
+        self._known_sparse = set(self.sparse.items)
+        self._replace(buckets)
+
+    def restart(self, owed: dict[int, Owed]) -> list[str]:
+        """Keep the buckets, but owe this and nothing else. owed: by parameter, the same on all ranks. Returns the names
+        of the parameters whose codec now has no error feedback, to which nothing can be owed."""
+        for buffer in self.coded:
+            buffer.restart()
+        self._waiting = owed
+        return [self._names[index] for index in self._give()]
+
+    def described(self) -> list[tuple[Any, ...]]:
+        """Return name and shape of what this rank holds of every parameter; of a sharded one also which shard."""
+        named = zip(self._names, self.parameters, strict=True)
+        return [(name, tuple(held_here(p).shape), *filter(None, [shard_of(p)])) for name, p in named]
+
+    def _is_kind(self, items: Sequence[Item], members: Sequence[int]) -> bool:
+        """Return whether these are parameters, and may share a bucket."""
+        return max(members) < len(items) and len({items[index].kind for index in members}) == 1
+
+
+def _check_dtypes(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError for a parameter of a dtype that cannot be exchanged."""
+    for name, parameter in named:
+        if parameter.dtype not in EXCHANGEABLE_DTYPES:
+            raise ValueError(
+                f"{here()}parameter {name!r} has dtype {parameter.dtype}; gradients can be exchanged for "
+                f"{', '.join(map(str, EXCHANGEABLE_DTYPES))}"
+            )

@@ -1,0 +1,243 @@
+"""What gradients look like on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives.compression.casts import BFloat16, Float16
+from gradwire.collectives.compression.chunktopk import ChunkTopK
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.dgc import DGC
+from gradwire.collectives.compression.fp8 import Float8
+from gradwire.collectives.compression.integers import Int4, Int8
+from gradwire.collectives.compression.matrices import MatrixCodec
+from gradwire.collectives.compression.onebit import OneBit
+from gradwire.collectives.compression.powersgd import PowerSGD
+from gradwire.collectives.compression.randomk import RandomK
+from gradwire.collectives.compression.registry import find_codec
+from gradwire.collectives.compression.stochastic import QSGD, Natural, TernGrad
+from gradwire.collectives.compression.threshold import Threshold
+from gradwire.collectives.compression.topk import TopK
+from gradwire.trainer.world.world import here
+
+LEAST_NUMEL = 4096
+"""Parameters of fewer elements are not worth a codec: all of them together are few bytes, and every element counts."""
+
+
+CASTS: dict[torch.dtype, Codec] = {codec.wire_dtype: codec for codec in (Float16(), BFloat16())}
+"""The codecs that cast, by what tensors travel as."""
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Has floating-point tensors wider than `wire_dtype` travel as that; all others, and with None all, as they are."""
+
+    wire_dtype: torch.dtype | None
+
+    def dtype_on_wire(self, dtype: torch.dtype) -> torch.dtype:
+        """Return what a tensor of this dtype travels as."""
+        narrows = self.wire_dtype is not None and dtype.is_floating_point and dtype.itemsize > self.wire_dtype.itemsize
+        return self.wire_dtype if narrows and self.wire_dtype is not None else dtype
+
+    def codec(self, dtype: torch.dtype) -> Codec | None:
+        """Return the codec that sums tensors of this dtype; None where they travel as they are."""
+        narrow = self.dtype_on_wire(dtype)
+        return None if narrow is dtype else CASTS[narrow]
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, torch.dtype]:
+        """Return the tensor to send, and the dtype that decompress() needs."""
+        return tensor.to(self.dtype_on_wire(tensor.dtype)), tensor.dtype
+
+    def decompress(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the tensor received, as the dtype that was compressed."""
+        return tensor.to(dtype)
+
+
+@dataclass(frozen=True)
+class ErrorFeedback:
+    """Adds error feedback to a codec: what one step's encoding lost is added to the next step's gradient.
+
+    codec: of gradwire.collectives.compression, or its name; PowerSGD has error feedback of its own, here only warmup_steps is
+    new to it. warmup_steps: for so many exchanges gradients travel uncompressed first.
+
+    Raises ValueError for codecs whose errors would grow from step to step, as they lose more than there was: unbiased
+    ones with omega >= 1 (see their docstrings). These need no error feedback.
+    """
+
+    codec: str | Codec | MatrixCodec
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        made = find_codec(self.codec)
+        if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be a whole number >= 0, not {self.warmup_steps!r}")
+        if isinstance(made, Codec) and made.name == "none":
+            raise ValueError("error feedback needs a codec: without one nothing is lost")
+        if isinstance(made, Codec) and made.omega >= 1:
+            raise ValueError(
+                f"error feedback cannot be used with {made!r}: an encoding may lose more than there was (omega is "
+                f"{made.omega:.2g}), so that residuals would grow from step to step. Give the codec by itself"
+            )
+
+
+Compressor: TypeAlias = "str | Cast | Codec | MatrixCodec | ErrorFeedback"
+"""What `compression=` takes."""
+
+
+class Compression:
+    """Holds what has a name in Horovod, Compression.none, .fp16 (up to 65504 on every rank), .bf16 (float32's range, 8
+    bits of precision); and all codecs of gradwire.collectives.compression with their defaults, with error feedback where they
+    need it."""
+
+    none = Cast(None)
+    fp16 = Cast(torch.float16)
+    bf16 = Cast(torch.bfloat16)
+    fp8 = Float8()
+    int8 = Int8()
+    int4 = Int4()
+    qsgd = QSGD()
+    terngrad = TernGrad()
+    natural = Natural()
+    onebit = ErrorFeedback(OneBit())
+    topk = ErrorFeedback(TopK())
+    threshold = ErrorFeedback(Threshold())
+    randomk = ErrorFeedback(RandomK())
+    dgc = ErrorFeedback(DGC())
+    chunktopk = ErrorFeedback(ChunkTopK())
+    powersgd = PowerSGD()
+
+
+NAMES = tuple(name for name in vars(Compression) if not name.startswith("_"))
+"""Of everything in Compression: those that `compression=` takes."""
+
+_CASTS = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Compression.bf16}
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Says how gradients are exchanged by a codec. feedback: whether with error feedback beside the codec (PowerSGD has
+    its own). warmup_steps: how many exchanges come first that are uncompressed."""
+
+    codec: Codec | MatrixCodec
+    feedback: bool = False
+    warmup_steps: int = 0
+
+    @property
+    def identity(self) -> str:
+        """Tell what a checkpoint is of."""
+        return f"{self.codec.identity}, feedback={self.feedback}, warmup_steps={self.warmup_steps}"
+
+    def codec_at(self, step: int) -> Codec | None:
+        """Return the codec of buffers that goes with a step, counted from 0; None during the warm-up. For codecs of buffers."""
+        assert isinstance(self.codec, Codec)
+        since_warmup = step - self.warmup_steps
+        return self.codec.at(since_warmup) if since_warmup >= 0 else None
+
+
+def encoding_of(compression: Compressor) -> Cast | Encoding:
+    """Return what is meant by a `compression=`; a name means the cast or the codec of that name.
+
+    Codecs that need error feedback get it, the others only as ErrorFeedback. Raises ValueError, which lists the names.
+    """
+    if isinstance(compression, str):
+        try:
+            compression = _CASTS.get(compression) or find_codec(compression)
+        except ValueError as error:
+            raise ValueError(f"{here()}{error}") from None
+    if isinstance(compression, Cast):
+        return compression
+    if isinstance(compression, ErrorFeedback):
+        codec = find_codec(compression.codec)
+        return Encoding(codec, isinstance(codec, Codec), compression.warmup_steps)
+    if not isinstance(compression, (Codec, MatrixCodec)):
+        raise ValueError(
+            f"{here()}compression must be a codec, ErrorFeedback(codec), one of Compression, or its name ({', '.join(NAMES)}), "
+            f"not {compression!r}"
+        )
+    if isinstance(compression, Codec) and compression.name == "none":
+        return Compression.none
+    return Encoding(compression, isinstance(compression, Codec) and compression.needs_feedback)
+
+
+def described(encoding: Cast | Encoding) -> str:
+    """Return in words what ranks must have alike of an encoding."""
+    return encoding.identity if isinstance(encoding, Encoding) else str(encoding.wire_dtype or "none")
+
+
+def is_compressible(parameter: Tensor) -> bool:
+    """Return whether a codec is for such parameters: two dimensions or more, and LEAST_NUMEL elements or more."""
+    return parameter.dim() >= 2 and parameter.numel() >= LEAST_NUMEL
+
+
+def verb_codec(compression: Compressor) -> Cast | Codec:
+    """Return what is meant by a verb's `compression=`, of which nothing is kept between calls. Raises ValueError."""
+    encoding = encoding_of(compression)
+    if isinstance(encoding, Cast):
+        return encoding
+    if isinstance(compression, Codec) and compression.draws:
+        raise ValueError(
+            f"{here()}{compression.name!r} draws by the step which numbers it sends, and a verb knows of no step: it is for "
+            f"DistributedOptimizer(compression=...) and Communicator.allreduce(codec=..., step=...)"
+        )
+    if isinstance(compression, Codec):
+        return compression
+    if isinstance(encoding.codec, Codec) and not encoding.feedback:
+        return encoding.codec
+    raise ValueError(
+        f"{here()}{encoding.codec.name!r} with error feedback is for DistributedOptimizer(compression=...), which knows the "
+        f"tensor of the step before; a verb can be given a codec alone"
+    )
+
+
+class Policy:
+    """Decides what the gradient of which parameter travels as.
+
+    compression: for all; a codec, though, only for those that are compressible. policy: patterns of names, as of files,
+    with what goes for the parameters that they match, whatever their size; the first that matches counts. Raises
+    ValueError.
+    """
+
+    def __init__(self, compression: Compressor, policy: Mapping[str, Compressor] | None = None) -> None:
+        if policy is not None and not isinstance(policy, Mapping):
+            raise ValueError(f"{here()}policy must map patterns of names to compressions, not be {policy!r}")
+        self._default = encoding_of(compression)
+        self._by_pattern = {pattern: encoding_of(value) for pattern, value in (policy or {}).items()}
+
+    @property
+    def encodings(self) -> list[Encoding]:
+        """Return all encodings by codecs that this policy has."""
+        return [x for x in (self._default, *self._by_pattern.values()) if isinstance(x, Encoding)]
+
+    def checked(self, names: Iterable[str] | None) -> Policy:
+        """Return this, if every pattern matches a parameter's name. Raises ValueError, also where there are no names."""
+        if self._by_pattern and names is None:
+            raise ValueError(f"{here()}policy goes by the names of parameters: it needs named_parameters")
+        names = list(names or ())
+        for pattern in self._by_pattern:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+                raise ValueError(
+                    f"{here()}policy: no parameter's name matches {pattern!r}; names are {some or 'none at all'}"
+                )
+        return self
+
+    @property
+    def described(self) -> tuple[str, str]:
+        """Return in words what all go by, and which parameters by what else."""
+        by_pattern = {pattern: described(encoding) for pattern, encoding in self._by_pattern.items()}
+        return described(self._default), str(by_pattern)
+
+    def encoding(self, name: str, parameter: Tensor) -> Cast | Encoding:
+        """Return what the gradient of one parameter travels as."""
+        for pattern, encoding in self._by_pattern.items():
+            if fnmatchcase(name, pattern):
+                return encoding
+        if isinstance(self._default, Encoding) and not is_compressible(parameter):
+            return Compression.none
+        return self._default

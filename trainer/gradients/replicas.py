@@ -1,0 +1,150 @@
+"""Whether the ranks that train one model still hold the same numbers, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Communicator, ReplicasDiffer
+from gradwire.collectives.kernels.reference import hashing as reference
+from gradwire.trainer.gradients.dtensors import held_here
+
+_OPERATION = "check of replicas"
+
+
+class ReplicaCheck:
+    """Compares parameters of all ranks and, with_state, what the optimizer keeps, every so many steps. all_names: returns the
+    optimizer's parameters with their names."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        optimizer: torch.optim.Optimizer,
+        all_names: Callable[[], dict[Tensor, str]],
+        every: int,
+        *,
+        with_state: bool = True,
+    ) -> None:
+        self._communicator = communicator
+        self._optimizer = optimizer
+        self._all_names = all_names
+        self._every = every
+        self._with_state = with_state
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        names = self._all_names()
+        return values_of(self._optimizer, names) if self._with_state else parameters_of(names)
+
+    def after_step(self, step: int) -> None:
+        """Compare, where that is due after this step. Collective. Raises ReplicasDiffer on all ranks alike."""
+        if step % self._every == 0:
+            self.compare(step)
+
+    def compare(self, step: int) -> None:
+        """Compare now: one number of each rank at first, and all hashes only where these differ."""
+        hashes = {name: hash_of(value) for name, value in self._values()}
+        summary = f"{hash_of(tuple(hashes.items())):016x}"
+        if len(set(self._communicator.allgather_record(summary))) == 1:
+            return
+        random = f"{hash_of(torch.get_rng_state()):016x}"
+        gathered: list[tuple[dict[str, int], str]] = self._communicator.allgather_record((hashes, random))
+        every_name = dict.fromkeys(name for theirs, _ in gathered for name in theirs)
+        differing = [name for name in every_name if len({theirs.get(name) for theirs, _ in gathered}) > 1]
+        are = "differ too" if len({theirs for _, theirs in gathered}) > 1 else "are equal"
+        raise ReplicasDiffer(
+            differing[0],
+            [theirs.get(differing[0]) for theirs, _ in gathered],
+            len(differing),
+            rank=self._communicator.rank,
+            operation=f"{_OPERATION} after step {step}",
+            detail=f". The states of torch's random numbers on the CPU {are}",
+        )
+
+
+def values_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of all that is to be equal on all ranks: the parameters, then what the optimizer keeps of
+    each, then the settings of its groups."""
+    for parameter, name in names.items():
+        yield _called(name), parameter
+    for parameter, name in names.items():
+        for key, value in _leaves(optimizer.state.get(parameter, {})):
+            yield f"state {key!r} of {_called(name)}", value
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in _leaves({key: value for key, value in group.items() if key != "params"}):
+            yield f"setting {key!r} of param group {number}", value
+
+
+def parameters_of(names: dict[Tensor, str]) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of the parameters alone."""
+    for parameter, name in names.items():
+        yield _called(name), parameter
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield tensors, numbers, strings and None in nested dicts, lists and tuples, with the way to them; whatever else an
+    optimizer keeps says nothing that could be compared."""
+    items: Iterable[tuple[Any, Any]] | None = None
+    if isinstance(tree, Mapping):
+        items = tree.items()
+    elif isinstance(tree, (list, tuple)):
+        items = enumerate(tree)
+    if items is not None:
+        for key, value in items:
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    elif tree is None or isinstance(tree, (Tensor, int, float, complex, str)):
+        yield path, tree
+
+
+def _called(name: str) -> str:
+    """Return what a message calls a parameter; one without a name is "parameter" and its number already."""
+    return name if name.startswith("parameter ") else f"parameter {name!r}"
+
+
+_WORD = 8
+
+
+@torch.no_grad()
+def hash_of(value: Any) -> int:
+    """Return 64 bits that stand for what this rank holds of a tensor, or for another value as repr() shows it.
+
+    Of a tensor that is the hash of its bytes, in logical order whatever the strides, by
+    gradwire.collectives.kernels.reference.hashing; bytes that fill no word are one with zeros behind. Its dtype, shape and
+    device do not count. Raises TypeError for a sparse one.
+    """
+    if not isinstance(value, Tensor):
+        value = torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)
+    value = held_here(value).detach()
+    if value.layout is not torch.strided:
+        raise TypeError(f"a tensor of layout {value.layout} has no hash; dense ones have")
+    data = value.contiguous().reshape(-1).view(torch.uint8)
+    whole = data.numel() // _WORD * _WORD
+    words = data[:whole]
+    if words.data_ptr() % _WORD or words.storage_offset() % _WORD:
+        words = words.clone()
+    found = _hash_words(words.view(torch.int64), 1)
+    if whole == data.numel():
+        return found
+    rest = data.new_zeros(_WORD)
+    rest[: data.numel() - whole] = data[whole:]
+    return (found + _hash_words(rest.view(torch.int64), whole // _WORD + 1)) % 2**64
+
+
+def _hash_words(words: Tensor, place: int) -> int:
+    compiled = _compiled() if words.is_cpu else None
+    number: int = (compiled or reference).hash_words(words, place)
+    return number
+
+
+@cache
+def _compiled() -> ModuleType | None:
+    """Return the compiled twin of the reference; None where there is no Numba."""
+    try:
+        from gradwire.collectives.kernels.cpu import hashing
+    except ImportError:
+        return None
+    return hashing

@@ -1,0 +1,219 @@
+"""The way of a bucket's parameters to the optimizer, and of what becomes of them to all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.rehearsal import rehearse
+from gradwire.collectives.compression.seeds import rounding_seed
+from gradwire.trainer.gradients.bucket import Bucket
+from gradwire.trainer.gradients.combination import Combination
+from gradwire.trainer.gradients.compression import Cast, Compressor, Encoding, encoding_of
+from gradwire.trainer.gradients.shards.piece import Piece, lying, memory_of, outside, parts_of, split
+from gradwire.trainer.world.world import here
+
+_SHOT = 2
+"""Tells in seeds of stochastic rounding what is drawn here from what is drawn for gradients, whose shots are 0 and 1."""
+
+
+def movements_as(compression: Compressor) -> Cast | Encoding | None:
+    """Return what movements of parameters travel as, by what a user calls it; None for the parameters as they are. Raises
+    ValueError for a codec that is for gradients only."""
+    kind = encoding_of(compression)
+    if isinstance(kind, Cast):
+        return None if kind.wire_dtype is None else kind
+    if not isinstance(kind.codec, Codec) or kind.codec.remembers:
+        raise ValueError(
+            f"{here()}parameter_compression={kind.codec.name!r} is for gradients, of which it remembers something: give a cast, "
+            "or a codec that remembers nothing, such as 'int8'"
+        )
+    return kind
+
+
+class Way:
+    """Brings a bucket's parameters to the optimizer, and what becomes of them to all ranks: through views, made once.
+
+    flat: memory that is laid out as the bucket's, for others to use too but during gather().
+    """
+
+    def __init__(self, bucket: Bucket, pieces: Sequence[Piece], flat: Tensor, combination: Combination) -> None:
+        self._flat = flat[: bucket.memory.numel()]
+        self._communicator = combination.communicator
+        self._traffic = combination.traffic
+        self._pieces = pieces
+        self._spans = bucket.spans
+        memories = [bucket.memory[span] for span in bucket.spans]
+        self._parts = [parts_of(each, piece.ranges) for each, piece in zip(memories, pieces, strict=True)]
+        self._gradients = [lying(each, piece.ranges) for each, piece in zip(memories, pieces, strict=True)]
+        self._look()
+
+    def gradients(self) -> list[Tensor]:
+        """Return where the pieces of the gradients lie that there are."""
+        pairs = zip(self._pieces, self._parts, strict=True)
+        return [part for piece, parts in pairs if piece.parameter.grad is not None for part in parts]
+
+    def _look(self) -> None:
+        """Make the views of the parameters where they lie now."""
+        self._addresses = [piece.parameter.data_ptr() for piece in self._pieces]
+        self._homes: list[Tensor] = []
+        """Where each piece belongs; an optimizer may give it other memory."""
+        self._filled, self._taken, self._given = _Pairs(), _Pairs(), _Pairs()
+        for piece, span, parts, gradient in zip(self._pieces, self._spans, self._parts, self._gradients, strict=True):
+            whole, place = memory_of(piece.parameter), self._flat[span]
+            if len(piece.ranges) != 1:
+                self._filled.add(split(gradient, piece.ranges), parts)
+            self._join(piece, whole, place)
+
+    def _join(self, piece: Piece, whole: Tensor, place: Tensor) -> None:
+        """Make the views of a parameter. whole: its elements. place: of them in `flat`."""
+        ranges = piece.ranges
+        if len(ranges) == 1 and piece.tensor.data_ptr() != whole[slice(*ranges[0])].data_ptr():
+            piece.tensor.data = whole[slice(*ranges[0])]
+        home = piece.tensor.detach()
+        self._homes.append(home)
+        self._taken.add(parts_of(place, ranges), split(home, ranges))
+        if len(ranges) == 1:
+            others = outside(ranges[0], whole.numel())
+            self._given.add(parts_of(whole, others), parts_of(place, others))
+        else:
+            self._filled.add(split(home, ranges), parts_of(whole, ranges))
+            self._given.add([whole], [place])
+
+    def fill(self) -> None:
+        """Give the pieces what the optimizer is to see."""
+        if self._addresses != [piece.parameter.data_ptr() for piece in self._pieces]:
+            self._look()
+        self._filled.copy()
+        for piece, gradient in zip(self._pieces, self._gradients, strict=True):
+            piece.tensor.grad = gradient if piece.parameter.grad is not None else None
+
+    def gather(self, step: int) -> None:
+        """Bring what the optimizer has made of the pieces to all ranks' parameters. Collective. step: how many exchanges of
+        gradients there were before."""
+        for piece, home in zip(self._pieces, self._homes, strict=True):
+            if piece.tensor.data_ptr() != home.data_ptr():
+                home.copy_(piece.tensor)
+                piece.tensor.data = home
+        self._exchange(step)
+
+    def _exchange(self, step: int) -> None:
+        self._taken.copy()
+        self._gather_shares()
+        self._given.copy()
+
+    def _gather_shares(self) -> None:
+        """Fill `flat` with what all ranks have in their shares of it. Collective."""
+        self._traffic.count_half(self._flat.nbytes)
+        self._communicator.gather_shares(self._flat)
+
+
+class CodedWay(Way):
+    """Brings by how much the optimizer has moved the pieces to all ranks, as codes. What these lose stays with the piece, and is
+    part of its next movement, so every codec has error feedback here (for weights of 8 bits in a network: ZeRO++, Wang et
+    al. 2023).
+
+    kind: what movements travel as, by a codec that remembers nothing. number: tells the bucket from others.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        pieces: Sequence[Piece],
+        flat: Tensor,
+        combination: Combination,
+        kind: Cast | Encoding,
+        number: int,
+    ) -> None:
+        self._kind = kind
+        self._number = number
+        super().__init__(bucket, pieces, flat, combination)
+        self._shares = [[self._flat[part] for part in parts] for parts in bucket.shares]
+        self._lengths = [sum(part.numel() for part in parts) for parts in self._shares]
+        self._numbers = torch.empty(max(self._lengths), dtype=torch.float32, device=flat.device)
+        codec = kind.codec(flat.dtype) if isinstance(kind, Cast) else kind.codec
+        if isinstance(codec, Codec):
+            rehearse(codec, flat.device, with_feedback=False)  # compiles now, not in the first step
+
+    def _look(self) -> None:
+        self._moved, self._lost = _Pairs(), _Pairs()
+        super()._look()
+
+    def _join(self, piece: Piece, whole: Tensor, place: Tensor) -> None:
+        home = piece.tensor.detach()
+        self._homes.append(home)
+        self._moved.add(split(home, piece.ranges), parts_of(whole, piece.ranges))
+        self._taken.add(parts_of(place, piece.ranges), split(home, piece.ranges))
+        self._lost.add(split(home, piece.ranges), parts_of(place, piece.ranges))
+        self._given.add([whole], [place])
+
+    def fill(self) -> None:
+        super().fill()
+        self._moved.add_up()
+
+    def _exchange(self, step: int) -> None:
+        self._moved.subtract()  # now the pieces are movements
+        for part in self._shares[self._communicator.rank]:
+            part.zero_()  # also between parameters, where there is what others have left
+        self._taken.copy()
+        codec, longest = self._codec(step), max(self._lengths)
+        if codec is None or codec.wire_bytes(longest) >= longest * self._flat.element_size():
+            self._gather_shares()
+        else:
+            self._gather_codes(codec, step)
+        self._given.add_up()
+        self._lost.subtract()
+
+    def _codec(self, step: int) -> Codec | None:
+        """Return what encodes movements after so many exchanges of gradients; None where they travel uncompressed."""
+        if isinstance(self._kind, Cast):
+            return self._kind.codec(self._flat.dtype)
+        return self._kind.codec_at(step)
+
+    def _gather_codes(self, codec: Codec, step: int) -> None:
+        """Fill `flat` with what all ranks' codes of their shares stand for, this one's among them. Collective."""
+        rank, device = self._communicator.rank, self._flat.device
+        codes = [torch.empty(codec.wire_bytes(each), dtype=torch.uint8, device=device) for each in self._lengths]
+        mine = torch.empty_like(codes[rank])
+        if self._lengths[rank]:
+            numbers = torch.cat(self._shares[rank]).to(torch.float32)
+            codec.encode(numbers, mine, seed=rounding_seed(step, rank, 0, 0, _SHOT, self._number))
+        self._traffic.count_code(mine.numel())
+        self._communicator.allgather(codes, mine)
+        for parts, code, numel in zip(self._shares, codes, self._lengths, strict=True):
+            if numel:
+                decoded = self._numbers[:numel]
+                codec.decode(code, decoded)
+                for part, values in zip(parts, decoded.split([part.numel() for part in parts]), strict=True):
+                    part.copy_(values)
+
+
+class _Pairs:
+    """Holds pairs of tensors, the same ones for as often as wanted: of what is changed, and of what changes it."""
+
+    def __init__(self) -> None:
+        self._changed: list[Tensor] = []
+        self._by: list[Tensor] = []
+
+    def add(self, changed: Sequence[Tensor], by: Sequence[Tensor]) -> None:
+        """Take in a pair of each tensor and the other one at its place."""
+        self._changed += changed
+        self._by += by
+
+    def copy(self) -> None:
+        """Copy the second of each pair to the first."""
+        if self._changed:
+            torch._foreach_copy_(self._changed, self._by)
+
+    def add_up(self) -> None:
+        """Add the second of each pair to the first."""
+        if self._changed:
+            torch._foreach_add_(self._changed, self._by)
+
+    def subtract(self) -> None:
+        """Subtract the second of each pair from the first."""
+        if self._changed:
+            torch._foreach_sub_(self._changed, self._by)

@@ -1,0 +1,98 @@
+"""Lets programs that import Horovod find this package."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import torch
+
+import gradwire
+from gradwire.trainer.horovod import probes
+from gradwire.trainer.world.process_sets import ProcessSet, global_process_set
+from gradwire.trainer.world.world import add_process_set, init, remove_process_set
+
+_log = logging.getLogger("gradwire")
+
+VERSION = "0.28.1"
+"""The version of Horovod whose interface this is: programs ask for it to know what they may call."""
+
+#: Modules of horovod.torch from which programs import its names.
+_OF_TORCH = ("compression", "functions", "mpi_ops", "optimizer", "sync_batch_norm")
+
+
+def alias_horovod() -> None:
+    """Have `import horovod.torch as hvd`, in code that runs after this, find this package. Again does nothing.
+
+    What else they find: horovod.torch.mpi_ops, .compression, .functions, .optimizer and .sync_batch_norm, with all names
+    of this package, and .elastic with the sampler; horovod.common.exceptions, .process_sets and .util, with those of
+    theirs that mean something here.
+    Any other part of Horovod is a ModuleNotFoundError. horovod.__version__ is VERSION. Raises RuntimeError where Horovod
+    itself has been imported.
+    """
+    found = sys.modules.get("horovod.torch") or sys.modules.get("horovod")
+    if getattr(found, "init", None) is init:
+        return
+    if found is not None:
+        raise RuntimeError(
+            f"Horovod itself has been imported, from {getattr(found, '__file__', None)}: call gradwire.alias_horovod() before "
+            "anything imports it, at the beginning of the script"
+        )
+    ours = {name: getattr(gradwire, name) for name in gradwire.__all__}
+    modules = {f"horovod.torch.{name}": ours for name in _OF_TORCH} | {
+        "horovod": {},
+        "horovod.torch": ours,
+        "horovod.torch.elastic": {"ElasticSampler": gradwire.ElasticSampler},
+        "horovod.common": {},
+        "horovod.common.exceptions": {"HorovodInternalError": gradwire.HorovodInternalError},
+        "horovod.common.process_sets": {
+            "ProcessSet": ProcessSet,
+            "add_process_set": add_process_set,
+            "global_process_set": global_process_set,
+            "remove_process_set": remove_process_set,
+        },
+        "horovod.common.util": {
+            "check_extension": check_extension,
+            "extension_available": extension_available,
+            "gloo_built": probes.gloo_built,
+            "gpu_available": gpu_available,
+            "mpi_built": probes.mpi_built,
+            "nccl_built": probes.nccl_built,
+            "num_rank_is_power_2": num_rank_is_power_2,
+        },
+    }
+    for name in sorted(modules):  # a package before what is in it
+        module = ModuleType(name, f"What gradwire has for {name}.")
+        is_package = any(other.startswith(f"{name}.") for other in modules)
+        module.__spec__ = ModuleSpec(name, None, origin=gradwire.__file__, is_package=is_package)
+        if is_package:
+            module.__path__ = []
+        vars(module).update(modules[name], __all__=sorted(modules[name]), __version__=VERSION)
+        sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    _log.info("gradwire: from here on, `import horovod.torch` finds gradwire")
+
+
+def check_extension(name: str, *_: object) -> None:
+    """Raise ImportError for a part of Horovod that is not here. name: as "horovod.torch"."""
+    if not extension_available(name.removeprefix("horovod.")):
+        raise ImportError(f"{name} is not a part of gradwire; horovod.torch is")
+
+
+def extension_available(name: str, verbose: bool = False) -> bool:
+    """Return whether there is a part of Horovod for a framework: for "torch" alone."""
+    return name == "torch"
+
+
+def gpu_available(name: str, verbose: bool = False) -> bool:
+    """Return whether there is a GPU that the part of Horovod for a framework uses."""
+    return extension_available(name) and torch.cuda.is_available()
+
+
+def num_rank_is_power_2(ranks: int) -> bool:
+    """Return whether a number of ranks is a power of two."""
+    return ranks > 0 and ranks & (ranks - 1) == 0

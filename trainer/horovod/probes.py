@@ -1,0 +1,67 @@
+"""What Horovod's programs ask of how it was built. Nothing was, here: the answers are those of torch, and of this world."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from gradwire.trainer.world.world import current_world, is_initialized
+
+
+def gloo_built() -> bool:
+    """Return whether torch has gloo."""
+    return dist.is_gloo_available()
+
+
+def gloo_enabled() -> bool:
+    """Return whether gloo joins the ranks of this world, if only to find each other; False before init()."""
+    return _in_backend("gloo")
+
+
+def nccl_built() -> bool:
+    """Return whether torch has NCCL."""
+    return dist.is_nccl_available()
+
+
+def cuda_built() -> bool:
+    """Return whether torch was built for CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Return whether torch was built for ROCm."""
+    return torch.version.hip is not None
+
+
+def mpi_built() -> bool:
+    """Return False: MPI may start the processes, but moves nothing here."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """Return False: MPI may start the processes, but moves nothing here."""
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """Return False: MPI is not initialized here, so how it treats threads is decided by who initializes it."""
+    return False
+
+
+def ddl_built() -> bool:
+    """Return False: IBM's DDL is not used."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: Intel's oneCCL is not used."""
+    return False
+
+
+def is_homogeneous() -> bool:
+    """Return whether all hosts have the same number of ranks. Raises RuntimeError before init()."""
+    return len({len(host) for host in current_world().hosts}) == 1
+
+
+def _in_backend(name: str) -> bool:
+    return is_initialized() and name in dist.get_backend_config()

@@ -1,0 +1,59 @@
+"""Learning rates for large batches: scaled with the number of ranks, and reached slowly."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from gradwire.trainer.world.world import here, size
+
+
+class WarmupLR(LRScheduler):
+    """Raises the learning rate linearly, step by step, from what it is to `factor` times that, where it stays.
+
+    That is how a batch that is `factor` times as large is trained with the same number of epochs (Goyal et al. 2017,
+    "Accurate, Large Minibatch SGD", sections 2.1 and 2.2). Give the optimizer the rate that is right for one rank, and
+    call step() after every optimizer.step(). Other schedulers of torch may lower the rate at the same time: each
+    multiplies what it finds.
+
+    optimizer: a DistributedOptimizer, or the one that it wraps. steps_per_epoch: how often it steps in an epoch.
+    warmup_epochs: after how many epochs, or parts of one, the rate is reached; 0 begins with it. factor: by how much the
+    batch is larger than that of one rank; None for the number of ranks, to be multiplied by backward_passes_per_step
+    where that is greater than 1.
+
+    Raises ValueError for arguments that cannot be meant.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        steps_per_epoch: int,
+        warmup_epochs: float = 5.0,
+        factor: float | None = None,
+        last_epoch: int = -1,
+    ) -> None:
+        if not isinstance(steps_per_epoch, int) or steps_per_epoch < 1:
+            raise ValueError(f"{here()}steps_per_epoch must be a whole number >= 1, not {steps_per_epoch!r}")
+        if not (math.isfinite(warmup_epochs) and warmup_epochs >= 0):
+            raise ValueError(f"{here()}warmup_epochs must be a finite number >= 0, not {warmup_epochs!r}")
+        if factor is not None and not (math.isfinite(factor) and factor > 0):
+            raise ValueError(
+                f"{here()}factor must be a finite number > 0, or None for the number of ranks, not {factor!r}"
+            )
+        self.warmup_steps = round(warmup_epochs * steps_per_epoch)
+        self.factor = float(size() if factor is None else factor)
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[Any]:  # of float | Tensor, in some versions of torch of float alone
+        """Return the rates of this step, for step(): those of the step before, times what has been added since."""
+        before = self._multiplier(self.last_epoch - 1) if self.last_epoch > 0 else 1.0
+        change = self._multiplier(self.last_epoch) / before
+        return [float(group["lr"]) * change for group in self.optimizer.param_groups]
+
+    def _multiplier(self, step: int) -> float:
+        """Return how many times the rate of the beginning a step has."""
+        done = min(1.0, step / self.warmup_steps) if self.warmup_steps else 1.0
+        return 1 + (self.factor - 1) * done

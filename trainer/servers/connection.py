@@ -1,0 +1,144 @@
+"""What joins a server with its workers: a Communicator with each, in which the worker has rank 0, and the server rank 1."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
+from gradwire.collectives.communicator import close_all
+from gradwire.collectives.errors import ranks_text
+from gradwire.trainer.world.world import current_world
+
+
+def open_pairs(
+    name: str,
+    server: int,
+    workers: Iterable[int],
+    *,
+    rank: int,
+    world_ranks: Sequence[int],
+    timeout_s: float | None = None,
+) -> dict[int, Communicator]:
+    """Return what joins a server with workers on other ranks, by worker; only those of which this rank is one.
+
+    name: the same on all ranks, and of nothing else. rank: this one. world_ranks: by rank, its rank in the world. timeout_s: of
+    each wait; None for that of init(). Collective: call it for one server after the other, in the same order on all ranks, so
+    that nobody waits in a circle.
+    """
+    pairs: dict[int, Communicator] = {}
+    try:
+        for worker in workers:
+            if worker != server and rank in (worker, server):
+                of_two = f"{name}/{worker}/{server}"
+                pairs[worker] = current_world().open_pair(world_ranks[worker], world_ranks[server], of_two, timeout_s)
+    except BaseException:
+        close_all(pairs.values())
+        raise
+    return pairs
+
+
+def to_bytes(record: Any, default: Callable[[Any], Any] | None = None) -> Tensor:
+    """Return a record as a tensor of uint8. default: makes of a value what JSON can have, as json.dumps takes it."""
+    return torch.frombuffer(bytearray(json.dumps(record, default=default).encode()), dtype=torch.uint8)
+
+
+def from_bytes(text: Tensor) -> Any:
+    """Return what to_bytes() was given, as JSON has it: with lists for tuples, and keys that are text."""
+    return json.loads(text.numpy().tobytes())
+
+
+def receive(communicator: Communicator, nbytes: int, sender: int) -> Any:
+    """Return a record that a rank sends as so many bytes."""
+    text = torch.empty(nbytes, dtype=torch.uint8)
+    communicator.recv(text, sender)
+    return from_bytes(text)
+
+
+class Flat:
+    """Lays tensors out one after the other, on the CPU, in one buffer for each dtype."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._shapes = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        self._dtypes = list(dict.fromkeys(dtype for dtype, _ in self._shapes))
+
+    def empty(self) -> list[Tensor]:
+        """Return new buffers."""
+        sizes = {dtype: sum(shape.numel() for its, shape in self._shapes if its == dtype) for dtype in self._dtypes}
+        return [torch.empty(sizes[dtype], dtype=dtype) for dtype in self._dtypes]
+
+    def pack(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return new buffers with these tensors, zeros for None."""
+        buffers = self.empty()
+        for view, tensor in zip(self.views(buffers), tensors, strict=True):
+            if tensor is None:
+                view.zero_()
+            else:
+                view.copy_(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach())
+        return buffers
+
+    def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors that lie in buffers."""
+        by_dtype = dict(zip(self._dtypes, buffers, strict=True))
+        begun = dict.fromkeys(self._dtypes, 0)
+        views = []
+        for dtype, shape in self._shapes:
+            start = begun[dtype]
+            begun[dtype] += shape.numel()
+            views.append(by_dtype[dtype][start : begun[dtype]].view(shape))
+        return views
+
+
+class QuorumLost(CollectiveError):
+    """Tells that too many ranks are lost for another update. Attributes: ranks (those that are lost), quorum."""
+
+    def __init__(self, ranks: Sequence[int], quorum: int, *, rank: int, operation: str) -> None:
+        self.quorum = quorum
+        message = f"lost {ranks_text(ranks)}: those that are left are fewer than the quorum of {quorum}"
+        super().__init__(message, rank=rank, operation=operation, ranks=ranks)
+
+
+def of_pair(error: CollectiveError, pair: tuple[int, int], rank: int, operation: str) -> CollectiveError:
+    """Return an error of a Communicator of two, by the numbers that its ranks have among all. rank: this one."""
+    if isinstance(error, PeerLost):
+        reasons = {pair[lost]: reason for lost, reason in error.reasons.items()}
+        lost = [pair[lost] for lost in error.ranks]
+        return PeerLost(lost, rank=rank, operation=operation, has_left=error.has_left, reasons=reasons)
+    if isinstance(error, CollectiveTimeout):
+        awaited = [pair[awaited] for awaited in error.waiting_for]
+        return CollectiveTimeout(error.seconds, awaited, rank=rank, operation=operation)
+    return CollectiveError(f"ranks {pair[0]} and {pair[1]}: {error}", rank=rank, operation=operation)
+
+
+def text_of(error: BaseException) -> str:
+    """Return what an error says; its name where it says nothing, as KeyboardInterrupt does."""
+    return str(error) or type(error).__name__
+
+
+def to_record(error: BaseException) -> dict[str, Any]:
+    """Return what is told of an error to other ranks, as JSON can have it."""
+    said: dict[str, Any] = {"text": text_of(error)}
+    if isinstance(error, QuorumLost):
+        return {**said, "lost": error.ranks, "quorum": error.quorum}
+    if isinstance(error, PeerLost):
+        return {**said, "lost": error.ranks, "has_left": error.has_left, "reasons": list(error.reasons.items())}
+    if isinstance(error, CollectiveTimeout):
+        return {**said, "awaited": error.waiting_for, "seconds": error.seconds}
+    return said
+
+
+def from_record(record: dict[str, Any], rank: int, operation: str) -> CollectiveError:
+    """Return the error that was told to this rank: QuorumLost, PeerLost and CollectiveTimeout as such, any other with its
+    text."""
+    if "quorum" in record:
+        return QuorumLost(record["lost"], record["quorum"], rank=rank, operation=operation)
+    if "lost" in record:
+        how = {"has_left": record["has_left"], "reasons": dict(record["reasons"])}
+        return PeerLost(record["lost"], rank=rank, operation=operation, **how)
+    if "awaited" in record:
+        return CollectiveTimeout(record["seconds"], record["awaited"], rank=rank, operation=operation)
+    return CollectiveError(record["text"], rank=rank, operation=operation)

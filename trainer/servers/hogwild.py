@@ -1,0 +1,159 @@
+"""Hogwild: ranks of one host train one set of parameters, in memory that they share, and wait for nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives.run.staging import refusal
+from gradwire.collectives.torch_internals import share_hooks
+from gradwire.trainer.gradients.agreement import agree_on_parameters, check_settings
+from gradwire.trainer.gradients.arguments import check_named_parameters
+from gradwire.trainer.gradients.bucket import dense_strides
+from gradwire.trainer.gradients.uncompiled import uncompiled
+from gradwire.trainer.optimizer import tensors_of
+from gradwire.trainer.optimizers.wrapped import WrappingOptimizer
+from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
+from gradwire.trainer.world.world import communicator_of, here
+
+_LINE_BYTES = 64
+"""Each parameter begins on a cache line of its own."""
+
+
+class Hogwild(WrappingOptimizer):
+    """Wraps an optimizer so that all ranks of a host step the same parameters, without locks (Niu, Recht, Ré, Wright 2011).
+
+    The parameters move, with rank 0's values, into memory that all ranks share; model and optimizer keep their Parameter
+    objects. From then on nothing is exchanged and nobody is waited for: each rank steps with its own gradients whenever
+    it likes, and every other one sees that in its next forward. The optimizer's state, such as momentum, is each rank's
+    own. So are buffers of the model, such as running statistics.
+
+    Two ranks that change the same number at the same moment may lose one of the two changes, and a gradient may be of
+    parameters that have changed since. The paper shows why that does little harm where each gradient concerns few
+    parameters: give an embedding sparse=True, and SGD touches the rows of the batch only, while a dense gradient writes
+    all, zeros too. With several ranks no two runs are the same to the bit; with one rank this is the wrapped optimizer.
+
+    optimizer: any torch optimizer that changes parameters in place, as torch's do. named_parameters: as
+    DistributedOptimizer takes them. process_set: ranks of one host, by default all.
+
+    When a rank dies, the others train on, with what it has written. Checkpoints: after hvd.barrier(), the
+    model of any rank, and each rank's own state_dict(), which is the wrapped optimizer's.
+
+    Collective. Raises ValueError or TypeError for arguments that cannot be meant; ValueError on all ranks where they are
+    on several hosts, share no memory, or do not train the same parameters, laid out alike; CollectiveError where there is
+    too little memory.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        *,
+        process_set: ProcessSetLike = global_process_set,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, WrappingOptimizer):
+            raise TypeError(
+                f"{here()}optimizer must be a torch.optim.Optimizer, and none that is distributed already, not "
+                f"{type(optimizer).__name__}"
+            )
+        parameters = tensors_of(optimizer.param_groups)
+        named = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
+        self._parameters = {
+            named.get(parameter, f"parameter {number}"): parameter for number, parameter in enumerate(parameters)
+        }
+        for name, parameter in self._parameters.items():
+            _check(name, parameter)
+        self.optimizer = optimizer
+        share_hooks(self, optimizer)
+        self._addresses = self._move(process_set)
+        self._is_closed = False
+
+    def _move(self, process_set: ProcessSetLike) -> dict[str, int]:
+        """Move all parameters into memory that the ranks share, and return where each lies."""
+        communicator = communicator_of(process_set)
+        order = agree_on_parameters(communicator, list(self._parameters), list(self._parameters.values()))
+        parameters = [self._parameters[name] for name in order]
+        strides = [dense_strides(parameter) for parameter in parameters]
+        check_settings(
+            communicator, "Hogwild", {f"{name}.stride()": str(each) for name, each in zip(order, strides, strict=True)}
+        )
+        starts = _starts(parameters)
+        memory = communicator.shared_empty(starts[-1], dtype=torch.uint8)
+        places = [
+            memory[start : start + parameter.nbytes].view(parameter.dtype).as_strided(parameter.shape, stride)
+            for start, parameter, stride in zip(starts, parameters, strides, strict=False)
+        ]
+        if communicator.rank == 0:
+            for place, parameter in zip(places, parameters, strict=True):
+                place.copy_(parameter.detach())
+        communicator.barrier()
+        for place, parameter in zip(places, parameters, strict=True):
+            parameter.data = place
+        return {name: place.data_ptr() for name, place in zip(order, places, strict=True)}
+
+    @uncompiled
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the wrapped optimizer, with this rank's gradients, on the parameters of all; return what it returns.
+
+        Raises RuntimeError where a parameter has left the shared memory, as by model.to().
+        """
+        if self._is_closed:
+            raise RuntimeError(f"{here()}this optimizer is closed")
+        for name, parameter in self._parameters.items():
+            if parameter.data_ptr() != self._addresses[name]:
+                raise RuntimeError(
+                    f"{here()}{name!r} is not in the memory that the ranks share any more: something, such as model.to() or "
+                    "parameter.data = ..., has given it memory of its own. Copy into it instead, by copy_()"
+                )
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of this rank, as torch does."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise ValueError: the shared memory is laid out when the optimizer is made."""
+        raise ValueError(f"{here()}parameters cannot be added to a Hogwild optimizer once it is made")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's, of this rank alone."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the wrapped optimizer, on this rank only."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """Give this rank a copy of the parameters, as they are now, and leave the shared memory to the others. Not collective:
+        for the same copy on all ranks, hvd.barrier() before and after. The wrapped optimizer lives on."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for name, parameter in self._parameters.items():
+            if parameter.data_ptr() == self._addresses[name]:
+                parameter.data = parameter.detach().clone()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a Hogwild optimizer cannot be copied or pickled: save its state_dict()")
+
+
+def _check(name: str, parameter: Tensor) -> None:
+    """Raise TypeError or ValueError for a parameter that cannot lie in shared memory."""
+    if parameter.device.type != "cpu":
+        raise ValueError(f"{here()}{name!r} is on {parameter.device}; Hogwild trains parameters on the CPU")
+    if said := refusal(parameter):
+        raise TypeError(f"{here()}{name!r} cannot be trained by Hogwild: {said}")
+
+
+def _starts(parameters: Sequence[Tensor]) -> list[int]:
+    """Return where each parameter begins, in bytes, and last where all end."""
+    starts = [0]
+    for parameter in parameters:
+        starts.append(starts[-1] + -(-parameter.nbytes // _LINE_BYTES) * _LINE_BYTES)
+    return starts

@@ -1,0 +1,165 @@
+"""The keys of a key-value store as all ranks know them: which there are, and where each lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.trainer.servers.key_value.keys import Factory, KeySpec, Name
+from gradwire.trainer.world.world import here
+
+
+class Catalogue:
+    """Lists the keys, in the order in which they came. servers: the ranks that hold keys, each as a whole."""
+
+    def __init__(self, servers: Iterable[int]) -> None:
+        self._specs: dict[Name, KeySpec] = {}
+        self._loads = dict.fromkeys(sorted(servers), 0)
+
+    def __iter__(self) -> Iterator[KeySpec]:
+        return iter(self._specs.values())
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def add(self, name: Name, value: Tensor) -> KeySpec:
+        """Take in a new key with a value of this shape and dtype, at the server whose keys have the fewest elements."""
+        server = min(self._loads, key=lambda server: self._loads[server])
+        self._loads[server] += max(1, value.numel())
+        self._specs[name] = KeySpec(name, len(self._specs), value.shape, value.dtype, server)
+        return self._specs[name]
+
+    def new_values(self, key: Any, value: Any) -> dict[Name, Tensor]:
+        """Return what is given for new keys. Raises TypeError for what is no tensor, ValueError for a key that is known."""
+        named = {}
+        for name, tensor in pairs_of(key, value, "value"):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{here()}value of key {name!r} must be a tensor, not {tensor!r}")
+            if name in self._specs:
+                raise ValueError(f"{here()}key {name!r} has been given to init() before; push() changes it")
+            named[name] = tensor
+        return named
+
+    def tensors(self, key: Any, given: Any, what: str) -> list[tuple[KeySpec, list[Tensor]]]:
+        """Return known keys with the tensors that are given for each. what: the argument's name.
+
+        Raises KeyError for a key that is not known, TypeError or ValueError for tensors that are not as its value is.
+        """
+        found = []
+        for name, each in pairs_of(key, given, what):
+            spec = self._spec(name)
+            tensors = tensors_of(name, each, what)
+            for tensor in tensors:
+                check_tensor(spec, tensor, what)
+            found.append((spec, tensors))
+        return found
+
+    def _spec(self, name: Name) -> KeySpec:
+        if name not in self._specs:
+            known = ", ".join(map(repr, list(self._specs)[:10])) + (", ..." if len(self._specs) > 10 else "")
+            raise KeyError(f"{here()}key {name!r} was never given to init(); known are {known or 'none'}")
+        return self._specs[name]
+
+
+def pairs_of(key: Any, values: Any, what: str) -> list[tuple[Name, Any]]:
+    """Return each key with what is given for it. what: the argument's name.
+
+    Raises TypeError for keys that are no int or str, ValueError for lists of other lengths and keys given twice.
+    """
+    if not isinstance(key, (list, tuple)):
+        pairs = [(key, values)]
+    elif not isinstance(values, (list, tuple)) or len(values) != len(key):
+        given = f"{len(values)} of them" if isinstance(values, (list, tuple)) else type(values).__name__
+        raise ValueError(f"{here()}{what} must be a list as long as that of the keys, {len(key)}, not {given}")
+    else:
+        pairs = list(zip(key, values, strict=True))
+    names: set[Name] = set()
+    for name, _ in pairs:
+        if isinstance(name, bool) or not isinstance(name, (int, str)):
+            raise TypeError(f"{here()}a key must be an int or a str, not {name!r}")
+        if name in names:
+            raise ValueError(f"{here()}key {name!r} is given twice in one call; one key takes a list of tensors")
+        names.add(name)
+    return pairs
+
+
+def tensors_of(name: Name, value: Any, what: str) -> list[Tensor]:
+    """Return the tensors that are given for one key. Raises TypeError for anything but a tensor or a list of them."""
+    tensors = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise TypeError(f"{here()}{what} of key {name!r} must be a tensor or a list of tensors, not {value!r}")
+    return tensors
+
+
+def check_tensor(spec: KeySpec, tensor: Tensor, what: str) -> None:
+    """Raise ValueError for a tensor that is not as the value of the key is."""
+    if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
+        raise ValueError(
+            f"{here()}{what} of key {spec.name!r} must have shape {list(spec.shape)} and dtype {spec.dtype}, as init() was "
+            f"given, not {list(tensor.shape)} and {tensor.dtype}"
+        )
+
+
+def rows_of(spec: KeySpec, row_ids: Any) -> Tensor:
+    """Return the numbers of rows, in order and each once, on the CPU. Raises ValueError or TypeError for those of no row."""
+    if not isinstance(row_ids, Tensor) or row_ids.is_floating_point() or row_ids.dtype == torch.bool:
+        raise TypeError(f"{here()}row_ids of key {spec.name!r} must be a tensor of whole numbers, not {row_ids!r}")
+    if not spec.shape:
+        raise ValueError(f"{here()}key {spec.name!r} has no rows: its value is a single number")
+    rows: Tensor = row_ids.detach().to("cpu", torch.int64).unique()
+    wrong = rows[(rows < 0) | (rows >= spec.shape[0])]
+    if len(wrong):
+        raise ValueError(
+            f"{here()}row_ids of key {spec.name!r} must be from 0 to {spec.shape[0] - 1}, and {wrong[0]} is not"
+        )
+    return rows
+
+
+def lists_of_rows(key: Any, outs: Sequence[list[Tensor]], row_ids: Any) -> list[list[Any]]:
+    """Return the row_ids of each tensor in outs, which has a list for each key, from one for all of them, one for each
+    key, or one for each tensor of a single key. Raises ValueError for another number."""
+    given = list(row_ids) if isinstance(row_ids, (list, tuple)) else [row_ids]
+    if len(given) == 1:
+        return [given * len(tensors) for tensors in outs]
+    if isinstance(key, (list, tuple)) and len(given) == len(outs):
+        return [[rows] * len(tensors) for rows, tensors in zip(given, outs, strict=True)]
+    if not isinstance(key, (list, tuple)) and len(given) == len(outs[0]):
+        return [given]
+    raise ValueError(
+        f"{here()}row_ids must be one tensor, or as many as there are keys, or tensors in out for a single key, not "
+        f"{len(given)}"
+    )
+
+
+def described(factory: Factory) -> tuple[str, str]:
+    """Return the class and settings of the optimizers that a factory makes. Raises TypeError for what is no factory."""
+    wanted = (
+        "set_optimizer needs what makes an optimizer of a list of tensors, such as "
+        "functools.partial(torch.optim.SGD, lr=0.1)"
+    )
+    if isinstance(factory, torch.optim.Optimizer) or not callable(factory):
+        raise TypeError(f"{here()}{wanted}, not {factory!r}")
+    probe = torch.zeros(1)
+    try:
+        made = factory([probe])
+    except Exception as error:
+        raise TypeError(f"{here()}{wanted}; {factory!r} raised {error!r}") from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"{here()}{wanted}; {factory!r} returned {made!r}")
+    groups = made.param_groups
+    if len(groups) != 1 or len(groups[0]["params"]) != 1 or groups[0]["params"][0] is not probe:
+        raise TypeError(f"{here()}{wanted}; {factory!r} returned an optimizer of something else: {made!r}")
+    return type(made).__name__, str({name: value for name, value in groups[0].items() if name != "params"})
+
+
+def check_updatable(name: Name, shape: torch.Size, dtype: torch.dtype, factory: Factory) -> None:
+    """Raise ValueError where a server could not make an optimizer of a key's value."""
+    if not dtype.is_floating_point:
+        raise ValueError(f"{here()}an optimizer needs floating-point tensors, and key {name!r} has dtype {dtype}")
+    try:
+        factory([torch.zeros(shape, dtype=dtype)])
+    except Exception as error:
+        raise ValueError(f"{here()}no optimizer of key {name!r}, of shape {list(shape)}: {error!r}") from error

@@ -1,0 +1,138 @@
+"""What pushes to a key-value store travel as: codecs by MXNet's way of naming them, and the error feedback of a worker."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives.compression.codec import Codec, State
+from gradwire.collectives.compression.raw import Raw
+from gradwire.collectives.compression.registry import CODECS
+from gradwire.collectives.compression.seeds import rounding_seed
+from gradwire.collectives.kernels.wire import pad16
+from gradwire.trainer.servers.key_value.keys import KeySpec
+
+
+def codec_of(params: Mapping[str, Any]) -> Codec:
+    """Return the codec that is meant by a "type" with its settings, such as {"type": "2bit", "threshold": 0.5}.
+
+    Raises ValueError, which lists the types, or the settings of one; TypeError for a setting of a wrong type.
+    """
+    known: dict[Any, type[Codec]] = {
+        TwoBit.name: TwoBit,
+        **{name: codec for name, codec in CODECS.items() if codec is not Raw},
+    }
+    kind = params.get("type") if isinstance(params, Mapping) else None
+    if not isinstance(kind, str) or kind not in known:
+        raise ValueError(f'a dict with a "type" is needed, one of {", ".join(map(repr, known))}, and settings of it')
+    settings = {name: value for name, value in params.items() if name != "type"}
+    allowed = [field.name for field in fields(known[kind])]  # type: ignore[arg-type]
+    if unknown := [name for name in settings if name not in allowed]:
+        raise ValueError(f"{kind!r} has no setting {unknown[0]!r}; it has {', '.join(allowed) or 'none'}")
+    return known[kind](**settings)
+
+
+class Encoder:
+    """Encodes what one worker pushes, and keeps, for each key, what that lost, until the next push."""
+
+    def __init__(self, codec: Codec, rank: int) -> None:
+        self._codec = codec
+        self._rank = rank
+        self._steps: dict[int, int] = {}
+        self._residuals: dict[int, Tensor | None] = {}
+        self._states: dict[int, State | None] = {}
+
+    def encode(self, spec: KeySpec, value: Tensor) -> tuple[int, Tensor]:
+        """Return how many pushes to this key came before, and the code."""
+        values = value.to(torch.float32).reshape(-1).contiguous()
+        numel, number = values.numel(), spec.number
+        if number not in self._steps:
+            self._steps[number] = 0
+            self._residuals[number] = torch.zeros_like(values) if self._codec.needs_feedback else None
+            self._states[number] = self._codec.new_state(numel, values.device)
+        step = self._steps[number]
+        self._steps[number] += 1
+        codec = self._codec.at(step)
+        wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8)
+        seed = rounding_seed(step, self._rank, 0, number, 0)
+        codec.encode(values, wire, residual=self._residuals[number], seed=seed, state=self._states[number])
+        return step, wire
+
+
+_SHIFTS = (0, 2, 4, 6)
+
+
+@dataclass(frozen=True)
+class TwoBit(Codec):
+    """Sends threshold, 0 or -threshold, in two bits: the first from threshold on, the last from -threshold on.
+
+    This is MXNet's "2bit"; what is lost is added to the next push, as everywhere with error feedback. It is not
+    registered, since a fixed threshold needs a user who knows the size of the gradients. What is not finite decodes to
+    NaN, once. In plain torch: the servers of a key-value store compute on the CPU.
+    """
+
+    name: ClassVar[str] = "2bit"
+    needs_feedback: ClassVar[bool] = True
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.threshold, (int, float)) and math.isfinite(self.threshold) and self.threshold > 0):
+            raise ValueError(f"2bit: threshold must be a finite number > 0, not {self.threshold!r}")
+
+    def wire_bytes(self, numel: int) -> int:
+        return pad16(-(-numel // len(_SHIFTS)))
+
+    def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
+        wanted = values if residual is None else values + residual
+        codes = (wanted >= self.threshold).byte() + 2 * (wanted <= -self.threshold).byte()
+        codes[~wanted.isfinite()] = 3
+        quads = torch.nn.functional.pad(codes, (0, len(_SHIFTS) * wire.numel() - codes.numel())).view(-1, len(_SHIFTS))
+        wire.zero_()
+        for place, shift in enumerate(_SHIFTS):
+            wire |= quads[:, place] << shift
+        if residual is not None:
+            torch.sub(wanted, self._numbers(wire, wanted.numel()), out=residual)
+            residual[codes == 3] = 0  # or it would be NaN for ever
+
+    def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
+        numbers = self._numbers(wire, out.numel()) * scale
+        out.add_(numbers) if add else out.copy_(numbers)
+
+    def _numbers(self, wire: Tensor, numel: int) -> Tensor:
+        codes = torch.stack([(wire >> shift) & 3 for shift in _SHIFTS], 1).flatten()[:numel]
+        numbers = [0.0, self.threshold, -self.threshold, math.nan]
+        meanings = torch.tensor(numbers, dtype=torch.float32, device=wire.device)
+        return meanings[codes.long()]
+
+
+def is_sparse(tensor: Tensor) -> bool:
+    """Return whether a tensor keeps its numbers in another way than one by one."""
+    return tensor.layout is not torch.strided
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return the tensor with all of its numbers, without a gradient."""
+    tensor = tensor.detach()
+    return tensor.to_dense() if is_sparse(tensor) else tensor
+
+
+@torch.no_grad()
+def fill(tensors: Sequence[Tensor], value: Tensor) -> None:
+    """Copy a value into each of the tensors."""
+    for tensor in tensors:
+        tensor.copy_(value)
+
+
+@torch.no_grad()
+def fill_rows(tensor: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Write the values of some rows: a sparse tensor then consists of these; of a dense one the others are left alone."""
+    if is_sparse(tensor):
+        made = torch.sparse_coo_tensor(rows[None], values, tensor.shape, is_coalesced=True, check_invariants=False)
+        tensor.copy_(made)
+    else:
+        tensor[rows.to(tensor.device)] = values.to(tensor.device)

@@ -1,0 +1,115 @@
+"""The workers and servers of one key-value store: what joins this rank with all others, and how they agree."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradwire.collectives import Communicator
+from gradwire.collectives.communicator import close_all
+from gradwire.trainer.gradients.agreement import check_settings
+from gradwire.trainer.servers.aggregator import Scheme
+from gradwire.trainer.servers.connection import Flat, open_pairs
+from gradwire.trainer.servers.key_value.keys import Keys
+from gradwire.trainer.servers.key_value.messages import KeyServer, LocalKeys, RemoteKeys
+from gradwire.trainer.servers.roles import checked_ranks
+from gradwire.trainer.servers.serving import end
+from gradwire.trainer.world.process_sets import global_process_set
+from gradwire.trainer.world.world import current_settings, current_world, here
+
+
+class KeyGroup:
+    """Joins a worker with the servers of a key-value store, one of which may be its own. Collective, unless it is alone.
+
+    alone: whether it is of this process only. asynchronous: whether every push makes an update. servers: the ranks that
+    serve. Attributes: rank and size among the workers; communicator, of all of them, None if alone; keys, those of this
+    rank's server, None if it does not serve; servers, by which those of each rank are reached.
+    """
+
+    def __init__(self, *, alone: bool, asynchronous: bool, servers: Sequence[int] | None) -> None:
+        self.communicator = None if alone else current_world().open_communicator(global_process_set)
+        self.rank = 0 if self.communicator is None else self.communicator.rank
+        self.size = 1 if self.communicator is None else self.communicator.size
+        self.keys: Keys | None = None
+        self.servers: dict[int, RemoteKeys | LocalKeys] = {}
+        self.is_closed = False
+        self._pairs: list[Communicator] = []
+        self._server: KeyServer | None = None
+        self._timeout_s = current_settings().timeout_s
+        try:
+            listed = checked_ranks("servers", servers, self.size) or list(range(self.size))
+            quorum = 1 if asynchronous else self.size
+            if self.communicator is not None:
+                settings = {"asynchronous": repr(asynchronous), "servers": repr(listed)}
+                check_settings(self.communicator, "KVStore", settings)
+            self._connect(listed, Scheme(quorum, grace_s=0.0, staleness=None, late="next"))
+        except BaseException:
+            self._close_communicators()
+            raise
+
+    def _connect(self, servers: Sequence[int], scheme: Scheme) -> None:
+        """Make this rank's server, and what joins it with the others."""
+        rank = self.rank
+        serving: dict[int, Communicator] = {}
+        token = "" if self.communicator is None else self.communicator.allgather_record(secrets.token_hex(8))[0]
+        for server in servers:
+            everyone = range(self.size)
+            pairs = open_pairs(f"kvstore {token}", server, everyone, rank=rank, world_ranks=everyone)
+            self._pairs += pairs.values()
+            if server == rank:
+                self.keys, serving = Keys(rank, everyone, scheme, self._timeout_s), pairs
+                self.servers[server] = LocalKeys(rank, self.keys)
+            else:
+                self.servers[server] = RemoteKeys(rank, server, pairs[rank])
+        if self.keys is not None:
+            self._server = KeyServer(self.keys, serving)
+
+    def agree(self, error: Exception | None, said: Any) -> None:
+        """Raise this rank's error; that of another, or a ValueError where ranks do not say the same, on all ranks alike.
+        Collective. said: as JSON can have it."""
+        everyones = [[None, said]]
+        if self.communicator is not None:
+            everyones = self.communicator.allgather_record([None if error is None else str(error), said])
+        if error is not None:
+            raise error
+        for rank, (fault, theirs) in enumerate(everyones):
+            if fault is not None:
+                raise ValueError(f"{here()}nothing is done, because rank {rank} cannot do it: {fault}")
+            if theirs != everyones[0][1]:
+                raise ValueError(
+                    f"{here()}the ranks do not give the same: {everyones[0][1]} on rank 0; {theirs} on rank {rank}"
+                )
+
+    def share(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return rank 0's tensors, on the CPU; the others give some of the same shapes and dtypes. Collective."""
+        flat = Flat(tensors)
+        buffers = flat.pack(tensors)
+        if self.communicator is not None:
+            for buffer in buffers:
+                self.communicator.broadcast(buffer, 0)
+        return flat.views(buffers)
+
+    def meet(self) -> None:
+        """Return when all ranks have called it. Collective."""
+        if self.communicator is not None:
+            self.communicator.barrier()
+
+    def close(self, timeout_s: float | None) -> None:
+        """Say that nothing more comes, serve others until they say so, for timeout_s at most (None: that of init()), and
+        end the threads. Again does nothing."""
+        if self.is_closed:
+            return
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        end(self._server, deadline, leave=self._leave, close=self._close_communicators)
+
+    def _leave(self) -> None:
+        for server in self.servers.values():
+            server.leave()
+
+    def _close_communicators(self) -> None:
+        self.is_closed = True
+        close_all([*self._pairs, *([] if self.communicator is None else [self.communicator])])

@@ -1,0 +1,106 @@
+"""Files with the states of a key-value store's optimizers: one for all servers, written and read by rank 0."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradwire.collectives import Communicator
+from gradwire.trainer.servers.key_value.keys import Name
+from gradwire.trainer.world.world import here
+
+FORMAT = "gradwire key-value store 1"
+
+
+def write_states(path: Path, optimizer: str, states: dict[Name, Any], communicator: Communicator | None) -> None:
+    """Write the states of all ranks into a file of rank 0's, which takes the place of an older one as a whole. Collective.
+    optimizer: of which class they are.
+
+    Raises on rank 0 what kept it from that, such as an OSError, and ValueError on the others.
+    """
+    parts = []
+    if communicator is not None:
+        mine = _packed(states)
+        sizes = communicator.allgather_record(mine.numel())
+        if communicator.rank > 0:
+            communicator.send(mine, 0)
+        else:
+            for rank in range(1, communicator.size):
+                theirs = torch.empty(sizes[rank], dtype=torch.uint8)
+                communicator.recv(theirs, rank)
+                parts.append(theirs)
+    fault = None
+    if communicator is None or communicator.rank == 0:
+        try:
+            everyones = dict(states)
+            for part in parts:
+                everyones |= _unpacked(part)
+            _replace(path, {"format": FORMAT, "optimizer": optimizer, "states": everyones})
+        except Exception as error:  # told to the others, who would wait
+            fault = error
+    _tell(fault, f"could not write {path}", communicator)
+
+
+def read_states(path: Path, optimizer: str, communicator: Communicator | None) -> dict[Name, Any]:
+    """Return what write_states() wrote. Only rank 0 reads the file. Collective.
+
+    Raises on rank 0 what kept it from that, such as an OSError, and ValueError on the others; ValueError on all for another
+    file, or one of another optimizer.
+    """
+    data, fault = torch.empty(0, dtype=torch.uint8), None
+    if communicator is None or communicator.rank == 0:
+        try:
+            data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+        except Exception as error:  # told to the others, who would wait
+            fault = error
+    _tell(fault, f"could not read {path}", communicator)
+    if communicator is not None:
+        size = communicator.allgather_record(data.numel())[0]
+        data = data if communicator.rank == 0 else torch.empty(size, dtype=torch.uint8)
+        communicator.broadcast(data, 0)
+    try:
+        saved = _unpacked(data)
+        states: dict[Name, Any] = saved["states"]
+        found = (saved["format"], saved["optimizer"])
+    except Exception as error:
+        raise ValueError(f"{here()}{path} is no file of save_optimizer_states(): {error!r}") from error
+    if found != (FORMAT, optimizer):
+        raise ValueError(f"{here()}{path} is not of {FORMAT} and {optimizer}, but of {found[0]} and {found[1]}")
+    return states
+
+
+def _replace(path: Path, saved: dict[str, Any]) -> None:
+    """Write a file beside an older one, whose place it takes when it is whole; leave nothing beside it."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        with beside.open("wb") as file:
+            torch.save(saved, file)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _tell(fault: Exception | None, what: str, communicator: Communicator | None) -> None:
+    """Raise rank 0's error, on the other ranks as a ValueError."""
+    said = None if fault is None else f"{what}: {fault}"
+    if communicator is not None:
+        said = communicator.allgather_record(said)[0]
+    if fault is not None:
+        raise fault
+    if said is not None:
+        raise ValueError(f"{here()}rank 0 {said}")
+
+
+def _packed(states: dict[Name, Any]) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(states, file)
+    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+
+
+def _unpacked(data: torch.Tensor) -> dict[Any, Any]:
+    loaded: dict[Any, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+    return loaded

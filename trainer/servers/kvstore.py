@@ -1,0 +1,332 @@
+"""KVStore: MXNet's key-value store, at servers inside the ranks, for programs that are ported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives.compression.rehearsal import rehearse
+from gradwire.trainer.servers.aggregator import Counts
+from gradwire.trainer.servers.key_value.catalogue import Catalogue, check_updatable, described, lists_of_rows, rows_of
+from gradwire.trainer.servers.key_value.compression import Encoder, codec_of, dense, fill, fill_rows, is_sparse
+from gradwire.trainer.servers.key_value.group import KeyGroup
+from gradwire.trainer.servers.key_value.keys import Factory, Name, summed
+from gradwire.trainer.servers.key_value.state_files import read_states, write_states
+from gradwire.trainer.world.world import here
+
+Type = Literal["local", "device", "dist_sync", "dist_device_sync", "dist_async"]
+TYPES = get_args(Type)
+
+Key: TypeAlias = Name | Sequence[Name]
+
+
+class KVStore:
+    """Holds tensors by key at servers inside the ranks, which update them by what all ranks push: MXNet's KVStore.
+
+    type: "dist_sync" (or "dist_device_sync"): an update of a key is made of one push of every rank, in the order of
+    ranks, so runs repeat to the bit; a rank's pull waits for all that it has pushed. "dist_async": every push makes an
+    update at once, one at a time for a key, and nobody waits for other ranks. "local" (or "device"): of this process alone,
+    with or without init(). Servers compute on the CPU, in all of them; tensors on GPUs are copied.
+    servers: the ranks that hold keys beside their own training; by default all of them. A key lies at one server as a whole.
+
+    A key is an int or a str; all methods that take a key take a list of keys, with a list of what goes with each. A value
+    or out is a tensor or a list of tensors. Sparse values are made dense. priority must be 0: a call is done when it returns, so
+    none waits that another could overtake.
+
+    All ranks make it, and call init(), broadcast(), set_optimizer(), set_gradient_compression(), barrier() and the two methods of
+    optimizer states, in the same order (collective); push, pull, pushpull and row_sparse_pull they call as they like. One
+    thread of a rank may use it.
+
+    A rank that dies is left out: with "dist_async" the others go on, but for collective methods and the keys that it held,
+    for which they get PeerLost; so name servers= where ranks may be lost. With "dist_sync" a pull that
+    waits for it raises QuorumLost, and one that waits longer than about the timeout_s of init() raises CollectiveTimeout. A rank
+    that calls nothing for timeout_s counts as lost; one that calls close() is waited for no more.
+
+    Raises ValueError for another type, and servers that are no ranks.
+    """
+
+    def __init__(self, type: Type = "local", *, servers: Sequence[int] | None = None) -> None:
+        if type not in TYPES:
+            raise ValueError(f"{here()}type must be one of {', '.join(map(repr, TYPES))}, not {type!r}")
+        self._type = type
+        self._factory: Factory | None = None
+        self._optimizer_name = ""
+        self._encoder: Encoder | None = None
+        self._group = KeyGroup(alone=type in ("local", "device"), asynchronous=type == "dist_async", servers=servers)
+        self._catalogue = Catalogue(self._group.servers)
+
+    @property
+    def type(self) -> str:
+        """Return the type with which it was made."""
+        return self._type
+
+    @property
+    def rank(self) -> int:
+        """Return this worker's number, 0 <= rank < num_workers."""
+        return self._group.rank
+
+    @property
+    def num_workers(self) -> int:
+        """Return the number of workers, which are the ranks; 1 for "local" and "device"."""
+        return self._group.size
+
+    def init(self, key: Key, value: Any) -> None:
+        """Give keys that are new their values: those of rank 0. Collective.
+
+        Raises ValueError or TypeError, on all ranks, where one gives what cannot be meant, a key that is known already, or
+        other keys, shapes or dtypes than rank 0.
+        """
+        self._check_open()
+        named: dict[Name, Tensor] = {}
+        said: list[Any] = []
+        error: Exception | None = None
+        try:
+            named = {name: dense(tensor).cpu() for name, tensor in self._catalogue.new_values(key, value).items()}
+            if self._factory is not None:
+                for name, tensor in named.items():
+                    check_updatable(name, tensor.shape, tensor.dtype, self._factory)
+            said = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named.items()]
+        except Exception as caught:  # told to the others, who would wait
+            error = caught
+        self._group.agree(error, said)
+        for name, first in zip(named, self._group.share(list(named.values())), strict=True):
+            spec = self._catalogue.add(name, first)
+            if spec.server == self._group.rank and self._group.keys is not None:
+                self._group.keys.add(spec, first.clone(), self._factory)
+        self._group.meet()  # nobody pushes before all servers know the keys
+
+    def push(self, key: Key, value: Any, priority: int = 0) -> None:
+        """Send values to be summed with what the other ranks push, and handed to the optimizer, or else assigned.
+
+        Several tensors for a key are summed here. It comes after all earlier calls of this rank for the key. It does not wait for
+        other ranks.
+
+        Raises KeyError for a key that init() was never given, ValueError for another shape or dtype, before anything is
+        sent; PeerLost where the rank that holds a key is lost.
+        """
+        self._check_open()
+        _check_priority(priority)
+        given = self._catalogue.tensors(key, value, "value")
+        pushes = [(spec, summed([dense(tensor) for tensor in tensors]).cpu()) for spec, tensors in given]
+        for spec, total in pushes:
+            server = self._group.servers[spec.server]
+            if self._encoder is not None and spec.travels_coded:
+                step, code = self._encoder.encode(spec, total)
+                server.push(spec, code, step)
+            else:
+                server.push(spec, total, None)
+
+    def pull(self, key: Key, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
+        """Fill tensors with the newest values, in which all is that this rank has pushed before.
+
+        ignore_sparse: whether to leave sparse tensors in out alone; else they are a ValueError.
+
+        Raises as push() does; QuorumLost, CollectiveTimeout where an update cannot be made; CollectiveError where the
+        optimizer has failed.
+        """
+        self._check_open()
+        _check_priority(priority)
+        wanted = []
+        for spec, tensors in self._catalogue.tensors(key, out, "out"):
+            if not ignore_sparse and any(is_sparse(tensor) for tensor in tensors):
+                raise ValueError(f"{here()}out of key {spec.name!r} is sparse: row_sparse_pull() is for that")
+            wanted.append((spec, [tensor for tensor in tensors if not is_sparse(tensor)]))
+        for spec, tensors in wanted:
+            if tensors:
+                fill(tensors, self._group.servers[spec.server].pull(spec))
+
+    def pushpull(self, key: Key, value: Any, out: Any = None, priority: int = 0) -> None:
+        """Push values, and pull into out, or else into the values themselves."""
+        _check_priority(priority)
+        out = value if out is None else out
+        self._catalogue.tensors(key, out, "out")  # what is wrong with it is found before anything is pushed
+        self.push(key, value)
+        self.pull(key, out)
+
+    def broadcast(self, key: Key, value: Any, out: Any, priority: int = 0) -> None:
+        """Give keys that are new the values of rank 0, and fill out with them. Collective."""
+        _check_priority(priority)
+        self.init(key, value)
+        self.pull(key, out)
+
+    def row_sparse_pull(self, key: Key, out: Any, priority: int = 0, row_ids: Any = None) -> None:
+        """Fetch some rows of values, which alone travel.
+
+        row_ids: a tensor of the numbers of rows, in any order, also repeated; a list has one for each key, or for each
+        tensor in out of a single key. out: a sparse tensor (torch.sparse_coo) then consists of these rows, in order; of a
+        dense one these rows are written, and the others left alone.
+
+        Raises as pull() does; TypeError and ValueError for row_ids that are no rows.
+        """
+        self._check_open()
+        _check_priority(priority)
+        outs = self._catalogue.tensors(key, out, "out")
+        chosen = lists_of_rows(key, [tensors for _, tensors in outs], row_ids)
+        wanted = [
+            (spec, tensor, rows_of(spec, rows))
+            for (spec, tensors), ids in zip(outs, chosen, strict=True)
+            for tensor, rows in zip(tensors, ids, strict=True)
+        ]
+        for spec, tensor, rows in wanted:
+            fill_rows(tensor, rows, self._group.servers[spec.server].pull(spec, rows))
+
+    def set_optimizer(self, optimizer: Factory) -> None:
+        """Update every key, also those to come, by an optimizer of its own, made at its server. Collective.
+
+        optimizer: makes one of a list of tensors, such as functools.partial(torch.optim.SGD, lr=0.1), or
+        torch.optim.Adam; with the same settings on all ranks. It steps with the sum of what is pushed, not the average.
+        Given again, it takes the place of the first one, whose states are forgotten.
+
+        Raises TypeError for anything else, ValueError where ranks differ, and for keys that are no floating-point tensors.
+        """
+        self._check_open()
+        name, settings, error = "", "", None
+        try:
+            name, settings = described(optimizer)
+            for spec in self._catalogue:
+                check_updatable(spec.name, spec.shape, spec.dtype, optimizer)
+        except Exception as caught:
+            error = caught
+        self.barrier()  # what was pushed before is for what was there before
+        self._group.agree(error, f"{name} {settings}")
+        self._factory, self._optimizer_name = optimizer, name
+        if self._group.keys is not None:
+            self._group.keys.set_optimizer(optimizer)
+        self._group.meet()
+
+    def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
+        """Push codes from now on. Collective, once.
+
+        compression_params: {"type": "2bit", "threshold": 0.5} as in MXNet, which sends threshold, 0 or -threshold; or the
+        name of a codec of collectives.compression, with its settings, such as {"type": "topk", "ratio": 0.01}. What a code
+        has lost is added to this rank's next push to the key, where the codec needs that. Floating-point values are
+        encoded, as float32; others travel as they are, and so does what is pulled.
+
+        Raises ValueError, which lists types and settings, for others; where ranks differ; and with "local" and "device", where
+        nothing travels.
+        """
+        self._check_open()
+        if self._group.communicator is None:
+            raise ValueError(f"{here()}nothing travels with type {self._type!r} that could be compressed")
+        if self._encoder is not None:
+            raise ValueError(f"{here()}gradient compression is set already, and cannot be changed")
+        codec, said, error = None, "", None
+        try:
+            codec = codec_of(compression_params)
+            said = codec.identity
+        except Exception as caught:
+            error = ValueError(f"{here()}gradient compression by {compression_params!r}: {caught}")
+        self._group.agree(error, said)
+        assert codec is not None
+        rehearse(codec, torch.device("cpu"), with_feedback=codec.needs_feedback)  # compiles now, not in the first push
+        if self._group.keys is not None:
+            self._group.keys.codec = codec
+        self._encoder = Encoder(codec, self._group.rank)
+        self._group.meet()
+
+    def save_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
+        """Write the states of all optimizers into one file of rank 0's, by torch.save. Collective.
+
+        Values of keys are not in it: pull and save them. Raises ValueError before set_optimizer(); where fname is no
+        path, TypeError on the ranks that give it and ValueError on the others; where the file cannot be written, OSError
+        on rank 0 and ValueError on the others.
+        """
+        path = self._agreed_path("save_optimizer_states", fname)
+        self.barrier()  # all that was pushed before is in them
+        states = {} if self._group.keys is None else self._group.keys.state_dict()
+        write_states(path, self._optimizer_name, states, self._group.communicator)
+
+    def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
+        """Go on with the states that save_optimizer_states() wrote, on any number of ranks and servers. Only rank 0 reads the
+        file. Collective.
+
+        Raises ValueError before set_optimizer(), for another file, and where a key is not in it or its state cannot be loaded,
+        with nothing loaded; TypeError and ValueError for what is no path as save_optimizer_states() does; where the file cannot
+        be read OSError on rank 0 and ValueError on the others.
+        """
+        path = self._agreed_path("load_optimizer_states", fname)
+        self.barrier()
+        states = read_states(path, self._optimizer_name, self._group.communicator)
+        if missing := [spec.name for spec in self._catalogue if spec.name not in states]:
+            raise ValueError(
+                f"{here()}{fname} has no state of key {missing[0]!r}; it has {', '.join(map(repr, states))}"
+            )
+        keys, error = self._group.keys, None
+        before = {} if keys is None else keys.state_dict()
+        try:
+            if keys is not None:
+                keys.load_state_dict(states)
+        except Exception as caught:  # told to the others, who would wait
+            error = ValueError(f"{here()}{fname} has a state that {self._optimizer_name} cannot load: {caught!r}")
+        try:
+            self._group.agree(error, None)
+        except ValueError:
+            if keys is not None:
+                keys.load_state_dict(before)
+            self._group.meet()  # nobody pushes before all servers have done that
+            raise
+
+    @staticmethod
+    def is_capable(capability: str) -> bool:
+        """Return whether it can do something: "optimizer", which it can, is all that MXNet asks for. Raises ValueError else."""
+        if not isinstance(capability, str) or capability.lower() != "optimizer":
+            raise ValueError(f"{here()}capability must be 'optimizer', not {capability!r}")
+        return True
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it, and all that they have pushed has come to its servers. Collective."""
+        self.report()
+        self._group.meet()
+
+    def report(self) -> Counts:
+        """Return what became of all pushes so far, summed over keys: how many updates, whose pushes, and how many updates
+        each came late. It answers when all that this rank has pushed has come there."""
+        self._check_open()
+        return Counts.total([server.counts() for server in self._group.servers.values()])
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Say that nothing more comes from this rank, serve the others until they say so too, and end the threads.
+
+        timeout_s: how long others are waited for at most, by default the timeout_s of init(); after that they are left
+        alone, and a warning says so. Calling it again does nothing.
+        """
+        self._group.close(timeout_s)
+
+    def _check_open(self) -> None:
+        if self._group.is_closed:
+            raise RuntimeError(f"{here()}this key-value store is closed")
+
+    def _agreed_path(self, method: str, fname: str | os.PathLike[str]) -> Path:
+        """Return what a method of optimizer states is given, once all ranks have given a path. Collective."""
+        self._check_open()
+        if self._factory is None:
+            raise ValueError(f"{here()}{method}() needs an optimizer: call set_optimizer() first")
+        path, error = Path(), None
+        try:
+            path = Path(fname)
+        except TypeError:
+            error = TypeError(f"{here()}{method}() needs the path of a file, a str or os.PathLike, not {fname!r}")
+        self._group.agree(error, None)
+        return path
+
+    def __repr__(self) -> str:
+        return f"KVStore({self._type!r}), rank {self._group.rank} of {self._group.size}, {len(self._catalogue)} keys"
+
+
+def create(name: Type = "local", *, servers: Sequence[int] | None = None) -> KVStore:
+    """Return a KVStore of a type, as mxnet.kvstore.create() does."""
+    return KVStore(name, servers=servers)
+
+
+def _check_priority(priority: int) -> None:
+    """Raise ValueError for a priority, by which nothing could be ordered."""
+    if priority != 0:
+        raise ValueError(
+            f"{here()}priority={priority!r}: 0 is allowed alone, since a call is done when it returns and none waits that "
+            "another could overtake"
+        )

@@ -1,0 +1,387 @@
+"""ParameterServer: a torch optimizer that runs at servers inside the ranks, which need not wait for all of them."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import CollectiveError, Communicator
+from gradwire.collectives.communicator import close_all
+from gradwire.collectives.torch_internals import share_hooks
+from gradwire.trainer.gradients.agreement import agree_on_parameters, check_settings
+from gradwire.trainer.gradients.arguments import check_named_parameters
+from gradwire.trainer.gradients.compression import Compression, Compressor, Policy
+from gradwire.trainer.gradients.replicas import hash_of
+from gradwire.trainer.gradients.uncompiled import uncompiled
+from gradwire.trainer.optimizers.copies import copied_attributes
+from gradwire.trainer.optimizers.wrapped import WrappingOptimizer
+from gradwire.trainer.servers.aggregator import Late, Scheme
+from gradwire.trainer.servers.connection import open_pairs, text_of
+from gradwire.trainer.servers.messages import Local, Remote, Server
+from gradwire.trainer.servers.pushed import Packing, encodings_of
+from gradwire.trainer.servers.report import ServerReport
+from gradwire.trainer.servers.roles import checked_ranks, checked_scheme, roles_of
+from gradwire.trainer.servers.serving import end
+from gradwire.trainer.servers.updater import Updater, cut
+from gradwire.trainer.servers.worker import Member, Worker
+from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, global_process_set
+from gradwire.trainer.world.world import current_world, here
+
+KEY = "gradwire_server"
+"""In the state_dict() of an optimizer at a parameter server."""
+
+_TELL_S = 3.0
+"""How much longer each waits than the one before, so that who does not answer is known there, and told: a server for the word
+of a worker, it for an update, a worker for its server, members of a group for their first rank."""
+
+_LOOK_S = 1.0
+"""How often serve() looks whether Ctrl-C was pressed."""
+
+
+class ParameterServer(WrappingOptimizer):
+    """Wraps an optimizer so that it runs at servers inside the ranks, which hold a part of the parameters each.
+
+    step() pushes this rank's gradients to all servers, waits until each lets it go on, and fills the parameters with what
+    is newest there. A server makes an update when contributions of `quorum` ranks to it have come and grace_s seconds have
+    passed since, or all have come. It steps with their average, by their weights.
+
+    optimizer, named_parameters, process_set: as DistributedOptimizer takes them; every parameter belongs to one server as a
+    whole, so any torch optimizer will do that treats parameters one by one. The settings of the param groups, such as the
+    learning rate, count as they are on the server's rank when it makes an update; where that serves only, as the lowest-numbered
+    worker that takes part had them at its last step(), which raises TypeError for others than numbers, strings and tuples.
+    quorum: by default all that push: synchronous. Less: the slowest are not waited for (Chen et al. 2016). 1: asynchronous (Dean
+    et al. 2012). staleness: how many steps a rank may be ahead of the slowest, which it then waits for (Ho et al. 2013);
+    None for any number. late: what becomes of gradients of an old version: "weight", they are part of the next update by
+    1 / (1 + age); "next", like any other; "drop", they are counted, and not used. Those that are used count towards the
+    quorum. servers: the ranks of the process set, by their numbers in it, that serve; by default those that do not train, or
+    where all do, all that push. workers: the ranks that train, by default all; any other serves only, by serve().
+    inner: a process set, such as the ranks of a host, that averages its gradients at every step; its first rank pushes and
+    pulls for it, and the quorum counts such groups (hybrid; Kurth et al. 2017). Different ranks name different ones. A
+    Communicator as inner= waits for its own timeout_s: let it be 10 seconds longer than that of init(). compression: what
+    gradients are pushed as, as DistributedOptimizer takes it, but for codecs of sums (PowerSGD); what encodings lose is kept
+    at the worker. Parameters come back as they are.
+
+    Replicas must start equal. Load and broadcast the parameters (broadcast_parameters) before making it: the servers take them
+    over then, and the first step() and serve() raise RuntimeError where they have changed since. A parameter without a gradient
+    contributes zeros. Runs with quorum=all repeat to the bit, whoever serves; otherwise what arrives first decides.
+
+    A rank that dies is left out, and the others go on, as long as they are `quorum` and it was not one that serves:
+    else their step() raises QuorumLost or PeerLost, on all ranks of a group alike; a group ends with any of its ranks. So
+    name servers= where ranks may be lost. It cannot come back. One
+    that calls close() has no more to contribute, and is waited for no more; one that only stops to step may leave the others
+    short of the quorum. A rank that pushes nothing for the timeout_s of init() counts as lost.
+
+    Each rank has a small Communicator with every server, and so each server a thread for every rank: this is for some dozens of
+    ranks. Messages go through shared memory or TCP as those of Communicators do. CUDA parameters travel through the CPU,
+    and servers compute there.
+
+    Collective. Raises ValueError or TypeError for arguments that cannot be meant.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        *,
+        quorum: int | None = None,
+        grace_s: float = 0.0,
+        staleness: int | None = None,
+        late: Late = "weight",
+        servers: Sequence[int] | None = None,
+        workers: Sequence[int] | None = None,
+        inner: ProcessSetLike = None,
+        compression: Compressor = Compression.none,
+        process_set: ProcessSetLike = global_process_set,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"{here()}optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        copied_attributes(optimizer)  # what cannot be copied to a server is found before ranks connect
+        for each in (process_set, inner):
+            if isinstance(each, ProcessSet) and each.included() is False:
+                raise ValueError(f"{here()}this process is not part of {each!r}, which alone may make this optimizer")
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        named = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
+        names = [named.get(parameter, f"parameter {number}") for number, parameter in enumerate(parameters)]
+        encodings = encodings_of(compression)
+        world = current_world()
+        self._owned: list[Communicator] = []  # by this optimizer
+        self._communicator = self._open(process_set)
+        self._updater: Updater | None = None
+        self._server: Server | None = None
+        self._worker: Worker | Member | None = None
+        self._timeout_s = world.settings.timeout_s
+        self._failure: BaseException | None = None
+        self._taken_over: dict[str, int] | None = None  # hashes of what the servers have, until the first step
+        self._is_closed = False
+        self.optimizer = optimizer
+        share_hooks(self, optimizer)
+        try:
+            size = self._communicator.size
+            asked = {
+                name: checked_ranks(name, given, size) for name, given in (("servers", servers), ("workers", workers))
+            }
+            described = {name: repr(ranks) for name, ranks in asked.items()}
+            check_settings(self._communicator, "ParameterServer", {**described, "compression": encodings.described[0]})
+            group = None if inner is None else self._open(inner, self._timeout_s + 3 * _TELL_S)
+            self._roles = roles_of(
+                asked["servers"], asked["workers"], self._communicator.allgather_record(self._numbers(group))
+            )
+            count = len(self._roles.groups)
+            scheme = Scheme(count if quorum is None else quorum, grace_s, staleness, late)
+            described = {name: repr(value) for name, value in vars(scheme).items()}
+            check_settings(self._communicator, "ParameterServer", described)
+            self._scheme = checked_scheme(scheme, count)
+            agree_on_parameters(self._communicator, names, parameters)
+            by_name = dict(zip(names, parameters, strict=True))
+            self._trained = {name: parameter for name, parameter in by_name.items() if parameter.requires_grad}
+            self._frozen = {name: parameter for name, parameter in by_name.items() if not parameter.requires_grad}
+            self._connect(list(self._trained), list(self._trained.values()), encodings, group)
+            place = [self._communicator.rank, size]
+            self._layout = [*place, self._roles.servers, self._roles.groups, encodings.described[0], len(self._trained)]
+            self._taken_over = self._hashes()
+        except BaseException:
+            self._close_communicators()
+            raise
+
+    def _open(self, process_set: ProcessSetLike, timeout_s: float | None = None) -> Communicator:
+        """Return what joins the ranks of a process set. timeout_s: where it is opened here; None for that of init()."""
+        if isinstance(process_set, Communicator):
+            return process_set
+        self._owned.append(current_world().open_communicator(process_set, timeout_s))
+        return self._owned[-1]
+
+    def _numbers(self, group: Communicator | None) -> list[int] | None:
+        """Return the ranks of a group by their numbers in the process set. Raises ValueError for others."""
+        if group is None:
+            return None
+        place = {launched: number for number, launched in enumerate(self._communicator.global_ranks)}
+        if not all(launched in place for launched in group.global_ranks):
+            raise ValueError(f"{here()}inner must be ranks of the process_set")
+        return [place[launched] for launched in group.global_ranks]
+
+    def _connect(
+        self, names: Sequence[str], parameters: Sequence[Tensor], encodings: Policy, group: Communicator | None
+    ) -> None:
+        """Make the servers, and what joins this rank with them."""
+        world, rank, roles = current_world(), self._communicator.rank, self._roles
+        ranks = [place for place in world.ranks_of(self._communicator) if place is not None]
+        if len(ranks) != self._communicator.size:
+            raise ValueError(f"{here()}process_set is a Communicator of ranks that are not in this world")
+        token = self._communicator.allgather_record(secrets.token_hex(8))[0]
+        parts: list[tuple[Remote | Local, Sequence[int]]] = []
+        shares = cut(parameters, roles.servers)
+        trains = {member for members in roles.groups for member in members}
+        for server, numbers in shares.items():
+            part = [parameters[number] for number in numbers]
+            packing = Packing([names[number] for number in numbers], part, encodings)
+            patience_s = self._timeout_s + (0 if rank == server else 2 * _TELL_S)
+            pairs = open_pairs(
+                f"server {token}", server, roles.workers, rank=rank, world_ranks=ranks, timeout_s=patience_s
+            )
+            self._owned += pairs.values()
+            if server == rank:
+                update_s = self._timeout_s + _TELL_S
+                self._updater = Updater(rank, roles.workers, shares, part, self.optimizer, self._scheme, update_s)
+                self._server = Server(self._updater, packing, pairs)
+                if rank in roles.workers:
+                    parts.append((Local(rank, self._updater, packing), numbers))
+            elif rank in roles.workers:
+                settings = None if server in trains else self.optimizer
+                parts.append((Remote(rank, server, packing, pairs[rank], settings), numbers))
+        worker_here = Worker(rank, parameters, parts) if rank in roles.workers else None
+        self._worker = worker_here if group is None else Member(rank, group, parameters, worker_here, len(shares))
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Return of which version the parameters are that this rank has: how many updates each server that has parameters
+        had made, in the order of the servers' ranks."""
+        return tuple(self._training().versions)
+
+    @uncompiled
+    def step(self, closure: Callable[[], Any] | None = None, *, weight: float = 1.0) -> Any:
+        """Push this rank's gradients, and fill the parameters with what is newest at the servers, when they let it go on.
+
+        closure: clears gradients, calls backward() and returns this rank's loss, which step() returns. weight: of these
+        gradients in the average, such as the number of tokens they were computed of.
+
+        Raises QuorumLost where too few ranks are left, PeerLost where a server is; CollectiveError at each further call, also
+        after Ctrl-C. RuntimeError where parameters have changed since servers took them over; ValueError where one requires a
+        gradient that did not when this was made.
+        """
+        worker = self._training()
+        self._check_unbroken()
+        if not (math.isfinite(weight) and weight > 0):
+            raise ValueError(f"{here()}weight must be a finite number > 0, not {weight!r}")
+        self._check_taken_over()
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"{here()}{name!r} requires a gradient, and did not when this optimizer was made, whose servers do not have "
+                    "it: make a new one"
+                )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        try:
+            worker.step(weight)
+        except BaseException as error:  # also Ctrl-C, after which a server's answer may be due
+            self._failure = error
+            raise
+        return loss
+
+    def serve(self) -> None:
+        """Serve until all workers have left or are lost, on a rank that does nothing else. A worker that pushes nothing for
+        the timeout_s of init() counts as lost. Returns at once where there are fewer parameters than servers, and none is
+        left for this one. Raises ValueError on a rank that trains, RuntimeError where parameters have changed since this was
+        made."""
+        self._check_open()
+        if self._worker is not None:
+            raise ValueError(f"{here()}serve() is for ranks that serve only; this one is one of workers=, and trains")
+        self._check_taken_over()
+        while self._server is not None and not self._server.join(time.monotonic() + _LOOK_S):
+            pass
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as torch does."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise ValueError: the parameters are divided among the servers when the optimizer is made."""
+        raise ValueError(f"{here()}parameters cannot be added to an optimizer at a parameter server once it is made")
+
+    def report(self) -> ServerReport:
+        """Return what became of all contributions so far: on a rank that serves only, at this server. A rank may call it at any
+        time but during its step(); of a group, only the first."""
+        self._check_open()
+        if self._worker is not None:
+            return ServerReport.of(self._worker.counts())
+        return ServerReport.of([] if self._updater is None else [self._updater.counts()])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where this rank and its server stand: every rank saves its own, after the same step, and the model.
+
+        Raises ValueError with a quorum of less than all, which do not stand at one place together, and where ranks serve
+        only, which do not stop between two steps; CollectiveError after a step() that has failed, which some servers may
+        have made and others not.
+        """
+        self._check_synchronous("state_dict")
+        self._check_unbroken()
+        mine = None if self._updater is None else self._updater.state_dict()
+        worker = self._training()
+        at = {"layout": self._layout, "version": worker.versions[0], "updater": mine, "worker": worker.state_dict()}
+        return {**self.optimizer.state_dict(), KEY: at}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on, bit for bit, where state_dict() was called on each of as many ranks with the same servers. Load the model
+        before: the servers take their parameters from that. Collective.
+
+        Raises ValueError, on all ranks, with nothing loaded, where the state_dict of one is of something else, or its server was
+        not at the same step; CollectiveError after a step() that has failed.
+        """
+        self._check_synchronous("load_state_dict")
+        self._training()
+        self._check_unbroken()
+        saved = state_dict.get(KEY) or {}
+        version = saved.get("version")
+        mine_fits = saved.get("layout") == self._layout and (saved.get("updater") or saved).get("version") == version
+        said = self._communicator.allgather_record([mine_fits, version])
+        wrong = [rank for rank, (fits, other) in enumerate(said) if not fits or other != said[0][1]]
+        if wrong:
+            raise ValueError(
+                f"{here()}load_state_dict needs what state_dict() returned on this rank of as many ranks, with the same servers "
+                f"and parameters, after the same step; not so on {', '.join(f'rank {rank}' for rank in wrong)}"
+            )
+        before, fault = self.state_dict(), ""
+        try:
+            self._take(state_dict)
+        except Exception as error:  # told to the others, who would wait
+            fault = f"{type(error).__name__}: {error}"
+        faults = self._communicator.allgather_record(fault)
+        if any(faults):
+            self._take(before)
+        self._communicator.barrier()  # nobody contributes before all servers know the version
+        for rank, theirs in enumerate(faults):
+            if theirs:
+                raise ValueError(f"{here()}load_state_dict: rank {rank} was given what cannot be loaded ({theirs})")
+
+    def _take(self, state_dict: dict[str, Any]) -> None:
+        """Go on where state_dict() was called, on this rank and at its server. Raises what their states raise."""
+        saved = state_dict[KEY]
+        self.optimizer.load_state_dict({name: value for name, value in state_dict.items() if name != KEY})
+        if self._updater is not None:
+            self._updater.load_state_dict(saved["updater"])
+        self._training().load_state_dict(saved["worker"], saved["version"])
+        self._taken_over = self._hashes()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Say that nothing more comes from this rank, serve the others until they say so too, and end the threads.
+
+        timeout_s: how long others are waited for at most, by default the timeout_s of init(); after that they are left
+        alone, and a warning says so. The parameters and the wrapped optimizer live on. Calling it again does nothing.
+        """
+        if self._is_closed:
+            return
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        end(self._server, deadline, leave=lambda: self._leave(deadline), close=self._close_communicators)
+
+    def _leave(self, deadline: float) -> None:
+        if self._worker is not None:
+            self._worker.leave(deadline)
+
+    def _close_communicators(self) -> None:
+        self._is_closed = True
+        close_all(reversed(self._owned))
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError(f"{here()}this optimizer is closed")
+
+    def _check_unbroken(self) -> None:
+        """Raise CollectiveError after a step() that has failed."""
+        if self._failure is not None:
+            said = f"this optimizer is broken by an earlier failure: {text_of(self._failure)}"
+            raise CollectiveError(f"{here()}{said}") from self._failure
+
+    def _hashes(self) -> dict[str, int]:
+        """Return by name what stands for the parameters. (Their versions would not do: what is received leaves those alone.)"""
+        return {name: hash_of(parameter) for name, parameter in self._trained.items()}
+
+    def _check_taken_over(self) -> None:
+        """Raise RuntimeError where parameters, before the first step, are not what they were when servers took them over."""
+        if self._taken_over is None:
+            return
+        changed = [name for name, found in self._hashes().items() if found != self._taken_over[name]]
+        if changed:
+            raise RuntimeError(
+                f"{here()}parameters ({changed[0]!r}, {len(changed)} in all) have changed since this optimizer was made or its "
+                "state loaded, and its servers would overwrite them: load or broadcast parameters before that"
+            )
+        self._taken_over = None
+
+    def _training(self) -> Worker | Member:
+        """Return what this rank trains by. Raises RuntimeError on a rank that serves only, or has closed."""
+        self._check_open()
+        if self._worker is None:
+            raise RuntimeError(f"{here()}this rank serves only: it calls serve(), then close()")
+        return self._worker
+
+    def _check_synchronous(self, verb: str) -> None:
+        count, trained = len(self._roles.groups), sum(map(len, self._roles.groups))
+        if self._scheme.quorum < count or trained < self._communicator.size:
+            raise ValueError(
+                f"{here()}{verb} needs quorum={count}, all that push, not {self._scheme.quorum}, and no ranks that serve only: "
+                "others do not stand at one place together. Save the model of one rank, and begin with new servers"
+            )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a ParameterServer cannot be copied or pickled: save its state_dict()")

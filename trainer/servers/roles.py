@@ -1,0 +1,89 @@
+"""What is asked of a parameter server: which ranks serve, which train, and when an update is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gradwire.collectives.errors import ranks_text
+from gradwire.trainer.servers.aggregator import LATE, Scheme
+from gradwire.trainer.world.world import here
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Says what the ranks of a process set do at a parameter server.
+
+    servers: the ranks that hold parameters. groups: of the ranks that train, those that average their gradients among
+    themselves. The first of each pushes and pulls for all of it: it is the worker.
+    """
+
+    servers: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Return the ranks that push and pull."""
+        return tuple(group[0] for group in self.groups)
+
+
+def checked_ranks(name: str, ranks: Sequence[int] | None, size: int) -> list[int] | None:
+    """Return some ranks of as many as size, in order; None for None. Raises ValueError for anything else."""
+    if ranks is None:
+        return None
+    listed = list(ranks) if isinstance(ranks, Iterable) else []
+    if not all(isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < size for rank in listed):
+        listed = []
+    if not listed or len(set(listed)) < len(listed):
+        raise ValueError(f"{here()}{name} must be ranks from 0 to {size - 1}, each once, at least one, not {ranks!r}")
+    return sorted(listed)
+
+
+def roles_of(
+    servers: Sequence[int] | None, workers: Sequence[int] | None, groups: Sequence[Sequence[int] | None]
+) -> Roles:
+    """Return the roles of as many ranks as there are groups.
+
+    servers: the ranks that serve; None for those that do not train, or where all train, for all that push. workers: the
+    ranks that train; None for all. groups: by rank, the ranks with which it says that it averages, in their order; None for
+    none. Raises ValueError, on all ranks alike, where that does not fit together.
+    """
+    training = sorted(range(len(groups)) if workers is None else workers)
+    found: list[tuple[int, ...]] = []
+    for rank, said in enumerate(groups):
+        if said is not None and rank not in training:
+            raise ValueError(f"{here()}rank {rank} has inner= but is not one of workers={training}: it does not train")
+        group = (rank,) if said is None else tuple(said)
+        for other in group:
+            if groups[other] != said:
+                raise ValueError(
+                    f"{here()}inner= must name the same ranks on all of them, which train: it is {ranks_text(group)} on "
+                    f"rank {rank}, and {_said(groups[other])} on rank {other}"
+                )
+        if rank in training and group[0] == rank:
+            found.append(group)
+    idle = [rank for rank in range(len(groups)) if rank not in training]
+    serving = sorted(servers if servers is not None else idle or [group[0] for group in found])
+    if neither := [rank for rank in idle if rank not in serving]:
+        raise ValueError(f"{here()}{ranks_text(neither)} neither trains (workers=) nor serves (servers=)")
+    return Roles(tuple(serving), tuple(found))
+
+
+def checked_scheme(scheme: Scheme, size: int) -> Scheme:
+    """Return the scheme. Raises ValueError for one that cannot be meant."""
+    if not isinstance(scheme.quorum, int) or not 1 <= scheme.quorum <= size:
+        raise ValueError(
+            f"{here()}quorum must be a whole number from 1 to {size}, of ranks or groups, not {scheme.quorum!r}"
+        )
+    if not (isinstance(scheme.grace_s, (int, float)) and math.isfinite(scheme.grace_s) and scheme.grace_s >= 0):
+        raise ValueError(f"{here()}grace_s must be a finite number of seconds >= 0, not {scheme.grace_s!r}")
+    if scheme.staleness is not None and (not isinstance(scheme.staleness, int) or scheme.staleness < 0):
+        raise ValueError(f"{here()}staleness must be a whole number >= 0, or None, not {scheme.staleness!r}")
+    if scheme.late not in LATE:
+        raise ValueError(f"{here()}late must be one of {', '.join(map(repr, LATE))}, not {scheme.late!r}")
+    return scheme
+
+
+def _said(group: Sequence[int] | None) -> str:
+    return "not given" if group is None else ranks_text(group)

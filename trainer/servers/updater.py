@@ -1,0 +1,169 @@
+"""What a parameter server holds: some of the parameters with their optimizer, which updates them by what workers contribute."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.collectives import CollectiveError, CollectiveTimeout
+from gradwire.trainer.optimizers.copies import of_copies
+from gradwire.trainer.servers.aggregator import Aggregator, Counts, Scheme
+from gradwire.trainer.servers.connection import Flat, QuorumLost
+
+
+class Updater:
+    """Holds some of the parameters with their optimizer, and updates them by what all workers contribute.
+
+    servers: the ranks that serve, without which nobody can go on. optimizer: of which class, settings and state are taken; its
+    param groups' settings count in each update, unless workers tell theirs. timeout_s: how long a worker waits for an update
+    before that is an error.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        workers: Sequence[int],
+        servers: Collection[int],
+        parameters: Sequence[Tensor],
+        optimizer: torch.optim.Optimizer,
+        scheme: Scheme,
+        timeout_s: float,
+    ) -> None:
+        self.flat = Flat(parameters)
+        self.workers = list(workers)
+        self.rank = rank
+        self._servers = servers
+        self._scheme = scheme
+        self._timeout_s = timeout_s
+        self._sources = list(parameters)
+        self._users = optimizer
+        self._told: dict[int, list[dict[str, Any]]] = {}  # settings of param groups, by the worker that told them
+        self._parameters = [nn.Parameter(parameter.detach().cpu().clone()) for parameter in parameters]
+        self._optimizer = of_copies(optimizer, dict(zip(parameters, self._parameters, strict=True)))
+        self._changed = threading.Condition()
+        self._aggregator: Aggregator[list[Tensor]] = Aggregator(workers, scheme)
+        self._newest = self.flat.pack(self._parameters)
+        self._failure: CollectiveError | None = None
+
+    def exchange(self, worker: int, version: int, weight: float, gradients: list[Tensor]) -> tuple[int, list[Tensor]]:
+        """Take a worker's gradients; return the version and the parameters with which it goes on, when it may.
+
+        Raises QuorumLost; CollectiveTimeout, when that takes too long; CollectiveError, where the optimizer has failed.
+        """
+        operation = f"step of rank {worker} at the parameter server"
+        deadline = time.monotonic() + self._timeout_s
+        with self._changed:
+            aggregator = self._aggregator
+            aggregator.push(worker, version, weight, gradients, time.monotonic())
+            self._update()
+            self._changed.notify_all()
+            while self._failure is not None or not aggregator.may_go(worker):
+                if self._failure is not None:  # a new error in each thread that raises it
+                    raise self._failure.again(str(self._failure), operation) from self._failure
+                if not aggregator.holds_quorum:
+                    raise QuorumLost(aggregator.lost, aggregator.quorum, rank=self.rank, operation=operation)
+                now = time.monotonic()
+                if now >= deadline:
+                    waiting_for = aggregator.awaited
+                    raise CollectiveTimeout(self._timeout_s, waiting_for, rank=self.rank, operation=operation)
+                due_at = aggregator.due_at(now)
+                self._changed.wait(min(deadline, deadline if due_at is None else due_at) - now)
+                self._update()
+            aggregator.went(worker)
+            return aggregator.version, self._newest
+
+    def take_settings(self, worker: int, settings: list[dict[str, Any]]) -> None:
+        """Step with a worker's settings of the param groups from now on, if it is the lowest-numbered one that takes part."""
+        with self._changed:
+            self._told[worker] = [
+                {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
+                for group in settings
+            ]
+
+    def leave(self, worker: int) -> None:
+        """Go on without a worker that is done."""
+        with self._changed:
+            self._forget_settings(worker)
+            self._aggregator.leave(worker, time.monotonic())
+            self._update()
+            self._changed.notify_all()
+
+    def lose(self, worker: int, error: CollectiveError) -> None:
+        """Go on without a worker that has failed; fail for all where it serves too. error: that tells of it."""
+        with self._changed:
+            if worker in self._servers and self._failure is None:
+                self._failure = error
+            self._forget_settings(worker)
+            self._aggregator.lose(worker, time.monotonic())
+            self._update()
+            self._changed.notify_all()
+
+    def counts(self) -> Counts:
+        """Return what became of all contributions so far."""
+        with self._changed:
+            return self._aggregator.counts()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what load_state_dict() takes; the parameters are in the model."""
+        with self._changed:
+            return {"version": self._aggregator.version, "optimizer": copy.deepcopy(self._optimizer.state_dict())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where state_dict() was called, with the parameters of this rank's model."""
+        with self._changed, torch.no_grad():
+            self._optimizer.load_state_dict(state["optimizer"])
+            self._aggregator = Aggregator(self.workers, self._scheme, state["version"])
+            for mine, source in zip(self._parameters, self._sources, strict=True):
+                mine.copy_(source)
+            self._newest = self.flat.pack(self._parameters)
+
+    def _update(self) -> None:
+        """Make the update that is due, if one is, and wake whoever waits for it: nobody else, or waiting threads would wake
+        each other for ever."""
+        shares = self._aggregator.take(time.monotonic())
+        if shares is None:
+            return
+        try:
+            self._step(shares)
+        except Exception as error:  # of the optimizer: it is every worker's, not only of the one whose turn it was
+            message = f"the optimizer has failed: {error!r}"
+            self._failure = CollectiveError(message, rank=self.rank, operation="update at the parameter server")
+            self._failure.__cause__ = error
+        self._changed.notify_all()
+
+    def _forget_settings(self, worker: int) -> None:
+        """Have those of the next worker count; those of the last one stay."""
+        if len(self._told) > 1:
+            self._told.pop(worker, None)
+
+    def _step(self, shares: list[tuple[list[Tensor], float]]) -> None:
+        settings = self._told[min(self._told)] if self._told else self._users.param_groups
+        for theirs, mine in zip(settings, self._optimizer.param_groups, strict=True):
+            mine.update({name: value for name, value in theirs.items() if name != "params"})
+        views = [self.flat.views(gradients) for gradients, _ in shares]
+        for number, parameter in enumerate(self._parameters):
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            total = torch.zeros(parameter.shape, dtype=wide)
+            for (_, factor), gradients in zip(shares, views, strict=True):
+                total.add_(gradients[number].to(wide), alpha=factor)
+            parameter.grad = total.to(parameter.dtype)
+        self._optimizer.step()
+        self._newest = self.flat.pack(self._parameters)
+
+
+def cut(parameters: Sequence[Tensor], servers: Sequence[int]) -> dict[int, list[int]]:
+    """Return by number which parameters each server has, about equal in the number of elements; a server that would have none
+    is left out."""
+    parts: dict[int, list[int]] = {server: [] for server in servers}
+    loads = dict.fromkeys(servers, 0)
+    for number in sorted(range(len(parameters)), key=lambda number: -parameters[number].numel()):
+        least = min(servers, key=lambda server: loads[server])
+        loads[least] += max(1, parameters[number].numel())
+        parts[least].append(number)
+    return {server: sorted(part) for server, part in parts.items() if part}

@@ -1,0 +1,147 @@
+"""What Horovod's environment variables, as horovodrun and job scripts set them, mean here."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+PREFIX = "HOROVOD_"
+
+FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
+STALL_CHECK_TIME = "HOROVOD_STALL_CHECK_TIME_SECONDS"
+STALL_CHECK_DISABLE = "HOROVOD_STALL_CHECK_DISABLE"
+STALL_SHUTDOWN_TIME = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+LOG_LEVEL = "HOROVOD_LOG_LEVEL"
+TIMELINE = "HOROVOD_TIMELINE"
+INTERFACE = "HOROVOD_GLOO_IFACE"
+MARK_CYCLES = "HOROVOD_TIMELINE_MARK_CYCLES"
+
+_HONOURED = (
+    FUSION_THRESHOLD,
+    STALL_CHECK_TIME,
+    STALL_CHECK_DISABLE,
+    STALL_SHUTDOWN_TIME,
+    LOG_LEVEL,
+    TIMELINE,
+    MARK_CYCLES,
+    INTERFACE,
+)
+
+#: What horovodrun tells a process of itself, which trainer.world.launch reads or nobody needs, and what concerns its building.
+_OF_THE_LAUNCHER = (
+    *(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")),
+    *(f"HOROVOD_{name}" for name in ("HOSTNAME", "CONTROLLER", "CPU_OPERATIONS", "SECRET_KEY")),
+    "HOROVOD_GLOO_TIMEOUT_SECONDS",  # 30 s, always, which would be short for an operation here
+    *(f"HOROVOD_GLOO_RENDEZVOUS_{name}" for name in ("ADDR", "PORT")),
+    *("HOROVOD_WITH_PYTORCH", "HOROVOD_DYNAMIC_PROCESS_SETS"),
+)
+
+_LEVELS = {
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "fatal": logging.CRITICAL,
+}
+
+_T = TypeVar("_T")
+
+
+DYNAMIC_TIMELINE = "DYNAMIC"
+"""Says, in the place of a file, that start_timeline() is going to begin one."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Holds what the environment, or an argument of init() instead, says of a world.
+
+    fusion_bytes: size of the buckets of optimizers that are not given one; None: their default. stall_warning_s,
+    stall_shutdown_s: after which a rank that waits for others says so, and gives up; None: never. log_level: of the
+    logger `gradwire`; None: as it is. timeline: the file that one is written to, or "DYNAMIC" for one that
+    start_timeline() begins; None: none. marks_cycles: whether it shows where exchanges begin. interface: through which
+    this rank is reached; None: found out. timeout_s: what joining and each operation may take.
+    """
+
+    fusion_bytes: int | None = None
+    stall_warning_s: float | None = 60.0
+    stall_shutdown_s: float | None = None
+    log_level: int | None = None
+    timeline: str | None = None
+    marks_cycles: bool = False
+    interface: str | None = None
+    timeout_s: float = 300.0
+
+    def replaced(
+        self, timeout_s: float | None, stall_warning_s: float | None, stall_shutdown_s: float | None
+    ) -> Settings:
+        """Return these settings with those that are not None instead; a stall after 0 seconds is never. Raises ValueError
+        for what cannot be meant."""
+        if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s > 0):
+            raise ValueError(f"timeout_s must be a finite number of seconds > 0, not {timeout_s!r}")
+        for name, seconds in (("stall_warning_s", stall_warning_s), ("stall_shutdown_s", stall_shutdown_s)):
+            if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
+                raise ValueError(f"{name} must be a finite number of seconds >= 0, not {seconds!r}")
+        return replace(
+            self,
+            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
+            stall_warning_s=self.stall_warning_s if stall_warning_s is None else stall_warning_s or None,
+            stall_shutdown_s=self.stall_shutdown_s if stall_shutdown_s is None else stall_shutdown_s or None,
+        )
+
+
+def read_settings(environment: Mapping[str, str]) -> Settings:
+    """Return what the variables say. An empty variable is none. Raises ValueError for values that cannot be meant."""
+
+    def value(name: str, convert: Callable[[str], _T], allowed: str, default: _T) -> _T:
+        text = environment.get(name)
+        if not text:
+            return default
+        try:
+            return convert(text)
+        except (ValueError, KeyError):
+            raise ValueError(f"{name} must be {allowed}, not {text!r}") from None
+
+    fusion_bytes = value(FUSION_THRESHOLD, _size, "a whole number of bytes >= 0", -1)
+    stall_warning_s = value(STALL_CHECK_TIME, _seconds, "a number of seconds >= 0", 60.0)
+    if value(STALL_CHECK_DISABLE, _flag, "0 or 1", False):
+        stall_warning_s = 0.0
+    return Settings(
+        fusion_bytes=None if fusion_bytes < 0 else max(1, fusion_bytes),  # 0 is every gradient by itself
+        stall_warning_s=stall_warning_s or None,
+        stall_shutdown_s=value(STALL_SHUTDOWN_TIME, _seconds, "a number of seconds >= 0", 0.0) or None,
+        log_level=value(LOG_LEVEL, lambda text: _LEVELS[text.lower()], f"one of {', '.join(_LEVELS)}", None),
+        timeline=environment.get(TIMELINE) or None,
+        marks_cycles=value(MARK_CYCLES, _flag, "0 or 1", False),
+        interface=environment.get(INTERFACE) or None,
+    )
+
+
+def notice(environment: Mapping[str, str]) -> str | None:
+    """Return one line that says which of Horovod's variables count here and which do not; None where there are none."""
+    found = sorted(name for name in environment if name.startswith(PREFIX) and name not in _OF_THE_LAUNCHER)
+    honoured = [f"{name}={environment[name]}" for name in found if name in _HONOURED]
+    ignored = [name for name in found if name not in _HONOURED]
+    said = [f"honoured are {', '.join(honoured)}"] if honoured else []
+    said += [f"without a meaning here, and ignored, are {', '.join(ignored)}"] if ignored else []
+    return f"of Horovod's environment variables, {'; '.join(said)}" if said else None
+
+
+def _size(text: str) -> int:
+    if (number := int(text)) < 0:
+        raise ValueError
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError
+    return number
+
+
+def _flag(text: str) -> bool:
+    return {"0": False, "1": True}[text]
