@@ -175,7 +175,17 @@ class Aggregator(Generic[_Value]):
     def may_go(self, worker: int) -> bool:
         """Return whether a worker may take the newest parameters and go on: an update was made since the version to which it
         contributed, and it is not too far ahead."""
-        return self.version > self._versions.get(worker, -1) and self._ahead(worker)
+        return self.version > self._versions.get(worker, -1) and not self.held_up_by(worker)
+
+    def held_up_by(self, worker: int) -> tuple[int, ...]:
+        """Return the workers because of which one that has contributed may not go on: those without a contribution to the
+        update that it waits for; after that update, those that are further behind it than the staleness allows."""
+        if self.version <= self._versions.get(worker, -1):
+            return self.awaited
+        bound = self._scheme.staleness
+        if bound is None:
+            return ()
+        return tuple(sorted(other for other, clock in self._clocks.items() if self._clocks[worker] - clock > bound))
 
     def went(self, worker: int) -> None:
         """Note that a worker goes on."""
@@ -218,7 +228,3 @@ class Aggregator(Generic[_Value]):
 
     def _discount(self, age: int) -> float:
         return 1 / (1 + age) if self._scheme.late == "weight" else 1.0
-
-    def _ahead(self, worker: int) -> bool:
-        bound = self._scheme.staleness
-        return bound is None or self._clocks[worker] - min(self._clocks.values()) <= bound

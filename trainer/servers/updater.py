@@ -70,7 +70,7 @@ class Updater:
                     raise QuorumLost(aggregator.lost, aggregator.quorum, rank=self.rank, operation=operation)
                 now = time.monotonic()
                 if now >= deadline:
-                    waiting_for = aggregator.awaited
+                    waiting_for = aggregator.held_up_by(worker)
                     raise CollectiveTimeout(self._timeout_s, waiting_for, rank=self.rank, operation=operation)
                 due_at = aggregator.due_at(now)
                 self._changed.wait(min(deadline, deadline if due_at is None else due_at) - now)
