@@ -39,8 +39,8 @@ class Communicator(SharedTensors):
     and the tables of COLLECTIVES_<VERB> must be the same on all ranks, or all get a ValueError that says what differs;
     the times need not be.
 
-    stall_warning_s: after how long a wait the logger "gradwire" tells, on every rank that waits, which ranks have not come and in
-    what file and line they are instead, and again each time the wait has become twice as long; None never does.
+    stall_warning_s: after how long a wait the logger "gradwire" names, on every rank that waits, the ranks that are missing and
+    the file and line where they are instead, and again each time the wait has become twice as long; None never does.
     stall_shutdown_s: a deadline for waits of operations alone, where timeout_s, which counts for making the Communicator too, is
     longer.
 
@@ -152,7 +152,7 @@ class Communicator(SharedTensors):
         return self._engine.plans.segment_bytes
 
     def algorithms(self, collective: str) -> tuple[str, ...]:
-        """The names that `algorithm=` takes for a verb, besides 'auto'. Raises ValueError for an unknown verb."""
+        """Return the names that `algorithm=` takes for a verb, besides 'auto'. Raises ValueError for an unknown verb."""
         return self._engine.plans.algorithms(collective)
 
     @property
@@ -161,8 +161,8 @@ class Communicator(SharedTensors):
         return dict(self._engine.plans.tables)
 
     def chosen(self, collective: str, nbytes: int, codec: str | Codec | None = None) -> str:
-        """What 'auto' runs for a message of nbytes (allgather, reduce_scatter: of all ranks together); with a codec, for an
-        allreduce of nbytes of float32."""
+        """Return what 'auto' runs for a message of nbytes (allgather, reduce_scatter: of all ranks together); with a codec, for
+        an allreduce of nbytes of float32."""
         made = make_codec(codec) if codec is not None else None
         if made is None or made.name == "none":
             return self._engine.plans.choose(collective, "auto", nbytes)

@@ -90,10 +90,13 @@ class MessageWork:
 
     def start(self) -> MessageWork:
         """Begin it, and return while it is under way."""
-        if self._peer is not None:
-            self._beginning = self._operations.submit_message(self._call, self._peers, self._begin, async_op=True)
-        else:  # what is called after it has to wait: only a message that has been asked for leaves the wire to others
-            self._beginning = self._operations.queue_message(self._call, self._peers, self._run)
+        # After one that may come from any rank, what is called has to wait: only a message that has been asked for leaves the
+        # wire to others.
+        knows_peer = self._peer is not None
+        body = self._begin if knows_peer else self._run
+        self._beginning = self._operations.submit_message(
+            self._call, self._peers, body, async_op=True, at_once=knows_peer
+        )
         return self
 
     def run(self) -> int | None:

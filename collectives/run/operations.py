@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import get_ident, main_thread
 from typing import TypeVar
 
@@ -140,9 +141,7 @@ class Operations:
 
     def settle(self) -> None:
         """Wait until what has been issued is done, whether well or not."""
-        work = Work(self._rank, "join", lambda: None, counted=False)
-        self._queue.submit(work)
-        work.wait()
+        self._enqueue(Work(self._rank, "join", lambda: None, counted=False), False)
 
     @property
     def _unfinished(self) -> int:
@@ -165,7 +164,11 @@ class Operations:
             finally:
                 self._queue.leave(turn, self._sequence)
         place = whereabouts.of_call(sys._getframe())
-        work = Work(self._rank, call, lambda: self._take_turn(call, signature or call, body, place, beside_work=True))
+        turn_of_queue = partial(self._take_turn, call, signature or call, body, place, beside_work=True)
+        return self._enqueue(Work(self._rank, call, turn_of_queue), async_op)
+
+    def _enqueue(self, work: Work, async_op: bool) -> Work | None:
+        """Let the queue's thread run a work; return it, or with async_op=False wait until it is done."""
         self._queue.submit(work)
         if async_op:
             return work
@@ -173,28 +176,22 @@ class Operations:
         return None
 
     def submit_message(
-        self, call: str, peers: frozenset[int], body: Callable[[float], None], *, async_op: bool
+        self,
+        call: str,
+        peers: frozenset[int],
+        body: Callable[[float], None],
+        *,
+        async_op: bool,
+        at_once: bool = True,
     ) -> Work | None:
         """Run a part of a message's way, body(deadline), when its turn comes. With async_op return a handle where that is not at
-        once. The turn has no number: of all other ranks, only `peers` may have anything to do with it, and only they can make
-        it fail."""
+        once, as at_once=False makes sure. The turn has no number: of all other ranks, only `peers` may have anything to do with
+        it, and only they can make it fail."""
         self._check(call)
-        if self.try_message(call, peers, body):
+        if at_once and self.try_message(call, peers, body):
             return None
-        work = self.queue_message(call, peers, body)
-        if async_op:
-            return work
-        work.wait()
-        return None
-
-    def queue_message(self, call: str, peers: frozenset[int], body: Callable[[float], None]) -> Work:
-        """submit_message() on the thread of the queue, whatever it does."""
-        self._check(call)
-        work = Work(
-            self._rank, call, lambda: self._take_message_turn(call, peers, body, beside_work=True), counted=False
-        )
-        self._queue.submit(work)
-        return work
+        turn_of_queue = partial(self._take_message_turn, call, peers, body, beside_work=True)
+        return self._enqueue(Work(self._rank, call, turn_of_queue, counted=False), async_op)
 
     def try_message(self, call: str, peers: frozenset[int], body: Callable[[float], None]) -> bool:
         """Run body(deadline) if its turn comes at once; False, with nothing done, where not."""

@@ -5,8 +5,8 @@ The description is the same on all ranks and marks the operation's messages; the
 
 from gradwire.collectives.verbs.messages import Messages
 from gradwire.collectives.verbs.objects import Objects
-from gradwire.collectives.verbs.shares import Shares
+from gradwire.collectives.verbs.shares import Halves
 
 
-class Verbs(Shares, Objects, Messages):
+class Verbs(Halves, Objects, Messages):
     """All that a user calls to move tensors and objects between the ranks of a group."""

@@ -157,7 +157,8 @@ class Movement(Ranks):
         chosen = engine.plans.choose(verb, algorithm, one.nbytes * engine.size)
         whole = engine.whole(verb, chosen, one, one.numel() * (1 if gathers else len(parts)), root=root)
         text = f"{verb}({arguments.described(one)}, {root_name}={root}, {chosen})"
-        call = Call(text, verb, [arguments.sketch(one)], algorithm=algorithm, **{root_name: root})  # type: ignore[arg-type]
+        given: dict[str, Any] = {root_name: root, "algorithm": algorithm}
+        call = Call(text, verb, [arguments.sketch(one)], **given)
         mine, *theirs = arguments.held([one, *parts], async_op)
         tensors = ([mine], theirs) if gathers else (theirs, [mine])
 

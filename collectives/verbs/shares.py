@@ -12,14 +12,14 @@ from gradwire.collectives.plan.spans import Layout, consecutive
 from gradwire.collectives.reduction import Op
 from gradwire.collectives.run.joined import Call
 from gradwire.collectives.run.operations import Turn
-from gradwire.collectives.run.plans import Shares as Plan
+from gradwire.collectives.run.plans import Shares
 from gradwire.collectives.run.prepared import PreparedOperation
 from gradwire.collectives.run.work import Work
 from gradwire.collectives.verbs.reductions import Reductions
 
 
-class Shares(Reductions):
-    """The verbs by which ranks do something with their shares of a result before they exchange them."""
+class Halves(Reductions):
+    """The verbs between which each rank can work on its share of a result, before the ranks exchange their shares."""
 
     @overload
     def reduce_shares(
@@ -92,7 +92,7 @@ class Shares(Reductions):
 
         return engine.submit(call, body, async_op=async_op)
 
-    def _shares_of(self, tensor: Tensor) -> Plan:
+    def _shares_of(self, tensor: Tensor) -> Shares:
         """Return whose is what of a tensor. Raises TypeError and ValueError for one that cannot be reduced."""
         arguments.check_written(self._engine, tensor)
         return self._engine.plans.shares(tensor.numel(), tensor.element_size())
