@@ -10,7 +10,7 @@ import numpy as np
 from gradwire.bench.cases import Job
 from gradwire.bench.table import Row, format_us
 from gradwire.bench.timing import Times
-from gradwire.collectives.sizes import format_size
+from gradwire.collectives.notation import format_size
 
 RESAMPLES = 2000
 FEWEST_TURNS = 8

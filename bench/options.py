@@ -13,7 +13,7 @@ import torch
 from gradwire.bench.sizes import size_range
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.registry import make_codec
-from gradwire.collectives.sizes import parse_size
+from gradwire.collectives.notation import parse_size
 
 NOT_HERE = """\
 nccl-tests' flags that are not here: -m, for a turn is one operation, and what launching many at once saves is not measured;

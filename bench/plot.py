@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
 from gradwire.bench.table import Row
-from gradwire.collectives.sizes import format_size
+from gradwire.collectives.notation import format_size
 
 STYLES: dict[str, dict[str, Any]] = {
     # Broad and pale, for it lies over the line of the algorithm that it has chosen.

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from gradwire.collectives.communicator import Communicator
 from gradwire.collectives.environment import TABLE_PREFIX
+from gradwire.collectives.notation import format_size
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.selection import Table
 from gradwire.collectives.precompile import precompile
-from gradwire.collectives.sizes import format_size
 from gradwire.collectives.torch_internals import store_of_one
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gradwire.collectives.reduction import check_dtype
+from gradwire.collectives.reduction import Op, Reduction, check_arithmetic, check_dtype, op_name
 from gradwire.collectives.run.engine import Engine
 from gradwire.collectives.run.messages import MOST_TAG
 from gradwire.collectives.run.staging import kept, refusal
@@ -25,9 +25,9 @@ def described(tensor: torch.Tensor) -> str:
     return f"{dtype_name(tensor)}{list(tensor.shape)}"
 
 
-def kind(tensor: torch.Tensor) -> tuple[torch.dtype, str]:
-    """Return dtype and kind of device, from which zeros of any shape can be made elsewhere."""
-    return tensor.dtype, tensor.device.type
+def sketch(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> tuple[Sequence[int], torch.dtype, str]:
+    """Return shape, dtype and kind of device, from which zeros can be made elsewhere. shape: another than the tensor's."""
+    return tensor.shape if shape is None else shape, tensor.dtype, tensor.device.type
 
 
 def signature(text: str, lengths: Sequence[int]) -> str:
@@ -77,6 +77,18 @@ def check_written(engine: Engine, *tensors: torch.Tensor) -> None:
                 f"rank {engine.rank}: a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} cannot hold a "
                 "result, several of its elements are one; clone() it first"
             )
+
+
+def reduction_of(
+    engine: Engine, tensors: Sequence[torch.Tensor], op: Op, prescale: float = 1.0, postscale: float = 1.0
+) -> Reduction:
+    """Return what is to be done to tensors in place. Raises what check_written raises of each; ValueError for an unknown op, and
+    TypeError where it, or a factor, means nothing for one of them."""
+    name = op_name(engine.rank, op)
+    for tensor in tensors:
+        check_written(engine, tensor)
+        check_arithmetic(engine.rank, tensor.dtype, name, prescale, postscale)
+    return Reduction(name, prescale, postscale)
 
 
 def check_root(engine: Engine, name: str, root: int) -> None:

@@ -6,12 +6,23 @@ A caller's mistake (a wrong argument) is a ValueError or TypeError, raised befor
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+_Value = TypeVar("_Value")
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
     """'rank 3' or 'ranks 1, 4'."""
     listed = sorted(ranks)
     return f"rank{'s' if len(listed) != 1 else ''} {', '.join(map(str, listed))}"
+
+
+def _by_value(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
+    """Return the ranks that have a value, by value."""
+    ranks: dict[_Value, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 class CollectiveError(RuntimeError):
@@ -40,8 +51,8 @@ class CollectiveError(RuntimeError):
 class PeerLost(CollectiveError):
     """A peer's process ended, or it left before the operation was done.
 
-    Attributes: ranks (those that are lost), has_left (whether they said that they leave), reasons (what those raised that
-    said so).
+    Attributes: ranks (those that are lost), has_left (whether they said that they leave, as a script does that ends or raises;
+    else their processes ended, or cannot be reached), reasons (what those raised that said so).
     """
 
     def __init__(
@@ -53,8 +64,6 @@ class PeerLost(CollectiveError):
         has_left: bool,
         reasons: Mapping[int, str] | None = None,
     ) -> None:
-        """has_left: as a script does that ends or raises; else they ended without a word.
-        reasons: what those raised that said so."""
         lost = sorted(ranks)
         self.has_left = has_left
         self.reasons = dict(reasons or {})
@@ -101,12 +110,8 @@ class Mismatch(CollectiveError):
         """differing: what it is, in words, that is not the same in all calls."""
         self.calls = dict(sorted(calls.items()))
         self.places = dict(sorted((places or {}).items()))
-        by_call: dict[str, list[int]] = {}
-        for caller, call in self.calls.items():
-            by_call.setdefault(call, []).append(caller)
-        said = "; ".join(
-            f"{ranks_text(callers)} called {call}{self._where(callers)}" for call, callers in by_call.items()
-        )
+        by_call = _by_value(self.calls).items()
+        said = "; ".join(f"{ranks_text(callers)} called {call}{self._where(callers)}" for call, callers in by_call)
         if differing:
             said += f"; they differ in {' and '.join(filter(None, [', '.join(differing[:-1]), differing[-1]]))}"
         super().__init__(f"the ranks do not agree: {said}", rank=rank, operation=operation)
@@ -143,9 +148,7 @@ class ReplicasDiffer(CollectiveError):
         self, tensor: str, hashes: Sequence[int | None], count: int, *, rank: int, operation: str, detail: str = ""
     ) -> None:
         """hashes: of the value, by rank; None where a rank has no such value."""
-        by_hash: dict[int | None, list[int]] = {}
-        for holder, hashed in enumerate(hashes):
-            by_hash.setdefault(hashed, []).append(holder)
+        by_hash = _by_value(dict(enumerate(hashes)))
         most = max(by_hash.values(), key=len)
         self.tensor = tensor
         odd = sorted(holder for holders in by_hash.values() if holders is not most for holder in holders)

@@ -50,30 +50,18 @@ def precompile() -> int:
 
 
 def _parts() -> list[Part]:
-    """Return all kernels for the CPU that links and codecs use."""
+    """Return all kernels for the CPU that links and codecs use. Imports Numba."""
+    from gradwire.collectives.kernels.cpu.arithmetic import DTYPES
+    from gradwire.collectives.kernels.cpu.hashing import hash_words
+
     links: list[Part] = []
     if sys.platform == "linux":  # elsewhere the process group is the link
         links = [("shared memory", cpu_kernels), ("TCP", cpu_sockets)]
-        links += [
-            (f"sums of {str(dtype).removeprefix('torch.')}", partial(cpu_arithmetic, dtype)) for dtype in _dtypes()
-        ]
-    links.append(("hashes", partial(_hash, torch.zeros(1, dtype=torch.int64))))
+        links += [(f"sums of {str(dtype).removeprefix('torch.')}", partial(cpu_arithmetic, dtype)) for dtype in DTYPES]
+    links.append(("hashes", partial(hash_words, torch.zeros(1, dtype=torch.int64))))
     device = torch.device("cpu")
     codecs: list[Codec | MatrixCodec] = [*(codec() for codec in CODECS.values()), PowerSGD()]
     return links + [(f"codec {codec.name}", partial(rehearse, codec, device, with_feedback=True)) for codec in codecs]
-
-
-def _hash(words: torch.Tensor) -> None:
-    from gradwire.collectives.kernels.cpu.hashing import hash_words
-
-    hash_words(words)
-
-
-def _dtypes() -> Sequence[torch.dtype]:
-    from gradwire.collectives.kernels.cpu.arithmetic import DTYPES
-
-    found: Sequence[torch.dtype] = DTYPES
-    return found
 
 
 def _shown(parts: Sequence[Part]) -> Iterator[Callable[[], object]]:

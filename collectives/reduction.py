@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -91,3 +92,30 @@ def finish(tensor: torch.Tensor, op: str, size: int, postscale: float = 1.0) -> 
         tensor.div_(size, rounding_mode=None if tensor.dtype.is_floating_point else "trunc")
     if postscale != 1.0:
         tensor.mul_(postscale)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An op and its factors, as they are applied around an exchange: the contributions times prescale, the result times
+    postscale."""
+
+    op: str
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a factor is other than 1."""
+        return (self.prescale, self.postscale) != (1.0, 1.0)
+
+    def __str__(self) -> str:
+        return f"{self.op}, prescale={self.prescale}, postscale={self.postscale}" if self.is_scaled else self.op
+
+    def begin(self, contribution: torch.Tensor) -> None:
+        """Scale this rank's numbers, in place."""
+        if self.prescale != 1.0:
+            contribution.mul_(self.prescale)
+
+    def end(self, result: torch.Tensor, size: int, *, is_average: bool) -> None:
+        """Make the result of what came from `size` ranks, in place. is_average: whether it is divided by their number already."""
+        finish(result, "sum" if is_average else self.op, size, self.postscale)

@@ -1,4 +1,4 @@
-"""Tensors that are the same memory on all ranks of a host: what one of them writes, the others read."""
+"""Memory that ranks of a host share: buffers that they allreduce in place, and tensors of which each sees what others write."""
 
 from __future__ import annotations
 
@@ -14,74 +14,105 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.collectives import objects
 from gradwire.collectives.errors import CollectiveError, ranks_text
 from gradwire.collectives.link.shared_memory.budget import memory_left
 from gradwire.collectives.link.shared_memory.segment import Segment
-from gradwire.collectives.run.engine import Engine
+from gradwire.collectives.reduction import check_dtype
+from gradwire.collectives.verbs import Verbs
 
 
-def shared_empty(engine: Engine, hosts: Sequence[Sequence[int]], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Do as Communicator.shared_empty, for ranks that are on these hosts. Collective."""
-    _check_one_host(engine, hosts)
-    nbytes = math.prod(shape) * dtype.itemsize
-    card: dict[str, Any] = {"wanted": [list(shape), str(dtype)]}
-    segment: Segment | None = None
-    try:
-        if engine.rank == 0 and nbytes:
-            name = f"gradwire-{secrets.token_hex(16)}"
-            try:
-                segment = _reserve(name, nbytes)
-                card |= {"pid": os.getpid(), "descriptor": segment.descriptor, "name": name}
-            except OSError as error:
-                card |= {"why": str(error)}
-        first = _card_of_rank_0(engine, card)
-        if nbytes == 0:
-            return torch.empty(shape, dtype=dtype)
-        problem = first.get("why")
-        if segment is None and problem is None:
-            try:
-                segment = Segment.open(first["pid"], first["descriptor"], first["name"], nbytes)
-            except OSError as error:
-                problem = str(error)
-        problems = {rank: why for rank, why in enumerate(objects.allgather_record(engine, problem)) if why is not None}
-        if problems or segment is None:
-            rank, why = next(iter(problems.items()))
-            raise CollectiveError(
-                f"there is no memory for all ranks: rank {rank}: {why}", rank=engine.rank, operation="shared_empty"
-            )
-    except BaseException:
-        if segment is not None:
-            segment.close()
-        raise
-    segment.seal_off()
-    return _tensor_in(segment, shape, dtype)
+class SharedTensors(Verbs):
+    """The ways to make tensors in memory that ranks share."""
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether CPU tensors between this rank and others of its host go through memory that they share."""
+        return self._engine.shares_memory
 
-def _card_of_rank_0(engine: Engine, card: dict[str, Any]) -> dict[str, Any]:
-    """Return what rank 0 says of the memory. Raises ValueError, on all ranks, where these want different ones. Collective."""
-    cards: list[dict[str, Any]] = objects.allgather_record(engine, card)
-    for rank, theirs in enumerate(cards):
-        if theirs["wanted"] != cards[0]["wanted"]:
+    def empty(self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return an uninitialised CPU tensor, of a shape given as for torch.empty, that ranks of one host allreduce without
+        copying it.
+
+        From the second allreduce on, that is: make it once and use it often. It is an ordinary tensor where there is no memory to
+        share, for more than 256 of them at a time, and where too little memory is left, for all of it is taken at once. Not a
+        collective call; the ranks that reduce it should all have made theirs so. Its memory is given back with the tensor.
+        After a fork, parent and child see the same numbers. Raises TypeError for a dtype that is not carried.
+        """
+        return self._engine.empty(self._shape(shape, dtype), dtype)
+
+    def shared_empty(self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a CPU tensor, of zeros, that is the same memory on all ranks: what one writes, all see, in no order but that of
+        barriers. Its shape is given as for torch.empty.
+
+        A collective call, for ranks of one host. Each rank has the memory for as long as it keeps the tensor, whatever becomes
+        of the others and of this Communicator. Raises, on all ranks, ValueError where they are on several hosts, share no
+        memory, or differ in what they ask for, and CollectiveError where there is too little memory; TypeError for a dtype that
+        is not carried.
+        """
+        size = self._shape(shape, dtype)
+        self._check_one_host()
+        nbytes = math.prod(size) * dtype.itemsize
+        card: dict[str, Any] = {"wanted": [list(size), str(dtype)]}
+        segment: Segment | None = None
+        try:
+            if self.rank == 0 and nbytes:
+                name = f"gradwire-{secrets.token_hex(16)}"
+                try:
+                    segment = _reserve(name, nbytes)
+                    card |= {"pid": os.getpid(), "descriptor": segment.descriptor, "name": name}
+                except OSError as error:
+                    card |= {"why": str(error)}
+            first = self._card_of_rank_0(card)
+            if nbytes == 0:
+                return torch.empty(size, dtype=dtype)
+            problem = first.get("why")
+            if segment is None and problem is None:
+                try:
+                    segment = Segment.open(first["pid"], first["descriptor"], first["name"], nbytes)
+                except OSError as error:
+                    problem = str(error)
+            problems = {rank: why for rank, why in enumerate(self.allgather_record(problem)) if why is not None}
+            if problems or segment is None:
+                rank, why = next(iter(problems.items()))
+                raise CollectiveError(
+                    f"there is no memory for all ranks: rank {rank}: {why}", rank=self.rank, operation="shared_empty"
+                )
+        except BaseException:
+            if segment is not None:
+                segment.close()
+            raise
+        segment.seal_off()
+        return _tensor_in(segment, size, dtype)
+
+    def _shape(self, shape: Any, dtype: torch.dtype) -> tuple[int, ...]:
+        """Return a shape as torch.empty takes it. Raises TypeError for a dtype that is not carried."""
+        check_dtype(self.rank, dtype)
+        return tuple(torch.empty(*shape, device="meta").shape)
+
+    def _card_of_rank_0(self, card: dict[str, Any]) -> dict[str, Any]:
+        """Return what rank 0 says of the memory. Raises ValueError, on all ranks, where these want different ones. Collective."""
+        cards: list[dict[str, Any]] = self.allgather_record(card)
+        for rank, theirs in enumerate(cards):
+            if theirs["wanted"] != cards[0]["wanted"]:
+                raise ValueError(
+                    f"rank {self.rank}: shared_empty needs the same shape and dtype on all ranks: rank 0 gave "
+                    f"{cards[0]['wanted']}, rank {rank} {theirs['wanted']}"
+                )
+        return cards[0]
+
+    def _check_one_host(self) -> None:
+        """Raise ValueError where there is no memory that all ranks could share; on all ranks alike."""
+        hosts = self._engine.plans.topology.hosts
+        if len(hosts) > 1:
             raise ValueError(
-                f"rank {engine.rank}: shared_empty needs the same shape and dtype on all ranks: rank 0 gave "
-                f"{cards[0]['wanted']}, rank {rank} {theirs['wanted']}"
+                f"rank {self.rank}: memory can be shared by the ranks of one host only; these are on {len(hosts)} hosts: "
+                f"{'; '.join(map(ranks_text, hosts))}"
             )
-    return cards[0]
-
-
-def _check_one_host(engine: Engine, hosts: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError where there is no memory that all ranks could share; on all ranks alike."""
-    if len(hosts) > 1:
-        raise ValueError(
-            f"rank {engine.rank}: memory can be shared by the ranks of one host only; these are on {len(hosts)} hosts: "
-            f"{'; '.join(map(ranks_text, hosts))}"
-        )
-    if engine.size > 1 and not engine.shares_memory:
-        raise ValueError(
-            f"rank {engine.rank}: {ranks_text(hosts[0])} are on one host and share no memory: it is switched off "
-            "(COLLECTIVES_SHARED_MEMORY=0 on a rank, or another link than 'auto'), or the log of the first rank says why not"
-        )
+        if self.size > 1 and not self.shares_memory:
+            raise ValueError(
+                f"rank {self.rank}: {ranks_text(hosts[0])} are on one host and share no memory: it is switched off "
+                "(COLLECTIVES_SHARED_MEMORY=0 on a rank, or another link than 'auto'), or the log of the first rank says why not"
+            )
 
 
 def _reserve(name: str, nbytes: int) -> Segment:

@@ -21,6 +21,46 @@ Backend = Any
 
 T = TypeVar("T")
 
+#: The graph task where no backward() is running.
+OUTSIDE_BACKWARD = -1
+
+_HOOKS = [
+    f"_optimizer_{method}_{when}_hooks"
+    for method in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+]
+
+# Tensors, autograd and optimizers
+
+
+def negative_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view whose elements are the negatives of what the memory holds."""
+    return torch._neg_view(tensor)
+
+
+def map_only(kind: type[Any], function: Callable[[Any], object], tree: object) -> Any:
+    """Return a structure of lists, (named) tuples and dicts with function(leaf) for each leaf of a kind."""
+    return _pytree.tree_map_only(kind, function, tree)
+
+
+def graph_task() -> int:
+    """Return a number that tells the backward() that is running from all others, or OUTSIDE_BACKWARD."""
+    return torch._C._current_graph_task_id()
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Have the autograd engine call back at the end of the backward() that is running; its errors are backward()'s."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def share_hooks(wrapper: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Give a wrapper the hooks of the optimizer inside it, in place of those that torch's __init__ would make."""
+    for hooks in _HOOKS:
+        setattr(wrapper, hooks, getattr(optimizer, hooks))
+
+
+# Stores and backends
+
 
 def store_of_one() -> Store:
     """Return a store for a process that is alone."""
@@ -30,31 +70,6 @@ def store_of_one() -> Store:
 def default_store() -> Store:
     """Return the store of the default group."""
     return _get_default_store()
-
-
-def left_to_parent(made: T) -> T:
-    """Return a backend or store whose destructor is never called in a child that is forked from this process.
-
-    It would wait there for threads that only the parent has, for ever, when the child ends.
-    """
-    _with_threads.add(made)
-    return made
-
-
-def _after_fork() -> None:
-    """Keep for ever what has threads in the parent: what this package has made, and the groups of torch.distributed."""
-    kept: list[Any] = list(_with_threads)
-    for group, (_, store) in list(_world.pg_map.items()):
-        kept += [group, store, *(group._get_backend(device) for device in group._device_types)]
-    keep = ctypes.pythonapi.Py_IncRef
-    keep.argtypes, keep.restype = [ctypes.py_object], None
-    for each in kept:
-        keep(each)
-
-
-_with_threads: weakref.WeakSet[Any] = weakref.WeakSet()
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def nccl_backend(store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
@@ -89,37 +104,29 @@ def reduce_scatter(
     return work
 
 
-def negative_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view whose elements are the negatives of what the memory holds."""
-    return torch._neg_view(tensor)
+# Threads that a forked process does not have
 
 
-OUTSIDE_BACKWARD = -1
-"""The graph task where no backward() is running."""
+def left_to_parent(made: T) -> T:
+    """Return a backend or store whose destructor is never called in a child that is forked from this process.
 
-_HOOKS = [
-    f"_optimizer_{method}_{when}_hooks"
-    for method in ("step", "state_dict", "load_state_dict")
-    for when in ("pre", "post")
-]
-
-
-def graph_task() -> int:
-    """Return a number that tells the backward() that is running from all others, or OUTSIDE_BACKWARD."""
-    return torch._C._current_graph_task_id()
+    It would wait there for threads that only the parent has, for ever, when the child ends.
+    """
+    _with_threads.add(made)
+    return made
 
 
-def when_backward_ends(callback: Callable[[], None]) -> None:
-    """Have the autograd engine call back at the end of the backward() that is running; its errors are backward()'s."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+def _after_fork() -> None:
+    """Keep for ever what has threads in the parent: what this package has made, and the groups of torch.distributed."""
+    kept: list[Any] = list(_with_threads)
+    for group, (_, store) in list(_world.pg_map.items()):
+        kept += [group, store, *(group._get_backend(device) for device in group._device_types)]
+    keep = ctypes.pythonapi.Py_IncRef
+    keep.argtypes, keep.restype = [ctypes.py_object], None
+    for each in kept:
+        keep(each)
 
 
-def share_hooks(wrapper: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Give a wrapper the hooks of the optimizer inside it, in place of those that torch's __init__ would make."""
-    for hooks in _HOOKS:
-        setattr(wrapper, hooks, getattr(optimizer, hooks))
+_with_threads: weakref.WeakSet[Any] = weakref.WeakSet()
 
-
-def map_only(kind: type[Any], function: Callable[[Any], object], tree: object) -> Any:
-    """Return a structure of lists, (named) tuples and dicts with function(leaf) for each leaf of a kind."""
-    return _pytree.tree_map_only(kind, function, tree)
+os.register_at_fork(after_in_child=_after_fork)

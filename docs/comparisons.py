@@ -18,7 +18,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from gradwire.collectives.sizes import format_size
+from gradwire.collectives.notation import format_size
 
 DOCS = Path(__file__).parent
 NUMBERS = DOCS / "comparisons.json"

@@ -19,7 +19,7 @@ from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.compression.stochastic import QSGD, Natural, TernGrad
 from gradwire.collectives.compression.threshold import Threshold
 from gradwire.collectives.compression.topk import TopK
-from gradwire.collectives.naming import check_name
+from gradwire.collectives.notation import check_name
 
 #: Those that write any buffer in fewer bytes, with their defaults.
 CODECS: dict[str, type[Codec]] = {

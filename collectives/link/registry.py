@@ -10,7 +10,7 @@ from gradwire.collectives.link.base import Transport
 from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.link.process_group import process_group
 from gradwire.collectives.link.tcp import tcp
-from gradwire.collectives.naming import check_name
+from gradwire.collectives.notation import check_name
 
 #: Connects the members within so many seconds. A collective call. What it raises when they do not come together is a LinkError,
 #: an OSError or a RuntimeError.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from gradwire.collectives.environment import TABLE_PREFIX
+from gradwire.collectives.notation import parse_size
 from gradwire.collectives.plan.topology import Topology
-from gradwire.collectives.sizes import parse_size
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.spans import Layout, consecutive
 from gradwire.collectives.reduction import COMBINE, carried, finish
-from gradwire.collectives.run.executor import execute
+from gradwire.collectives.run.executor import Codes, Numbers, Payload, Scratch, execute
 from gradwire.collectives.run.messages import Messages
 from gradwire.collectives.run.operations import Operations, Turn, digest
-from gradwire.collectives.run.payload import Codes, Numbers, Payload, Scratch
 from gradwire.collectives.run.plans import Plans
 from gradwire.collectives.run.staging import Buffer, plain
 from gradwire.collectives.run.traced import TracedPayload, TracedTransport, not_now, recorded
@@ -37,37 +36,32 @@ _WHOLE_OF = {"reduce_shares": "allreduce", "gather_shares": "allreduce"}
 
 
 class Engine:
-    """Runs the operations of one Communicator. timeout_s and stall_warning_s as there.
+    """Moves the buffers of one Communicator. timeout_s and stall_warning_s as there.
 
-    Attributes: rank, size; plans, what it runs; messages, between two ranks; shares_memory, with the other ranks of the host;
-    routes, as of its Transport; device_types, the kinds of device whose tensors the group carries; control_device, the one where
-    what the framework itself sends (tokens, tables, pickled objects) lies; absences, who has joined; watch, what ranks tell each
-    other beside operations.
+    Attributes: rank, size; plans, what it runs; operations, in whose turns it runs; messages, between two ranks; shares_memory,
+    with the other ranks of the host; routes and empty, as of its Transport; device_types, the kinds of device whose tensors the
+    group carries; control_device, the one where what the framework itself sends (tokens, tables, pickled objects) lies; watch,
+    the news that ranks exchange beside operations.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        watch: Watch,
-        plans: Plans,
-        timeout_s: float,
-        stall_warning_s: float | None,
+        self, transport: Transport, watch: Watch, plans: Plans, timeout_s: float, stall_warning_s: float | None
     ) -> None:
         self.rank = transport.rank
         self.size = transport.size
         self.plans = plans
         self.shares_memory = transport.shares_memory
         self.routes = transport.routes
+        self.empty = transport.empty
         self.device_types = ("cpu", "cuda") if "cpu" in transport.device_types else ("cuda",)
         self.control_device = self.device_types[0]
         self._posts_together = transport.posts_together
         self._via_host = "cuda" not in transport.device_types
-        self._operations = Operations(transport, watch, timeout_s, stall_warning_s)
-        self.messages = Messages(transport, self._operations)
+        self.operations = Operations(transport, watch, timeout_s, stall_warning_s)
+        self.messages = Messages(transport, self.operations)
         self.watch = watch
-        self.run_now: Callable[..., bool] = self._operations.run_now
+        self.run_now: Callable[..., bool] = self.operations.run_now
         self._lane: Lane | None = None
-        self.absences = self._operations.absences
         self._transport = transport
         self._scratch = Scratch()
         self._summed = Scratch()  # what is needed beside it: codes that are added as they are, or sums of codes
@@ -83,18 +77,14 @@ class Engine:
             body = recorded(self._lane, call, body)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self._operations.submit(call, body, async_op=async_op, signature=signature)
-        return self._operations.submit(call, body, async_op=async_op, signature=signature)
-
-    def places(self, turn: Turn) -> dict[int, str]:
-        """Do as Operations.places."""
-        return self._operations.places(turn)
+                return self.operations.submit(call, body, async_op=async_op, signature=signature)
+        return self.operations.submit(call, body, async_op=async_op, signature=signature)
 
     def record(self, lane: Lane | None) -> None:
         """Record operations in a lane from now on, with None no more. None of them runs without preparations then, or in one
         piece, where it has parts to be told apart."""
         self._lane = lane
-        self.run_now = self._operations.run_now if lane is None else not_now
+        self.run_now = self.operations.run_now if lane is None else not_now
 
     def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
         """Return what records a part of an operation, where anything is recorded."""
@@ -161,7 +151,7 @@ class Engine:
 
     def remember(self, tensor: torch.Tensor, key: Hashable, call: str, whole: Whole) -> None:
         """Let repeat() take the next calls with a tensor of this dtype and shape. key: all else that a caller gives."""
-        if tensor.is_cpu and not whole.needs_meeting and self._operations.usable and tensor.dtype is not torch.bool:
+        if tensor.is_cpu and not whole.needs_meeting and self.operations.usable and tensor.dtype is not torch.bool:
             if len(self._calls) == _REMEMBERED_CALLS:
                 self._calls.clear()
             self._calls[tensor.dtype, tensor.shape, key] = (call, digest(call), whole.run)
@@ -187,33 +177,30 @@ class Engine:
         return Buffer(tensors, via_host=tensors[0].is_cuda and self._via_host, fill=fill)
 
     def over_buffer(
-        self, turn: Turn, collective: str, algorithm: str, buffer: torch.Tensor, op: str = "sum", root: int = 0
+        self,
+        turn: Turn,
+        collective: str,
+        algorithm: str,
+        buffer: torch.Tensor,
+        op: str = "sum",
+        root: int = 0,
+        *,
+        layout: Layout | None = None,
+        whole: Whole | None = None,
+        is_own: bool = False,
     ) -> None:
-        """Run a schedule in place on a buffer that the algorithm may cut as it likes."""
-        self._note(algorithm, buffer.nbytes)
-        self._over_buffer(turn, collective, algorithm, buffer, op, root)
-
-    def _over_buffer(
-        self, turn: Turn, collective: str, algorithm: str, buffer: torch.Tensor, op: str, root: int = 0
-    ) -> None:
+        """Run a schedule in place on a buffer, or what the link has made ready for it. layout: where block r lies, which belongs
+        to rank r; None where the algorithm may cut the buffer as it likes. is_own: whether the buffer is the framework's own,
+        and not noted in a timeline."""
+        if whole is not None:
+            self.run_whole(turn, whole, buffer, buffer)
+            return
+        if not is_own:
+            self._note(algorithm, buffer.nbytes)
         buffer, op = carried(buffer, op)
-        kind = collective, algorithm, root
-        program = self.plans.of_buffer(*kind, buffer.numel(), buffer.element_size(), grouped=self._grouped(buffer))
-        self._execute(turn, program, buffer, buffer, op)
-
-    def over_blocks(
-        self, turn: Turn, collective: str, algorithm: str, buffer: torch.Tensor, layout: Layout, op: str = "sum"
-    ) -> None:
-        """Run a schedule in place on a buffer of which block r, at layout[r], belongs to rank r."""
-        self._note(algorithm, buffer.nbytes)
-        self._over_blocks(turn, collective, algorithm, buffer, layout, op)
-
-    def _over_blocks(
-        self, turn: Turn, collective: str, algorithm: str, buffer: torch.Tensor, layout: Layout, op: str
-    ) -> None:
-        buffer, op = carried(buffer, op)
-        kind = collective, algorithm, layout
-        program = self.plans.of_blocks(*kind, buffer.element_size(), grouped=self._grouped(buffer))
+        where = buffer.numel() if layout is None else layout
+        grouped = self._grouped(buffer)
+        program = self.plans.of_buffer(collective, algorithm, root, where, buffer.element_size(), grouped=grouped)
         self._execute(turn, program, buffer, buffer, op)
 
     def between(
@@ -241,18 +228,20 @@ class Engine:
         algorithm: str,
         *,
         feedback: Feedback | None,
-        average: bool,
+        divisor: int,
         step: int,
         seed: int,
     ) -> None:
-        """Reduce a float32 buffer in place by codes; between hosts only, where the algorithm says so and ranks share hosts."""
+        """Reduce a float32 buffer in place by codes; between hosts only, where the algorithm says so and ranks share hosts. The
+        sum is divided by `divisor`."""
         self._note(algorithm, flat.nbytes)
         partition = self.plans.partition(codec, flat.numel(), algorithm)
         if partition.inside_hosts:
             self._inside(turn, flat, partition.parts, 0)
         if partition.group:
             used = effective(codec.at(step), partition)
-            program = self.plans.of_codes(codec, used, partition, algorithm, grouped=self._grouped(flat))
+            code_bytes = used.wire_bytes(partition.longest)
+            program = self.plans.of_codes(codec, flat.numel(), algorithm, code_bytes, grouped=self._grouped(flat))
             payload = Codes(
                 program,
                 flat,
@@ -261,7 +250,7 @@ class Engine:
                 self._scratch,
                 self._summed,
                 feedback=feedback,
-                divisor=self.size if average else 1,
+                divisor=divisor,
                 step=step,
                 seed=seed,
                 via_host=self._via_host,
@@ -277,22 +266,21 @@ class Engine:
     def _inside(self, turn: Turn, flat: torch.Tensor, parts: Layout, which: int) -> None:
         """Run the first (0) or last (1) round of hierarchical, inside the hosts, of blocks that are `parts`."""
         buffer = self.buffer(flat)
-        grouped = self._grouped(buffer.flat)
-        program = self.plans.inside_hosts(which, parts, flat.element_size(), grouped=grouped)
+        program = self.plans.inside_hosts(which, parts, flat.element_size(), grouped=self._grouped(buffer.flat))
         self._execute(turn, program, buffer.flat, buffer.flat, "sum")
         buffer.store()
 
     def meet(self, turn: Turn, algorithm: str = "recursive_doubling") -> None:
         """Return when every rank has come here."""
         token = torch.zeros(1, dtype=torch.uint8, device=self.control_device)
-        self._over_buffer(turn, "barrier", algorithm, token, "max")
+        self.over_buffer(turn, "barrier", algorithm, token, "max", is_own=True)
 
     def table(self, turn: Turn, row: Sequence[int]) -> list[list[int]]:
         """Return every rank's row of numbers, equally long on all ranks."""
         everything = torch.zeros(self.size, len(row), dtype=torch.int64, device=self.control_device)
         everything[self.rank] = torch.tensor(row, dtype=torch.int64)
         layout = consecutive([len(row)] * self.size)
-        self._over_blocks(turn, "allgather", "rsag", everything.view(-1), layout, "sum")
+        self.over_buffer(turn, "allgather", "rsag", everything.view(-1), layout=layout, is_own=True)
         rows: list[list[int]] = everything.tolist()
         return rows
 
@@ -317,16 +305,12 @@ class Engine:
     def prepare_codec(self, codec: Codec, device: torch.device, *, with_feedback: bool) -> None:
         """See to it that a codec's kernels are compiled, before anyone's clock runs."""
         key = (codec, device.type, with_feedback)
-        if key in self._ready or not self._operations.usable:
+        if key in self._ready or not self.operations.usable:
             return
         rehearse(codec, device, with_feedback=with_feedback)
         if len(self._ready) == _REMEMBERED_CALLS:
             self._ready.clear()
         self._ready.add(key)
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Do as Transport.empty."""
-        return self._transport.empty(shape, dtype)
 
     def _grouped(self, buffer: torch.Tensor) -> bool:
         """Return whether both ends of a message must be posted together."""
@@ -348,45 +332,9 @@ class Engine:
         traced = TracedTransport(self._transport, self._lane)
         execute(program, TracedPayload(payload, self._lane), traced, tag=turn.tag, deadline=turn.deadline)
 
-    @property
-    def usable(self) -> bool:
-        """Whether anything can still be run."""
-        return self._operations.usable
-
-    @property
-    def issued(self) -> int:
-        """How many operations this rank has issued."""
-        return self._operations.issued
-
-    @property
-    def timeout_s(self) -> float:
-        """Seconds that each operation may take."""
-        return self._operations.timeout_s
-
-    def fail(self) -> None:
-        """Do as Operations.fail."""
-        self._operations.fail()
-
-    def settle(self) -> None:
-        """Wait until what has been issued is done, whether well or not."""
-        self._operations.settle()
-
-    def announce_close(self, error: BaseException | None) -> bool:
-        """Tell the other ranks that this one issues no more operations; False, with nothing done, the second time. error: the
-        exception by which it leaves."""
-        return self._operations.announce_close(error)
-
-    def drain(self, deadline: float) -> None:
-        """Finish what is queued, but not beyond the deadline (time.monotonic())."""
-        self._operations.drain(deadline, self.messages.drain)
-
-    def part(self, deadline: float) -> None:
-        """Wait for the other ranks, but not beyond the deadline (time.monotonic()), and begin to give everything back."""
-        self._operations.part(deadline)
-
     def join(self) -> None:
-        """Give back what is left."""
-        self._operations.join()
+        """Wait for the end of what operations.part() began to give back, and give back the rest."""
+        self.operations.join()
         self._transport.close()
 
 

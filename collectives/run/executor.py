@@ -1,13 +1,20 @@
-"""The one loop that runs a Program on a transport."""
+"""The one loop that runs a Program on a transport, and what its messages carry: numbers as they are, or their codes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.feedback import Feedback
+from gradwire.collectives.compression.partition import Partition
+from gradwire.collectives.compression.seeds import rounding_seed
 from gradwire.collectives.link.base import Message, Pending
-from gradwire.collectives.plan.program import Kind, Program
-from gradwire.collectives.run.payload import Payload
+from gradwire.collectives.plan.coded import CodedProgram
+from gradwire.collectives.plan.program import Instruction, Kind, Program
+from gradwire.collectives.reduction import Combine
 
 
 class Poster(Protocol):
@@ -47,3 +54,137 @@ def execute(program: Program, payload: Payload, transport: Poster, *, tag: int, 
             sends, receives, sent_numbers, received_numbers = [], [], [], []
         else:
             payload.work(instruction)
+
+
+class Scratch:
+    """Memory that is kept between calls: a growing tensor per device."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[torch.device, bool], torch.Tensor] = {}
+
+    def take(self, nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
+        """Return nbytes (uint8, 1-D) on a device, or pinned for it in the host's memory; valid until the next call."""
+        held = self._held.get((device, pinned))
+        if held is None or held.numel() < nbytes:
+            where = {"pin_memory": True} if pinned else {"device": device}
+            held = self._held[device, pinned] = torch.empty(nbytes, dtype=torch.uint8, **where)
+        return held[:nbytes]
+
+
+class Payload(Protocol):
+    """The numbers on which a Program works. offset, length and scratch are those of an Instruction."""
+
+    def outgoing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
+        """Return what a message takes along."""
+
+    def landing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
+        """Return where a message is to be put."""
+
+    def work(self, instruction: Instruction) -> None:
+        """Do what an instruction asks for that moves no message."""
+
+
+class Numbers:
+    """Numbers as they are: sends read `source`, receipts and reductions write `destination`, mostly the same 1-D tensor."""
+
+    def __init__(
+        self,
+        program: Program,
+        source: torch.Tensor,
+        destination: torch.Tensor,
+        combine: Combine,
+        rank: int,
+        scratch: Scratch,
+    ) -> None:
+        self._source, self._destination, self._combine, self._rank = source, destination, combine, rank
+        memory = scratch.take(program.scratch * destination.element_size(), destination.device)
+        self._memory = memory.view(destination.dtype)
+
+    def outgoing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
+        return self._source[offset : offset + length]
+
+    def landing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
+        if scratch < 0:
+            return self._destination[offset : offset + length]
+        return self._memory[scratch : scratch + length]
+
+    def work(self, instruction: Instruction) -> None:
+        """Reduce, the numbers of the lower rank first, so that both ranks of a pair find the same."""
+        _, peer, offset, length, scratch, _, _, _ = instruction
+        mine, theirs = self._destination[offset : offset + length], self._memory[scratch : scratch + length]
+        first, second = (mine, theirs) if self._rank < peer else (theirs, mine)
+        self._combine(first, second, out=mine)
+
+
+class Codes:
+    """Codes of float32 numbers, `flat`, which become those of their sum, divided by `divisor`.
+
+    codec: of this step. via_host: whether what is on CUDA reaches the transport through pinned memory.
+    """
+
+    def __init__(
+        self,
+        program: CodedProgram,
+        flat: torch.Tensor,
+        codec: Codec,
+        partition: Partition,
+        scratch: Scratch,
+        sums: Scratch,
+        *,
+        feedback: Feedback | None,
+        divisor: int,
+        step: int,
+        seed: int,
+        via_host: bool,
+    ) -> None:
+        self._flat, self._codec, self._partition = flat, codec, partition
+        self._feedback, self._divisor, self._step, self._seed = feedback, divisor, step, seed
+        self._codes = self._messages = scratch.take(program.scratch, flat.device)
+        if via_host and flat.is_cuda:
+            self._messages = scratch.take(program.scratch, flat.device, pinned=True)
+        self._nbytes: dict[int, int] = {}
+        # Where sums over all ranks are made, one after the other, so that it stays in the caches.
+        self._sum = sums.take(4 * partition.longest, flat.device).view(torch.float32)
+        self._has_sum = False
+
+    def outgoing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
+        message = self._at(self._messages, length, scratch)
+        if self._messages is not self._codes:
+            message.copy_(self._at(self._codes, length, scratch))
+        return message
+
+    def landing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
+        return self._at(self._messages, length, scratch)
+
+    def work(self, instruction: Instruction) -> None:
+        """Encode, decode, or divide."""
+        kind, peer, offset, length, scratch, number, segment, block = instruction
+        in_sum = self._has_sum if kind == Kind.ENCODE else number == 1
+        numbers = self._sum[:length] if in_sum else self._flat[offset : offset + length]
+        self._has_sum = in_sum and kind == Kind.COMPLETE
+        if kind == Kind.COMPLETE:
+            if self._divisor != 1:
+                numbers.div_(self._divisor)
+            return
+        code = self._at(self._codes, length, scratch)
+        if kind != Kind.ENCODE:
+            if self._messages is not self._codes and peer != self._partition.rank:
+                code.copy_(self._at(self._messages, length, scratch))
+            self._codec.decode(code, numbers, add=kind == Kind.ADD)
+            return
+        residual = state = None
+        if self._feedback is not None and number == 0:
+            residual = self._feedback.worker[offset : offset + length]
+            state = self._feedback.state[segment][block]
+        elif self._feedback is not None:
+            start = offset - self._partition.shard.start
+            residual = self._feedback.owner[start : start + length]
+        # Ranks that have the same sum must make the same code of it; it is drawn for the block's owner.
+        rank = self._partition.rank if number == 0 else self._partition.group[block % len(self._partition.group)]
+        seed = rounding_seed(self._step, rank, segment, block, number, self._seed)
+        self._codec.encode(numbers, code, residual=residual, seed=seed, state=state)
+
+    def _at(self, memory: torch.Tensor, length: int, scratch: int) -> torch.Tensor:
+        if length not in self._nbytes:
+            self._nbytes[length] = self._codec.wire_bytes(length)
+        return memory[scratch : scratch + self._nbytes[length]]

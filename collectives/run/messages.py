@@ -28,72 +28,30 @@ _FIRST_LOOK = 64
 _log = logging.getLogger("gradwire")
 
 
-class _Way:
-    """The way of one message. peer: the other rank, None for one that may come from any."""
-
-    def __init__(self, transport: Transport, buffer: Buffer, peer: int | None, tag: int, *, sends: bool) -> None:
-        self.sender = None if sends else peer
-        self._transport = transport
-        self._buffer = buffer
-        self.sends = sends
-        self.knows_peer = peer is not None
-        self._peer = peer
-        self._tag = (DTYPES.index(buffer.flat.dtype) + 1) << KIND_BITS | (_HIGHEST - tag)
-        self._pending: Pending | None = None
-
-    def begin(self, deadline: float) -> None:
-        """Post it; one that may come from any rank, as soon as it is known from which. Raises LinkError."""
-        peer = self._peer
-        if peer is None:
-            peer = self.sender = self._transport.next_sender(self._tag, deadline)
-            if peer is None:
-                raise LinkError(None, timed_out=True, detail="nothing came from any rank")
-        message = [(peer, carried(self._buffer.flat, "sum")[0])]
-        sent, received = self._transport.post(message if self.sends else [], [] if self.sends else message, self._tag)
-        (self._pending,) = sent or received
-
-    def finish(self, deadline: float) -> None:
-        """Wait until it is sent or received. Raises LinkError."""
-        assert self._pending is not None
-        self._pending.wait(deadline)
-        if not self.sends:
-            self._buffer.store()
-
-    def run(self, deadline: float) -> None:
-        """Post it and wait for it. Raises LinkError."""
-        self.begin(deadline)
-        self.finish(deadline)
-
-    def is_done(self) -> bool:
-        """Return whether finish() would return, or raise, at once."""
-        assert self._pending is not None
-        try:
-            return self._pending.is_done()
-        except LinkError:
-            return True
-
-
 class MessageWork:
-    """Handle of one message under way, as Communicator.send and recv return it with async_op=True."""
+    """Handle of one message under way, as Communicator.send and recv return it with async_op=True.
 
-    def __init__(self, operations: Operations, rank: int, call: str, peers: frozenset[int], way: _Way) -> None:
-        self._operations = operations
-        self._rank = rank
+    Attribute sender: the rank that a received message comes from, as soon as that is known; None for one that is sent.
+    """
+
+    def __init__(
+        self, messages: Messages, call: str, buffer: Buffer, peer: int | None, tag: int, *, sends: bool
+    ) -> None:
+        """peer: the other rank, None for one that may come from any."""
+        self._transport = transport = messages.transport
+        self._operations = messages.operations
         self._call = call
-        self._peers = peers
-        self._way = way
+        self._buffer = buffer
+        self._peer = peer
+        others = frozenset(range(transport.size)) - {transport.rank}
+        self._peers = others if peer is None else frozenset({peer})
+        self._sends = sends
+        self.sender = None if sends else peer
+        self._tag = (DTYPES.index(buffer.flat.dtype) + 1) << KIND_BITS | (_HIGHEST - tag)
+        self._beginning: Work | None = None
+        self._pending: Pending | None = None
         self._is_over = False
         self._vain_since = math.inf
-        self._beginning: Work | None
-        if way.knows_peer:
-            self._beginning = operations.submit_message(call, peers, way.begin, async_op=True)
-        else:  # what is called after it has to wait: only a message that has been asked for leaves the wire to others
-            self._beginning = operations.queue_message(call, peers, way.run)
-
-    @property
-    def sender(self) -> int | None:
-        """The rank that a received message comes from, as soon as that is known; None for one that is sent."""
-        return self._way.sender
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
         """Block until the tensor is filled, or free again.
@@ -106,12 +64,12 @@ class MessageWork:
             deadline = time.monotonic() + seconds
             while not self.is_completed():
                 if time.monotonic() >= deadline:
-                    raise CollectiveTimeout(seconds, (), rank=self._rank, operation=self._call)
+                    raise CollectiveTimeout(seconds, (), rank=self._transport.rank, operation=self._call)
                 time.sleep(_POLL_S)
         if self._beginning is not None:
             self._beginning.wait()
-        if not self._is_over and self._way.knows_peer:
-            self._operations.submit_message(self._call, self._peers, self._way.finish, async_op=False)
+        if not self._is_over and self._peer is not None:
+            self._operations.submit_message(self._call, self._peers, self._finish, async_op=False)
         self._is_over = True
 
     def is_completed(self) -> bool:
@@ -120,44 +78,92 @@ class MessageWork:
             return True
         if self._beginning is not None and not self._beginning.is_completed():
             return False
-        if not self._way.knows_peer:
+        if self._peer is None:
             return True
         if self._operations.all_gone(self._peers):
             self._vain_since = min(self._vain_since, time.monotonic())
             if time.monotonic() >= self._vain_since + LAST_WORDS_S:
                 return True
         found: list[bool] = []
-        self._operations.try_message(self._call, self._peers, lambda _: found.append(self._way.is_done()))
+        self._operations.try_message(self._call, self._peers, lambda _: found.append(self._is_through()))
         return found == [True]
+
+    def start(self) -> MessageWork:
+        """Begin it, and return while it is under way."""
+        # After one that may come from any rank, what is called has to wait: only a message that has been asked for leaves the
+        # wire to others.
+        knows_peer = self._peer is not None
+        body = self._begin if knows_peer else self._run
+        self._beginning = self._operations.submit_message(
+            self._call, self._peers, body, async_op=True, at_once=knows_peer
+        )
+        return self
+
+    def run(self) -> int | None:
+        """Begin it and wait for it; return the rank that it comes from, None for one that is sent."""
+        self._operations.submit_message(self._call, self._peers, self._run, async_op=False)
+        return self.sender
 
     def finish_sending(self, deadline: float) -> None:
         """Wait for what is sent, at the end of its Communicator, where all turns are over."""
-        if self._is_over or not self._way.sends:
+        if self._is_over or not self._sends:
             return
         try:
-            self._way.finish(deadline)
+            self._finish(deadline)
             self._is_over = True
         except LinkError as error:
-            _log.warning("gradwire: rank %d closes before %s is through: %s", self._rank, self._call, error)
+            rank = self._transport.rank
+            _log.warning("gradwire: rank %d closes before %s is through: %s", rank, self._call, error)
+
+    # In a turn, all of which may raise LinkError
+
+    def _begin(self, deadline: float) -> None:
+        """Post it; one that may come from any rank, as soon as it is known from which."""
+        peer = self._peer
+        if peer is None:
+            peer = self.sender = self._transport.next_sender(self._tag, deadline)
+            if peer is None:
+                raise LinkError(None, timed_out=True, detail="nothing came from any rank")
+        message = [(peer, carried(self._buffer.flat, "sum")[0])]
+        sent, received = self._transport.post(message if self._sends else [], [] if self._sends else message, self._tag)
+        (self._pending,) = sent or received
+
+    def _finish(self, deadline: float) -> None:
+        assert self._pending is not None
+        self._pending.wait(deadline)
+        if not self._sends:
+            self._buffer.store()
+
+    def _run(self, deadline: float) -> None:
+        self._begin(deadline)
+        self._finish(deadline)
+
+    def _is_through(self) -> bool:
+        """Return whether _finish() would return, or raise, at once."""
+        assert self._pending is not None
+        try:
+            return self._pending.is_done()
+        except LinkError:
+            return True
 
 
 class Messages:
     """Sends and receives the messages of one Communicator."""
 
     def __init__(self, transport: Transport, operations: Operations) -> None:
-        self._transport = transport
-        self._operations = operations
+        self.transport = transport
+        self.operations = operations
         self._lock = threading.Lock()
         self._sent: list[MessageWork] = []  # and perhaps never waited for
         self._look_at = _FIRST_LOOK
 
     def send(self, call: str, buffer: Buffer, peer: int, tag: int, *, async_op: bool) -> MessageWork | None:
         """Send a buffer to a rank."""
-        way = _Way(self._transport, buffer, peer, tag, sends=True)
+        work = MessageWork(self, call, buffer, peer, tag, sends=True)
         if not async_op:
-            self._operations.submit_message(call, frozenset({peer}), way.run, async_op=False)
+            work.run()
             return None
-        work = MessageWork(self._operations, self._transport.rank, call, frozenset({peer}), way)
+        work.start()
         with self._lock:
             self._sent.append(work)
             if len(self._sent) >= self._look_at:
@@ -169,13 +175,8 @@ class Messages:
         self, call: str, buffer: Buffer, peer: int | None, tag: int, *, async_op: bool
     ) -> MessageWork | int | None:
         """Fill a buffer with a message from a rank, or from any (None)."""
-        others = frozenset(range(self._transport.size)) - {self._transport.rank}
-        peers = others if peer is None else frozenset({peer})
-        way = _Way(self._transport, buffer, peer, tag, sends=False)
-        if async_op:
-            return MessageWork(self._operations, self._transport.rank, call, peers, way)
-        self._operations.submit_message(call, peers, way.run, async_op=False)
-        return way.sender
+        work = MessageWork(self, call, buffer, peer, tag, sends=False)
+        return work.start() if async_op else work.run()
 
     def drain(self, deadline: float) -> None:
         """Finish sending what nobody has waited for, but not beyond the deadline (time.monotonic())."""

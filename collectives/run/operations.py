@@ -25,7 +25,7 @@ from gradwire.collectives.errors import CollectiveError, LinkError, Mismatch, Pe
 from gradwire.collectives.link.base import Transport
 from gradwire.collectives.link.watch import Watch
 from gradwire.collectives.reduction import DTYPES
-from gradwire.collectives.run.absences import Absences
+from gradwire.collectives.run.joined import Joined
 from gradwire.collectives.run.work import Work, WorkQueue
 
 #: How long close() waits for what is queued, and then for the other ranks.
@@ -84,16 +84,16 @@ class _InVainError(LinkError):
 
 class Operations:
     """Runs operations in the order of issue. watch: belongs to the Operations from now on. timeout_s: seconds that each
-    operation may take from its start. stall_warning_s: as of Stalls."""
+    operation may take from its start, as the attribute too. stall_warning_s: as of Stalls."""
 
     def __init__(
         self, transport: Transport, watch: Watch, timeout_s: float, stall_warning_s: float | None = None
     ) -> None:
         self._transport = transport
         self._rank = transport.rank
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._watch = watch
-        self.absences = Absences(watch)
+        self.joined = Joined(watch)
         self._queue = WorkQueue("gradwire")
         self._sequence = -1  # of the last turn that began
         self._agreement = Agreement(watch)
@@ -110,13 +110,13 @@ class Operations:
         self._beside_work = False
         self._failure: CollectiveError | None = None
         self._exiting = False
-        self._at_exit = partial(_at_exit, weakref.ref(self))
+        self._at_exit = _weak(self.exit)
         atexit.register(self._at_exit)
         weakref.finalize(self, _abandon, os.getpid(), self._queue, watch, self._at_exit).atexit = False
-        watch.on_news(partial(_on_news, weakref.ref(self)))
+        watch.on_news(_weak(self.on_news))
         if transport.size > 1:
-            watch.on_news(partial(_compare_calls, weakref.ref(self)))
-        self._stalls = Stalls(watch, stall_warning_s, partial(_position, weakref.ref(self)))
+            watch.on_news(_weak(self.compare_calls))
+        self._stalls = Stalls(watch, stall_warning_s, _weak(self.position))
         self._hook = ExceptHook.telling(self)
         _all.add(self)
 
@@ -130,11 +130,6 @@ class Operations:
         """How many operations this rank has issued."""
         return self._queue.issued
 
-    @property
-    def timeout_s(self) -> float:
-        """Seconds that each operation may take."""
-        return self._timeout_s
-
     def fail(self) -> None:
         """Raise what has failed on other ranks, of which this one has heard. For one that has joined, and so calls nothing."""
 
@@ -146,9 +141,7 @@ class Operations:
 
     def settle(self) -> None:
         """Wait until what has been issued is done, whether well or not."""
-        work = Work(self._rank, "join", lambda: None, counted=False)
-        self._queue.submit(work)
-        work.wait()
+        self._enqueue(Work(self._rank, "join", lambda: None, counted=False), False)
 
     @property
     def _unfinished(self) -> int:
@@ -161,7 +154,7 @@ class Operations:
         """Run `body` when its turn comes; with async_op return its handle at once. Turns are numbered as they come, which is in
         the order of issue; calls from several threads take turns too, in whatever order. signature: what makes a call new, where
         that is less than all of it."""
-        self._check_unbroken(call)
+        self._check(call)
         if not async_op:
             turn = object()
             try:
@@ -171,7 +164,11 @@ class Operations:
             finally:
                 self._queue.leave(turn, self._sequence)
         place = whereabouts.of_call(sys._getframe())
-        work = Work(self._rank, call, lambda: self._take_turn(call, signature or call, body, place, beside_work=True))
+        turn_of_queue = partial(self._take_turn, call, signature or call, body, place, beside_work=True)
+        return self._enqueue(Work(self._rank, call, turn_of_queue), async_op)
+
+    def _enqueue(self, work: Work, async_op: bool) -> Work | None:
+        """Let the queue's thread run a work; return it, or with async_op=False wait until it is done."""
         self._queue.submit(work)
         if async_op:
             return work
@@ -179,28 +176,22 @@ class Operations:
         return None
 
     def submit_message(
-        self, call: str, peers: frozenset[int], body: Callable[[float], None], *, async_op: bool
+        self,
+        call: str,
+        peers: frozenset[int],
+        body: Callable[[float], None],
+        *,
+        async_op: bool,
+        at_once: bool = True,
     ) -> Work | None:
         """Run a part of a message's way, body(deadline), when its turn comes. With async_op return a handle where that is not at
-        once. The turn has no number: of all other ranks, only `peers` may have anything to do with it, and only they can make
-        it fail."""
-        self._check_unbroken(call)
-        if self.try_message(call, peers, body):
+        once, as at_once=False makes sure. The turn has no number: of all other ranks, only `peers` may have anything to do with
+        it, and only they can make it fail."""
+        self._check(call)
+        if at_once and self.try_message(call, peers, body):
             return None
-        work = self.queue_message(call, peers, body)
-        if async_op:
-            return work
-        work.wait()
-        return None
-
-    def queue_message(self, call: str, peers: frozenset[int], body: Callable[[float], None]) -> Work:
-        """submit_message() on the thread of the queue, whatever it does."""
-        self._check_unbroken(call)
-        work = Work(
-            self._rank, call, lambda: self._take_message_turn(call, peers, body, beside_work=True), counted=False
-        )
-        self._queue.submit(work)
-        return work
+        turn_of_queue = partial(self._take_message_turn, call, peers, body, beside_work=True)
+        return self._enqueue(Work(self._rank, call, turn_of_queue, counted=False), async_op)
 
     def try_message(self, call: str, peers: frozenset[int], body: Callable[[float], None]) -> bool:
         """Run body(deadline) if its turn comes at once; False, with nothing done, where not."""
@@ -227,9 +218,9 @@ class Operations:
         try:
             if self._failure is not None or not self._queue.enter(turn) or call not in self._known:
                 return False
-            deadline = time.monotonic() + self._timeout_s
+            deadline = time.monotonic() + self.timeout_s
             try:
-                sequence = self._queue.number  # as _begin() does, without a call: see there
+                sequence = self._queue.number  # as _take_turn() does, without a call
                 if self._beside_work:
                     self._beside_work = False
                     self._transport.wait_beside_work(False)
@@ -241,8 +232,8 @@ class Operations:
                 body(first, second, (call_digest + sequence * _SPREAD) % 2**30, deadline)
                 if self._interrupted:
                     raise LinkError(None, timed_out=False, detail=_ENDED)
-                if self.absences.refused == sequence:
-                    raise PeerJoined(self.absences.absent, rank=self._rank, operation=call)
+                if self.joined.refused == sequence:
+                    raise PeerJoined(self.joined.absent, rank=self._rank, operation=call)
             except BaseException as error:
                 raise self._failed(error, call, deadline) from None
             finally:
@@ -251,39 +242,44 @@ class Operations:
             self._queue.leave(turn, self._sequence)
         return True
 
-    def _check_unbroken(self, call: str) -> None:
+    def _check(self, call: str, *, was_queued: bool = False) -> None:
+        """Raise CollectiveError, of the kind of the failure, once the Communicator is broken."""
         failure = self._failure
         if failure is not None:
             said = f"the Communicator is broken since an earlier failure ({failure}); make a new one"
+            if was_queued:
+                said = f"not run, the Communicator broke before ({failure})"
             raise failure.again(said, call) from failure
-
-    def _check_runs(self, call: str) -> None:
-        """Raise CollectiveError for what was queued before the Communicator broke."""
-        failure = self._failure
-        if failure is not None:
-            raise failure.again(f"not run, the Communicator broke before ({failure})", call) from failure
 
     def _take_turn(
         self, call: str, signature: str, body: Callable[[Turn], None], where: str | int, *, beside_work: bool
     ) -> None:
-        self._check_runs(call)
-        deadline = time.monotonic() + self._timeout_s
+        """Run an operation whose turn has come. where: the place in the user's code, or the thread that is there. beside_work:
+        whether the caller computes meanwhile, so that waits leave the cores to others; in the caller's own thread nothing else
+        has anything to do."""
+        self._check(call, was_queued=True)
+        deadline = time.monotonic() + self.timeout_s
         try:
             self._call = call
             is_new = signature not in self._known
             if is_new and self._transport.size == 1:
                 self._agreement.take(signature)
                 is_new = False
-            tag = self._begin(call, digest(call), where, is_new=is_new, beside_work=beside_work)
+            sequence = self._queue.number
+            self._wait_beside_work(beside_work)
+            self._where = where
+            if not is_new:
+                self._calls[sequence % _REMEMBERED] = (sequence, call)
+            self._running = self._sequence = sequence
             if self._watch.has_news:
-                self._check_news(self._sequence)
+                self._check_news(sequence)
             if is_new:
                 self._agree(call, signature, deadline)
-            body(Turn(self._sequence, call, deadline, tag))
+            body(Turn(sequence, call, deadline, (digest(call) + sequence * _SPREAD) % 2**30))
             if self._interrupted:  # of a backend whose wait then ends as if all were well, as NCCL's may
                 raise LinkError(None, timed_out=False, detail=_ENDED)
-            if self.absences.refused == self._sequence:
-                raise PeerJoined(self.absences.absent, rank=self._rank, operation=call)
+            if self.joined.refused == sequence:
+                raise PeerJoined(self.joined.absent, rank=self._rank, operation=call)
         except BaseException as error:
             raise self._failed(error, call, deadline) from None
         finally:
@@ -292,8 +288,8 @@ class Operations:
     def _take_message_turn(
         self, call: str, peers: frozenset[int], body: Callable[[float], None], *, beside_work: bool
     ) -> None:
-        self._check_runs(call)
-        deadline = time.monotonic() + self._timeout_s
+        self._check(call, was_queued=True)
+        deadline = time.monotonic() + self.timeout_s
         try:
             self._wait_beside_work(beside_work)
             self._vain_since = math.inf
@@ -318,18 +314,6 @@ class Operations:
         if beside_work is not self._beside_work:
             self._beside_work = beside_work
             self._transport.wait_beside_work(beside_work)
-
-    def _begin(self, call: str, call_digest: int, where: str | int, *, is_new: bool, beside_work: bool) -> int:
-        """Begin the turn that has come; return its tag. beside_work: whether the caller computes meanwhile, so
-        that waits leave the cores to others; in the caller's own thread nothing else has anything to do. is_new: whether it is
-        still to be compared with what other ranks call."""
-        sequence = self._queue.number
-        self._wait_beside_work(beside_work)
-        self._where = where
-        if not is_new:
-            self._calls[sequence % _REMEMBERED] = (sequence, call)
-        self._running = self._sequence = sequence
-        return (call_digest + sequence * _SPREAD) % 2**30
 
     def _agree(self, call: str, signature: str, deadline: float) -> None:
         """Compare a call that is new with what the other ranks call, before any of its data moves."""
@@ -401,33 +385,27 @@ class Operations:
             raise _InVainError(None, timed_out=False, detail=f"this rank hears nothing of the others: {watch.failure}")
         if watch.lost or self._absent(sequence):
             raise _InVainError(None, timed_out=False, detail="known before it began")
-        self.absences.announce(sequence, self._recent_calls().items())
+        self.joined.announce(sequence, self._recent_calls().items())
 
     def on_news(self) -> float | None:
         """End the wait of the running operation if it waits in vain. Returns as Watch.on_news says."""
         running, peers = self._running, self._peers
-        self.absences.hear()
+        self.joined.hear()
         if running >= 0:
-            self.absences.announce(running, self._recent_calls().items())
+            self.joined.announce(running, self._recent_calls().items())
         if self._interrupted:
             return None
+        now, vain_since = time.monotonic(), math.inf
         if peers and self.all_gone(peers):
-            now = time.monotonic()
-            self._vain_since = min(self._vain_since, now)
-            if (left_s := self._vain_since + LAST_WORDS_S - now) > 0:
-                return left_s
+            vain_since = self._vain_since = min(self._vain_since, now)
+        elif running >= 0 and self._absent(running):
+            vain_since = -math.inf
+        elif running >= 0:
+            vain_since = min([*self._watch.lost.values(), math.inf])
+        left_s = vain_since + LAST_WORDS_S - now
+        if left_s <= 0:
             self._interrupt()
-            return None
-        if running < 0:
-            return None
-        if not self._absent(running):
-            if not self._watch.lost:
-                return None
-            left_s = min(list(self._watch.lost.values())) + LAST_WORDS_S - time.monotonic()
-            if left_s > 0:
-                return left_s
-        self._interrupt()
-        return None
+        return left_s if 0 < left_s < math.inf else None
 
     def compare_calls(self) -> float | None:
         """Tell the other ranks what runs here where it takes long, and end it where some rank called something else under a
@@ -485,8 +463,8 @@ class Operations:
             is_message=bool(peers),
             waiting_for=tuple(sorted(awaited - {self._rank})),
             gave_up=error.timed_out,
-            waited_s=self._timeout_s - (deadline - time.monotonic()),
-            timeout_s=self._timeout_s,
+            waited_s=self.timeout_s - (deadline - time.monotonic()),
+            timeout_s=self.timeout_s,
             before=tuple(sorted(done for done in self._calls if 0 <= done[0] < sequence)),
             place="" if peers else self._place(),
             sent=_sent(error) if peers else "",
@@ -579,26 +557,15 @@ def _is_beside_work() -> bool:
     return get_ident() != main_thread().ident
 
 
-def _at_exit(operations: weakref.ref[Operations]) -> None:
-    """What atexit calls; it must not keep alive what nobody uses any more."""
-    alive = operations()
-    if alive is not None:
-        alive.exit()
+def _weak(method: Callable[[], _First]) -> Callable[[], _First | None]:
+    """Return what calls a method for as long as its object lives, and does not keep alive an object that nobody uses any more."""
+    weak = weakref.WeakMethod(method)
 
+    def call() -> _First | None:
+        alive = weak()
+        return None if alive is None else alive()
 
-def _on_news(operations: weakref.ref[Operations]) -> float | None:
-    alive = operations()
-    return alive.on_news() if alive is not None else None
-
-
-def _compare_calls(operations: weakref.ref[Operations]) -> float | None:
-    alive = operations()
-    return alive.compare_calls() if alive is not None else None
-
-
-def _position(operations: weakref.ref[Operations]) -> Position | None:
-    alive = operations()
-    return alive.position() if alive is not None else None
+    return call
 
 
 def _abandon(owner: int, queue: WorkQueue, watch: Watch, at_exit: Callable[[], None]) -> None:

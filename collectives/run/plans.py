@@ -6,9 +6,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from gradwire.collectives.compression.algorithms_for import algorithms_for, ride, shot_of
 from gradwire.collectives.compression.codec import Codec
@@ -22,6 +22,7 @@ from gradwire.collectives.plan.spans import Layout, Span, segments_of_blocks, se
 from gradwire.collectives.plan.topology import Topology
 
 _Planned = TypeVar("_Planned")
+_Given = ParamSpec("_Given")
 
 #: How many programs and partitions are kept: the ones that were used last.
 _KEPT = 256
@@ -51,6 +52,26 @@ def legal_algorithms(offered: Mapping[str, Sequence[str]]) -> dict[str, tuple[st
         if doubled := [name for name in names if name in taken]:
             raise ValueError(f"a link cannot offer {collective} algorithms called {', '.join(doubled)}")
     return {collective: (*planners, *offered.get(collective, ())) for collective, planners in PLANNERS.items()}
+
+
+def _once(plan: Callable[Concatenate[Plans, _Given], _Planned]) -> Callable[Concatenate[Plans, _Given], _Planned]:
+    """Let a method of Plans return what it has returned before for equal arguments, of which the last calls are remembered."""
+    name = plan.__name__
+
+    @wraps(plan)
+    def planned(plans: Plans, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Planned:
+        key = (name, args, *kwargs.values())  # of which none has more than one
+        with plans._lock:
+            kept = plans._planned
+            if key not in kept:
+                kept[key] = plan(plans, *args, **kwargs)
+                if len(kept) > _KEPT:
+                    kept.popitem(last=False)
+            kept.move_to_end(key)
+            found: _Planned = kept[key]  # type: ignore[assignment]  # as the name in the key says
+            return found
+
+    return planned
 
 
 class Plans:
@@ -137,25 +158,27 @@ class Plans:
                 used = effective(codec, partition)
                 if not partition.group:
                     return 0
-                return self.of_codes(codec, used, partition, name, grouped=False).sent_bytes(used.wire_bytes)
+                program = self.of_codes(codec, numel, name, used.wire_bytes(partition.longest), grouped=False)
+                return program.sent_bytes(used.wire_bytes)
         if name not in PLANNERS[collective]:
             return None
         element_size = 4 if nbytes % 4 == 0 else 1
-        program = self.of_buffer(collective, name, 0, nbytes // element_size, element_size, grouped=False)
-        return element_size * program.sent()[1]
+        numel = nbytes // element_size
+        return element_size * self.of_buffer(collective, name, 0, numel, element_size, grouped=False).sent()[1]
 
+    @_once
     def of_buffer(
-        self, collective: str, algorithm: str, root: int, numel: int, element_size: int, *, grouped: bool
+        self, collective: str, algorithm: str, root: int, where: int | Layout, element_size: int, *, grouped: bool
     ) -> Program:
-        """Return the program for a buffer that the algorithm may cut as it likes."""
-
-        def planned() -> Program:
-            schedule = self._schedule(collective, algorithm, root)
-            segments = segments_of_buffer(numel, schedule.blocks, segment)
-            return self._program(collective, schedule, segments, grouped=grouped)
-
-        segment = max(1, self.segment_bytes // element_size)
-        return self._once(("buffer", collective, algorithm, root, numel, segment, grouped), planned)
+        """Return the program for one buffer. where: its number of elements, if the algorithm may cut it as it likes; else the
+        layout in which block r belongs to rank r."""
+        schedule = self._schedule(collective, algorithm, root)
+        segment = self._segment(element_size)
+        if isinstance(where, int):
+            segments = segments_of_buffer(where, schedule.blocks, segment)
+        else:
+            segments = segments_of_blocks(where, segment)
+        return self._program(collective, schedule, segments, grouped=grouped)
 
     def shares(self, numel: int, element_size: int) -> Shares:
         """Return whose is which part of a buffer between the halves of the allreduce that 'auto' would run.
@@ -172,20 +195,8 @@ class Plans:
             return Shares(algorithm, tuple((span,) for span in aligned))
         if algorithm not in IN_HALVES:
             return Shares(None, tuple((span,) for span in split(Span(0, numel), size)))
-        segments = segments_of_buffer(numel, size, max(1, self.segment_bytes // element_size))
+        segments = segments_of_buffer(numel, size, self._segment(element_size))
         return Shares(algorithm, tuple(tuple(segment[rank] for segment in segments) for rank in range(size)))
-
-    def of_blocks(
-        self, collective: str, algorithm: str, layout: Layout, element_size: int, *, grouped: bool
-    ) -> Program:
-        """Return the program for a buffer of which block r, at layout[r], belongs to rank r."""
-
-        def planned() -> Program:
-            schedule, segments = self._schedule(collective, algorithm), segments_of_blocks(layout, segment)
-            return self._program(collective, schedule, segments, grouped=grouped)
-
-        segment = max(1, self.segment_bytes // element_size)
-        return self._once(("blocks", collective, algorithm, layout, segment, grouped), planned)
 
     def of_move(
         self, collective: str, algorithm: str, root: int, sources: Layout, layout: Layout, *, grouped: bool
@@ -194,44 +205,30 @@ class Plans:
         schedule = self._schedule(collective, algorithm, root)
         return self._program(collective, schedule, [layout], [sources], grouped=grouped)
 
+    @_once
     def inside_hosts(self, which: int, parts: Layout, element_size: int, *, grouped: bool) -> Program:
         """Return the program for the first (0) or last (1) round of hierarchical, of blocks that are `parts`."""
+        steps = hierarchical.inside(self._place)[which]
+        schedule = Schedule(self._place.rank, self._place.size, len(parts), (steps,))
+        segments = segments_of_blocks(parts, self._segment(element_size))
+        return self._program("allreduce", schedule, segments, grouped=grouped)
 
-        def planned() -> Program:
-            steps = hierarchical.inside(self._place)[which]
-            schedule = Schedule(self._place.rank, self._place.size, len(parts), (steps,))
-            return self._program("allreduce", schedule, segments_of_blocks(parts, segment), grouped=grouped)
-
-        segment = max(1, self.segment_bytes // element_size)
-        return self._once(("inside hosts", which, parts, segment, grouped), planned)
-
+    @_once
     def partition(self, codec: Codec, numel: int, algorithm: str | None = None) -> Partition:
         """Return who encodes what of a buffer. algorithm: without one, the codec's shot."""
         chosen = algorithm or shot_of(codec)
+        hosts = self.topology.hosts if ride(chosen).by_hosts else (tuple(range(self._place.size)),)
+        planner = partial(self._schedule_of_codes, chosen)
+        return partition_of(codec, numel, self._place.rank, hosts, self.segment_bytes, planner)
 
-        def planned() -> Partition:
-            hosts = self.topology.hosts if ride(chosen).by_hosts else (tuple(range(self._place.size)),)
-            planner = partial(self._schedule_of_codes, chosen)
-            return partition_of(codec, numel, self._place.rank, hosts, self.segment_bytes, planner)
-
-        return self._once(("partition", codec, numel, chosen), planned)
-
-    def of_codes(
-        self, codec: Codec, used: Codec, partition: Partition, algorithm: str, *, grouped: bool
-    ) -> CodedProgram:
-        """Return the program for an allreduce of codes. codec: for which the partition was made. used: in its place, in the
-        step."""
-
-        def planned() -> CodedProgram:
-            group = partition.group
-            schedule = self._schedule_of_codes(algorithm, Place(group.index(self._place.rank), len(group)))
-            encodes_sums, lookahead = ride(algorithm).encodes_sums, 0 if grouped else 1
-            return CodedProgram(
-                schedule, partition.chunks, code_bytes, group, encodes_sums=encodes_sums, lookahead=lookahead
-            )
-
-        code_bytes = used.wire_bytes(partition.longest)
-        return self._once(("codes", codec, code_bytes, algorithm, partition.numel, grouped), planned)
+    @_once
+    def of_codes(self, codec: Codec, numel: int, algorithm: str, code_bytes: int, *, grouped: bool) -> CodedProgram:
+        """Return the program for an allreduce of codes. code_bytes: of the partition's longest chunk, in the step."""
+        partition = self.partition(codec, numel, algorithm)
+        group = partition.group
+        schedule = self._schedule_of_codes(algorithm, Place(group.index(self._place.rank), len(group)))
+        sums, lookahead = ride(algorithm).encodes_sums, 0 if grouped else 1
+        return CodedProgram(schedule, partition.chunks, code_bytes, group, encodes_sums=sums, lookahead=lookahead)
 
     def _schedule_of_codes(self, algorithm: str, place: Place) -> Schedule:
         """Return what a rank of a group follows: of a rank of each host, or of all ranks."""
@@ -252,18 +249,11 @@ class Plans:
         answered = self._eager and not grouped and collective in _ONE_WAY
         return Program(schedule, segments, sources, lookahead, answered=answered)
 
+    def _segment(self, element_size: int) -> int:
+        """Return how many elements a segment has at most."""
+        return max(1, self.segment_bytes // element_size)
+
+    @_once
     def _schedule(self, collective: str, algorithm: str, root: int = 0) -> Schedule:
         """Return this rank's schedule."""
-        place = replace(self._place, root=root)
-        return self._once(("schedule", collective, algorithm, root), lambda: PLANNERS[collective][algorithm](place))
-
-    def _once(self, key: tuple[object, ...], plan: Callable[[], _Planned]) -> _Planned:
-        """Return what was planned before under a key, which begins with the kind of plan, or plan it."""
-        with self._lock:
-            if key not in self._planned:
-                self._planned[key] = plan()
-                if len(self._planned) > _KEPT:
-                    self._planned.popitem(last=False)
-            self._planned.move_to_end(key)
-            planned: _Planned = self._planned[key]  # type: ignore[assignment]  # as the first part of the key says
-            return planned
+        return PLANNERS[collective][algorithm](replace(self._place, root=root))

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from gradwire.collectives.diagnostics.timeline import Lane, now_ns
 from gradwire.collectives.link.base import Message, Pending, Transport
 from gradwire.collectives.plan.program import Instruction, Kind
+from gradwire.collectives.run.executor import Payload
 from gradwire.collectives.run.operations import Turn
-from gradwire.collectives.run.payload import Payload
 
 #: What a part of an operation is called that moves no message.
 _NAMES = {
@@ -49,12 +47,7 @@ class TracedPayload:
     def __init__(self, payload: Payload, lane: Lane) -> None:
         self._payload = payload
         self._lane = lane
-
-    def outgoing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
-        return self._payload.outgoing(offset, length, scratch)
-
-    def landing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
-        return self._payload.landing(offset, length, scratch)
+        self.outgoing, self.landing = payload.outgoing, payload.landing
 
     def work(self, instruction: Instruction) -> None:
         begin_ns = now_ns()
@@ -77,29 +70,24 @@ class TracedTransport:
         if sends:
             nbytes = sum(tensor.nbytes for _, tensor in sends)
             self._lane.span("send", begin_ns, bytes=nbytes, to=[peer for peer, _ in sends])
-        return (
-            [_TracedPending(pending, self._lane, "to", peer) for pending, (peer, _) in zip(sent, sends, strict=True)],
-            [
-                _TracedPending(pending, self._lane, "of", peer)
-                for pending, (peer, _) in zip(received, receives, strict=True)
-            ],
-        )
+        return self._traced(sent, "to", sends), self._traced(received, "of", receives)
+
+    def _traced(self, pending: Sequence[Pending], direction: str, messages: Sequence[Message]) -> list[Pending]:
+        pairs = zip(pending, messages, strict=True)
+        return [_TracedPending(each, self._lane, {direction: peer}) for each, (peer, _) in pairs]
 
 
 class _TracedPending:
     """Records how long a message is waited for."""
 
-    def __init__(self, pending: Pending, lane: Lane, direction: str, peer: int) -> None:
+    def __init__(self, pending: Pending, lane: Lane, details: dict[str, int]) -> None:
         self._pending = pending
         self._lane = lane
-        self._details = {direction: peer}
+        self._details = details
+        self.is_done = pending.is_done
 
     def wait(self, deadline: float) -> None:
         """See Pending."""
         begin_ns = now_ns()
         self._pending.wait(deadline)
         self._lane.span("wait", begin_ns, **self._details)
-
-    def is_done(self) -> bool:
-        """See Pending."""
-        return self._pending.is_done()

@@ -2,97 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Literal, overload
 
 import torch
+from torch import Tensor
 
 from gradwire.collectives import arguments
-from gradwire.collectives.link.base import Whole
-from gradwire.collectives.plan.spans import consecutive
-from gradwire.collectives.reduction import Op, check_arithmetic, finish, op_name
-from gradwire.collectives.run.absences import Call
-from gradwire.collectives.run.engine import Engine
+from gradwire.collectives.plan.spans import Layout, consecutive
+from gradwire.collectives.reduction import Op
+from gradwire.collectives.run.joined import Call
 from gradwire.collectives.run.operations import Turn
 from gradwire.collectives.run.plans import Shares
 from gradwire.collectives.run.prepared import PreparedOperation
 from gradwire.collectives.run.work import Work
+from gradwire.collectives.verbs.reductions import Reductions
 
 
-def shares_of(engine: Engine, tensor: torch.Tensor) -> Shares:
-    """Return whose is what of a tensor. Raises TypeError and ValueError for one that cannot be reduced."""
-    arguments.check_written(engine, tensor)
-    return engine.plans.shares(tensor.numel(), tensor.element_size())
+class Halves(Reductions):
+    """The verbs between which each rank can work on its share of a result, before the ranks exchange their shares."""
 
+    @overload
+    def reduce_shares(
+        self, tensor: Tensor, op: Op = ..., *, prescale: float = ..., postscale: float = ..., async_op: Literal[True]
+    ) -> Work: ...
 
-def reduce_shares(
-    engine: Engine, tensor: torch.Tensor, op: Op, prescale: float, postscale: float, shares: Shares, async_op: bool
-) -> Work | None:
-    """Do the first half. shares: of the tensor; their algorithm has halves."""
-    call, body, _ = _planned(engine, tensor, op, prescale, postscale, shares, async_op)
-    return engine.submit(call, body, async_op=async_op)
+    @overload
+    def reduce_shares(
+        self, tensor: Tensor, op: Op = ..., *, prescale: float = ..., postscale: float = ..., async_op: bool = ...
+    ) -> Work | None: ...
 
+    def reduce_shares(
+        self,
+        tensor: Tensor,
+        op: Op = "sum",
+        *,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Do the first half of allreduce: leave in `tensor`, where shares() says that it is this rank's, the bits that allreduce
+        with the same arguments would. What is elsewhere in it is undefined.
 
-def prepare_reduce_shares(
-    engine: Engine, tensor: torch.Tensor, op: Op, prescale: float, postscale: float, shares: Shares
-) -> PreparedOperation:
-    """Do all of reduce_shares that can be done once for many runs."""
-    call, body, whole = _planned(engine, tensor, op, prescale, postscale, shares, True)
-    return PreparedOperation(engine, tensor, call, body, whole if prescale == postscale == 1.0 else None)
+        Where the algorithm that allreduce would take has no halves (ring, rsag, direct and shared have), all of it is done.
+        """
+        spans = self._halved(tensor)
+        if spans is None:
+            return self.allreduce(tensor, op, prescale=prescale, postscale=postscale, async_op=async_op)
+        call, body, _ = self._planned([tensor], op, prescale, postscale, "auto", async_op, spans)
+        return self._engine.submit(call, body, async_op=async_op)
 
+    def prepare_reduce_shares(
+        self, tensor: Tensor, op: Op = "sum", *, prescale: float = 1.0, postscale: float = 1.0
+    ) -> PreparedOperation:
+        """Check and plan a reduce_shares of a tensor once, as prepare_allreduce does an allreduce."""
+        planned = self._planned([tensor], op, prescale, postscale, "auto", True, self._halved(tensor))
+        return PreparedOperation(self._engine, tensor, *planned)
 
-def _planned(
-    engine: Engine, tensor: torch.Tensor, op: Op, prescale: float, postscale: float, shares: Shares, async_op: bool
-) -> tuple[Call, Callable[[Turn], None], Whole | None]:
-    """Check the arguments, and return what is called, the body, and what the link has made ready."""
-    name = op_name(engine.rank, op)
-    check_arithmetic(engine.rank, tensor.dtype, name, prescale, postscale)
-    algorithm = shares.algorithm
-    assert algorithm is not None
-    scales = f", prescale={prescale}, postscale={postscale}" if (prescale, postscale) != (1.0, 1.0) else ""
-    call = Call(f"reduce_shares({arguments.described(tensor)}, {name}{scales}, {algorithm})", "reduce_shares")
-    whole = engine.whole("reduce_shares", algorithm, tensor, tensor.numel(), name)
+    def shares(self, numel: int, dtype: torch.dtype = torch.float32) -> tuple[tuple[slice, ...], ...]:
+        """Return, by rank, what is whose in a tensor of so many elements between reduce_shares and gather_shares: slices of its
+        elements, in order, about as many elements for each rank. Not a collective call; the same on all ranks."""
+        spans = self._engine.plans.shares(numel, dtype.itemsize).spans
+        return tuple(tuple(slice(span.start, span.stop) for span in mine) for mine in spans)
 
-    (held,) = arguments.held([tensor], async_op)
+    @overload
+    def gather_shares(self, tensor: Tensor, *, async_op: Literal[True]) -> Work: ...
 
-    def body(turn: Turn) -> None:
-        buffer = engine.buffer(held)
-        if prescale != 1.0:
-            buffer.flat.mul_(prescale)
+    @overload
+    def gather_shares(self, tensor: Tensor, *, async_op: bool = ...) -> Work | None: ...
+
+    def gather_shares(self, tensor: Tensor, *, async_op: bool = False) -> Work | None:
+        """Do the second half of allreduce: fill `tensor`, in place, with what each rank has where shares() says that it is
+        that rank's."""
+        engine = self._engine
+        if not async_op and engine.repeat(tensor, "gather_shares"):
+            return None
+        shares = self._shares_of(tensor)
+        algorithm = shares.algorithm
+        call = Call(f"gather_shares({arguments.described(tensor)}, {algorithm or 'rsag'})", "gather_shares")
+        whole = None if algorithm is None else engine.whole("gather_shares", algorithm, tensor, tensor.numel())
         if whole is not None:
-            engine.run_whole(turn, whole, buffer.flat, buffer.flat)
-        else:
-            engine.over_buffer(turn, "reduce_scatter", algorithm, buffer.flat, name)
-        for span in shares.spans[engine.rank]:
-            finish(buffer.flat[span.start : span.stop], name if whole is None else "sum", engine.size, postscale)
-        buffer.store()
+            engine.remember(tensor, "gather_shares", call, whole)
+        (held,) = arguments.held([tensor], async_op)
 
-    return call, body, whole
+        def body(turn: Turn) -> None:
+            buffer = engine.buffer(held)
+            layout = consecutive([span.length for (span,) in shares.spans]) if algorithm is None else None
+            engine.over_buffer(turn, "allgather", algorithm or "rsag", buffer.flat, layout=layout, whole=whole)
+            buffer.store()
 
+        return engine.submit(call, body, async_op=async_op)
 
-def gather_shares(engine: Engine, tensor: torch.Tensor, async_op: bool) -> Work | None:
-    """Do the second half, at once where an equal call has been made ready before; where the algorithm has none, an allgather of
-    what is each rank's."""
-    if not async_op and engine.repeat(tensor, "gather_shares"):
-        return None
-    shares = shares_of(engine, tensor)
-    algorithm = shares.algorithm
-    call = Call(f"gather_shares({arguments.described(tensor)}, {algorithm or 'rsag'})", "gather_shares")
+    def _shares_of(self, tensor: Tensor) -> Shares:
+        """Return whose is what of a tensor. Raises TypeError and ValueError for one that cannot be reduced."""
+        arguments.check_written(self._engine, tensor)
+        return self._engine.plans.shares(tensor.numel(), tensor.element_size())
 
-    whole = None if algorithm is None else engine.whole("gather_shares", algorithm, tensor, tensor.numel())
-    if whole is not None:
-        engine.remember(tensor, "gather_shares", call, whole)
-
-    (held,) = arguments.held([tensor], async_op)
-
-    def body(turn: Turn) -> None:
-        buffer = engine.buffer(held)
-        if whole is not None:
-            engine.run_whole(turn, whole, buffer.flat, buffer.flat)
-        elif algorithm is not None:
-            engine.over_buffer(turn, "allgather", algorithm, buffer.flat)
-        else:
-            lengths = [span.length for (span,) in shares.spans]
-            engine.over_blocks(turn, "allgather", "rsag", buffer.flat, consecutive(lengths))
-        buffer.store()
-
-    return engine.submit(call, body, async_op=async_op)
+    def _halved(self, tensor: Tensor) -> Layout | None:
+        """Return what is this rank's of a tensor; None where its allreduce has no halves."""
+        shares = self._shares_of(tensor)
+        return None if shares.algorithm is None else shares.spans[self.rank]

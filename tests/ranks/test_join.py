@@ -326,7 +326,7 @@ def quiet() -> None:
     """Rank 0 gives up when the others do nothing."""
     communicator = current_world().communicator()
     if hvd.rank() == 0:
-        communicator._engine._operations._timeout_s = 0.5
+        communicator._engine.operations.timeout_s = 0.5
         with pytest.raises(CollectiveTimeout) as caught:
             hvd.join()
         assert caught.value.waiting_for == tuple(range(1, hvd.size()))

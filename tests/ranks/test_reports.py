@@ -306,7 +306,7 @@ def record(path: Path, compression: Compressor) -> int:
     hvd.stop_timeline()
     engine = optimizer._communicator._engine
     assert engine._lane is None
-    assert engine.run_now == engine._operations.run_now  # the shortest way, again
+    assert engine.run_now == engine.operations.run_now  # the shortest way, again
     with pytest.raises(ValueError, match="no timeline is being recorded"):
         hvd.stop_timeline()
     again = path.with_name("again.json")

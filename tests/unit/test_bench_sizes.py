@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.bench.sizes import size_range
-from gradwire.collectives.sizes import format_size, parse_size
+from gradwire.collectives.notation import format_size, parse_size
 
 
 @pytest.mark.parametrize(

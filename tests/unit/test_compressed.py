@@ -20,8 +20,7 @@ from gradwire.collectives.compression.seeds import rounding_seed
 from gradwire.collectives.compression.threshold import Threshold
 from gradwire.collectives.plan.coded import CodedProgram
 from gradwire.collectives.plan.schedule import Place
-from gradwire.collectives.run.executor import execute
-from gradwire.collectives.run.payload import Codes, Scratch
+from gradwire.collectives.run.executor import Codes, Scratch, execute
 from tests.shot_model import CPU, ShotModel
 from tests.unit.in_process import Hub, InProcessTransport, run_ranks
 

@@ -24,8 +24,7 @@ from gradwire.collectives.plan.program import Instruction, Kind, Program
 from gradwire.collectives.plan.schedule import Place, Schedule, receive, send
 from gradwire.collectives.plan.spans import Span, consecutive, segments_of_blocks, segments_of_buffer
 from gradwire.collectives.reduction import COMBINE
-from gradwire.collectives.run.executor import execute
-from gradwire.collectives.run.payload import Codes, Numbers, Scratch
+from gradwire.collectives.run.executor import Codes, Numbers, Scratch, execute
 from tests.unit.in_process import Hub, InProcessTransport, run_ranks
 
 SIZES = st.integers(1, 7)

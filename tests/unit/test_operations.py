@@ -357,13 +357,14 @@ class _Steps:
     """Stands for a Communicator and its engine, and notes the steps of its end."""
 
     def __init__(self, name: str, steps: list[str]) -> None:
-        self._engine, self._name, self._steps = self, name, steps
+        self._engine = self.operations = self.messages = self
+        self._name, self._steps = name, steps
 
     def announce_close(self, error: BaseException | None) -> bool:
         self._steps.append(f"announce {self._name}, {error}")
         return True
 
-    def drain(self, deadline: float) -> None:
+    def drain(self, deadline: float, finish: object) -> None:
         self._steps.append(f"drain {self._name}")
 
     def part(self, deadline: float) -> None:

@@ -21,8 +21,7 @@ from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.schedule import Place
 from gradwire.collectives.plan.spans import segments_of_buffer
 from gradwire.collectives.reduction import COMBINE, DTYPES
-from gradwire.collectives.run.executor import execute
-from gradwire.collectives.run.payload import Numbers, Scratch
+from gradwire.collectives.run.executor import Numbers, Scratch, execute
 from tests.harness import wide
 from tests.unit.in_process import run_ranks
 

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 import torch
 
 from gradwire.collectives import CollectiveTimeout, Communicator
+from gradwire.collectives.absence import Wanted
 from gradwire.collectives.daemon import DaemonThread
-from gradwire.collectives.run.absences import Wanted
 from gradwire.trainer.horovod.state import share_optimizer_state
 from gradwire.trainer.optimizer import DistributedOptimizer
 from gradwire.trainer.world.world import World, current_world, here

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from gradwire.collectives.naming import check_name
+from gradwire.collectives.notation import check_name
 from gradwire.collectives.plan.algorithms import direct, hierarchical, recursive_doubling, ring, rsag, tree
 from gradwire.collectives.plan.schedule import Planner
 

@@ -1,8 +1,9 @@
-"""Message sizes as text: 8, 4K, 32M, 1G, the units being powers of 1024."""
+"""What users write: message sizes as text (8, 4K, 32M, 1G, the units being powers of 1024), and names of what is plugged in."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -27,3 +28,14 @@ def format_size(nbytes: int) -> str:
         unit for unit in reversed(_UNITS) if not unit or (nbytes >= _UNITS[unit] and nbytes % _UNITS[unit] == 0)
     )
     return f"{nbytes // _UNITS[unit]}{unit}"
+
+
+def check_name(kind: str, name: object, taken: Iterable[str]) -> None:
+    """Raise ValueError unless `name` is a word in lower case that nothing of this kind has yet."""
+    article = "an" if kind[0] in "aeiou" else "a"
+    if not isinstance(name, str) or re.fullmatch("[a-z][a-z0-9_]*", name) is None:
+        raise ValueError(
+            f"the name of {article} {kind} must be lower-case letters, digits and underscores, not {name!r}"
+        )
+    if name in taken:
+        raise ValueError(f"{article} {kind} called {name!r} exists already; taken are {', '.join(taken)}")

@@ -1,0 +1,69 @@
+"""Messages between two ranks: send and recv."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+from torch import Tensor
+
+from gradwire.collectives import arguments
+from gradwire.collectives.run.messages import MessageWork
+from gradwire.collectives.verbs.base import Ranks
+
+
+class Messages(Ranks):
+    """The verbs that only two ranks call."""
+
+    @overload
+    def send(self, tensor: Tensor, dst: int, *, tag: int = ..., async_op: Literal[False] = ...) -> None: ...
+
+    @overload
+    def send(self, tensor: Tensor, dst: int, *, tag: int = ..., async_op: Literal[True]) -> MessageWork: ...
+
+    def send(self, tensor: Tensor, dst: int, *, tag: int = 0, async_op: bool = False) -> MessageWork | None:
+        """Send `tensor` to rank dst, which calls recv with a tensor of as many bytes and the same tag (0 to 65535).
+
+        Only the two ranks call anything; messages do not count among the operations that all ranks call in the same order. But
+        what goes from one rank to another, in messages and in operations, is received in the order in which it is sent: a rank
+        that enters an operation, or asks for a later message, before the message that was sent first is asked for, waits until
+        its deadline passes. When send returns, the tensor is free; the message may still be on its way. It may also wait until
+        dst asks for the message, as inside a host it does: two ranks that both send first use async_op=True. Over NCCL, which
+        knows no tags, only tag 0 is allowed.
+        """
+        engine = self._engine
+        arguments.check_tensors(engine, tensor)
+        arguments.check_message(engine, tensor, "dst", dst, tag)
+        call = f"send({arguments.described(tensor)}, dst={dst}, tag={tag})"
+        with engine.span("send", call=call, bytes=tensor.nbytes):
+            buffer = engine.buffer(*arguments.held([tensor], async_op))
+            return engine.messages.send(call, buffer, dst, tag, async_op=async_op)
+
+    @overload
+    def recv(self, tensor: Tensor, src: int | None = ..., *, tag: int = ..., async_op: Literal[False] = ...) -> int: ...
+
+    @overload
+    def recv(
+        self, tensor: Tensor, src: int | None = ..., *, tag: int = ..., async_op: Literal[True]
+    ) -> MessageWork: ...
+
+    def recv(
+        self, tensor: Tensor, src: int | None = None, *, tag: int = 0, async_op: bool = False
+    ) -> MessageWork | int | None:
+        """Fill `tensor` with a message that rank src sends with this tag; return src. See send for the order.
+
+        src=None takes the next message with the tag from whichever rank sends one, ranks taking turns, and returns that rank
+        (or gives it as .sender of the handle); over gloo's and NCCL's messages that is a ValueError. A thread that waits for
+        messages while others call operations needs a Communicator of its own: there is one turn at a time.
+        """
+        engine = self._engine
+        arguments.check_written(engine, tensor)
+        arguments.check_message(engine, tensor, "src", src, tag)
+        if src is None and not engine.hears_anyone(tensor):
+            raise ValueError(
+                f"rank {engine.rank}: recv() of a tensor on {tensor.device} needs src=, for what joins these ranks cannot wait "
+                f"for all of them at once: {'; '.join(engine.routes)}"
+            )
+        call = f"recv({arguments.described(tensor)}, src={src}, tag={tag})"
+        with engine.span("recv", call=call, bytes=tensor.nbytes):
+            buffer = engine.buffer(*arguments.held([tensor], async_op), fill=False)
+            return engine.messages.receive(call, buffer, src, tag, async_op=async_op)

@@ -1,0 +1,303 @@
+"""The verbs that move tensors and reduce nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import arguments
+from gradwire.collectives.errors import Mismatch
+from gradwire.collectives.link.base import Whole
+from gradwire.collectives.plan.spans import Layout, consecutive, only
+from gradwire.collectives.run.engine import Engine
+from gradwire.collectives.run.joined import Call
+from gradwire.collectives.run.operations import Turn
+from gradwire.collectives.run.staging import apart
+from gradwire.collectives.run.work import Work
+from gradwire.collectives.verbs.base import Async, Options, Ranks
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Movement(Ranks):
+    """The verbs after which tensors are on other ranks, with the same numbers."""
+
+    @overload
+    def allgather(self, output: Tensor | Sequence[Tensor], input: Tensor, **options: Unpack[Async]) -> Work: ...
+
+    @overload
+    def allgather(
+        self, output: Tensor | Sequence[Tensor], input: Tensor, **options: Unpack[Options]
+    ) -> Work | None: ...
+
+    def allgather(
+        self,
+        output: Tensor | Sequence[Tensor],
+        input: Tensor,
+        *,
+        algorithm: str = "auto",
+        async_op: bool = False,
+    ) -> Work | None:
+        """Collect every rank's `input` on all ranks, in rank order.
+
+        output: a tensor of size * input.numel() elements, or one tensor per rank, of that rank's size, which may differ.
+        """
+        engine = self._engine
+        parts = arguments.listed(output)
+        arguments.check_tensors(engine, input, *parts)
+        arguments.check_written(engine, *parts)
+        lengths = arguments.part_lengths(engine, "output", output, input, "input")
+        chosen = engine.plans.choose_for_parts("allgather", algorithm, lengths, input.element_size())
+        whole = engine.whole("allgather", chosen, input, input.numel())
+        text = f"allgather({arguments.dtype_name(input)}{lengths}, {chosen})"
+        tensors = [arguments.sketch(input, [length]) for length in lengths]
+        call = Call(text, "allgather", tensors, algorithm=algorithm)
+        mine, *theirs = arguments.held([input, *parts], async_op)
+
+        def body(turn: Turn) -> None:
+            source = engine.buffer(mine).flat
+            result = engine.buffer(*theirs, fill=False)
+            layout = consecutive(lengths)
+            place = result.flat[layout[engine.rank].start : layout[engine.rank].stop]
+            if source.data_ptr() != place.data_ptr():
+                source = apart(source, result.flat)
+            if whole is not None:
+                engine.run_whole(turn, whole, source, result.flat)
+            else:
+                place.copy_(source)
+                engine.over_buffer(turn, "allgather", chosen, result.flat, layout=layout)
+            result.store()
+
+        return engine.submit(call, body, async_op=async_op, signature=arguments.signature(text, lengths))
+
+    @overload
+    def broadcast(self, tensor: Tensor, src: int = ..., **options: Unpack[Async]) -> Work: ...
+
+    @overload
+    def broadcast(self, tensor: Tensor, src: int = ..., **options: Unpack[Options]) -> Work | None: ...
+
+    def broadcast(
+        self, tensor: Tensor, src: int = 0, *, algorithm: str = "auto", async_op: bool = False
+    ) -> Work | None:
+        """Copy rank src's `tensor` into that of every other rank, in place."""
+        engine = self._engine
+        arguments.check_written(engine, tensor)
+        arguments.check_root(engine, "src", src)
+        chosen = engine.plans.choose("broadcast", algorithm, tensor.nbytes)
+        whole = engine.whole("broadcast", chosen, tensor, tensor.numel(), root=src)
+        text = f"broadcast({arguments.described(tensor)}, src={src}, {chosen})"
+        call = Call(text, "broadcast", [arguments.sketch(tensor)], src=src, algorithm=algorithm)
+        (held,) = arguments.held([tensor], async_op)
+
+        def body(turn: Turn) -> None:
+            buffer = engine.buffer(held)
+            engine.over_buffer(turn, "broadcast", chosen, buffer.flat, root=src, whole=whole)
+            buffer.store()
+
+        return engine.submit(call, body, async_op=async_op)
+
+    @overload
+    def gather(
+        self, input: Tensor, output: Sequence[Tensor] | None = ..., dst: int = ..., **options: Unpack[Async]
+    ) -> Work: ...
+
+    @overload
+    def gather(
+        self, input: Tensor, output: Sequence[Tensor] | None = ..., dst: int = ..., **options: Unpack[Options]
+    ) -> Work | None: ...
+
+    def gather(
+        self,
+        input: Tensor,
+        output: Sequence[Tensor] | None = None,
+        dst: int = 0,
+        *,
+        algorithm: str = "auto",
+        async_op: bool = False,
+    ) -> Work | None:
+        """Collect every rank's `input`, of one size, on rank dst. output: on dst one tensor per rank, elsewhere None."""
+        return self._rooted("gather", input, output, dst, algorithm, async_op)
+
+    @overload
+    def scatter(
+        self, output: Tensor, input: Sequence[Tensor] | None = ..., src: int = ..., **options: Unpack[Async]
+    ) -> Work: ...
+
+    @overload
+    def scatter(
+        self, output: Tensor, input: Sequence[Tensor] | None = ..., src: int = ..., **options: Unpack[Options]
+    ) -> Work | None: ...
+
+    def scatter(
+        self,
+        output: Tensor,
+        input: Sequence[Tensor] | None = None,
+        src: int = 0,
+        *,
+        algorithm: str = "auto",
+        async_op: bool = False,
+    ) -> Work | None:
+        """Hand rank r the r-th tensor of rank src's `input`. input: on src one tensor per rank, of one size; elsewhere None."""
+        return self._rooted("scatter", output, input, src, algorithm, async_op)
+
+    def _rooted(
+        self, verb: str, one: Tensor, many: Sequence[Tensor] | None, root: int, algorithm: str, async_op: bool
+    ) -> Work | None:
+        """Do gather, or scatter, its mirror image. one: what every rank has. many: what the root has for every rank."""
+        engine = self._engine
+        gathers = verb == "gather"
+        many_name, root_name = ("output", "dst") if gathers else ("input", "src")
+        arguments.check_root(engine, root_name, root)
+        parts = arguments.rooted_list(engine, many_name, many, one, root_name, root)
+        arguments.check_written(engine, *(parts if gathers else [one]))
+        chosen = engine.plans.choose(verb, algorithm, one.nbytes * engine.size)
+        whole = engine.whole(verb, chosen, one, one.numel() * (1 if gathers else len(parts)), root=root)
+        text = f"{verb}({arguments.described(one)}, {root_name}={root}, {chosen})"
+        given: dict[str, Any] = {root_name: root, "algorithm": algorithm}
+        call = Call(text, verb, [arguments.sketch(one)], **given)
+        mine, *theirs = arguments.held([one, *parts], async_op)
+        tensors = ([mine], theirs) if gathers else (theirs, [mine])
+
+        def layouts() -> tuple[Layout, Layout]:
+            own = only(engine.rank, engine.size, mine.numel())
+            every = consecutive([mine.numel()] * engine.size) if theirs else own
+            return (own, every) if gathers else (every, own)
+
+        def body(turn: Turn) -> None:
+            _move(engine, turn, verb, chosen, whole, tensors, layouts, root)
+
+        return engine.submit(call, body, async_op=async_op)
+
+    @overload
+    def alltoall(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int] | None = ...,
+        input_splits: Sequence[int] | None = ...,
+        **options: Unpack[Async],
+    ) -> Work: ...
+
+    @overload
+    def alltoall(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int] | None = ...,
+        input_splits: Sequence[int] | None = ...,
+        **options: Unpack[Options],
+    ) -> Work | None: ...
+
+    def alltoall(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        *,
+        algorithm: str = "auto",
+        async_op: bool = False,
+    ) -> Work | None:
+        """Send the r-th part of `input` to rank r, whose part for this rank becomes the r-th part of `output` there.
+
+        The splits count rows of dimension 0, one number per rank; None cuts into equal parts. Either all ranks give splits or
+        none does. Raises Mismatch on all ranks when the rows that one rank sends another are not those it expects.
+        """
+        engine = self._engine
+        arguments.check_tensors(engine, output, input)
+        arguments.check_written(engine, output)
+        if (output_splits is None) != (input_splits is None):
+            raise ValueError(f"rank {engine.rank}: alltoall needs both output_splits and input_splits, or neither")
+        if input_splits is None and output.numel() != input.numel():
+            raise ValueError(
+                f"rank {engine.rank}: alltoall without splits needs an output of input's {input.numel()} elements, not of "
+                f"{output.numel()}"
+            )
+        incoming = arguments.split_lengths(engine, "output", output, output_splits)
+        outgoing = arguments.split_lengths(engine, "input", input, input_splits)
+        chosen = engine.plans.choose("alltoall", algorithm, input.nbytes)
+        whole = engine.whole("alltoall", chosen, input, input.numel(), lengths=(outgoing, incoming))
+        shape = "splits" if input_splits is not None else arguments.described(input)
+        text = f"alltoall({arguments.dtype_name(input)}, {shape}, {chosen})"
+        given: dict[str, Any] = {"algorithm": algorithm}
+        if input_splits is not None:  # who has joined sends nothing
+            given["output_splits"] = given["input_splits"] = [0] * engine.size
+        tensors = [arguments.sketch(input, [0] if input_splits is not None else None)]
+        call = Call(text, "alltoall", tensors, **given)
+        mine, theirs = arguments.held([input, output], async_op)
+
+        def layouts() -> tuple[Layout, Layout]:
+            return consecutive(outgoing), consecutive(incoming)
+
+        def body(turn: Turn) -> None:
+            if input_splits is not None:
+                _check_splits(engine, turn, outgoing, incoming)
+            _move(engine, turn, "alltoall", chosen, whole, ([mine], [theirs]), layouts)
+
+        return engine.submit(call, body, async_op=async_op)
+
+    @overload
+    def barrier(self, **options: Unpack[Async]) -> Work: ...
+
+    @overload
+    def barrier(self, **options: Unpack[Options]) -> Work | None: ...
+
+    def barrier(self, *, algorithm: str = "auto", async_op: bool = False) -> Work | None:
+        """Return when every rank has called it."""
+        engine = self._engine
+        chosen = engine.plans.choose("barrier", algorithm, 1)
+        call = Call(f"barrier({chosen})", "barrier", joinable=True, algorithm=algorithm)
+        nothing = torch.empty(0, dtype=torch.uint8, device=engine.control_device)
+        whole = engine.whole("barrier", chosen, nothing, 0)
+
+        def body(turn: Turn) -> None:
+            if whole is not None:
+                engine.run_whole(turn, whole, nothing, nothing)
+            else:
+                engine.meet(turn, chosen)
+
+        return engine.submit(call, body, async_op=async_op)
+
+
+def _move(
+    engine: Engine,
+    turn: Turn,
+    verb: str,
+    algorithm: str,
+    whole: Whole | None,
+    tensors: tuple[Sequence[Tensor], Sequence[Tensor]],
+    layouts: Callable[[], tuple[Layout, Layout]],
+    root: int = 0,
+) -> None:
+    """Move blocks between two buffers. tensors, layouts: of what this rank sends and of what it receives, where a rank that is
+    not the root may have no tensors."""
+    sources, destinations = (each or [other[0].new_empty(0)] for each, other in (tensors, tensors[::-1]))
+    result = engine.buffer(*destinations, fill=False)
+    source = apart(engine.buffer(*sources).flat, result.flat)
+    if whole is not None:
+        engine.run_whole(turn, whole, source, result.flat)
+    else:
+        sent, landed = layouts()
+        if all(tensors):
+            own, place = sent[engine.rank], landed[engine.rank]
+            result.flat[place.start : place.stop].copy_(source[own.start : own.stop])
+        engine.between(turn, verb, algorithm, source, sent, result.flat, landed, root)
+    result.store()
+
+
+def _check_splits(engine: Engine, turn: Turn, outgoing: list[int], incoming: list[int]) -> None:
+    """Compare what every rank sends with what every rank expects; the same verdict on all ranks, nothing sent yet."""
+    size = engine.size
+    rows = engine.table(turn, outgoing + incoming)
+    wrong = {
+        rank: f"alltoall with input splits {row[:size]} and output splits {row[size:]} (elements)"
+        for rank, row in enumerate(rows)
+        if any(row[other] != rows[other][size + rank] for other in range(size))
+        or any(row[size + other] != rows[other][rank] for other in range(size))
+    }
+    if wrong:
+        raise Mismatch(wrong, rank=engine.rank, operation=turn.call, places=engine.operations.places(turn))

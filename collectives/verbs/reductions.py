@@ -1,0 +1,269 @@
+"""The verbs that reduce over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import arguments
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.feedback import Feedback
+from gradwire.collectives.compression.registry import make_codec
+from gradwire.collectives.link.base import Whole
+from gradwire.collectives.plan.spans import Layout, consecutive
+from gradwire.collectives.reduction import Op, finish
+from gradwire.collectives.run.joined import Call
+from gradwire.collectives.run.operations import Turn
+from gradwire.collectives.run.prepared import PreparedOperation
+from gradwire.collectives.run.work import Work
+from gradwire.collectives.verbs.base import Async, Coded, Options, Ranks, Scaled
+from gradwire.collectives.verbs.compressed import allreduce_compressed, named_codec
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Planned(NamedTuple):
+    """What an allreduce is to do. whole: what the link has made ready, where that is all there is to do."""
+
+    call: Call
+    body: Callable[[Turn], None]
+    whole: Whole | None
+
+
+class Reductions(Ranks):
+    """The verbs that combine the numbers of all ranks."""
+
+    @overload
+    def allreduce(self, tensor: Tensor, op: Op = ..., *, async_op: Literal[True], **options: Unpack[Coded]) -> Work: ...
+
+    @overload
+    def allreduce(
+        self, tensor: Tensor, op: Op = ..., *, async_op: bool = ..., **options: Unpack[Coded]
+    ) -> Work | None: ...
+
+    def allreduce(
+        self,
+        tensor: Tensor,
+        op: Op = "sum",
+        *,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        codec: str | Codec | None = None,
+        feedback: Feedback | None = None,
+        step: int | None = None,
+        seed: int | None = None,
+        algorithm: str = "auto",
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce `tensor` over all ranks, in place, the result on every rank.
+
+        prescale and postscale (floating-point tensors only) multiply the contributions and the result.
+
+        codec: for the sum or average of floating-point tensors: what travels is not the numbers (as float32) but their codes,
+        by one of collectives.compression, or its name with the default settings. Ranks that give different ones get a Mismatch.
+        A codec whose codes can be added, or that does without feedback, rides any algorithm; 'auto' takes 'two_shot', for some
+        'one_shot', for those that cannot be added (see collectives.compression.algorithms_for). feedback: from new_feedback,
+        for this buffer alone: adds what was lost the last time. step: of training, for codecs that change, draw or round by it:
+        with equal steps, runs repeat to the bit. Without it, feedback counts its calls; without either it is 0, and a codec
+        that draws by it is a ValueError. seed: any whole number that tells this buffer from others of the step, so that they
+        are not rounded alike; else feedback's.
+        """
+        engine = self._engine
+        if codec is not None or feedback is not None:
+            made = named_codec(engine, codec, feedback, step, seed)
+            if made is not None:
+                reduction = arguments.reduction_of(engine, [tensor], op, prescale, postscale)
+                return allreduce_compressed(engine, tensor, reduction, made, feedback, step, seed, algorithm, async_op)
+        key = op, algorithm, prescale, postscale
+        if not async_op and engine.repeat(tensor, key):
+            return None
+        call, body, whole = self._planned([tensor], op, prescale, postscale, algorithm, async_op)
+        if whole is not None:
+            engine.remember(tensor, key, call, whole)
+        return engine.submit(call, body, async_op=async_op)
+
+    def new_feedback(
+        self, codec: str | Codec, numel: int, device: str | torch.device = "cpu", *, seed: int = 0
+    ) -> Feedback:
+        """Make error feedback for allreduce(codec=codec) of one buffer of numel elements, on this rank. Not a collective call.
+
+        seed: of these calls, as allreduce's.
+        """
+        made = make_codec(codec)
+        if not isinstance(seed, int):
+            raise ValueError(f"rank {self.rank}: seed={seed!r}; a whole number is needed")
+        if not isinstance(numel, int) or numel < 0:
+            raise ValueError(f"rank {self.rank}: numel={numel!r}; a whole number from 0 is needed")
+        with torch.inference_mode(False):  # it is for calls in any mode
+            return Feedback(made, self._engine.plans.partition(made, numel), torch.device(device), seed)
+
+    def prepare_allreduce(
+        self,
+        tensor: Tensor,
+        op: Op = "sum",
+        *,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        algorithm: str = "auto",
+    ) -> PreparedOperation:
+        """Return an allreduce of `tensor` that is checked and planned now, to be run as often as wanted.
+
+        Not a collective call. The tensor must stay where it is. Arguments are those of allreduce; codecs have no prepared form.
+        """
+        planned = self._planned([tensor], op, prescale, postscale, algorithm, True)
+        return PreparedOperation(self._engine, tensor, *planned)
+
+    @overload
+    def grouped_allreduce(
+        self, tensors: Sequence[Tensor], op: Op = ..., *, async_op: Literal[True], **options: Unpack[Scaled]
+    ) -> Work: ...
+
+    @overload
+    def grouped_allreduce(
+        self, tensors: Sequence[Tensor], op: Op = ..., *, async_op: bool = ..., **options: Unpack[Scaled]
+    ) -> Work | None: ...
+
+    def grouped_allreduce(
+        self,
+        tensors: Sequence[Tensor],
+        op: Op = "sum",
+        *,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        algorithm: str = "auto",
+        async_op: bool = False,
+    ) -> Work | None:
+        """Allreduce several tensors as one operation: those of one dtype and device travel as one message."""
+        call, body, _ = self._planned(tensors, op, prescale, postscale, algorithm, async_op)
+        return self._engine.submit(call, body, async_op=async_op)
+
+    @overload
+    def reduce_scatter(
+        self, output: Tensor, input: Tensor | Sequence[Tensor], op: Op = ..., **options: Unpack[Async]
+    ) -> Work: ...
+
+    @overload
+    def reduce_scatter(
+        self, output: Tensor, input: Tensor | Sequence[Tensor], op: Op = ..., **options: Unpack[Options]
+    ) -> Work | None: ...
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        input: Tensor | Sequence[Tensor],
+        op: Op = "sum",
+        *,
+        algorithm: str = "auto",
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce `input` over all ranks and leave the r-th part of the result in `output` on rank r.
+
+        input: a tensor of size * output.numel() elements, or one tensor per rank, the same shapes on all ranks; not changed. Of
+        a list, ranks that give parts of other shapes get a Mismatch, also where these have equally many elements.
+        """
+        engine = self._engine
+        parts = arguments.listed(input)
+        arguments.check_tensors(engine, output, *parts)
+        name = arguments.reduction_of(engine, [output], op).op
+        lengths = arguments.part_lengths(engine, "input", input, output, "output")
+        chosen = engine.plans.choose_for_parts("reduce_scatter", algorithm, lengths, output.element_size())
+        whole = engine.whole("reduce_scatter", chosen, output, sum(lengths), name)
+        first = [lengths[0]] if isinstance(input, Tensor) else list(parts[0].shape)
+        row = ", ".join(map(str, first[1:]))  # with which the lengths say what shape all parts have
+        shape = f"shape=[..., {row}], " if row else ""
+        text = f"reduce_scatter({arguments.dtype_name(output)}{lengths}, {shape}{name}, {chosen})"
+        shapes = [first, *([length] for length in lengths[1:])]
+        tensors = [arguments.sketch(output, shape) for shape in shapes]
+        call = Call(text, "reduce_scatter", tensors, op=name, algorithm=algorithm)
+        mine, *theirs = arguments.held([output, *parts], async_op)
+
+        def body(turn: Turn) -> None:
+            source = engine.buffer(*theirs)
+            result = engine.buffer(mine, fill=False)
+            if whole is not None:
+                engine.run_whole(turn, whole, source.flat, result.flat)
+            else:
+                layout = consecutive(lengths)
+                every = source.expendable()
+                engine.over_buffer(turn, "reduce_scatter", chosen, every, name, layout=layout)
+                result.flat.copy_(every[layout[engine.rank].start : layout[engine.rank].stop])
+                finish(result.flat, name, engine.size)
+            result.store()
+
+        return engine.submit(call, body, async_op=async_op, signature=arguments.signature(text, lengths))
+
+    @overload
+    def reduce(self, tensor: Tensor, dst: int = ..., op: Op = ..., **options: Unpack[Async]) -> Work: ...
+
+    @overload
+    def reduce(self, tensor: Tensor, dst: int = ..., op: Op = ..., **options: Unpack[Options]) -> Work | None: ...
+
+    def reduce(
+        self, tensor: Tensor, dst: int = 0, op: Op = "sum", *, algorithm: str = "auto", async_op: bool = False
+    ) -> Work | None:
+        """Reduce `tensor` over all ranks, in place on rank dst; on the others it is not changed."""
+        engine = self._engine
+        name = arguments.reduction_of(engine, [tensor], op).op
+        arguments.check_root(engine, "dst", dst)
+        chosen = engine.plans.choose("reduce", algorithm, tensor.nbytes)
+        whole = engine.whole("reduce", chosen, tensor, tensor.numel(), name, dst)
+        text = f"reduce({arguments.described(tensor)}, dst={dst}, {name}, {chosen})"
+        call = Call(text, "reduce", [arguments.sketch(tensor)], op=name, dst=dst, algorithm=algorithm)
+        (held,) = arguments.held([tensor], async_op)
+
+        def body(turn: Turn) -> None:
+            buffer = engine.buffer(held)
+            flat = buffer.flat if engine.rank == dst else buffer.expendable()
+            engine.over_buffer(turn, "reduce", chosen, flat, name, dst, whole=whole)
+            if engine.rank == dst:
+                finish(flat, name if whole is None else "sum", engine.size)
+                buffer.store()
+
+        return engine.submit(call, body, async_op=async_op)
+
+    def _planned(
+        self,
+        tensors: Sequence[Tensor],
+        op: Op,
+        prescale: float,
+        postscale: float,
+        algorithm: str,
+        async_op: bool,
+        spans: Layout | None = None,
+    ) -> Planned:
+        """Check the arguments of an allreduce of numbers, and plan it. spans: in the first half of one, where this rank's share
+        of the only tensor lies."""
+        engine = self._engine
+        verb, collective = ("allreduce", "allreduce") if spans is None else ("reduce_shares", "reduce_scatter")
+        reduction = arguments.reduction_of(engine, tensors, op, prescale, postscale)
+        fused: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in arguments.held(tensors, async_op):
+            fused.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        groups = list(fused.values())
+        chosen = [engine.plans.choose("allreduce", algorithm, sum(t.nbytes for t in group)) for group in groups]
+        text = f"{verb}({', '.join(map(arguments.described, tensors))}, {reduction}, {', '.join(chosen)})"
+        call = Call(text, verb)
+        if spans is None:
+            sketches = [arguments.sketch(tensor) for tensor in tensors]
+            joinable = reduction.op in ("sum", "average")
+            call = Call(text, verb, sketches, joinable=joinable, algorithm=algorithm, **vars(reduction))
+        wholes = [
+            engine.whole(verb, choice, group[0], sum(t.numel() for t in group), reduction.op)
+            for group, choice in zip(groups, chosen, strict=True)
+        ]
+
+        def body(turn: Turn) -> None:
+            for group, choice, whole in zip(groups, chosen, wholes, strict=True):
+                buffer = engine.buffer(*group)
+                reduction.begin(buffer.flat)
+                engine.over_buffer(turn, collective, choice, buffer.flat, reduction.op, whole=whole)
+                for part in [buffer.flat] if spans is None else [buffer.flat[s.start : s.stop] for s in spans]:
+                    reduction.end(part, engine.size, is_average=whole is not None)
+                buffer.store()
+
+        alone = wholes[0] if len(tensors) == 1 and not reduction.is_scaled else None
+        return Planned(call, body, alone)
