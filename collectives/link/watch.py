@@ -19,7 +19,7 @@ import struct
 import termios
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -49,6 +49,10 @@ class Neighbour:
         """Write a message, or as much of it as can be written at once. text: JSON."""
         self.outgoing += _LENGTH.pack(len(text)) + text
         self.write()
+
+    def say(self, **message: Any) -> None:
+        """Write a message of numbers, strings, and lists and dicts of them, as put() does."""
+        self.put(json.dumps(message).encode())
 
     def write(self) -> None:
         """Write what can be written at once. What a broken connection was to carry is dropped."""
@@ -89,6 +93,15 @@ class Neighbour:
             messages.append(json.loads(self.incoming[_LENGTH.size : _LENGTH.size + length]))
             del self.incoming[: _LENGTH.size + length]
         return messages, ended
+
+
+def poll_of(waker: socket.socket, neighbours: Iterable[Neighbour] = ()) -> select.poll:
+    """Return a poll for what can be read from any of these, and for what a Neighbour that has something to write can take."""
+    poll = select.poll()
+    poll.register(waker, select.POLLIN)
+    for neighbour in neighbours:
+        poll.register(neighbour.socket, select.POLLIN | (select.POLLOUT if neighbour.outgoing else 0))
+    return poll
 
 
 class Watch:
@@ -311,12 +324,8 @@ class Watch:
         return not self._neighbours or time.monotonic() >= close_by
 
     def _poll(self) -> select.poll:
-        poll = select.poll()
-        poll.register(self._woken, select.POLLIN)
         with self._changed:
-            for neighbour in self._neighbours.values():
-                poll.register(neighbour.socket, select.POLLIN | (select.POLLOUT if neighbour.outgoing else 0))
-        return poll
+            return poll_of(self._woken, self._neighbours.values())
 
     def _look(self, ready: dict[int, int]) -> None:
         """Read and write what can be."""
