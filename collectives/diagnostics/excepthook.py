@@ -1,4 +1,4 @@
-"""Tell the other ranks of an exception that ends this one, before the interpreter has come to its end, which may take long."""
+"""Reports an exception that ends this rank to the others before the interpreter ends, which may take long."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ _Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], o
 
 
 class Leaver(Protocol):
-    """What takes part in something that others wait for."""
+    """Takes part in something that others wait for."""
 
     def leave(self, why: str) -> None:
-        """Tell the others that this rank takes no part any more."""
+        """Report to the others that this rank takes no part any more."""
 
 
 class ExceptHook:
-    """Stands in sys.excepthook while anything is to be told, and calls what stood there before.
-
-    leavers: who is told; what nobody uses any more is not held.
-    """
+    """Stands in sys.excepthook while there are leavers, each of which it calls; then calls what stood there before."""
 
     def __init__(self, former: _Hook) -> None:
         self.leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
@@ -41,7 +38,7 @@ class ExceptHook:
 
     @classmethod
     def telling(cls, leaver: Leaver) -> ExceptHook:
-        """Have a leaver told from now on, until it is dismissed from the hook that this returns."""
+        """Call a leaver from now on, until it is dismissed from the hook that this returns. The hook does not keep it alive."""
         hook = sys.excepthook
         if not isinstance(hook, ExceptHook):
             hook = sys.excepthook = ExceptHook(hook)
@@ -49,7 +46,7 @@ class ExceptHook:
         return hook
 
     def dismiss(self, leaver: Leaver) -> None:
-        """Tell a leaver nothing any more; after the last one, sys.excepthook is what it was, if nobody has changed it since."""
+        """Call a leaver no more; after the last one, sys.excepthook is what it was, if nobody has changed it since."""
         self.leavers.discard(leaver)
         if not self.leavers and sys.excepthook is self:
             sys.excepthook = self._former

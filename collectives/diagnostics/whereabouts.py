@@ -19,18 +19,15 @@ _LONGEST = 300
 
 
 def of_main_thread() -> str:
-    """Return where the main thread is, as any thread may ask that gets the interpreter's lock."""
-    ident = threading.main_thread().ident
-    frame = frame_of(ident) if ident is not None else None
-    if frame is None:
-        return "at its end: the main thread has ended"
-    return f"at {_place(traceback.walk_stack(frame))}"
+    """Return where the main thread is. Any thread may call this."""
+    frame = frame_of(threading.main_thread().ident or 0)
+    return f"at {_place(traceback.walk_stack(frame))}" if frame else "at its end: the main thread has ended"
 
 
 def frame_of(ident: int) -> FrameType | None:
     """Return where a thread is; None where it has ended.
 
-    sys._current_frames() holds a lock of the interpreter's. Were garbage collected meanwhile, a finalizer could give way to
+    sys._current_frames() holds a lock of the interpreter's. If garbage were collected meanwhile, a finalizer could give way to
     a thread that needs the same lock, and both would wait for ever (as they did in CPython 3.11).
     """
     collects = gc.isenabled()
@@ -50,7 +47,7 @@ def of_exception(error: BaseException) -> str:
     if (trace := error.__traceback__) is None:
         return f"raised {said}"
     frames = list(traceback.walk_tb(trace))[::-1]
-    if (caller := trace.tb_frame.f_back) is not None:  # an exception is told of before it has come all the way
+    if (caller := trace.tb_frame.f_back) is not None:  # of an exception that is still on its way up
         frames += traceback.walk_stack(caller)
     return f"raised {said} at {_place(frames)}"
 
@@ -63,7 +60,7 @@ def of_call(frame: FrameType | None) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return a text, but no more of it than tells what it is about."""
+    """Return a text, or the beginning of a long one."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
@@ -77,9 +74,8 @@ def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 def _is_users(frame: FrameType) -> bool:
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    if package in _OURS or package in sys.stdlib_module_names:
-        return False
-    return not any(folder in frame.f_code.co_filename for folder in _INSTALLED)
+    installed = any(folder in frame.f_code.co_filename for folder in _INSTALLED)
+    return not installed and package not in _OURS and package not in sys.stdlib_module_names
 
 
 def _text(place: tuple[FrameType, int]) -> str:
