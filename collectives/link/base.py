@@ -29,6 +29,10 @@ class Pending(Protocol):
         """Move what can be moved at once; return whether wait() would return, or raise, at once."""
 
 
+#: One Pending for each send, and one for each receive.
+Posted = tuple[list[Pending], list[Pending]]
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A verb that a transport is to do by itself, for buffers of one kind.
@@ -106,9 +110,7 @@ class Transport(ABC):
     routes: tuple[str, ...] = ()
 
     @abstractmethod
-    def post(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int
-    ) -> tuple[list[Pending], list[Pending]]:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
         """Start all messages of one round; return one Pending for each send and each receive. Never blocks for a peer.
 
         While any wait of this rank lasts, all that it has posted moves on. Raises LinkError when a peer is known to be gone.

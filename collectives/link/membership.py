@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -112,6 +114,10 @@ class Membership:
                 time.sleep(look_again_s)
                 look_again_s = min(2 * look_again_s, _LONGEST_LOOK_AGAIN_S)
             return [bytes.fromhex(record.decode()) for record in ask(lambda: store.multi_get(keys))]
+
+    def exchange(self, name: str, mine: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+        """Return everyones() records, which are numbers, strings, and lists and dicts of them."""
+        return [json.loads(each) for each in self.everyones(name, json.dumps(mine).encode(), deadline)]
 
     def asking(self, deadline: float) -> closing[Asking]:
         """Return what makes calls that may not return while a rank is missing."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gradwire.collectives.link.base import Message, Pending
+from gradwire.collectives.link.base import Message, Pending, Posted
 
 #: After how many messages at least a table is looked through.
 FIRST_LOOK = 256
@@ -59,9 +59,7 @@ class Table(ABC):
     def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> RowPending:
         """Put a message into the table, and hold() its tensor. sends: 1 where it is sent, 0 where it is received."""
 
-    def post(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int
-    ) -> tuple[list[Pending], list[Pending]]:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
         """See Transport."""
         received: list[Pending] = [self._add(0, peer, tensor, tag) for peer, tensor in receives]
         sent: list[Pending] = [self._add(1, peer, tensor, tag) for peer, tensor in sends]
