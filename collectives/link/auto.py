@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +21,7 @@ from gradwire.collectives.link.base import Message, Pending, Posted, Request, Tr
 from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.link.process_group import ProcessGroupTransport, process_group
 from gradwire.collectives.link.shared_memory.group import LocalGroup
-from gradwire.collectives.link.shared_memory.messages import SharedMemoryTransport
-from gradwire.collectives.link.shared_memory.reductions import SharedMemory
+from gradwire.collectives.link.shared_memory.messages import SharedMemory, SharedMemoryTransport
 from gradwire.collectives.link.shared_memory.rendezvous import join_host
 from gradwire.collectives.link.tcp import tcp
 from gradwire.collectives.plan.program import Program
@@ -105,6 +105,7 @@ def _connects(membership: Membership, offers: Sequence[dict[str, Any]]) -> bool:
     return not refusing
 
 
+@dataclass(eq=False, slots=True)
 class _SharedPending:
     """A message through one part, during whose wait what is under way through the other part moves on.
 
@@ -112,34 +113,31 @@ class _SharedPending:
     at once; what is to be received, now and then.
     """
 
-    __slots__ = ("_other", "_part", "_pending")
-
-    def __init__(self, pending: Pending, part: Transport, other: Transport) -> None:
-        self._pending = pending
-        self._part = part
-        self._other = other
+    pending: Pending
+    part: Transport
+    other: Transport
 
     def wait(self, deadline: float) -> None:
-        while self._other.is_busy() and time.monotonic() < deadline:
-            if self._other.sends():
+        while self.other.is_busy() and time.monotonic() < deadline:
+            if self.other.sends():
                 if self.is_done():
                     break
                 time.sleep(_POLL_S)
-            elif self._part.waits_again:
+            elif self.part.waits_again:
                 try:
-                    self._pending.wait(min(deadline, time.monotonic() + _SLICE_S))
+                    self.pending.wait(min(deadline, time.monotonic() + _SLICE_S))
                     return
                 except LinkError as error:
                     if not error.timed_out:
                         raise
-                self._other.nudge()
+                self.other.nudge()
             else:
                 break
-        self._pending.wait(deadline)
+        self.pending.wait(deadline)
 
     def is_done(self) -> bool:
-        self._other.nudge()
-        return self._pending.is_done()
+        self.other.nudge()
+        return self.pending.is_done()
 
 
 class RoutingTransport(Transport):

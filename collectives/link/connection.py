@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from gradwire.collectives.errors import CollectiveError, ranks_text
@@ -42,29 +42,24 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
     """
     rank = membership.rank
     FIRST_USE.speaks = all(rank not in host[1:] for host in membership.hosts)  # the first of each host
-    with coming_together(rank, timeout_s, membership):
-        watch = _watch(
-            membership, settings if link == AUTO else f"link={link!r}, {settings}", time.monotonic() + timeout_s
-        )
+    with coming_together(rank, timeout_s, membership), ExitStack() as made:
+        settings = settings if link == AUTO else f"link={link!r}, {settings}"
+        watch = _watch(membership, settings, time.monotonic() + timeout_s)
+        made.callback(watch.close)
         watched = replace(membership, lost=lambda: {*watch.lost, *membership.lost()})
         try:
             transport = LINKS[link](watched, timeout_s)
             if not isinstance(transport, Transport):
                 raise TypeError(f"rank {rank}: link {link!r} returned {transport!r}; a Transport is needed")
-        except BaseException:
-            watch.say_leaving(0)
-            watch.close()
-            raise
-        connection = Connection(transport, watch)
-        try:
+            made.callback(transport.close)
             # Nobody leaves again, as where something is refused, while others still connect.
             watched.everyones("connected", b"", time.monotonic() + timeout_s)
             _check(transport, membership, link)
         except BaseException:
             watch.say_leaving(0)  # or who has connected already would take this rank for one that has ended
-            connection.close()
             raise
-    return connection
+        made.pop_all()
+    return Connection(transport, watch)
 
 
 def _check(transport: Transport, membership: Membership, link: str) -> None:
@@ -81,36 +76,27 @@ def _check(transport: Transport, membership: Membership, link: str) -> None:
 
 
 def _watch(membership: Membership, settings: str, deadline: float) -> Watch:
-    rank = membership.rank
-    listener, refusal = _listen()
-    try:
-        card = {"settings": settings, "address": listener.card if listener is not None else None, "refusal": refusal}
-        told = membership.everyones("settings", json.dumps(card).encode(), deadline)
-        cards = [json.loads(text) for text in told]
+    rank, secret, check = membership.rank, membership.secret, membership.check
+    card = {"settings": settings, "address": "", "refusal": ""}
+    with ExitStack() as made:
+        try:
+            listener = Listener(own_address(os.environ), small_segments=True)
+            made.callback(listener.close)
+            card["address"] = listener.card
+        except (ValueError, OSError) as error:  # reported, or the others would wait for this rank
+            card["refusal"] = str(error)
+        cards = membership.exchange("settings", card, deadline)
         given = [each["settings"] for each in cards]
         if len(set(given)) > 1:
             raise ValueError(_difference(rank, given))
         if refusals := {r: f"rank {r}: {each['refusal']}" for r, each in enumerate(cards) if each["refusal"]}:
             message = f"cannot listen for the other ranks: {'; '.join(refusals.values())}"
             raise CollectiveError(message, rank=rank, operation="making a Communicator", ranks=refusals)
-        assert listener is not None
         addresses = [each["address"] for each in cards]
-        secret, check = membership.secret, membership.check
         news = listener.join(rank, neighbours(rank, membership.size), addresses, secret, deadline, check)
-        for connection in news.values():
-            give_up_on_silence(connection)
-    finally:
-        if listener is not None:
-            listener.close()
+    for connection in news.values():
+        give_up_on_silence(connection)
     return Watch(rank, membership.size, news)
-
-
-def _listen() -> tuple[Listener | None, str]:
-    """Listen for the other ranks. A rank that cannot says why instead, or the others would wait for it."""
-    try:
-        return Listener(own_address(os.environ), small_segments=True), ""
-    except (ValueError, OSError) as error:
-        return None, str(error)
 
 
 def _difference(rank: int, settings: Sequence[str]) -> str:

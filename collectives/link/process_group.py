@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -99,86 +100,73 @@ def _link_errors(peer: int | None = None) -> Iterator[None]:
         raise LinkError(peer, timed_out=False, detail=_reason(error)) from None
 
 
+@dataclass(eq=False, slots=True)
 class _GlooPending:
     """gloo's wait takes a timeout of its own; when it passes, gloo breaks all connections of the group."""
 
-    __slots__ = ("_peer", "_tensor", "_waiting", "_work")
-
-    def __init__(self, work: dist.Work, peer: int | None, tensor: torch.Tensor | None) -> None:
-        self._work = work
-        self._peer = peer
-        self._tensor = tensor  # the backend reads or writes it until the wait is over
-        self._waiting: Future[bool] | None = None
+    work: dist.Work
+    peer: int | None
+    tensor: torch.Tensor | None  # the backend reads or writes it until the wait is over
+    waiting: Future[bool] | None = None
 
     def wait(self, deadline: float) -> None:
         left = max(0.001, deadline - time.monotonic())
         try:
-            if self._waiting is not None:
-                self._waiting.result(left)
+            if self.waiting is not None:
+                self.waiting.result(left)
             else:
-                self._work.wait(timedelta(seconds=left))
+                self.work.wait(timedelta(seconds=left))
         except FutureTimeout:
-            raise LinkError(self._peer, timed_out=True, detail=f"nothing came from rank {self._peer}") from None
+            raise LinkError(self.peer, timed_out=True, detail=f"nothing came from rank {self.peer}") from None
         except RuntimeError as error:
             timed_out = time.monotonic() >= deadline - _ROUNDING_S
-            raise LinkError(self._peer, timed_out=timed_out, detail=_reason(error)) from None
+            raise LinkError(self.peer, timed_out=timed_out, detail=_reason(error)) from None
 
     def is_done(self) -> bool:
-        if self._waiting is None:  # only who waits is told by gloo
+        if self.waiting is None:  # only who waits is told by gloo
             thread = DaemonThread("gradwire-gloo")
-            self._waiting = thread.submit(self._work.wait)
+            self.waiting = thread.submit(self.work.wait)
             thread.close()
-        return self._waiting.done()
+        return self.waiting.done()
 
 
+@dataclass(eq=False, slots=True)
 class _Checked:
-    """A message, and after it another one, `told`, that says what kind of numbers the first one carries."""
+    """A message, and another one after it, whose tensor `told` says what kind of numbers the first one carries."""
 
-    __slots__ = ("_expected", "_message", "_peer", "_told", "_told_pending")
-
-    def __init__(
-        self, message: Pending, told_pending: Pending, told: torch.Tensor, peer: int, expected: tuple[int, int]
-    ) -> None:
-        """expected: the kind, and the bytes of the message."""
-        self._message = message
-        self._told_pending = told_pending
-        self._told = told
-        self._peer = peer
-        self._expected = expected
+    parts: tuple[Pending, Pending]
+    told: torch.Tensor
+    kind: int
+    peer: int
+    nbytes: int
 
     def wait(self, deadline: float) -> None:
-        self._message.wait(deadline)
-        self._told_pending.wait(deadline)
-        kind, nbytes = self._expected
-        if (told := int(self._told)) != kind:
-            detail = f"rank {self._peer} sent something else"
-            raise LinkError(self._peer, timed_out=False, detail=detail, found=(told, nbytes))
+        for part in self.parts:
+            part.wait(deadline)
+        if (found := int(self.told)) != self.kind:
+            detail = f"rank {self.peer} sent something else"
+            raise LinkError(self.peer, timed_out=False, detail=detail, found=(found, self.nbytes))
 
     def is_done(self) -> bool:
-        return self._message.is_done() and self._told_pending.is_done()
+        return all(part.is_done() for part in self.parts)
 
 
+@dataclass(eq=False, slots=True)
 class _StreamPending:
     """NCCL's wait only orders streams, so the deadline is kept by polling."""
 
-    __slots__ = ("_peer", "_work")
-
-    def __init__(self, work: dist.Work, peer: int | None) -> None:
-        self._work = work
-        self._peer = peer
+    work: dist.Work
 
     def wait(self, deadline: float) -> None:
-        while not self._work.is_completed():
+        while not self.work.is_completed():
             if time.monotonic() >= deadline:
-                raise LinkError(self._peer, timed_out=True, detail="no completion from NCCL")
+                raise LinkError(None, timed_out=True, detail="no completion from NCCL")
             time.sleep(_POLL_S)
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise LinkError(self._peer, timed_out=False, detail=_reason(error)) from None
+        with _link_errors():
+            self.work.wait()
 
     def is_done(self) -> bool:
-        return self._work.is_completed()
+        return self.work.is_completed()
 
 
 class ProcessGroupTransport(Transport):
@@ -212,8 +200,8 @@ class ProcessGroupTransport(Transport):
                 if not kind:
                     return message
                 after = torch.tensor([told])
-                told_pending = _GlooPending(start([after], peer, tag), peer, after)
-            return _Checked(message, told_pending, after, peer, (kind, tensor.nbytes))
+                pending = _GlooPending(start([after], peer, tag), peer, after)
+            return _Checked((message, pending), after, kind, peer, tensor.nbytes)
 
         received = [posted(gloo.recv, peer, tensor, 0) for peer, tensor in receives]
         return [posted(gloo.send, peer, tensor, kind) for peer, tensor in sends], received
@@ -231,7 +219,7 @@ class ProcessGroupTransport(Transport):
                     nccl.recv([tensor.view(torch.uint8)], peer, 0)
             finally:  # a group left open would swallow whatever else this process sends
                 work = torch_internals.end_coalescing(nccl)
-        return _StreamPending(work, None)
+        return _StreamPending(work)
 
     def collective(self, request: Request) -> Whole:
         """See Transport. gloo's collectives do not survive ranks that disagree: a longer message than expected ends the
@@ -269,7 +257,7 @@ def _perform(
             work = _start(request, backend, moved, landed)
         if work is not None:
             on_cuda = request.device_type == "cuda"
-            (_StreamPending(work, None) if on_cuda else _GlooPending(work, None, None)).wait(deadline)
+            (_StreamPending(work) if on_cuda else _GlooPending(work, None, None)).wait(deadline)
 
     if request.verb not in ("allreduce", "reduce", "reduce_scatter"):
         complete(source.view(torch.uint8), destination.view(torch.uint8))

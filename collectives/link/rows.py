@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from gradwire.collectives.link.base import Message, Pending, Posted
+from gradwire.collectives.link.base import Message, Pending, Posted, Transport
 
 #: After how many messages at least a table is looked through.
 FIRST_LOOK = 256
 
 
+@dataclass(eq=False, slots=True)
 class RowPending:
     """A message of a Table, by the number that it had when it was posted."""
 
-    __slots__ = ("_number", "_table")
-
-    def __init__(self, table: Table, number: int) -> None:
-        self._table = table
-        self._number = number
+    table: Table
+    number: int
 
     def wait(self, deadline: float) -> None:
         """See Pending."""
-        self._table.finish(self._number, deadline)
+        self.table.finish(self.number, deadline)
 
     def is_done(self) -> bool:
         """See Pending."""
-        return self._table.is_done(self._number)
+        self.table.nudge()
+        return self.table.is_done(self.number)
 
 
-class Table(ABC):
-    """Keeps the tensors of messages for as long as a kernel may read or write them, and lets no message that stays for long keep
-    the rows of others: now and then all that are not done are posted anew, and have new numbers from then on."""
+class Table(Transport):
+    """A Transport whose messages have a row each. It keeps their tensors for as long as a kernel may read or write them, and lets
+    no message that stays for long keep the rows of others: now and then all that are not done are posted anew, and have new
+    numbers from then on."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, torch.Tensor] = {}
@@ -45,15 +46,7 @@ class Table(ABC):
 
     @abstractmethod
     def is_done(self, number: int) -> bool:
-        """Return whether a message is done, after all have been moved as far as can be at once."""
-
-    @abstractmethod
-    def _has_moved(self, number: int) -> bool:
-        """Return whether a message, by its present number, is done."""
-
-    @abstractmethod
-    def nudge(self) -> None:
-        """See Transport."""
+        """Return whether a message is done."""
 
     @abstractmethod
     def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> RowPending:

@@ -62,7 +62,7 @@ def tcp(membership: Membership, timeout_s: float, *, but: Collection[int] = ()) 
     return transport
 
 
-class TcpTransport(Table, Transport):
+class TcpTransport(Table):
     """A Transport over TCP. connections: nonblocking sockets, by rank, which belong to it from now on.
 
     A wait for any message moves all that this rank has posted.
@@ -98,18 +98,17 @@ class TcpTransport(Table, Transport):
             self._connections[peer, kernels.DESCRIPTOR] = connection.fileno()
         self._connections[:, kernels.STAGE] = self._stages.ctypes.data + np.arange(size) * kernels.STAGE_BYTES
         self._connections[:, kernels.CURRENT] = -1
-        for field, value in (
-            (kernels.RANK, rank),
-            (kernels.SIZE, size),
-            (kernels.MOST_TRIES, _TRIES),
-            (kernels.TRIES, _TRIES),
-            (kernels.ROWS, self._rows.ctypes.data),
-            (kernels.CAPACITY, _FIRST_ROWS),
-            (kernels.CONNECTIONS, self._connections.ctypes.data),
-            (kernels.WANTED, self._wanted.ctypes.data),
-            (kernels.POLLS, self._polls.ctypes.data),
-        ):
-            self._context[field] = value
+        context = {
+            kernels.RANK: rank,
+            kernels.SIZE: size,
+            kernels.ROWS: self._rows.ctypes.data,
+            kernels.CAPACITY: _FIRST_ROWS,
+            kernels.CONNECTIONS: self._connections.ctypes.data,
+            kernels.WANTED: self._wanted.ctypes.data,
+            kernels.POLLS: self._polls.ctypes.data,
+        }
+        self._context[list(context)] = list(context.values())
+        self.wait_beside_work(False)
 
     def finish(self, number: int, deadline: float) -> None:
         """See Table."""
@@ -118,8 +117,8 @@ class TcpTransport(Table, Transport):
 
     def is_done(self, number: int) -> bool:
         """See Table."""
-        self.nudge()
-        return self._has_moved(self._now(number))
+        kernels, number = self._kernels, self._now(number)
+        return number < self._context[kernels.FIRST] or bool(self._rows[number % len(self._rows), kernels.ROW_DONE])
 
     def sends(self) -> bool:
         """See Transport."""
@@ -132,10 +131,6 @@ class TcpTransport(Table, Transport):
     def nudge(self) -> None:
         """See Transport."""
         self._run(self._kernels.wait_for, (self._address, -1), time.monotonic())
-
-    def _has_moved(self, number: int) -> bool:
-        kernels = self._kernels
-        return number < self._context[kernels.FIRST] or bool(self._rows[number % len(self._rows), kernels.ROW_DONE])
 
     def next_sender(self, tag: int, deadline: float) -> int | None:
         """See Transport."""

@@ -43,7 +43,7 @@ class Allocations:
     """The shared tensors of one rank, and its view of those of the others."""
 
     def __init__(self, group: LocalGroup) -> None:
-        self._group = group
+        self.group = group
         tables = (ctypes.c_int64 * (group.size * SLOTS * SLOT_FIELDS)).from_address(group.base + group.plan.tables)
         self._tables = np.ctypeslib.as_array(tables).reshape(group.size, SLOTS, SLOT_FIELDS)
         self._mine = self._tables[group.index]
@@ -69,18 +69,18 @@ class Allocations:
                 return None
             slot, version = free[0], self._version + 1
             try:
-                if nbytes > memory_left() // self._group.size:
+                if nbytes > memory_left() // self.group.size:
                     return None
-                segment = Segment.create(self._name(self._group.index, version), nbytes)
+                segment = Segment.create(self._name(self.group.index, version), nbytes)
             except OSError:  # no memory, or too many files are open
                 return None
             assert segment.address is not None
             memory = (ctypes.c_uint8 * nbytes).from_address(segment.address)
             self._own[slot] = segment
             self._by_address[segment.address] = (slot, version)
-            self._group.bases[self._group.index * SLOTS + slot] = segment.address
+            self.group.bases[self.group.index * SLOTS + slot] = segment.address
             self._mine[slot, _DESCRIPTOR:] = (segment.descriptor, nbytes, 0)
-            self._group.kernels.publish(self._mine[slot, _GENERATION:].ctypes.data, version)
+            self.group.kernels.publish(self._mine[slot, _GENERATION:].ctypes.data, version)
             self._publish(version)
         finalizer = weakref.finalize(memory, self._free, slot, segment, segment.address)
         finalizer.atexit = False
@@ -97,7 +97,7 @@ class Allocations:
 
     def follow(self) -> None:
         """Map what the others have announced, and unmap what they have given up. After an operation, on every rank."""
-        group = self._group
+        group = self.group
         for member in range(group.size):
             if member == group.index:
                 group.known[member] = int(self._announced[member])
@@ -118,7 +118,7 @@ class Allocations:
         """Unmap the others' tensors, unless a kernel still runs. This rank's own live on as ordinary tensors."""
         with self._lock:
             self._closed = True
-            if not self._group.stop():
+            if not self.group.stop():
                 return
             for _, segment in self._theirs.values():
                 if segment is not None:
@@ -129,13 +129,13 @@ class Allocations:
 
     def _free(self, slot: int, segment: Segment, address: int) -> None:
         """The tensor is gone. Its slot is not: what it announces must change in an order that a finalizer cannot keep."""
-        if not self._group.is_ours:
+        if not self.group.is_ours:
             return  # a forked child's copy of it: the tensor lives on in its owner
         with self._lock:
             del self._by_address[address]
             if not self._closed:
                 self._mine[slot, _GENERATION] = 0
-                self._group.bases[self._group.index * SLOTS + slot] = 0
+                self.group.bases[self.group.index * SLOTS + slot] = 0
                 self._freed.append(slot)
             segment.close()
 
@@ -149,14 +149,14 @@ class Allocations:
 
     def _publish(self, version: int) -> None:
         self._version = version
-        group, kernels = self._group, self._group.kernels
+        group, kernels = self.group, self.group.kernels
         kernels.publish(group.base + group.index * kernels.RANK_BYTES + kernels.VERSION, version)
 
     def _name(self, member: int, generation: int) -> str:
-        return f"{self._group.name}-{member}-{generation}"
+        return f"{self.group.name}-{member}-{generation}"
 
     def _map(self, member: int, slot: int) -> tuple[int, Segment | None]:
-        group = self._group
+        group = self.group
         row = self._tables[member, slot]
         base = member * SLOTS + slot
         group.bases[base] = 0
