@@ -197,7 +197,6 @@ class RoutingTransport(Transport):
         )
 
     def next_sender(self, tag: int, deadline: float) -> int | None:
-        """See Transport."""
         if self._near is None:
             return self._far.next_sender(tag, deadline)
         if len(self._neighbours) == self.size:
@@ -213,16 +212,13 @@ class RoutingTransport(Transport):
                 return None
 
     def is_busy(self) -> bool:
-        """See Transport."""
         return any(part.is_busy() for part in self._parts)
 
     def nudge(self) -> None:
-        """See Transport."""
         for part in self._parts:
             part.nudge()
 
     def collective(self, request: Request) -> Whole:
-        """See Transport."""
         near = self._near
         if near is not None and request.algorithm in near.algorithms.get(request.verb, near.share_alignment_bytes):
             return near.collective(request)
@@ -236,11 +232,9 @@ class RoutingTransport(Transport):
         return self._far.follow(program, dtype, op)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See Transport."""
         return (self._near or self._far).empty(shape, dtype)
 
     def wait_beside_work(self, beside_work: bool) -> None:
-        """See Transport."""
         for part in self._parts:
             part.wait_beside_work(beside_work)
 

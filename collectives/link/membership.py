@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -29,6 +29,8 @@ _LOOK_AGAIN_S, _LONGEST_LOOK_AGAIN_S = 0.0002, 0.03
 
 #: What a backend's timeout may end before ours, because it counts whole milliseconds.
 _ROUNDING_S = 0.005
+
+_Answer = TypeVar("_Answer")
 
 #: How long a rank that fails to connect waits for the cause, which may reach it later than its effect: where the cause is most
 #: likely another rank's, and where it may as well be this rank's own.
@@ -119,9 +121,10 @@ class Membership:
         """Return everyones() records, which are numbers, strings, and lists and dicts of them."""
         return [json.loads(each) for each in self.everyones(name, json.dumps(mine).encode(), deadline)]
 
-    def asking(self, deadline: float) -> closing[Asking]:
-        """Return what makes calls that may not return while a rank is missing."""
-        return closing(Asking(self.store, deadline, self.check, self.keepers))
+    def ask(self, call: Callable[[], _Answer], deadline: float) -> _Answer:
+        """Return what a call returns that asks the store, and may not return while a rank is missing. Raises as Asking.ask."""
+        with closing(Asking(self.store, deadline, self.check, self.keepers)) as asking:
+            return asking.ask(call)
 
     def check(self) -> None:
         """Raise LinkError, which names the ranks, where some are known to have ended, or to be unable to connect."""

@@ -6,10 +6,10 @@ The backends' own collectives are what algorithm='native' runs, and the peer tha
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -56,13 +56,8 @@ _OPTIONS: dict[str, Callable[[], Any]] = {
     "barrier": dist.BarrierOptions,
 }
 
-#: Integers of the width of each floating-point dtype.
-_BITS = {
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-    torch.float32: torch.int32,
-    torch.float64: torch.int64,
-}
+#: Integers of the width of each floating-point dtype, by bytes.
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Dtypes that the backends cannot reduce, and what they travel as.
 _WIDENED = {torch.int16: torch.int32}
@@ -77,27 +72,23 @@ def process_group(membership: Membership, timeout_s: float) -> ProcessGroupTrans
     backends: dict[str, Backend] = {}
     if "cpu" in membership.device_types:
         gloo_store = PrefixStore("gloo", membership.store)
-        with membership.asking(time.monotonic() + timeout_s) as asking:
-            gloo = asking.ask(lambda: dist.ProcessGroupGloo(gloo_store, rank, size, timeout))
-            backends["cpu"] = torch_internals.left_to_parent(gloo)
+        deadline = time.monotonic() + timeout_s
+        gloo = membership.ask(lambda: dist.ProcessGroupGloo(gloo_store, rank, size, timeout), deadline)
+        backends["cpu"] = torch_internals.left_to_parent(gloo)
     if "cuda" in membership.device_types:
         store = PrefixStore("nccl", membership.store)
         backends["cuda"] = torch_internals.nccl_backend(store, rank, size, timeout)
     return ProcessGroupTransport(backends)
 
 
-def _reason(error: RuntimeError) -> str:
-    """Return the first sentence of a backend's message, without the place in its source."""
-    return str(error).rpartition("] ")[2].partition(". ")[0].strip()
-
-
 @contextmanager
-def _link_errors(peer: int | None = None) -> Iterator[None]:
-    """Raise what a backend raises as LinkError."""
+def _link_errors(peer: int | None = None, deadline: float = math.inf) -> Iterator[None]:
+    """Raise what a backend raises as LinkError, with the first sentence of its message, without the place in its source."""
     try:
         yield
     except RuntimeError as error:
-        raise LinkError(peer, timed_out=False, detail=_reason(error)) from None
+        detail = str(error).rpartition("] ")[2].partition(". ")[0].strip()
+        raise LinkError(peer, timed_out=time.monotonic() >= deadline - _ROUNDING_S, detail=detail) from None
 
 
 @dataclass(eq=False, slots=True)
@@ -110,17 +101,14 @@ class _GlooPending:
     waiting: Future[bool] | None = None
 
     def wait(self, deadline: float) -> None:
-        left = max(0.001, deadline - time.monotonic())
-        try:
-            if self.waiting is not None:
-                self.waiting.result(left)
+        left_s = max(0.001, deadline - time.monotonic())
+        with _link_errors(self.peer, deadline):
+            if self.waiting is None:
+                self.work.wait(timedelta(seconds=left_s))
+            elif wait([self.waiting], left_s).done:
+                self.waiting.result()
             else:
-                self.work.wait(timedelta(seconds=left))
-        except FutureTimeout:
-            raise LinkError(self.peer, timed_out=True, detail=f"nothing came from rank {self.peer}") from None
-        except RuntimeError as error:
-            timed_out = time.monotonic() >= deadline - _ROUNDING_S
-            raise LinkError(self.peer, timed_out=timed_out, detail=_reason(error)) from None
+                raise LinkError(self.peer, timed_out=True, detail=f"nothing came from rank {self.peer}")
 
     def is_done(self) -> bool:
         if self.waiting is None:  # only who waits is told by gloo
@@ -177,8 +165,7 @@ class ProcessGroupTransport(Transport):
     def __init__(self, backends: dict[str, Backend]) -> None:
         self._backends = backends
         any_backend = next(iter(backends.values()))
-        self.rank: int = any_backend.rank()
-        self.size: int = any_backend.size()
+        self.rank, self.size = any_backend.rank(), any_backend.size()
         self.device_types = tuple(backends)
         self.posts_together = ("cuda",) if "cuda" in backends else ()
         names = {"cpu": "CPU tensors: gloo", "cuda": "CUDA tensors: NCCL"}
@@ -278,7 +265,7 @@ def _reducible(tensor: torch.Tensor, op: str) -> torch.Tensor:
     """
     moved = tensor
     if op in ("min", "max") and moved.dtype.is_floating_point:
-        ordered = _reordered(moved.view(_BITS[moved.dtype]))
+        ordered = _reordered(moved.view(_BITS[moved.itemsize]))
         limits = torch.iinfo(ordered.dtype)
         moved = ordered.masked_fill_(moved.isnan(), limits.max if op == "max" else limits.min)
     return moved.to(_WIDENED.get(moved.dtype, moved.dtype))
@@ -287,7 +274,7 @@ def _reducible(tensor: torch.Tensor, op: str) -> torch.Tensor:
 def _settle(tensor: torch.Tensor, moved: torch.Tensor) -> None:
     """Write to a tensor what came of its, or its like's, `_reducible`."""
     if tensor.dtype.is_floating_point and not moved.dtype.is_floating_point:
-        moved = _reordered(moved.to(_BITS[tensor.dtype])).view(tensor.dtype)
+        moved = _reordered(moved.to(_BITS[tensor.itemsize])).view(tensor.dtype)
     tensor.copy_(moved)
 
 
@@ -300,11 +287,10 @@ def _reordered(bits: torch.Tensor) -> torch.Tensor:
 
 def _start(request: Request, backend: Backend, source: torch.Tensor, destination: torch.Tensor) -> Any:
     """Start a verb; return its Work."""
-    options = _OPTIONS.get(request.verb, lambda: None)()
-    if hasattr(options, "reduceOp"):
-        options.reduceOp = _OPS[request.op]
-    if hasattr(options, "rootRank"):
-        options.rootRank = request.root
+    options = _OPTIONS[request.verb]() if request.verb in _OPTIONS else None
+    for field, value in (("reduceOp", _OPS[request.op]), ("rootRank", request.root)):
+        if hasattr(options, field):
+            setattr(options, field, value)
 
     def parts(buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         return [list(buffer.view(backend.size(), -1))] if backend.rank() == request.root else []

@@ -22,11 +22,9 @@ class RowPending:
     number: int
 
     def wait(self, deadline: float) -> None:
-        """See Pending."""
         self.table.finish(self.number, deadline)
 
     def is_done(self) -> bool:
-        """See Pending."""
         self.table.nudge()
         return self.table.is_done(self.number)
 
@@ -53,7 +51,6 @@ class Table(Transport):
         """Put a message into the table, and hold() its tensor. sends: 1 where it is sent, 0 where it is received."""
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
-        """See Transport."""
         received: list[Pending] = [self._add(0, peer, tensor, tag) for peer, tensor in receives]
         sent: list[Pending] = [self._add(1, peer, tensor, tag) for peer, tensor in sends]
         if sent:

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 
 import numpy as np
 import torch
@@ -44,20 +44,17 @@ def tcp(membership: Membership, timeout_s: float, *, but: Collection[int] = ()) 
     if isinstance(kernels, str):
         raise RuntimeError(f"link 'tcp': {kernels}")
     deadline = time.monotonic() + timeout_s
-    listener = Listener(own_address(os.environ))
-    try:
+    rank, check = membership.rank, membership.check
+    peers = [peer for peer in range(membership.size) if peer != rank and peer not in but]
+    with ExitStack() as made:
+        listener = made.enter_context(closing(Listener(own_address(os.environ))))
         cards = [card.decode() for card in membership.everyones("tcp", listener.card.encode(), deadline)]
-        peers = [peer for peer in range(membership.size) if peer != membership.rank and peer not in but]
-        connections = listener.join(membership.rank, peers, cards, membership.secret, deadline, membership.check)
-    finally:
-        listener.close()
-    try:
-        check_paths(membership.rank, connections, deadline, membership.check)
-    except BaseException:
+        connections = listener.join(rank, peers, cards, membership.secret, deadline, check)
         for connection in connections.values():
-            connection.close()
-        raise
-    transport = TcpTransport(membership.rank, membership.size, connections)
+            made.enter_context(connection)
+        check_paths(rank, connections, deadline, check)
+        made.pop_all()
+    transport = TcpTransport(rank, membership.size, connections)
     transport.routes = (f"{ranks_text(peers)}: TCP, from {listener.card.split()[0]}",)
     return transport
 
@@ -111,29 +108,23 @@ class TcpTransport(Table):
         self.wait_beside_work(False)
 
     def finish(self, number: int, deadline: float) -> None:
-        """See Table."""
         self._run(self._kernels.wait_for, (self._address, self._now(number)), deadline)
         self._release(number)
 
     def is_done(self, number: int) -> bool:
-        """See Table."""
         kernels, number = self._kernels, self._now(number)
         return number < self._context[kernels.FIRST] or bool(self._rows[number % len(self._rows), kernels.ROW_DONE])
 
     def sends(self) -> bool:
-        """See Transport."""
         return bool(np.any(self._unfinished()[:, self._kernels.ROW_SENDS]))
 
     def is_busy(self) -> bool:
-        """See Transport."""
         return len(self._unfinished()) > 0
 
     def nudge(self) -> None:
-        """See Transport."""
         self._run(self._kernels.wait_for, (self._address, -1), time.monotonic())
 
     def next_sender(self, tag: int, deadline: float) -> int | None:
-        """See Transport."""
         kernels = self._kernels
         while True:
             left_s = deadline - time.monotonic()
@@ -148,7 +139,6 @@ class TcpTransport(Table):
                 return None
 
     def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun:
-        """See Transport."""
         kernels, address = self._kernels, self._address
         arithmetic = cpu_arithmetic(dtype).address if program.scratch else 0
         itemsize, operation = dtype.itemsize, kernels.OPS[op]
@@ -168,12 +158,10 @@ class TcpTransport(Table):
         return run
 
     def wait_beside_work(self, beside_work: bool) -> None:
-        """See Transport."""
         tries = _TRIES_BESIDE_WORK if beside_work else _TRIES
         self._context[[self._kernels.MOST_TRIES, self._kernels.TRIES]] = tries
 
     def abort(self) -> None:
-        """See Transport."""
         self._context[self._kernels.ABORTED] = 1
         for connection in self._sockets.values():
             with suppress(OSError):  # it has ended already
@@ -188,7 +176,6 @@ class TcpTransport(Table):
             self._running.release()
 
     def disown(self) -> None:
-        """See Transport."""
         for connection in self._sockets.values():
             connection.close()
 

@@ -98,17 +98,11 @@ class Allocations:
     def follow(self) -> None:
         """Map what the others have announced, and unmap what they have given up. After an operation, on every rank."""
         group = self.group
-        for member in range(group.size):
-            if member == group.index:
-                group.known[member] = int(self._announced[member])
-                continue
+        for member in np.flatnonzero(self._announced != group.known).tolist():
             announced = int(self._announced[member])
-            if announced == group.known[member]:
-                continue
-            table = self._tables[member]
-            for slot in range(SLOTS):
+            for slot in range(SLOTS) if member != group.index else ():
                 generation, segment = self._theirs.get((member, slot), (0, None))
-                if int(table[slot, _GENERATION]) != generation:
+                if int(self._tables[member, slot, _GENERATION]) != generation:
                     if segment is not None:
                         segment.close()
                     self._theirs[member, slot] = self._map(member, slot)

@@ -113,29 +113,25 @@ class LocalGroup:
         self.whole_bytes = _WHOLE_BYTES
         self.rings = self.base + self.plan.rings
         self._everyone = everyone
-        self._finalizer = weakref.finalize(self, _give_back, segment, self._state_offset, self._members_by_descriptor)
+        state_offset = self.index * kernels.RANK_BYTES + kernels.STATE
+        self._finalizer = weakref.finalize(self, _give_back, segment, state_offset, self._members_by_descriptor)
         self._finalizer.atexit = False
-        for field, value in (
-            (kernels.RANK, self.index),
-            (kernels.SIZE, self.size),
-            (kernels.BLOCK, _BLOCK_BYTES),
-            (kernels.RANKS, self.base),
-            (kernels.WHOLE, self.base + self.plan.whole),
-            (kernels.WHOLE_BYTES, _WHOLE_BYTES),
-            (kernels.STAGING, self.base + self.plan.staging),
-            (kernels.CHUNK_BYTES, self.plan.chunk_bytes),
-            (kernels.DEPTH, self.plan.depth),
-            (kernels.SLOTS, SLOTS),
-            (kernels.BASES, self.bases.ctypes.data),
-            (kernels.KNOWN, self.known.ctypes.data),
-        ):
-            self.context[field] = value
+        context = {
+            kernels.RANK: self.index,
+            kernels.SIZE: self.size,
+            kernels.BLOCK: _BLOCK_BYTES,
+            kernels.RANKS: self.base,
+            kernels.WHOLE: self.base + self.plan.whole,
+            kernels.WHOLE_BYTES: _WHOLE_BYTES,
+            kernels.STAGING: self.base + self.plan.staging,
+            kernels.CHUNK_BYTES: self.plan.chunk_bytes,
+            kernels.DEPTH: self.plan.depth,
+            kernels.SLOTS: SLOTS,
+            kernels.BASES: self.bases.ctypes.data,
+            kernels.KNOWN: self.known.ctypes.data,
+        }
+        self.context[list(context)] = list(context.values())
         self.wait_beside_work(False)
-
-    @property
-    def _state_offset(self) -> int:
-        offset: int = self.index * self.kernels.RANK_BYTES + self.kernels.STATE
-        return offset
 
     @property
     def is_ours(self) -> bool:

@@ -86,7 +86,6 @@ class SharedMemoryTransport(Table):
         self._heard_last = group.index
 
     def finish(self, number: int, deadline: float) -> None:
-        """See Table."""
         if not self.is_done(number):
             self._move(self._now(number) - self._dropped, deadline)
             done = self._rows[: self._count, self._kernels.ROW_DONE]
@@ -95,12 +94,10 @@ class SharedMemoryTransport(Table):
         self._release(number)
 
     def is_done(self, number: int) -> bool:
-        """See Table."""
         row = self._now(number) - self._dropped
         return row < self._first or bool(self._rows[row, self._kernels.ROW_DONE])
 
     def next_sender(self, tag: int, deadline: float) -> int | None:
-        """See Transport."""
         group = self._group
         while True:
             is_late = time.monotonic() >= deadline
@@ -114,17 +111,14 @@ class SharedMemoryTransport(Table):
                 return None
 
     def sends(self) -> bool:
-        """See Transport."""
         kernels, rows = self._kernels, self._rows[self._first : self._count]
         unsent = rows[:, kernels.ROW_MOVED] < rows[:, kernels.ROW_NBYTES]
         return bool(np.any((rows[:, kernels.ROW_SENDS] == 1) & unsent))
 
     def is_busy(self) -> bool:
-        """See Transport."""
         return not np.all(self._rows[self._first : self._count, self._kernels.ROW_DONE])
 
     def nudge(self) -> None:
-        """See Transport."""
         self._move(-1, 0.0)
 
     def abort(self) -> None:
@@ -136,16 +130,13 @@ class SharedMemoryTransport(Table):
         self._group.close()
 
     def collective(self, request: Request) -> Whole:
-        """See Transport."""
         return super().collective(request) if self.reductions is None else self.reductions.collective(request)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See Transport."""
         made = self.reductions.empty(shape, dtype) if self.reductions is not None else None
         return super().empty(shape, dtype) if made is None else made
 
     def wait_beside_work(self, beside_work: bool) -> None:
-        """See Transport."""
         self._group.wait_beside_work(beside_work)
 
     def _move(self, wanted: int, deadline: float) -> None:
