@@ -16,8 +16,7 @@ from torch import Tensor
 
 from gradwire.collectives import objects
 from gradwire.collectives.errors import CollectiveError, ranks_text
-from gradwire.collectives.link.shared_memory.budget import memory_left
-from gradwire.collectives.link.shared_memory.segment import Segment
+from gradwire.collectives.link.shared_memory.segment import Segment, memory_left
 from gradwire.collectives.run.engine import Engine
 
 

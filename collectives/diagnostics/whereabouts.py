@@ -1,4 +1,7 @@
-"""Where in a user's program a thread is, or an exception was raised: the file and the line that the user would look at."""
+"""Where in a user's program a thread is, or an exception was raised: the file and the line that the user would look at.
+
+An exception that ends this rank is reported to the others before the interpreter ends, which may take long.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import gc
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
-from types import FrameType
+import weakref
+from collections.abc import Callable, Iterable
+from types import FrameType, TracebackType
+from typing import Protocol
 
 #: Packages whose lines say less than that of their caller; so do the standard library's and those of installed packages.
 _OURS = {"gradwire", "torch"}
@@ -81,3 +86,45 @@ def _is_users(frame: FrameType) -> bool:
 def _text(place: tuple[FrameType, int]) -> str:
     frame, line = place
     return f"{frame.f_code.co_filename}:{line}, {frame.f_code.co_name}"
+
+
+_Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], object]
+
+
+class Leaver(Protocol):
+    """Takes part in something that others wait for."""
+
+    def leave(self, why: str) -> None:
+        """Report to the others that this rank takes no part any more."""
+
+
+class ExceptHook:
+    """Stands in sys.excepthook while there are leavers, each of which it calls; then calls what stood there before."""
+
+    def __init__(self, former: _Hook) -> None:
+        self.leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
+        self._former = former
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            if not hasattr(sys, "ps1") and not sys.flags.inspect:  # at a prompt, nothing ends by an exception
+                why = of_exception(error)
+                for leaver in list(self.leavers):
+                    leaver.leave(why)
+        finally:
+            self._former(kind, error, trace)
+
+    @classmethod
+    def telling(cls, leaver: Leaver) -> ExceptHook:
+        """Call a leaver from now on, until it is dismissed from the hook that this returns. The hook does not keep it alive."""
+        hook = sys.excepthook
+        if not isinstance(hook, ExceptHook):
+            hook = sys.excepthook = ExceptHook(hook)
+        hook.leavers.add(leaver)
+        return hook
+
+    def dismiss(self, leaver: Leaver) -> None:
+        """Call a leaver no more; after the last one, sys.excepthook is what it was, if nobody has changed it since."""
+        self.leavers.discard(leaver)
+        if not self.leavers and sys.excepthook is self:
+            sys.excepthook = self._former

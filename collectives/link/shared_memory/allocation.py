@@ -18,9 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from gradwire.collectives.link.shared_memory.budget import memory_left
 from gradwire.collectives.link.shared_memory.group import SLOT_FIELDS, SLOTS, LocalGroup
-from gradwire.collectives.link.shared_memory.segment import Segment
+from gradwire.collectives.link.shared_memory.segment import Segment, memory_left
 
 _log = logging.getLogger("gradwire")
 
