@@ -20,7 +20,6 @@ from gradwire.collectives.kernels.first_use import FIRST_USE
 from gradwire.collectives.link.base import Message, Pending, Posted, Request, Transport, Whole, WholeRun
 from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.link.process_group import ProcessGroupTransport, process_group
-from gradwire.collectives.link.shared_memory.group import LocalGroup
 from gradwire.collectives.link.shared_memory.messages import SharedMemory, SharedMemoryTransport
 from gradwire.collectives.link.shared_memory.rendezvous import join_host
 from gradwire.collectives.link.tcp import tcp
@@ -42,67 +41,52 @@ _log = logging.getLogger("gradwire")
 
 def auto(membership: Membership, timeout_s: float) -> Transport:
     """Connect the members: by the process group, and for CPU tensors by shared memory between ranks that share a host, unless one
-    of them refuses, and by TCP between all others. timeout_s: compiling not counted."""
+    of them refuses, and by TCP between all others, unless one cannot drive connections of its own. timeout_s: compiling not
+    counted."""
+    rank, size = membership.rank, membership.size
     with ExitStack() as made:
         group = made.enter_context(closing(process_group(membership, timeout_s)))
         transport: Transport = group
-        if "cpu" in membership.device_types and membership.size > 1:
-            offers = _offers(membership, timeout_s)
-            local = _memory(membership, offers, timeout_s)
+        if "cpu" in membership.device_types and size > 1:
+            hosts_are_shared = any(len(host) > 1 for host in membership.hosts)
+            offers = _offers(membership, timeout_s, hosts_are_shared=hosts_are_shared)
+            refusing = [each for each, offer in enumerate(offers) if not offer["memory"]]
+            if hosts_are_shared and rank == 0 and 0 < len(refusing) < size:
+                _log.warning("gradwire: no shared memory: %s=0 on %s", SHARED_MEMORY, ranks_text(refusing))
             near: SharedMemoryTransport | None = None
-            if local is not None:
-                reduces = local.size == membership.size and "cuda" not in membership.device_types
-                reductions = SharedMemory(local) if reduces else None
-                near = SharedMemoryTransport(local, membership.rank, membership.size, reductions)
+            neighbours: tuple[int, ...] = ()
+            shared = hosts_are_shared and not refusing
+            if shared and (local := join_host(membership, cpu_kernels(), time.monotonic() + timeout_s)) is not None:
+                neighbours = local.members
+                reduces = local.size == size and "cuda" not in membership.device_types
+                near = SharedMemoryTransport(local, rank, size, SharedMemory(local) if reduces else None)
                 made.enter_context(closing(near))
             far: Transport = group
-            neighbours = local.members if local is not None else ()
-            if len(neighbours) < membership.size and _connects(membership, offers):
-                far = made.enter_context(closing(tcp(membership, timeout_s, but=neighbours)))
+            if len(neighbours) < size:
+                without = {each: offer["sockets"] for each, offer in enumerate(offers) if offer["sockets"]}
+                if not without:
+                    far = made.enter_context(closing(tcp(membership, timeout_s, but=neighbours)))
+                elif rank == 0:
+                    said = "gradwire: ranks talk through gloo, not through connections of their own: rank %d: %s"
+                    _log.warning(said, *min(without.items()))
             if near is not None or far is not group:
-                shared = _hosts_are_shared(membership) and all(offer["memory"] for offer in offers)
                 transport = RoutingTransport(group, far, near, neighbours, some_share=shared)
         made.pop_all()
     return transport
 
 
-def _hosts_are_shared(membership: Membership) -> bool:
-    return any(len(host) > 1 for host in membership.hosts)
-
-
-def _offers(membership: Membership, timeout_s: float) -> list[dict[str, Any]]:
+def _offers(membership: Membership, timeout_s: float, *, hosts_are_shared: bool) -> list[dict[str, Any]]:
     """Return by rank whether it is to share memory, and why it cannot drive connections of its own, if so.
 
     Every rank has compiled when all have answered: the backend's own collectives would not wait that long.
     """
     memory = shared_memory_wanted(os.environ)
     with FIRST_USE.together("about 20 s"):
-        if memory and _hosts_are_shared(membership):
+        if memory and hosts_are_shared:
             cpu_kernels()
         sockets = cpu_sockets()
     offer = {"memory": memory, "sockets": sockets if isinstance(sockets, str) else None}
     return membership.exchange("offers", offer, time.monotonic() + timeout_s + _ALL_COMPILE_S)
-
-
-def _memory(membership: Membership, offers: Sequence[dict[str, Any]], timeout_s: float) -> LocalGroup | None:
-    """Return this rank's group of those that share memory, if there is one."""
-    if not _hosts_are_shared(membership):
-        return None
-    refusing = [rank for rank, offer in enumerate(offers) if not offer["memory"]]
-    if refusing:
-        if len(refusing) < membership.size and membership.rank == 0:
-            _log.warning("gradwire: no shared memory: %s=0 on %s", SHARED_MEMORY, ranks_text(refusing))
-        return None
-    return join_host(membership, cpu_kernels(), time.monotonic() + timeout_s)
-
-
-def _connects(membership: Membership, offers: Sequence[dict[str, Any]]) -> bool:
-    """Return whether all ranks can drive connections of their own; gloo's are used where one cannot."""
-    refusing = {rank: offer["sockets"] for rank, offer in enumerate(offers) if offer["sockets"]}
-    if refusing and membership.rank == 0:
-        rank, why = next(iter(refusing.items()))
-        _log.warning("gradwire: ranks talk through gloo, not through connections of their own: rank %d: %s", rank, why)
-    return not refusing
 
 
 @dataclass(eq=False, slots=True)

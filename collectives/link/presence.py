@@ -51,12 +51,13 @@ class Presence:
     for these ranks alone.
     """
 
-    def __init__(self, rank: int, hub_rank: int, connection: socket.socket, hub: Hub | None = None) -> None:
-        """connection: to the hub; it belongs to the Presence from now on. hub: where it runs in this process."""
-        self.rank = rank
+    def __init__(self, card: Card, hub_card: Card, connection: socket.socket, hub: Hub | None = None) -> None:
+        """Send the hub this process's card. connection: to the hub; it belongs to the Presence from now on. hub: where it runs in
+        this process."""
+        self.rank = card["rank"]
         self.cards: list[Card] = []
         self.key = self.secret = ""
-        self._hub_rank = hub_rank
+        self._hub_rank = hub_card["rank"]
         self._hub = hub
         self._neighbour = Neighbour(connection)
         self._ended_ranks: set[int] = set()
@@ -67,6 +68,7 @@ class Presence:
         self._ended = False
         self._lock = threading.Lock()
         self._process = os.getpid()
+        self._say(kind="arrived", token=hub_card["token"], card=card)
         _all.add(self)
 
     def gone(self) -> set[int]:
@@ -81,7 +83,7 @@ class Presence:
         return self._failures.get(scope)
 
     def report(self, failure: Failure, scope: str = "") -> None:
-        """Tell all ranks why those of a scope cannot connect. Of several reports of a scope the first one counts."""
+        """Report to all ranks why those of a scope cannot connect. Of several reports of a scope the first one counts."""
         self._say(kind="failure", scope=scope, **asdict(failure))
 
     def silent(self, scope: str = "") -> Sequence[int]:
@@ -99,10 +101,6 @@ class Presence:
                 return self._silent[-1]
             self._wait(_LOOK_AGAIN_S)
         return [self._hub_rank]
-
-    def say_arrived(self, card: Card, token: str) -> None:
-        """Send the hub this process's card. token: of the hub's card."""
-        self._say(kind="arrived", token=token, card=card)
 
     def await_all(self, deadline: float) -> Iterator[None]:
         """Yield until all ranks have arrived; between two looks the caller may do something else. deadline: time.monotonic().
@@ -297,7 +295,6 @@ class _Arrival:
 
     def _enter(self, hub_card: Card, hub: Hub | None, note: str) -> Presence:
         """Connect to the hub and send it this process's card. Raises LinkError where the rank that keeps the hub is at fault."""
-        keeper = hub_card["rank"]
         check_addresses([hub_card, self.card | {"loopback": "", "problem": ""}])
         if hub is not None:
             connection, theirs = socket.socketpair()
@@ -305,17 +302,15 @@ class _Arrival:
             connection.setblocking(False)
             hub.start(theirs)
         else:
-            address, port = hub_card["address"], hub_card["port"]
+            place = hub_card["rank"], hub_card["address"], hub_card["port"]
             try:
-                connection = dial(keeper, address, port, self.deadline, lambda: None, set_up, small_segments=True)
+                connection = dial(*place, self.deadline, lambda: None, set_up, small_segments=True)
             except LinkError as error:
                 if (failure := self._read(note)) is not None:
                     raise failure.as_link_error() from error
                 error.ended = isinstance(error.__cause__, ConnectionError)
                 raise
-        presence = Presence(self.card["rank"], keeper, connection, hub)
-        presence.say_arrived(self.card, hub_card["token"])
-        return presence
+        return Presence(self.card, hub_card, connection, hub)
 
 
 _all: weakref.WeakSet[Presence] = weakref.WeakSet()

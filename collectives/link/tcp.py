@@ -20,7 +20,7 @@ from gradwire.collectives.link.handshake import Listener
 from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.link.own_address import own_address
 from gradwire.collectives.link.paths import check_paths
-from gradwire.collectives.link.rows import FIRST_LOOK, RowPending, Table
+from gradwire.collectives.link.rows import FIRST_LOOK, Table
 from gradwire.collectives.plan.program import Program
 
 _FIRST_ROWS = 256
@@ -108,11 +108,10 @@ class TcpTransport(Table):
         self.wait_beside_work(False)
 
     def finish(self, number: int, deadline: float) -> None:
-        self._run(self._kernels.wait_for, (self._address, self._now(number)), deadline)
-        self._release(number)
+        self._run(self._kernels.wait_for, (self._address, number), deadline)
 
     def is_done(self, number: int) -> bool:
-        kernels, number = self._kernels, self._now(number)
+        kernels = self._kernels
         return number < self._context[kernels.FIRST] or bool(self._rows[number % len(self._rows), kernels.ROW_DONE])
 
     def sends(self) -> bool:
@@ -179,12 +178,12 @@ class TcpTransport(Table):
         for connection in self._sockets.values():
             connection.close()
 
-    def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> RowPending:
+    def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> int:
         number = self._tidy()
         nbytes = tensor.numel() * tensor.element_size()
         arguments = (self._address, sends, peer, tag, tensor.data_ptr(), nbytes)
         self._run(self._kernels.add, arguments, time.monotonic())
-        return self.hold(number, tensor)
+        return number
 
     def _run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> None:
         """Call a kernel until it is through. Raises LinkError where it cannot be, or the deadline passes."""

@@ -10,7 +10,7 @@ import torch
 
 from gradwire.collectives.kernels import cpu_arithmetic
 from gradwire.collectives.link.base import Request, Whole
-from gradwire.collectives.link.rows import RowPending, Table
+from gradwire.collectives.link.rows import Table
 from gradwire.collectives.link.shared_memory.allocation import ELSEWHERE, Allocations
 from gradwire.collectives.link.shared_memory.group import LocalGroup
 
@@ -87,14 +87,13 @@ class SharedMemoryTransport(Table):
 
     def finish(self, number: int, deadline: float) -> None:
         if not self.is_done(number):
-            self._move(self._now(number) - self._dropped, deadline)
+            self._move(number - self._dropped, deadline)
             done = self._rows[: self._count, self._kernels.ROW_DONE]
             while self._first < self._count and done[self._first]:
                 self._first += 1
-        self._release(number)
 
     def is_done(self, number: int) -> bool:
-        row = self._now(number) - self._dropped
+        row = number - self._dropped
         return row < self._first or bool(self._rows[row, self._kernels.ROW_DONE])
 
     def next_sender(self, tag: int, deadline: float) -> int | None:
@@ -153,13 +152,13 @@ class SharedMemoryTransport(Table):
         rings = (group.context_address, group.rings, group.plan.ring_bytes)
         return (*rings, table, self._first, self._count, blocked)
 
-    def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> RowPending:
+    def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> int:
         if self._count == len(self._rows):
             self._make_room()
         nbytes = tensor.numel() * tensor.element_size()
         self._rows[self._count] = (sends, self._index[peer], tag, tensor.data_ptr(), nbytes, -1, 0, 0)
         self._count += 1
-        return self.hold(self._dropped + self._count - 1, tensor)
+        return self._dropped + self._count - 1
 
     def _make_room(self) -> None:
         """Drop the rows that are done; a longer table where that is not enough."""
