@@ -38,9 +38,6 @@ _CHECK_S = 0.03
 #: How many connections may at a time be about to say whose they are.
 MOST_STRANGERS = 256
 
-#: A (descriptor, event) that poll() returns.
-Ready = list[tuple[int, int]]
-
 
 def neighbours(rank: int, size: int) -> list[int]:
     """Return the ranks 1, 2, 4, ... places before and after one: any two ranks are at most log2(size) connections apart."""
@@ -50,9 +47,7 @@ def neighbours(rank: int, size: int) -> list[int]:
 
 def listen(address: str, backlog: int, *, small_segments: bool = False) -> socket.socket:
     """Return a nonblocking socket that listens on a numeric address, IPv4 or IPv6. Raises OSError where it cannot.
-
-    small_segments: whether connections are to work where large packets are lost.
-    """
+    small_segments: whether connections are to work where large packets are lost."""
     listener = socket.create_server((address, 0), family=_family(address), backlog=backlog)
     listener.setblocking(False)
     if small_segments:
@@ -96,9 +91,9 @@ def dial(
     return connection
 
 
-def wait_ready(events: Mapping[Any, int], deadline: float, check: Callable[[], None]) -> Ready:
-    """Return which sockets can be written or read. events: what to wait for, by socket or descriptor. check: called every
-    _CHECK_S seconds; raises LinkError where there is no use in waiting. Raises TimeoutError at the deadline."""
+def wait_ready(events: Mapping[Any, int], deadline: float, check: Callable[[], None]) -> list[int]:
+    """Return the descriptors of sockets that can be written or read. events: what to wait for, by socket or descriptor. check:
+    called every _CHECK_S seconds; raises LinkError where there is no use in waiting. Raises TimeoutError at the deadline."""
     poll = select.poll()
     for waiting, event in events.items():
         poll.register(waiting, event)
@@ -106,7 +101,7 @@ def wait_ready(events: Mapping[Any, int], deadline: float, check: Callable[[], N
         check()
         if time.monotonic() >= deadline:
             raise TimeoutError("timed out")
-    return ready
+    return [descriptor for descriptor, _ in ready]
 
 
 class _Stranger:
@@ -139,10 +134,7 @@ class _Stranger:
 
 
 class Listener:
-    """A socket to which the ranks with a lower number connect. card: its address and port.
-
-    small_segments: see listen.
-    """
+    """A socket to which the ranks with a lower number connect. card: its address and port. small_segments: see listen."""
 
     def __init__(self, address: str, *, small_segments: bool = False) -> None:
         """Raises OSError where the address cannot be listened on."""
@@ -214,7 +206,7 @@ class Listener:
                 except TimeoutError:
                     detail = f"{ranks_text(missing)} did not connect"
                     raise LinkError(min(missing), timed_out=True, detail=detail, awaited=missing) from None
-                for descriptor, _ in ready:
+                for descriptor in ready:
                     if descriptor == self._socket.fileno():
                         stranger = _Stranger(self._socket.accept()[0])
                         strangers[stranger.connection.fileno()] = stranger

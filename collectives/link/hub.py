@@ -136,11 +136,11 @@ class Hub:
 
     def _serve(self) -> None:
         try:
+            due_ms: float | None = None
             while self._serves:
                 poll = poll_of(self._listener, (*self._strangers.values(), *self._members.values()))
-                self._look({descriptor for descriptor, _ in poll.poll(self._patience_ms())})
-                self._complete_if_due()
-                self._answer_if_due()
+                self._look({descriptor for descriptor, _ in poll.poll(due_ms)})
+                due_ms = self._do_what_is_due()
             flush_by = time.monotonic() + _FLUSH_S
             while any(each.outgoing for each in self._members.values()) and time.monotonic() < flush_by:
                 for neighbour in self._members.values():
@@ -148,12 +148,6 @@ class Hub:
                 time.sleep(_FLUSH_S / 40)
         finally:
             self.disown()
-
-    def _patience_ms(self) -> float | None:
-        due = [inquiry.until for inquiry in self._inquiries]
-        if self._complete_at is not None and not self._is_complete:
-            due.append(self._complete_at)
-        return max(0.0, min(due) - time.monotonic()) * 1000 + 1 if due else None
 
     def _look(self, ready: set[int]) -> None:
         """Read and write what can be. ready: descriptors."""
@@ -181,15 +175,14 @@ class Hub:
 
     def _meet(self, descriptor: int, stranger: Neighbour) -> None:
         """Admit a process, or turn it away, once it has said who it is."""
-        messages: list[Card] = []
-        ended = True
+        card: Card | None = None
         with suppress(ValueError):  # raised where a program of another kind has connected
             messages, ended = stranger.read()
-        if not messages and not ended:
-            return
+            if not messages and not ended:
+                return
+            card = None if ended else self._card_of(messages)
         del self._strangers[descriptor]
-        card = self._card_of(messages)
-        if ended or card is None:
+        if card is None:
             stranger.socket.close()
             return
         verdict = self._admission.judge(card, self._cards, is_complete=self._is_complete)
@@ -204,8 +197,9 @@ class Hub:
                 stranger.say(**message)
         if verdict.fatal is not None:
             self._tell({"kind": "failure", "scope": ""} | asdict(verdict.fatal))
-        everyone = len(self._members) == self._size
-        self._complete_at = time.monotonic() + self._admission.settle_s(self._cards) if everyone else None
+        self._complete_at = None
+        if len(self._members) == self._size and not self._is_complete:
+            self._complete_at = time.monotonic() + self._admission.settle_s(self._cards)
 
     def _card_of(self, messages: Sequence[Card]) -> Card | None:
         """Return the card with which a process arrives; None for anything else that may have connected."""
@@ -215,20 +209,22 @@ class Hub:
                 return card
         return None
 
-    def _complete_if_due(self) -> None:
-        if self._is_complete or self._complete_at is None or time.monotonic() < self._complete_at:
-            return
-        self._is_complete = True
-        cards = [self._cards[rank] | {"identity": None} for rank in range(self._size)]
-        secret = secrets.token_hex(_SECRET_BYTES)
-        self._tell({"kind": "all", "key": self.card["key"], "secret": secret, "cards": cards})
-
-    def _answer_if_due(self) -> None:
+    def _do_what_is_due(self) -> float | None:
+        """Complete the meeting and answer inquiries where it is time to; return in how many milliseconds to look again."""
+        now = time.monotonic()
+        if self._complete_at is not None and now >= self._complete_at:
+            self._is_complete, self._complete_at = True, None
+            cards = [self._cards[rank] | {"identity": None} for rank in range(self._size)]
+            secret = secrets.token_hex(_SECRET_BYTES)
+            self._tell({"kind": "all", "key": self.card["key"], "secret": secret, "cards": cards})
         for inquiry in list(self._inquiries):
             silent = sorted(set(range(self._size)) - inquiry.running - self._gone)
-            if not silent or time.monotonic() >= inquiry.until:
+            if not silent or now >= inquiry.until:
                 self._inquiries.remove(inquiry)
                 inquiry.by.say(kind="silent", ranks=silent)
+        due = [inquiry.until for inquiry in self._inquiries]
+        due += [] if self._complete_at is None else [self._complete_at]
+        return max(0.0, min(due) - now) * 1000 + 1 if due else None
 
     def _hear(self, rank: int, neighbour: Neighbour) -> None:
         neighbour.write()
