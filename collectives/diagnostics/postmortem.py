@@ -54,8 +54,7 @@ class Report:
     @classmethod
     def from_news(cls, news: Mapping[str, Any]) -> Report:
         """Return what to_news() was made of."""
-        before = tuple((sequence, call) for sequence, call in news["before"])
-        return cls(**{**news, "waiting_for": tuple(news["waiting_for"]), "before": before})
+        return cls(**{**news, "waiting_for": tuple(news["waiting_for"]), "before": tuple(map(tuple, news["before"]))})
 
     def calls(self) -> list[Call]:
         """Return the calls that are known of this rank."""

@@ -40,9 +40,8 @@ def register_link(name: str, link: Link) -> None:
     """
     check_name("link", name, LINKS)
     if not callable(link):
-        raise TypeError(
-            f"link {name!r}: a function from a Membership and timeout_s to a Transport is needed, not {link!r}"
-        )
+        needed = "a function from a Membership and timeout_s to a Transport is needed"
+        raise TypeError(f"link {name!r}: {needed}, not {link!r}")
     LINKS[name] = link
 
 
@@ -90,25 +89,19 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
             made.callback(transport.close)
             # Nobody leaves again, as where something is refused, while others still connect.
             watched.everyones("connected", b"", time.monotonic() + timeout_s)
-            _check(transport, membership, link)
+            if (transport.rank, transport.size) != (rank, membership.size):
+                given = f"a Transport of rank {transport.rank} of {transport.size}"
+                needed = f"one of rank {rank} of {membership.size} is needed"
+                raise ValueError(f"rank {rank}: link {link!r} returned {given}; {needed}")
+            for verb, name in transport.preferred.items():
+                if name not in (offered := transport.algorithms.get(verb, ())):
+                    prefers = f"link {link!r} prefers {verb}'s {name!r}"
+                    raise ValueError(f"rank {rank}: {prefers}; it offers {', '.join(offered)}")
         except BaseException:
             watch.say_leaving(0)  # or who has connected already would take this rank for one that has ended
             raise
         made.pop_all()
     return Connection(transport, watch)
-
-
-def _check(transport: Transport, membership: Membership, link: str) -> None:
-    """Raise ValueError for a transport of another rank, or one that prefers what it does not offer."""
-    rank = membership.rank
-    if (transport.rank, transport.size) != (rank, membership.size):
-        given = f"a Transport of rank {transport.rank} of {transport.size}"
-        raise ValueError(
-            f"rank {rank}: link {link!r} returned {given}; one of rank {rank} of {membership.size} is needed"
-        )
-    for verb, name in transport.preferred.items():
-        if name not in (offered := transport.algorithms.get(verb, ())):
-            raise ValueError(f"rank {rank}: link {link!r} prefers {verb}'s {name!r}; it offers {', '.join(offered)}")
 
 
 def _watch(membership: Membership, settings: str, deadline: float) -> Watch:

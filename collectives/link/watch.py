@@ -279,7 +279,9 @@ class Watch:
         try:
             again_s: float | None = None
             while True:
-                ready = self._poll().poll(None if again_s is None else again_s * 1000)
+                with self._changed:
+                    poll = poll_of(self._woken, self._neighbours.values())
+                ready = poll.poll(None if again_s is None else again_s * 1000)
                 with self._changed:
                     self._look(dict(ready))
                     if self._close_by is not None and self._is_through(self._close_by):
@@ -309,10 +311,6 @@ class Watch:
                 with suppress(OSError):
                     neighbour.socket.shutdown(socket.SHUT_WR)
         return not self._neighbours or time.monotonic() >= close_by
-
-    def _poll(self) -> select.poll:
-        with self._changed:
-            return poll_of(self._woken, self._neighbours.values())
 
     def _look(self, ready: dict[int, int]) -> None:
         """Read and write what can be."""
