@@ -93,8 +93,8 @@ def _offers(membership: Membership, timeout_s: float, *, hosts_are_shared: bool)
 class _SharedPending:
     """A message through one part, during whose wait what is under way through the other part moves on.
 
-    Nobody but this rank moves that, and the peer may depend on it before it answers: on what is sent, as a rule, so that moves
-    at once; what is to be received, now and then.
+    Only this rank moves that, and the peer may depend on it before it answers: on what is sent, as a rule, so that moves at once;
+    what is to be received, now and then.
     """
 
     pending: Pending

@@ -68,7 +68,7 @@ class Membership:
     def subset(self, ranks: Sequence[int], name: str) -> Membership:
         """Return the Membership of some of these ranks, to which this one belongs; ranks[r] becomes rank r.
 
-        Nothing is sent, and the others need not know. name: what these ranks all say, and have not said before.
+        Nothing is sent, and the others need not know. name: the same on these ranks, and new.
         """
         place = {rank: number for number, rank in enumerate(ranks)}
         hosts = [[place[rank] for rank in host if rank in place] for host in self.hosts]
@@ -134,7 +134,7 @@ class Membership:
             raise Failure(lost, f"lost {ranks_text(lost)}", ended=True).as_link_error()
 
     def report(self, failure: Failure) -> None:
-        """Tell the other ranks why these cannot connect."""
+        """Report to the other ranks why these cannot connect."""
         if self.presence is not None:
             places = tuple(self.places[rank] for rank in failure.ranks)
             self.presence.report(replace(failure, ranks=places), self.scope)
@@ -230,7 +230,7 @@ def membership_from(
 def coming_together(
     rank: int, timeout_s: float, membership: Membership | None = None, operation: str = "making a Communicator"
 ) -> Iterator[None]:
-    """Raise CollectiveError for what goes wrong while ranks connect, and tell the other members."""
+    """Raise CollectiveError for what goes wrong while ranks connect, and report it to the other members."""
     end = time.monotonic() + timeout_s - _ROUNDING_S
     try:
         yield

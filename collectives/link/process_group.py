@@ -111,7 +111,7 @@ class _GlooPending:
                 raise LinkError(self.peer, timed_out=True, detail=f"nothing came from rank {self.peer}")
 
     def is_done(self) -> bool:
-        if self.waiting is None:  # only who waits is told by gloo
+        if self.waiting is None:  # gloo answers only a wait
             thread = DaemonThread("gradwire-gloo")
             self.waiting = thread.submit(self.work.wait)
             thread.close()

@@ -1,8 +1,8 @@
 """Tensors in shared memory, and how the ranks of a host come to see each other's.
 
-Every rank allocates for itself, whenever it likes. What it has stands in a table in the segment, whose version goes up with
-each change; a rank announces its version with every operation. After the operation everyone maps what is new there, and from
-the next one on uses it. As all ranks have read the same announcements, all know alike who sees what, without another message.
+Every rank allocates for itself, at any time. A table in the segment lists its tensors; the version of the table goes up with each
+change, and the rank announces it with every operation. After the operation all ranks map what is new there, and use it from the
+next one on. As all ranks have read the same announcements, they agree on who sees what, without another message.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Allocations:
         group.context[group.kernels.ANNOUNCED] = self._announced.ctypes.data
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """A tensor that the others will see; None where there is no room for it. Its memory is given back with it."""
+        """Return a tensor that the others will see; None where there is no room for it. Its memory is given back with it."""
         nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             if self._closed or nbytes == 0:
@@ -86,11 +86,10 @@ class Allocations:
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def place(self, tensor: torch.Tensor) -> Place:
-        """Where a contiguous tensor of this rank lies."""
+        """Return where a contiguous tensor of this rank lies."""
         self._reap()
         start = tensor.untyped_storage().data_ptr()
-        found = self._by_address.get(start)
-        if found is None:
+        if (found := self._by_address.get(start)) is None:
             return ELSEWHERE
         return Place(found[0], tensor.data_ptr() - start, found[1])
 
@@ -121,7 +120,7 @@ class Allocations:
                 segment.seal_off()
 
     def _free(self, slot: int, segment: Segment, address: int) -> None:
-        """The tensor is gone. Its slot is not: what it announces must change in an order that a finalizer cannot keep."""
+        """Give a tensor's memory back. Its slot stays: what it announces must change in an order that a finalizer cannot keep."""
         if not self.group.is_ours:
             return  # a forked child's copy of it: the tensor lives on in its owner
         with self._lock:

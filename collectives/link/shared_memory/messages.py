@@ -143,10 +143,10 @@ class SharedMemoryTransport(Table):
 
     def _move_beside(self) -> None:
         if self.is_busy():
-            self._kernels.move(*self._table(), -1)  # what is wrong is told to whoever waits for it
+            self._kernels.move(*self._table(), -1)  # the wait for a message raises what is wrong with it
 
     def _table(self) -> tuple[int, ...]:
-        """Return what each kernel is told of the rings, and of what has been posted."""
+        """Return the arguments of each kernel: the rings, and what has been posted."""
         group = self._group
         table, blocked = self._rows.ctypes.data, self._blocked.ctypes.data
         rings = (group.context_address, group.rings, group.plan.ring_bytes)

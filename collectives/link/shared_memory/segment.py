@@ -43,7 +43,7 @@ class Segment:
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> Segment:
-        """name: what `open` makes sure of; unguessable. Raises OSError where the memory cannot be had."""
+        """Return a new segment. name: unguessable, which `open` checks. Raises OSError where the memory cannot be had."""
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(descriptor, 0o600)
@@ -73,7 +73,7 @@ class Segment:
         return segment
 
     def seal_off(self) -> None:
-        """Nobody else needs to open it any more."""
+        """Close the descriptor, by which others open the segment."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
