@@ -155,18 +155,20 @@ class Agreement:
             missing = everyone - calls.keys() - passed
             return calls, missing, any(each.text != call.text for each in calls.values())
 
-        def wait(until: float, *, differ_too: bool) -> None:
+        def wait(until: float, *, for_all: bool) -> None:
+            """Wait for the calls of others: for all of them, or until it is known that some will not come or differ."""
+
             def is_over() -> bool:
                 _, missing, differ = heard()
-                clear = not differ_too and (differ or bool(missing & self._watch.lost.keys()))
-                return not missing or clear or in_vain()
+                is_clear = not for_all and (differ or bool(missing & self._watch.lost.keys()))
+                return not missing or is_clear or in_vain()
 
             while not is_over() and (left_s := until - time.monotonic()) > 0:
                 self._watch.wait_for(is_over, min(left_s, _NUDGE_S if nudge() else _LOOK_S))
 
-        wait(deadline, differ_too=False)
+        wait(deadline, for_all=False)
         if heard()[2]:
-            wait(min(deadline, time.monotonic() + self.patience_s()), differ_too=True)
+            wait(min(deadline, time.monotonic() + self.patience_s()), for_all=True)
         calls, missing, differ = heard()
         if differ and not missing and not any(each.moved for each in calls.values()):
             self.settled = call.sequence

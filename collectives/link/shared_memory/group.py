@@ -184,7 +184,8 @@ class LocalGroup:
 
     def _check(self, status: int, deadline: float, lost: set[int]) -> set[int]:
         """Raise the LinkError that a kernel's status means, if any; return the lost ranks of those awaited. lost: what the last
-        check returned. Only a rank that was lost before the kernel last looked is given up: others may have left something behind."""
+        check returned. Only a rank that was lost before the kernel last looked is given up: others may have left something
+        behind."""
         kernels = self.kernels
         awaited = self._awaited()
         peer = min(awaited)
