@@ -136,14 +136,9 @@ def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
             if (differs := _other_message(messages, rank, mine.call)) is not None:
                 return differs
             return CollectiveError("; ".join(_failed_in(messages)), rank=rank, operation=mine.call)
-        heard = (
-            findings.reports.keys() | findings.left.keys()
-        )  # of the others, those that are waited for are out of reach
-        pairs = set(findings.cut) or {
-            (min(r, peer), max(r, peer))
-            for r, report in findings.reports.items()
-            for peer in set(report.waiting_for) - heard
-        }
+        heard = findings.reports.keys() | findings.left.keys()  # a rank that waits for another one does not reach it
+        waits = [(r, peer) for r, each in findings.reports.items() for peer in each.waiting_for if peer not in heard]
+        pairs = set(findings.cut) or {(min(pair), max(pair)) for pair in waits}
         there = {one if other == rank else other for one, other in pairs if rank in (one, other)}
         broke = f"a connection {_pairs_text(pairs) or 'to a living rank'} broke: {detail}"
         return CollectiveError(broke, rank=rank, operation=mine.call, ranks=there)
