@@ -287,7 +287,7 @@ def _reordered(bits: torch.Tensor) -> torch.Tensor:
 
 def _start(request: Request, backend: Backend, source: torch.Tensor, destination: torch.Tensor) -> Any:
     """Start a verb; return its Work."""
-    options = _OPTIONS[request.verb]() if request.verb in _OPTIONS else None
+    options: Any = _OPTIONS[request.verb]() if request.verb in _OPTIONS else None
     for field, value in (("reduceOp", _OPS[request.op]), ("rootRank", request.root)):
         if hasattr(options, field):
             setattr(options, field, value)

@@ -40,8 +40,9 @@ def register_link(name: str, link: Link) -> None:
     """
     check_name("link", name, LINKS)
     if not callable(link):
-        needed = "a function from a Membership and timeout_s to a Transport is needed"
-        raise TypeError(f"link {name!r}: {needed}, not {link!r}")
+        raise TypeError(
+            f"link {name!r}: a function from a Membership and timeout_s to a Transport is needed, not {link!r}"
+        )
     LINKS[name] = link
 
 
