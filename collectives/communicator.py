@@ -16,9 +16,8 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.diagnostics.timeline import Lane, Timeline
 from gradwire.collectives.environment import LINK
-from gradwire.collectives.link.connection import connect
 from gradwire.collectives.link.membership import Membership, membership_of
-from gradwire.collectives.link.registry import AUTO, check_link
+from gradwire.collectives.link.registry import AUTO, check_link, connect
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.selection import Table, default_segment_bytes, default_table, overrides, variables
 from gradwire.collectives.plan.topology import Topology, host_id

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.errors import CollectiveError, ranks_text
-from gradwire.collectives.link.shared_memory.budget import memory_left
-from gradwire.collectives.link.shared_memory.segment import Segment
+from gradwire.collectives.link.shared_memory.segment import Segment, memory_left
 from gradwire.collectives.reduction import check_dtype
 from gradwire.collectives.verbs import Verbs
 

@@ -1,1 +1,1 @@
-"""After a failure: who is to blame, told from what the ranks report."""
+"""Who is to blame for a failure or a wait, and what every rank did when."""

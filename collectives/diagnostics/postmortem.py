@@ -1,9 +1,9 @@
 """After a failure: compare what every rank saw, and name the cause on every survivor.
 
-A dead rank breaks its own connections only, so most survivors see a neighbour fail, not the culprit. So a rank tells everyone
-what it saw *before* it breaks its own connections, and listens before it blames anyone (link.watch carries both). Then a
-rank whose process has ended without a word is the cause; so is one that has left; one that others wait for and that says
-nothing does not answer; and when everybody has spoken, what they say differs, or messages are lost between two of them.
+A dead rank breaks its own connections only, so most survivors see a neighbour fail, not the culprit. So a rank reports to all
+what it saw *before* it breaks its own connections, and waits for the others' reports before it blames anyone (link.watch carries
+them). Then a rank whose process has ended without a report is the cause; so is one that has left; one that others wait for and
+that reports nothing does not answer; and when all have reported, their calls differ, or messages are lost between two of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TOGETHER_S = 0.2
 
 @dataclass(frozen=True)
 class Report:
-    """Tells what one rank saw.
+    """What one rank saw.
 
     sequence, call: its operation. waiting_for: the ranks that it was waiting for. gave_up: whether it stopped because its own
     deadline had passed. waited_s: how long it had been in the operation, of the timeout_s that it had. before: number and
@@ -54,13 +54,12 @@ class Report:
     @classmethod
     def from_news(cls, news: Mapping[str, Any]) -> Report:
         """Return what to_news() was made of."""
-        before = tuple((sequence, call) for sequence, call in news["before"])
-        return cls(**{**news, "waiting_for": tuple(news["waiting_for"]), "before": before})
+        return cls(**{**news, "waiting_for": tuple(news["waiting_for"]), "before": tuple(map(tuple, news["before"]))})
 
     def calls(self) -> list[Call]:
         """Return the calls that are known of this rank."""
-        last = [] if self.is_message else [Call(self.sequence, self.call, self.place)]
-        return [*(Call(sequence, call) for sequence, call in self.before), *last]
+        calls = [Call(sequence, call) for sequence, call in self.before]
+        return calls if self.is_message else [*calls, Call(self.sequence, self.call, self.place)]
 
 
 @dataclass(frozen=True)
@@ -87,10 +86,8 @@ class Findings:
         A rank that reported a failure before it went is not to blame, and one that leaves after another may do so because
         of it.
         """
-        if ended := self.lost - self.reports.keys():
-            return set(ended)
         leavers = [r for r, first in self.left.items() if first <= sequence and r not in self.reports]
-        return set(leavers[:1])
+        return set(self.lost - self.reports.keys() or leavers[:1])
 
 
 def inquire(watch: Watch, report: Report, agreement: Agreement) -> Findings:
@@ -139,7 +136,9 @@ def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
             if (differs := _other_message(messages, rank, mine.call)) is not None:
                 return differs
             return CollectiveError("; ".join(_failed_in(messages)), rank=rank, operation=mine.call)
-        pairs = set(findings.cut) or _pairs_with_silence(findings)
+        heard = findings.reports.keys() | findings.left.keys()  # a rank that waits for another one does not reach it
+        waits = [(r, peer) for r, each in findings.reports.items() for peer in each.waiting_for if peer not in heard]
+        pairs = set(findings.cut) or {(min(pair), max(pair)) for pair in waits}
         there = {one if other == rank else other for one, other in pairs if rank in (one, other)}
         broke = f"a connection {_pairs_text(pairs) or 'to a living rank'} broke: {detail}"
         return CollectiveError(broke, rank=rank, operation=mine.call, ranks=there)
@@ -196,17 +195,6 @@ def difference_of(
     are alike. said: what ranks told of their calls before they failed, as (rank, call)."""
     reported = ((rank, call) for rank, report in reports.items() for call in report.calls())
     return first_difference([*said, *reported], after)
-
-
-def _pairs_with_silence(findings: Findings) -> set[tuple[int, int]]:
-    """Return between which ranks something does not pass, as far as the reports tell: those that wait for one that says nothing,
-    although it neither has ended nor has left."""
-    reports = findings.reports
-    return {
-        (min(rank, peer), max(rank, peer))
-        for rank, report in reports.items()
-        for peer in set(report.waiting_for) - reports.keys() - findings.left.keys()
-    }
 
 
 def _pairs_text(pairs: Set[tuple[int, int]]) -> str:

@@ -1,8 +1,8 @@
 """While an operation waits for long: which ranks have not come, and where in their programs they are instead.
 
-The Watch's thread looks about once a second whether the operation is still the one that it saw before, so that operations do
-nothing for it. A rank that has waited for long asks where everyone is, and the Watch's thread of each rank answers, whatever
-its main thread does. Only a rank that lets none of its threads run says nothing.
+The Watch's thread checks about once a second whether the operation is still the one that it saw before, so operations do nothing
+for it. A rank that has waited for long asks where all are, and the Watch's thread of each rank answers, whatever its main thread
+does. Only a rank that lets none of its threads run does not answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger("gradwire")
 #: What ranks post: a question, which is the time at which it was asked, and an answer, which Position.to_news makes.
 _ASKED, _ANSWERED = "where is everyone", "whereabouts"
 
-#: How often it is looked for how long an operation has waited.
+#: How often to check for how long an operation has waited.
 _LOOK_S = 1.0
 
 #: How old an answer may be; so ranks that wait together ask once, not each by itself.
@@ -33,7 +33,7 @@ _FRESH_S = 0.3
 #: How long a warning waits for answers, which take milliseconds where the machine is not busy with other processes.
 _ANSWER_S = 3.0
 
-#: How many ranks a warning tells of.
+#: How many ranks a warning names.
 _MOST_RANKS = 16
 
 _SILENT = "does not answer: it is stopped, native code holds its interpreter's lock, or its computer cannot be reached"
@@ -80,11 +80,8 @@ class Position:
         said += [f"waits in {self.waits_in}"] if self.waits_in else []
         said += [f"waits in {shortened(call)} of another Communicator" for call in self.elsewhere]
         finished = self.begun - self.is_running
-        said.append(
-            f"the last operation that it finished is {finished}, {self._call(finished)}"
-            if finished >= 0
-            else "it has finished no operation"
-        )
+        last = f"the last operation that it finished is {finished}, {self._call(finished)}"
+        said.append(last if finished >= 0 else "it has finished no operation")
         return {"begun": self.begun, "call": self.call, "text": "; ".join(said)}
 
     def _call(self, number: int) -> str:
@@ -118,44 +115,42 @@ class Stalls:
         return now
 
     def answers(self, asked_at: float, spoken: Set[int]) -> dict[int, str]:
-        """Return where other ranks are, or that they do not answer. asked_at: from ask(). spoken: ranks that have said something
-        else meanwhile, so that it means nothing if their answers have not come."""
-        told = {rank for rank in self._watch.others if rank not in spoken or self._has_answered(rank, asked_at)}
+        """Return where other ranks are, or that they do not answer. asked_at: from ask(). spoken: ranks that have reported
+        something else meanwhile, so that it means nothing if their answers have not come."""
+        told = self._answered(asked_at) | (self._watch.others - spoken)
         return {rank: self._said_by(rank, asked_at) for rank in told}
 
     def _said_by(self, rank: int, asked_at: float) -> str:
         if rank not in self._answers:
             return _SILENT
         came, answer = self._answers[rank]
-        if self._has_answered(rank, asked_at):
+        if rank in self._answered(asked_at):
             return f"is {answer['text']}"
         return f"{_SILENT}; {asked_at - came:.0f} s before, it was {answer['text']}"
 
-    def _has_answered(self, rank: int, asked_at: float) -> bool:
-        return rank in self._answers and self._answers[rank][0] > asked_at - _FRESH_S
+    def _answered(self, asked_at: float) -> set[int]:
+        """Return which other ranks have answered a question."""
+        return {
+            rank for rank in self._watch.others & self._answers.keys() if self._answers[rank][0] > asked_at - _FRESH_S
+        }
 
     def _on_news(self) -> float | None:
-        """Look about, on the Watch's thread, to which an error here must not do any harm."""
+        """Answer questions, and warn if it is time to, on the Watch's thread, to which an error here must not do any harm."""
         try:
-            return self._look_about()
+            if (position := self._position()) is None:
+                return None
+            now = time.monotonic()
+            for rank, answer in list(self._watch.posts.get(_ANSWERED, {}).items()):
+                if rank not in self._answers or self._answers[rank][1] is not answer:
+                    self._answers[rank] = now, answer
+            questions = {r: at for r, at in list(self._watch.posts.get(_ASKED, {}).items()) if r != self._watch.rank}
+            if questions != self._questions:
+                self._questions, self._question_at = questions, now
+                self._answer(now)
+            return None if self._warning_s is None else self._look(position, now, self._warning_s)
         except Exception:
             _log.exception("gradwire: rank %d cannot say where ranks are", self._watch.rank)
             return None
-
-    def _look_about(self) -> float | None:
-        position = self._position()
-        if position is None:
-            return None
-        now = time.monotonic()
-        for rank, answer in list(self._watch.posts.get(_ANSWERED, {}).items()):
-            if rank not in self._answers or self._answers[rank][1] is not answer:
-                self._answers[rank] = now, answer
-        questions = dict(self._watch.posts.get(_ASKED, {}))
-        questions.pop(self._watch.rank, None)
-        if questions != self._questions:
-            self._questions, self._question_at = questions, now
-            self._answer(now)
-        return None if self._warning_s is None else self._look(position, now, self._warning_s)
 
     def _answer(self, now: float) -> None:
         if now - self._answer_at > _FRESH_S / 2 and (position := self._position()) is not None:
@@ -173,10 +168,9 @@ class Stalls:
             return min(look_s, left_s)
         if self._asked_at is None:
             self._asked_at = self.ask()
-        asked_at = self._asked_at
-        if now < asked_at + _ANSWER_S and not all(self._has_answered(r, asked_at) for r in self._watch.others):
+        if now < self._asked_at + _ANSWER_S and self._answered(self._asked_at) != self._watch.others:
             return min(look_s, _ANSWER_S / 10)
-        _log.warning("%s", self._warning(position, now - self._since, asked_at))
+        _log.warning("%s", self._warning(position, now - self._since, self._asked_at))
         self._asked_at = None
         while self._warn_after_s <= now - self._since:
             self._warn_after_s *= 2
@@ -184,18 +178,16 @@ class Stalls:
 
     def _warning(self, position: Position, waited_s: float, asked_at: float) -> str:
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
-        lines = [
-            f"gradwire: rank {self._watch.rank} has waited {waited_s:.1f} s, since {since}, in {position.waits_in}"
-        ]
+        said = f"gradwire: rank {self._watch.rank} has waited {waited_s:.1f} s, since {since}, in {position.waits_in}"
         missing, odd = self._to_blame(position, asked_at)
         if missing:
-            lines[0] += f", for {ranks_text(missing)}"
+            said += f", for {ranks_text(missing)}"
         elif not odd:
-            lines[0] += ": all ranks are there, so what is sent is slow or gets lost"
+            said += ": all ranks are there, so what is sent is slow or gets lost"
         if odd:
-            lines[0] += f"; something else was called by {ranks_text(odd)}"
+            said += f"; something else was called by {ranks_text(odd)}"
         told = sorted(missing | odd)
-        lines += [f"rank {rank} {self._said_by(rank, asked_at)}" for rank in told[:_MOST_RANKS]]
+        lines = [said, *(f"rank {rank} {self._said_by(rank, asked_at)}" for rank in told[:_MOST_RANKS])]
         if unsaid := told[_MOST_RANKS:]:
             lines.append(f"and {len(unsaid)} more ranks")
         return "\n    ".join(lines)
@@ -204,8 +196,7 @@ class Stalls:
         """Return who has not come yet or does not answer, and who has come to something else."""
         if position.message is not None:
             return set(position.message[1]), set()
-        call = position.call
-        answers = {r: self._answers[r][1] for r in self._watch.others if self._has_answered(r, asked_at)}
-        there = {r for r, answer in answers.items() if answer["begun"] >= position.begun}
-        odd = {r for r in there if answers[r]["begun"] == position.begun and answers[r]["call"] != call}
+        answers = {rank: self._answers[rank][1] for rank in self._answered(asked_at)}
+        there = {rank for rank, answer in answers.items() if answer["begun"] >= position.begun}
+        odd = {r for r in there if answers[r]["begun"] == position.begun and answers[r]["call"] != position.call}
         return self._watch.others - there, odd

@@ -1,31 +1,37 @@
-"""What this rank did, and when: events in memory, for a timeline of all ranks."""
+"""A timeline of all ranks: the events of each, how far apart their clocks are, and the file that Perfetto and Chrome show."""
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from types import TracebackType
+from pathlib import Path
 from typing import Any
 
 #: How many events are kept, the last ones: a few hundred bytes each.
 MOST_EVENTS = 100_000
 
+#: How many rounds measure what clocks are apart.
+ROUNDS = 16
+
 #: The clock of events, in nanoseconds. Only differences mean anything.
 now_ns = time.perf_counter_ns
+
+#: Number of the lane, name, begin, duration or None where it is a moment, details. Times in nanoseconds of the rank's own clock.
+Event = tuple[int, str, int, int | None, dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Holds what one rank has recorded: (number of the lane, name, begin, duration or None where it is a moment, details), times
-    in nanoseconds of its own clock.
-
-    lanes: their names. dropped: how many events were forgotten, the oldest ones. host: the name of this rank's.
-    """
+    """Holds what one rank has recorded. lanes: their names. dropped: how many events were forgotten, the oldest ones. host: the
+    name of this rank's."""
 
     lanes: list[str]
-    events: list[tuple[int, str, int, int | None, dict[str, Any] | None]]
+    events: list[Event]
     dropped: int = 0
     host: str = ""
 
@@ -36,8 +42,7 @@ class Recording:
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Recording:
         """Return what to_record() was made of."""
-        events = [(lane, name, begin, duration, details) for lane, name, begin, duration, details in record["events"]]
-        return cls(record["lanes"], events, record["dropped"], record["host"])
+        return cls(**record | {"events": [tuple(event) for event in record["events"]]})
 
 
 class Timeline:
@@ -45,7 +50,7 @@ class Timeline:
 
     def __init__(self, *, marks_cycles: bool = False, most_events: int = MOST_EVENTS) -> None:
         self.marks_cycles = marks_cycles
-        self._events: deque[tuple[int, str, int, int | None, dict[str, Any] | None]] = deque(maxlen=most_events)
+        self._events: deque[Event] = deque(maxlen=most_events)
         self._lanes: dict[str, Lane] = {}
 
     def lane(self, name: str) -> Lane:
@@ -64,9 +69,7 @@ class Timeline:
 class Lane:
     """One row of a timeline, for what happens one after the other. events: how many it has had."""
 
-    __slots__ = ("_kept", "_notes", "_number", "events")
-
-    def __init__(self, kept: deque[tuple[int, str, int, int | None, dict[str, Any] | None]], number: int) -> None:
+    def __init__(self, kept: deque[Event], number: int) -> None:
         self.events = 0
         self._kept = kept
         self._number = number
@@ -82,9 +85,14 @@ class Lane:
         self.events += 1
         self._kept.append((self._number, name, now_ns(), None, details or None))
 
-    def during(self, name: str, **details: Any) -> Span:
-        """Return what adds a span from `with` to its end."""
-        return Span(self, name, details)
+    @contextmanager
+    def during(self, name: str, **details: Any) -> Iterator[None]:
+        """Add a span from `with` to its end."""
+        begin_ns = now_ns()
+        try:
+            yield
+        finally:
+            self.span(name, begin_ns, **details)
 
     def note(self, algorithm: str, nbytes: int) -> None:
         """Keep what the operation that runs does, for take_notes()."""
@@ -98,21 +106,67 @@ class Lane:
         return notes
 
 
-class Span:
-    """Adds to a lane what happens inside of `with`."""
+@dataclass(frozen=True)
+class Offset:
+    """Says what to add to a rank's clock to have rank 0's, in nanoseconds. error_ns: by how much that may be wrong."""
 
-    __slots__ = ("_begin_ns", "_details", "_lane", "_name")
+    offset_ns: int
+    error_ns: int
 
-    def __init__(self, lane: Lane, name: str, details: dict[str, Any]) -> None:
-        self._lane = lane
-        self._name = name
-        self._details = details
-        self._begin_ns = 0
 
-    def __enter__(self) -> None:
-        self._begin_ns = now_ns()
+def measure(now_ns: Callable[[], int], gather: Callable[[Sequence[int]], list[list[int]]]) -> list[Offset]:
+    """Return the offset of every rank. gather: returns every rank's row of numbers, in rank order. Collective."""
+    begins, ends = [], []
+    for _ in range(ROUNDS):
+        begins.append(now_ns())
+        gather([begins[-1]])
+        ends.append(now_ns())
+    rows = gather([*begins, *ends])
+    return offsets([row[:ROUNDS] for row in rows], [row[ROUNDS:] for row in rows])
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lane.span(self._name, self._begin_ns, **self._details)
+
+def offsets(begins: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> list[Offset]:
+    """Return the offset of every rank, given what its clock showed when it entered and left each round, an allgather.
+
+    A rank returns from an allgather after every other rank has entered. So for rank r, whose clock is o behind that of rank 0:
+    what rank 0 showed on entering is no later than what rank r showed on returning, plus o; and the other way round. That leaves
+    an interval for o, as wide as two messages take, and every round narrows it: a late rank spoils no round but its own.
+    (After Cristian, Probabilistic clock synchronization, 1989.)
+    """
+    found = [Offset(0, 0)]
+    for begin, end in zip(begins[1:], ends[1:], strict=True):
+        least = max(first - last for first, last in zip(begins[0], end, strict=True))
+        most = min(last - first for first, last in zip(begin, ends[0], strict=True))
+        found.append(Offset((least + most) // 2, (abs(most - least) + 1) // 2))
+    return found
+
+
+def trace_of(recordings: Mapping[int, Recording], offsets: Sequence[Offset]) -> dict[str, Any]:
+    """Return the trace of recordings, by rank, in the trace event format: one process for each rank, on the clock of rank 0, in
+    microseconds from the first event on. offsets: of all ranks."""
+    begins = [event[2] + offsets[rank].offset_ns for rank, each in recordings.items() for event in each.events]
+    zero = min(begins, default=0)
+    events: list[dict[str, Any]] = []
+    other: dict[str, Any] = {}
+    for rank, recording in sorted(recordings.items()):
+        names = [("process", 0, f"rank {rank} on {recording.host}", rank)]
+        names += [("thread", lane, name, lane) for lane, name in enumerate(recording.lanes)]
+        for kind, lane, name, index in names:
+            event = {"ph": "M", "pid": rank, "tid": lane}
+            events.append(event | {"name": f"{kind}_name", "args": {"name": name}})
+            events.append(event | {"name": f"{kind}_sort_index", "args": {"sort_index": index}})
+        shift = offsets[rank].offset_ns - zero
+        for lane, name, begin_ns, duration_ns, details in sorted(recording.events, key=lambda event: event[2]):
+            event = {"name": name, "pid": rank, "tid": lane, "ts": (begin_ns + shift) / 1e3}
+            event |= {"ph": "i", "s": "t"} if duration_ns is None else {"ph": "X", "dur": duration_ns / 1e3}
+            events.append(event | ({"args": details} if details else {}))
+        dropped, error_ns = recording.dropped, offsets[rank].error_ns
+        other[f"rank {rank}"] = {"clock_error_us": error_ns / 1e3, "events_dropped": dropped}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+
+
+def write_trace(path: Path, trace: dict[str, Any]) -> None:
+    """Write a trace, all of it or nothing."""
+    beside = path.with_name(f"{path.name}.part")
+    beside.write_text(json.dumps(trace))
+    beside.replace(path)

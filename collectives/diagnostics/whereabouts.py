@@ -1,4 +1,7 @@
-"""Where in a user's program a thread is, or an exception was raised: the file and the line that the user would look at."""
+"""Where in a user's program a thread is, or an exception was raised: the file and the line that the user would look at.
+
+An exception that ends this rank is reported to the others before the interpreter ends, which may take long.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import gc
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
-from types import FrameType
+import weakref
+from collections.abc import Callable, Iterable
+from types import FrameType, TracebackType
+from typing import Protocol
 
 #: Packages whose lines say less than that of their caller; so do the standard library's and those of installed packages.
 _OURS = {"gradwire", "torch"}
@@ -19,18 +24,15 @@ _LONGEST = 300
 
 
 def of_main_thread() -> str:
-    """Return where the main thread is, as any thread may ask that gets the interpreter's lock."""
-    ident = threading.main_thread().ident
-    frame = frame_of(ident) if ident is not None else None
-    if frame is None:
-        return "at its end: the main thread has ended"
-    return f"at {_place(traceback.walk_stack(frame))}"
+    """Return where the main thread is. Any thread may call this."""
+    frame = frame_of(threading.main_thread().ident or 0)
+    return f"at {_place(traceback.walk_stack(frame))}" if frame else "at its end: the main thread has ended"
 
 
 def frame_of(ident: int) -> FrameType | None:
     """Return where a thread is; None where it has ended.
 
-    sys._current_frames() holds a lock of the interpreter's. Were garbage collected meanwhile, a finalizer could give way to
+    sys._current_frames() holds a lock of the interpreter's. If garbage were collected meanwhile, a finalizer could give way to
     a thread that needs the same lock, and both would wait for ever (as they did in CPython 3.11).
     """
     collects = gc.isenabled()
@@ -50,7 +52,7 @@ def of_exception(error: BaseException) -> str:
     if (trace := error.__traceback__) is None:
         return f"raised {said}"
     frames = list(traceback.walk_tb(trace))[::-1]
-    if (caller := trace.tb_frame.f_back) is not None:  # an exception is told of before it has come all the way
+    if (caller := trace.tb_frame.f_back) is not None:  # of an exception that is still on its way up
         frames += traceback.walk_stack(caller)
     return f"raised {said} at {_place(frames)}"
 
@@ -63,7 +65,7 @@ def of_call(frame: FrameType | None) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return a text, but no more of it than tells what it is about."""
+    """Return a text, or the beginning of a long one."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
@@ -77,11 +79,52 @@ def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 def _is_users(frame: FrameType) -> bool:
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    if package in _OURS or package in sys.stdlib_module_names:
-        return False
-    return not any(folder in frame.f_code.co_filename for folder in _INSTALLED)
+    installed = any(folder in frame.f_code.co_filename for folder in _INSTALLED)
+    return not installed and package not in _OURS and package not in sys.stdlib_module_names
 
 
 def _text(place: tuple[FrameType, int]) -> str:
     frame, line = place
     return f"{frame.f_code.co_filename}:{line}, {frame.f_code.co_name}"
+
+
+_Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], object]
+
+
+class Leaver(Protocol):
+    """Takes part in something that others wait for."""
+
+    def leave(self, why: str) -> None:
+        """Report to the others that this rank takes no part any more."""
+
+
+class ExceptHook:
+    """Stands in sys.excepthook while there are leavers, each of which it calls; then calls what stood there before."""
+
+    def __init__(self, former: _Hook) -> None:
+        self.leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
+        self._former = former
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            if not hasattr(sys, "ps1") and not sys.flags.inspect:  # at a prompt, nothing ends by an exception
+                why = of_exception(error)
+                for leaver in list(self.leavers):
+                    leaver.leave(why)
+        finally:
+            self._former(kind, error, trace)
+
+    @classmethod
+    def telling(cls, leaver: Leaver) -> ExceptHook:
+        """Call a leaver from now on, until it is dismissed from the hook that this returns. The hook does not keep it alive."""
+        hook = sys.excepthook
+        if not isinstance(hook, ExceptHook):
+            hook = sys.excepthook = ExceptHook(hook)
+        hook.leavers.add(leaver)
+        return hook
+
+    def dismiss(self, leaver: Leaver) -> None:
+        """Call a leaver no more; after the last one, sys.excepthook is what it was, if nobody has changed it since."""
+        self.leavers.discard(leaver)
+        if not self.leavers and sys.excepthook is self:
+            sys.excepthook = self._former

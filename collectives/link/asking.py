@@ -32,8 +32,8 @@ _Answer = TypeVar("_Answer")
 
 
 class Asking:
-    """Asks a store, which answers nobody while the process that keeps it is stopped: torch waits without a deadline for that, so
-    the calls are made on a thread that can be left waiting. Where none can be started, torch's own timeouts alone bound them.
+    """Asks a store, which does not answer while the process that keeps it is stopped: torch waits without a deadline for that,
+    so a thread that can be left waiting makes the calls. Where none can be started, torch's own timeouts alone bound them.
 
     deadline: time.monotonic() seconds. check: called again and again; raises LinkError where there is no use in waiting.
     keepers: the rank whose process keeps the store, where it is one of those that connect.
@@ -46,14 +46,12 @@ class Asking:
         check: Callable[[], object] | None = None,
         keepers: Collection[int] = (),
     ) -> None:
-        self._store = store
-        self._deadline = deadline
-        self._check = check
-        self._keepers = keepers
+        self._store, self._deadline = store, deadline
+        self._check, self._keepers = check, keepers
         self._thread = daemon_or_callers_thread("gradwire-store")
 
     def ask(self, call: Callable[[], _Answer]) -> _Answer:
-        """Return what a call returns that asks the store. Raises LinkError where there is no answer by the deadline, where the
+        """Return what a call returns that asks the store. Raises LinkError where there is no answer by the deadline or the
         store has ended, and what check raises."""
         answer = self._thread.submit(call)
         until = max(self._deadline, time.monotonic() + _LAST_ANSWER_S)

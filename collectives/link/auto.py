@@ -1,98 +1,245 @@
-"""The link that is used unless told otherwise: for CPU tensors shared memory inside hosts and TCP between them, for all else the
-process group."""
+"""The default link: shared memory for CPU tensors inside a host, TCP or the process group for those between hosts, and the
+process group for everything else."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from gradwire.collectives.environment import SHARED_MEMORY, shared_memory_wanted
-from gradwire.collectives.errors import ranks_text
+from gradwire.collectives.errors import LinkError, ranks_text
 from gradwire.collectives.kernels import cpu_kernels, cpu_sockets
 from gradwire.collectives.kernels.first_use import FIRST_USE
-from gradwire.collectives.link.base import Transport
+from gradwire.collectives.link.base import Message, Pending, Posted, Request, Transport, Whole, WholeRun
 from gradwire.collectives.link.membership import Membership
-from gradwire.collectives.link.process_group import process_group
-from gradwire.collectives.link.routing import RoutingTransport
-from gradwire.collectives.link.shared_memory.group import LocalGroup
-from gradwire.collectives.link.shared_memory.messages import SharedMemoryTransport
-from gradwire.collectives.link.shared_memory.reductions import SharedMemory
+from gradwire.collectives.link.process_group import ProcessGroupTransport, process_group
+from gradwire.collectives.link.shared_memory.messages import SharedMemory, SharedMemoryTransport
 from gradwire.collectives.link.shared_memory.rendezvous import join_host
 from gradwire.collectives.link.tcp import tcp
+from gradwire.collectives.plan.program import Program
 
-#: What all processes of a machine may take to compile the kernels or load them, one after the other.
+#: How long all processes of a machine may take to compile the kernels or load them, one after the other.
 _ALL_COMPILE_S = 120.0
+
+_POLL_S = 0.0001
+
+#: How long what is to be received through one part may stand still while another one is waited for.
+_SLICE_S = 0.05
+
+#: How long a look for a message from any other host takes, before it is looked for in memory again.
+_LOOK_S = 0.001
+
 _log = logging.getLogger("gradwire")
 
 
 def auto(membership: Membership, timeout_s: float) -> Transport:
     """Connect the members: by the process group, and for CPU tensors by shared memory between ranks that share a host, unless one
-    of them refuses, and by TCP between all others. timeout_s: compiling not counted."""
+    of them refuses, and by TCP between all others, unless one cannot drive connections of its own. timeout_s: compiling not
+    counted."""
+    rank, size = membership.rank, membership.size
     with ExitStack() as made:
         group = made.enter_context(closing(process_group(membership, timeout_s)))
         transport: Transport = group
-        if "cpu" in membership.device_types and membership.size > 1:
-            offers = _offers(membership, timeout_s)
-            local = _memory(membership, offers, timeout_s)
-            near = made.enter_context(closing(_transport(membership, local))) if local is not None else None
+        if "cpu" in membership.device_types and size > 1:
+            hosts_are_shared = any(len(host) > 1 for host in membership.hosts)
+            offers = _offers(membership, timeout_s, hosts_are_shared=hosts_are_shared)
+            refusing = [each for each, offer in enumerate(offers) if not offer["memory"]]
+            if hosts_are_shared and rank == 0 and 0 < len(refusing) < size:
+                _log.warning("gradwire: no shared memory: %s=0 on %s", SHARED_MEMORY, ranks_text(refusing))
+            near: SharedMemoryTransport | None = None
+            neighbours: tuple[int, ...] = ()
+            shared = hosts_are_shared and not refusing
+            if shared and (local := join_host(membership, cpu_kernels(), time.monotonic() + timeout_s)) is not None:
+                neighbours = local.members
+                reduces = local.size == size and "cuda" not in membership.device_types
+                near = SharedMemoryTransport(local, rank, size, SharedMemory(local) if reduces else None)
+                made.enter_context(closing(near))
             far: Transport = group
-            neighbours = local.members if local is not None else ()
-            if len(neighbours) < membership.size and _connects(membership, offers):
-                far = made.enter_context(closing(tcp(membership, timeout_s, but=neighbours)))
+            if len(neighbours) < size:
+                without = {each: offer["sockets"] for each, offer in enumerate(offers) if offer["sockets"]}
+                if not without:
+                    far = made.enter_context(closing(tcp(membership, timeout_s, but=neighbours)))
+                elif rank == 0:
+                    said = "gradwire: ranks talk through gloo, not through connections of their own: rank %d: %s"
+                    _log.warning(said, *min(without.items()))
             if near is not None or far is not group:
-                shared = _shares(membership, offers)
                 transport = RoutingTransport(group, far, near, neighbours, some_share=shared)
         made.pop_all()
     return transport
 
 
-def _offers(membership: Membership, timeout_s: float) -> list[dict[str, Any]]:
+def _offers(membership: Membership, timeout_s: float, *, hosts_are_shared: bool) -> list[dict[str, Any]]:
     """Return by rank whether it is to share memory, and why it cannot drive connections of its own, if so.
 
     Every rank has compiled when all have answered: the backend's own collectives would not wait that long.
     """
     memory = shared_memory_wanted(os.environ)
     with FIRST_USE.together("about 20 s"):
-        if memory and any(len(host) > 1 for host in membership.hosts):
+        if memory and hosts_are_shared:
             cpu_kernels()
         sockets = cpu_sockets()
     offer = {"memory": memory, "sockets": sockets if isinstance(sockets, str) else None}
-    answers = membership.everyones("offers", json.dumps(offer).encode(), time.monotonic() + timeout_s + _ALL_COMPILE_S)
-    return [json.loads(answer) for answer in answers]
+    return membership.exchange("offers", offer, time.monotonic() + timeout_s + _ALL_COMPILE_S)
 
 
-def _shares(membership: Membership, offers: Sequence[dict[str, Any]]) -> bool:
-    """Return whether any ranks may share memory, which all ranks know alike."""
-    return any(len(host) > 1 for host in membership.hosts) and all(offer["memory"] for offer in offers)
+@dataclass(eq=False, slots=True)
+class _SharedPending:
+    """A message through one part, during whose wait what is under way through the other part moves on.
+
+    Only this rank moves that, and the peer may depend on it before it answers: on what is sent, as a rule, so that moves at once;
+    what is to be received, now and then.
+    """
+
+    pending: Pending
+    part: Transport
+    other: Transport
+
+    def wait(self, deadline: float) -> None:
+        while self.other.is_busy() and time.monotonic() < deadline:
+            if self.other.sends():
+                if self.is_done():
+                    break
+                time.sleep(_POLL_S)
+            elif self.part.waits_again:
+                try:
+                    self.pending.wait(min(deadline, time.monotonic() + _SLICE_S))
+                    return
+                except LinkError as error:
+                    if not error.timed_out:
+                        raise
+                self.other.nudge()
+            else:
+                break
+        self.pending.wait(deadline)
+
+    def is_done(self) -> bool:
+        self.other.nudge()
+        return self.pending.is_done()
 
 
-def _memory(membership: Membership, offers: Sequence[dict[str, Any]], timeout_s: float) -> LocalGroup | None:
-    """Return this rank's group of those that share memory, if there is one."""
-    if all(len(host) == 1 for host in membership.hosts):
-        return None
-    refusing = [rank for rank, offer in enumerate(offers) if not offer["memory"]]
-    if refusing:
-        if len(refusing) < membership.size and membership.rank == 0:
-            _log.warning("gradwire: no shared memory: %s=0 on %s", SHARED_MEMORY, ranks_text(refusing))
-        return None
-    return join_host(membership, cpu_kernels(), time.monotonic() + timeout_s)
+class RoutingTransport(Transport):
+    """A Transport made of others. group: for CUDA tensors where it carries them, and for whole verbs. near: for CPU tensors to
+    `neighbours`, the ranks that it reaches, this one among them. far: for all other messages; it may be `group`. some_share:
+    whether any ranks, perhaps others, share memory."""
+
+    def __init__(
+        self,
+        group: ProcessGroupTransport,
+        far: Transport,
+        near: SharedMemoryTransport | None,
+        neighbours: Sequence[int],
+        *,
+        some_share: bool = False,
+    ) -> None:
+        self.rank, self.size = group.rank, group.size
+        self.device_types, self.posts_together = group.device_types, group.posts_together
+        self.quick, self.eager = far.quick, far.eager
+        self.hears_anyone = far.hears_anyone or len(neighbours) == group.size
+        self.algorithms = group.algorithms
+        if near is not None:
+            self.shares_memory = True
+            self.preferred, self.share_alignment_bytes = near.preferred, near.share_alignment_bytes
+            self.algorithms = {
+                verb: (*near.algorithms.get(verb, ()), *names) for verb, names in group.algorithms.items()
+            }
+        self.routes = _routes(group, far, set(neighbours) - {group.rank})
+        self._group = group
+        self._far = far
+        self._near = near
+        self._parts: list[Transport] = [part for part in (near, far, group) if part is not None]
+        self._neighbours = frozenset(neighbours)
+        self._some_share = some_share
+        self._near_was_heard = False
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
+        """See Transport. All messages of a call are on the same kind of device."""
+        if not sends and not receives:
+            return [], []
+        if (receives or sends)[0][1].is_cuda:
+            return self._group.post(sends, receives, tag)
+        if self._near is None:
+            return self._far.post(sends, receives, tag)
+        sent: dict[bool, Iterator[Pending]] = {}
+        received: dict[bool, Iterator[Pending]] = {}
+        for part, other, is_near in ((self._far, self._near, False), (self._near, self._far, True)):
+            outgoing, incoming = (
+                [message for message in messages if (message[0] in self._neighbours) is is_near]
+                for messages in (sends, receives)
+            )
+            for made, pendings in zip((sent, received), part.post(outgoing, incoming, tag), strict=True):
+                made[is_near] = iter([_SharedPending(each, part, other) for each in pendings])
+        return (
+            [next(sent[peer in self._neighbours]) for peer, _ in sends],
+            [next(received[peer in self._neighbours]) for peer, _ in receives],
+        )
+
+    def next_sender(self, tag: int, deadline: float) -> int | None:
+        if self._near is None:
+            return self._far.next_sender(tag, deadline)
+        if len(self._neighbours) == self.size:
+            return self._near.next_sender(tag, deadline)
+        while True:
+            now = time.monotonic()
+            looks = [(self._near, now), (self._far, min(deadline, now + _LOOK_S))]
+            for part, until in reversed(looks) if self._near_was_heard else looks:
+                if (sender := part.next_sender(tag, until)) is not None:
+                    self._near_was_heard = part is self._near
+                    return sender
+            if now >= deadline:
+                return None
+
+    def is_busy(self) -> bool:
+        return any(part.is_busy() for part in self._parts)
+
+    def nudge(self) -> None:
+        for part in self._parts:
+            part.nudge()
+
+    def collective(self, request: Request) -> Whole:
+        near = self._near
+        if near is not None and request.algorithm in near.algorithms.get(request.verb, near.share_alignment_bytes):
+            return near.collective(request)
+        return self._group.collective(request)
+
+    def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun | None:
+        """See Transport. Where messages go both ways, each must be seen to. Ranks that reduce the same numbers must all use the
+        same loop: which of two zeros is the least depends on it, and which bits stand for no number."""
+        if self._neighbours & program.peers or (self._some_share and program.scratch):
+            return None
+        return self._far.follow(program, dtype, op)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return (self._near or self._far).empty(shape, dtype)
+
+    def wait_beside_work(self, beside_work: bool) -> None:
+        for part in self._parts:
+            part.wait_beside_work(beside_work)
+
+    def abort(self) -> None:
+        for part in self._parts:
+            part.abort()
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
+
+    def disown(self) -> None:
+        for part in self._parts:
+            part.disown()
 
 
-def _transport(membership: Membership, local: LocalGroup) -> SharedMemoryTransport:
-    everyone = local.size == membership.size and "cuda" not in membership.device_types
-    reductions = SharedMemory(local) if everyone else None
-    return SharedMemoryTransport(local, membership.rank, membership.size, reductions=reductions)
-
-
-def _connects(membership: Membership, offers: Sequence[dict[str, Any]]) -> bool:
-    """Return whether all ranks can drive connections of their own; gloo's are used where one cannot."""
-    refusing = {rank: offer["sockets"] for rank, offer in enumerate(offers) if offer["sockets"]}
-    if refusing and membership.rank == 0:
-        rank, why = next(iter(refusing.items()))
-        _log.warning("gradwire: ranks talk through gloo, not through connections of their own: rank %d: %s", rank, why)
-    return not refusing
+def _routes(group: ProcessGroupTransport, far: Transport, neighbours: set[int]) -> tuple[str, ...]:
+    """Return the lines for people."""
+    others = set(range(group.size)) - neighbours - {group.rank}
+    lines = [f"{ranks_text(neighbours)}: shared memory, on the same host"] if neighbours else []
+    if others:
+        (how,) = {line.partition(": ")[2] for line in far.routes if "CUDA" not in line}
+        lines.append(f"{ranks_text(others)}: {how}")
+    return (*lines, *(line for line in group.routes if "CUDA" in line))

@@ -29,6 +29,10 @@ class Pending(Protocol):
         """Move what can be moved at once; return whether wait() would return, or raise, at once."""
 
 
+#: One Pending for each send, and one for each receive.
+Posted = tuple[list[Pending], list[Pending]]
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A verb that a transport is to do by itself, for buffers of one kind.
@@ -56,7 +60,7 @@ WholeRun = Callable[[torch.Tensor, torch.Tensor, int, float], None]
 class Whole(NamedTuple):
     """A verb that a transport has made ready to do by itself, as often as it is called.
 
-    run: (source, destination, tag, deadline), with contiguous tensors as the Request tells; a CPU tensor comes as its user made
+    run: (source, destination, tag, deadline), with contiguous tensors as the Request says; a CPU tensor comes as its user made
     it, so of any shape, and it may require gradients. allreduce, broadcast and reduce get one tensor twice (reduce may overwrite
     it anywhere), gather and scatter an empty one in place of all parts on ranks other than the root, barrier empty ones;
     allgather's source may be this rank's part of its destination. tag: of 30 bits, alike on ranks that call the same operation
@@ -106,9 +110,7 @@ class Transport(ABC):
     routes: tuple[str, ...] = ()
 
     @abstractmethod
-    def post(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int
-    ) -> tuple[list[Pending], list[Pending]]:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
         """Start all messages of one round; return one Pending for each send and each receive. Never blocks for a peer.
 
         While any wait of this rank lasts, all that it has posted moves on. Raises LinkError when a peer is known to be gone.
@@ -127,7 +129,7 @@ class Transport(ABC):
 
     def next_sender(self, tag: int, deadline: float) -> int | None:
         """Wait until the next message of some rank has a tag, and return that rank; None when the deadline passes. The message
-        stays where it is. Ranks take turns: who was found last is looked at last. Raises LinkError."""
+        stays where it is. Ranks take turns: the one that was found last comes last. Raises LinkError."""
         raise NotImplementedError(f"{type(self).__name__} must be told whose message is awaited")
 
     def sends(self) -> bool:
@@ -158,4 +160,4 @@ class Transport(ABC):
         return torch.empty(shape, dtype=dtype)
 
     def wait_beside_work(self, beside_work: bool) -> None:  # noqa: B027
-        """Hear whether waits from now on are to leave the cores to other threads of this process."""
+        """Leave the cores to other threads of this process in waits from now on, or not."""

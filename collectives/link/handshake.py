@@ -1,8 +1,7 @@
-"""How the ranks of a job connect to each other, and to nobody else.
+"""Connections between the ranks of a job, and to nobody else.
 
-Who listens sends a challenge to whoever connects, and reads nothing but the answer: the rank that connects, and a code of both
-ranks and of the challenge that only those can make who know the job's secret (HMAC-SHA256, RFC 2104). Any other connection
-is dropped.
+A listening rank sends a challenge over each new connection, and reads nothing but the answer: the rank that connects, and a code
+of both ranks and of the challenge, which needs the job's secret (HMAC-SHA256, RFC 2104). Any other connection is dropped.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from gradwire.collectives.errors import LinkError, ranks_text
 from gradwire.collectives.link.paths import send_small_segments
@@ -36,7 +36,7 @@ OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _CHECK_S = 0.03
 
 #: How many connections may at a time be about to say whose they are.
-_MOST_STRANGERS = 256
+MOST_STRANGERS = 256
 
 
 def neighbours(rank: int, size: int) -> list[int]:
@@ -45,28 +45,101 @@ def neighbours(rank: int, size: int) -> list[int]:
     return sorted({(rank + step) % size for step in steps} - {rank})
 
 
-@dataclass
-class _Stranger:
-    """A connection that has not proved yet whose it is."""
+def listen(address: str, backlog: int, *, small_segments: bool = False) -> socket.socket:
+    """Return a nonblocking socket that listens on a numeric address, IPv4 or IPv6. Raises OSError where it cannot.
+    small_segments: whether connections are to work where large packets are lost."""
+    listener = socket.create_server((address, 0), family=_family(address), backlog=backlog)
+    listener.setblocking(False)
+    if small_segments:
+        send_small_segments(listener)
+    return listener
 
-    connection: socket.socket
-    challenge: bytes
-    said: bytes = b""
+
+def dial(
+    peer: int,
+    address: str,
+    port: int,
+    deadline: float,
+    check: Callable[[], None],
+    begin: Callable[[socket.socket], None],
+    *,
+    small_segments: bool = False,
+) -> socket.socket:
+    """Return a nonblocking connection to a rank that listens, after begin(connection). check: see wait_ready.
+
+    Raises LinkError, which names the peer; OSError where this process has no means left to connect.
+    """
+    connection: socket.socket | None = None
+    try:
+        connection = socket.socket(_family(address))
+        connection.setblocking(False)
+        if small_segments:
+            send_small_segments(connection)
+        if (failed := connection.connect_ex((address, port))) in (0, errno.EINPROGRESS):
+            wait_ready({connection: select.POLLOUT}, deadline, check)
+            failed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if failed:
+            raise OSError(failed, os.strerror(failed))
+        begin(connection)
+    except BaseException as error:
+        if connection is not None:
+            connection.close()
+        if not isinstance(error, OSError) or error.errno in OWN_FAULTS:
+            raise
+        detail = f"rank {peer} at {address} port {port}: {error}"
+        raise LinkError(peer, timed_out=isinstance(error, TimeoutError), detail=detail) from error
+    return connection
+
+
+def wait_ready(events: Mapping[Any, int], deadline: float, check: Callable[[], None]) -> list[int]:
+    """Return the descriptors of sockets that can be written or read. events: what to wait for, by socket or descriptor. check:
+    called every _CHECK_S seconds; raises LinkError where there is no use in waiting. Raises TimeoutError at the deadline."""
+    poll = select.poll()
+    for waiting, event in events.items():
+        poll.register(waiting, event)
+    while not (ready := poll.poll(max(0.0, min(_CHECK_S, deadline - time.monotonic())) * 1000)):
+        check()
+        if time.monotonic() >= deadline:
+            raise TimeoutError("timed out")
+    return [descriptor for descriptor, _ in ready]
+
+
+class _Stranger:
+    """A new connection whose rank is not known yet."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Send a challenge over the connection."""
+        self.connection = connection
+        self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        self._said = b""
+        connection.setblocking(False)
+        with suppress(OSError):  # read() notices a connection that has ended
+            connection.send(self._challenge)
+
+    def read(self) -> bool:
+        """Read what has arrived of the answer; return whether more of it may follow."""
+        try:
+            piece = self.connection.recv(_HELLO.size - len(self._said))
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
+        self._said += piece
+        return bool(piece) and len(self._said) < _HELLO.size
+
+    def peer(self, rank: int, secret: bytes) -> int | None:
+        """Return the rank that has connected to this one; None for a process that does not know the secret."""
+        if len(self._said) < _HELLO.size:
+            return None
+        peer, code = _HELLO.unpack(self._said)
+        return peer if hmac.compare_digest(code, _code(peer, rank, self._challenge, secret)) else None
 
 
 class Listener:
-    """A socket that waits for those ranks that have a lower number. `card` tells the others where.
-
-    small_segments: whether connections are to work where large packets are lost.
-    """
+    """A socket to which the ranks with a lower number connect. card: its address and port. small_segments: see listen."""
 
     def __init__(self, address: str, *, small_segments: bool = False) -> None:
         """Raises OSError where the address cannot be listened on."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, 0), family=family, backlog=128)
         self._small_segments = small_segments
-        if small_segments:
-            send_small_segments(self._socket)
+        self._socket = listen(address, 128, small_segments=small_segments)
         self.card = f"{address} {self._socket.getsockname()[1]}"
 
     def join(
@@ -78,18 +151,28 @@ class Listener:
         deadline: float,
         check: Callable[[], None],
     ) -> dict[int, socket.socket]:
-        """Connect to the given ranks, which connect to this one, and stop listening. cards: of all ranks. check: raises LinkError
-        where there is no use in waiting.
+        """Connect this rank to its peers, each of which calls this as well; stop listening. Return the connections by rank.
 
-        Raises LinkError with those that did not come.
+        cards: of all ranks. check: see wait_ready. Raises LinkError with the ranks that did not connect.
         """
         made: dict[int, socket.socket] = {}
+
+        def introduce(peer: int, connection: socket.socket) -> None:
+            challenge = b""
+            while len(challenge) < CHALLENGE_BYTES:
+                wait_ready({connection: select.POLLIN}, deadline, check)
+                if not (piece := connection.recv(CHALLENGE_BYTES - len(challenge))):
+                    raise ConnectionResetError("it closed the connection")
+                challenge += piece
+            connection.sendall(_HELLO.pack(rank, _code(rank, peer, challenge, secret)))  # fits into an empty buffer
+
         try:
             for peer in peers:
                 if peer > rank:
-                    made[peer] = self._connect(rank, peer, cards[peer], secret, deadline, check)
-            expected = {peer for peer in peers if peer < rank}
-            made |= self._accept(rank, expected, secret, deadline, check)
+                    address, port = cards[peer].split()
+                    begin, small = partial(introduce, peer), self._small_segments
+                    made[peer] = dial(peer, address, int(port), deadline, check, begin, small_segments=small)
+            self._accept(made, {peer for peer in peers if peer < rank}, rank, secret, deadline, check)
             for connection in made.values():
                 set_up(connection)
         except BaseException:
@@ -105,132 +188,49 @@ class Listener:
         self._socket.close()
 
     def _accept(
-        self, rank: int, expected: set[int], secret: bytes, deadline: float, check: Callable[[], None]
-    ) -> dict[int, socket.socket]:
-        accepted: dict[int, socket.socket] = {}
+        self,
+        made: dict[int, socket.socket],
+        expected: set[int],
+        rank: int,
+        secret: bytes,
+        deadline: float,
+        check: Callable[[], None],
+    ) -> None:
+        """Add the connections of the expected ranks to those that are made."""
         strangers: dict[int, _Stranger] = {}
-        self._socket.setblocking(False)
         try:
-            while missing := expected - accepted.keys():
-                poll = select.poll()
-                for descriptor in (self._socket.fileno(), *strangers):
-                    poll.register(descriptor, select.POLLIN)
-                ready = poll.poll(max(0.0, min(_CHECK_S, deadline - time.monotonic())) * 1000)
-                if not ready:
-                    check()
-                    if time.monotonic() < deadline:
-                        continue
+            while missing := expected - made.keys():
+                try:
+                    listening = dict.fromkeys((self._socket.fileno(), *strangers), select.POLLIN)
+                    ready = wait_ready(listening, deadline, check)
+                except TimeoutError:
                     detail = f"{ranks_text(missing)} did not connect"
-                    raise LinkError(min(missing), timed_out=True, detail=detail, awaited=missing)
-                for descriptor, _ in ready:
+                    raise LinkError(min(missing), timed_out=True, detail=detail, awaited=missing) from None
+                for descriptor in ready:
                     if descriptor == self._socket.fileno():
-                        connection, _ = self._socket.accept()
-                        connection.setblocking(False)
-                        challenge = secrets.token_bytes(CHALLENGE_BYTES)
-                        with suppress(OSError):  # one that has ended is seen below
-                            connection.send(challenge)
-                        strangers[connection.fileno()] = _Stranger(connection, challenge)
-                        if len(strangers) > _MOST_STRANGERS:
+                        stranger = _Stranger(self._socket.accept()[0])
+                        strangers[stranger.connection.fileno()] = stranger
+                        if len(strangers) > MOST_STRANGERS:
                             strangers.pop(next(iter(strangers))).connection.close()
-                        continue
-                    if descriptor not in strangers:
-                        continue
-                    stranger = strangers.pop(descriptor)
-                    stranger.said += _received(stranger.connection, _HELLO.size - len(stranger.said))
-                    if (peer := _introduced(stranger, rank, missing, secret)) is not None:
-                        accepted[peer] = stranger.connection
-                    elif stranger.said and len(stranger.said) < _HELLO.size and not _has_ended(stranger.connection):
-                        strangers[descriptor] = stranger
-                    else:
-                        stranger.connection.close()
-        except BaseException:
-            for connection in accepted.values():
-                connection.close()
-            raise
+                    elif descriptor in strangers:
+                        stranger = strangers.pop(descriptor)
+                        if stranger.read():
+                            strangers[descriptor] = stranger
+                        elif (peer := stranger.peer(rank, secret)) in missing:
+                            made[peer] = stranger.connection
+                        else:
+                            stranger.connection.close()
         finally:
             for stranger in strangers.values():
                 stranger.connection.close()
-        return accepted
-
-    def _connect(
-        self, rank: int, peer: int, card: str, secret: bytes, deadline: float, check: Callable[[], None]
-    ) -> socket.socket:
-        address, port = card.split()
-        connection: socket.socket | None = None
-        try:
-            connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-            connection.setblocking(False)
-            if self._small_segments:
-                send_small_segments(connection)
-            if (failed := connection.connect_ex((address, int(port)))) not in (0, errno.EINPROGRESS):
-                raise OSError(failed, os.strerror(failed))
-            _await(connection, select.POLLOUT, deadline, check)
-            if failed := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                raise OSError(failed, os.strerror(failed))
-            challenge = b""
-            while len(challenge) < CHALLENGE_BYTES:
-                _await(connection, select.POLLIN, deadline, check)
-                if not (piece := connection.recv(CHALLENGE_BYTES - len(challenge))):
-                    raise ConnectionResetError("it closed the connection")
-                challenge += piece
-            connection.sendall(
-                _HELLO.pack(rank, _code(rank, peer, challenge, secret))
-            )  # which a new connection takes at once
-        except LinkError:
-            if connection is not None:
-                connection.close()
-            raise
-        except OSError as error:
-            if connection is not None:
-                connection.close()
-            if error.errno in OWN_FAULTS:
-                raise
-            timed_out = isinstance(error, TimeoutError)
-            raise LinkError(
-                peer, timed_out=timed_out, detail=f"rank {peer} at {address} port {port}: {error}"
-            ) from error
-        return connection
 
 
-def _await(connection: socket.socket, event: int, deadline: float, check: Callable[[], None]) -> None:
-    """Return when a connection can be written or read. Raises TimeoutError at the deadline, and what check raises."""
-    poll = select.poll()
-    poll.register(connection, event)
-    while not poll.poll(max(0.0, min(_CHECK_S, deadline - time.monotonic())) * 1000):
-        check()
-        if time.monotonic() >= deadline:
-            raise TimeoutError("timed out")
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _code(rank: int, peer: int, challenge: bytes, secret: bytes) -> bytes:
     return hmac.digest(secret, struct.pack("!ii", rank, peer) + challenge, "sha256")
-
-
-def _introduced(stranger: _Stranger, rank: int, missing: set[int], secret: bytes) -> int | None:
-    """Return the missing rank that a connection is from, if it has said so and knows the secret."""
-    if len(stranger.said) < _HELLO.size:
-        return None
-    peer, code = _HELLO.unpack(stranger.said)
-    return (
-        peer if hmac.compare_digest(code, _code(peer, rank, stranger.challenge, secret)) and peer in missing else None
-    )
-
-
-def _received(connection: socket.socket, at_most: int) -> bytes:
-    """Return what can be read at once; nothing at the end of the connection, or where there is nothing."""
-    try:
-        return connection.recv(at_most)
-    except OSError:
-        return b""
-
-
-def _has_ended(connection: socket.socket) -> bool:
-    try:
-        return not connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
 
 
 def give_up_on_silence(connection: socket.socket) -> None:

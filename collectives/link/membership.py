@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -16,8 +18,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from gradwire.collectives.environment import AGENT_STORE
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost, ranks_text
 from gradwire.collectives.link.asking import Asking
+from gradwire.collectives.link.hub import Failure
 from gradwire.collectives.link.own_address import card_of
-from gradwire.collectives.link.presence import Failure, Presence, arrive
+from gradwire.collectives.link.presence import Presence, arrive
 from gradwire.collectives.plan.topology import Topology, machine_id
 from gradwire.collectives.torch_internals import default_store, store_of_one
 
@@ -26,6 +29,8 @@ _LOOK_AGAIN_S, _LONGEST_LOOK_AGAIN_S = 0.0002, 0.03
 
 #: What a backend's timeout may end before ours, because it counts whole milliseconds.
 _ROUNDING_S = 0.005
+
+_Answer = TypeVar("_Answer")
 
 #: How long a rank that fails to connect waits for the cause, which may reach it later than its effect: where the cause is most
 #: likely another rank's, and where it may as well be this rank's own.
@@ -63,7 +68,7 @@ class Membership:
     def subset(self, ranks: Sequence[int], name: str) -> Membership:
         """Return the Membership of some of these ranks, to which this one belongs; ranks[r] becomes rank r.
 
-        Nothing is sent, and the others need not know. name: what these ranks all say, and have not said before.
+        Nothing is sent, and the others need not know. name: the same on these ranks, and new.
         """
         place = {rank: number for number, rank in enumerate(ranks)}
         hosts = [[place[rank] for rank in host if rank in place] for host in self.hosts]
@@ -112,9 +117,14 @@ class Membership:
                 look_again_s = min(2 * look_again_s, _LONGEST_LOOK_AGAIN_S)
             return [bytes.fromhex(record.decode()) for record in ask(lambda: store.multi_get(keys))]
 
-    def asking(self, deadline: float) -> closing[Asking]:
-        """Return what makes calls that may not return while a rank is missing."""
-        return closing(Asking(self.store, deadline, self.check, self.keepers))
+    def exchange(self, name: str, mine: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+        """Return everyones() records, which are numbers, strings, and lists and dicts of them."""
+        return [json.loads(each) for each in self.everyones(name, json.dumps(mine).encode(), deadline)]
+
+    def ask(self, call: Callable[[], _Answer], deadline: float) -> _Answer:
+        """Return what a call returns that asks the store, and may not return while a rank is missing. Raises as Asking.ask."""
+        with closing(Asking(self.store, deadline, self.check, self.keepers)) as asking:
+            return asking.ask(call)
 
     def check(self) -> None:
         """Raise LinkError, which names the ranks, where some are known to have ended, or to be unable to connect."""
@@ -124,7 +134,7 @@ class Membership:
             raise Failure(lost, f"lost {ranks_text(lost)}", ended=True).as_link_error()
 
     def report(self, failure: Failure) -> None:
-        """Tell the other ranks why these cannot connect."""
+        """Report to the other ranks why these cannot connect."""
         if self.presence is not None:
             places = tuple(self.places[rank] for rank in failure.ranks)
             self.presence.report(replace(failure, ranks=places), self.scope)
@@ -220,7 +230,7 @@ def membership_from(
 def coming_together(
     rank: int, timeout_s: float, membership: Membership | None = None, operation: str = "making a Communicator"
 ) -> Iterator[None]:
-    """Raise CollectiveError for what goes wrong while ranks connect, and tell the other members."""
+    """Raise CollectiveError for what goes wrong while ranks connect, and report it to the other members."""
     end = time.monotonic() + timeout_s - _ROUNDING_S
     try:
         yield

@@ -9,6 +9,7 @@ import socket
 import struct
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,12 @@ def own_address(environment: Mapping[str, str]) -> str:
     MASTER_ADDR, else of the one that has the default route, else the loopback's. Raises ValueError for an interface
     that has no address.
     """
-    for variable in INTERFACE_VARIABLES:
-        if name := environment.get(variable):
-            return _address_of(name.split(",")[0], variable)
+    for variable, interface in _named(environment):
+        return _address_of(interface, variable)
     master = environment.get("MASTER_ADDR")
-    if master is not None:
-        found = _source_towards(master)
-        if found is not None and not ipaddress.ip_address(found).is_loopback:
-            return found
-        if found is not None and (master == "localhost" or master == found or master.startswith("127.")):
+    if master is not None and (found := _source_towards(master)) is not None:
+        meant = master in ("localhost", found) or master.startswith("127.")
+        if meant or not ipaddress.ip_address(found).is_loopback:
             return found
     # A host may resolve its own name to the loopback (Debian's 127.0.1.1), where no other host finds it.
     return next(filter(None, map(_source_towards, _NOWHERE)), "127.0.0.1")
@@ -73,62 +71,53 @@ def check_addresses(cards: Sequence[Mapping[str, Any]]) -> None:
 def _loopback(address: str, environment: Mapping[str, str]) -> str:
     """Return what makes this process reached by a loopback interface alone; empty where it is not. Raises ValueError for an
     interface that has no address."""
-    named = [
-        (variable, environment[variable].split(",")[0]) for variable in INTERFACE_VARIABLES if environment.get(variable)
-    ]
+    named = _named(environment)
     for variable, interface in named:
         if ipaddress.ip_address(_address_of(interface, variable)).is_loopback:
             return f"{variable}={interface} names a loopback interface"
     return "" if named or not ipaddress.ip_address(address).is_loopback else "only a loopback interface has an address"
 
 
+def _named(environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the variables that name an interface, and the interfaces."""
+    return [(name, environment[name].split(",")[0]) for name in INTERFACE_VARIABLES if environment.get(name)]
+
+
 def _interfaces() -> str:
     """Return the interfaces of this host, with their addresses."""
-    found = []
-    for _, name in socket.if_nameindex():
-        address = _ipv4_of(name) or _ipv6_of(name)
-        found.append(f"{name} ({address})" if address else f"{name} (no address)")
-    return ", ".join(found)
+    names = [name for _, name in socket.if_nameindex()]
+    return ", ".join(f"{name} ({_ipv4_of(name) or _ipv6_of(name) or 'no address'})" for name in names)
 
 
 def _source_towards(host: str) -> str | None:
     """Return the address from which this host would send to another one; None where it cannot."""
-    try:
+    with suppress(OSError):
         family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
-            address: str = probe.getsockname()[0]
-            return address
-    except OSError:
-        return None
+            return str(probe.getsockname()[0])
+    return None
 
 
 def _address_of(interface: str, variable: str) -> str:
-    address = _ipv4_of(interface) or _ipv6_of(interface)
-    if address is None:
-        raise ValueError(
-            f"{variable}={interface!r} names no interface with an address; interfaces here are {_interfaces()}"
-        )
+    if (address := _ipv4_of(interface) or _ipv6_of(interface)) is None:
+        wrong = f"{variable}={interface!r} names no interface with an address"
+        raise ValueError(f"{wrong}; interfaces here are {_interfaces()}")
     return address
 
 
 def _ipv4_of(interface: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", os.fsencode(interface)[:15]))
-        except OSError:
-            return None
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", os.fsencode(interface)[:15]))
         return socket.inet_ntoa(answer[20:24])
+    return None
 
 
 def _ipv6_of(interface: str) -> str | None:
     """Return the first address of an interface that is valid beyond its own link."""
-    try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
-    except OSError:
-        return None
-    for digits, _, _, _, _, name in map(str.split, lines):
-        address = ipaddress.IPv6Address(int(digits, 16))
-        if name == interface and not address.is_link_local:
-            return str(address)
+    with suppress(OSError):
+        for digits, *_, name in map(str.split, Path("/proc/net/if_inet6").read_text().splitlines()):
+            address = ipaddress.IPv6Address(int(digits, 16))
+            if name == interface and not address.is_link_local:
+                return str(address)
     return None

@@ -11,11 +11,11 @@ import errno
 import fcntl
 import select
 import socket
-import struct
 import sys
 import termios
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from gradwire.collectives.errors import LinkError
@@ -48,13 +48,13 @@ class LargePacketsLost(LinkError):
 
 @dataclass
 class _Path:
-    """What has been sent to a rank and received from it. left: of the probe; since: when it was last seen to get shorter."""
+    """What is still to be sent to a rank and received from it. left: bytes not confirmed; since: when these last became fewer."""
 
     connection: socket.socket
-    unsent: bytes
+    since: float
+    unsent: bytes = bytes(PROBE_BYTES)
     unread: int = PROBE_BYTES + len(_ARRIVED)
     left: int = PROBE_BYTES + len(_ARRIVED)
-    since: float = 0.0
 
 
 def check_paths(
@@ -65,9 +65,7 @@ def check_paths(
     check: raises LinkError where there is no use in waiting. Raises LargePacketsLost, which names both ranks; LinkError for a
     connection that ends, and for a rank that does not answer before the deadline.
     """
-    paths = {
-        peer: _Path(connection, bytes(PROBE_BYTES), since=time.monotonic()) for peer, connection in connections.items()
-    }
+    paths = {peer: _Path(connection, time.monotonic()) for peer, connection in connections.items()}
     while waiting := {peer: path for peer, path in paths.items() if path.unread or path.unsent}:
         poll = select.poll()
         for path in waiting.values():
@@ -78,21 +76,20 @@ def check_paths(
             try:
                 if path.connection.fileno() in ready:
                     _move(path)
-                left = len(path.unsent) + _unconfirmed(path.connection)
+                left = len(path.unsent) + unconfirmed_bytes(path.connection)
             except OSError as error:
                 raise LinkError(peer, timed_out=False, detail=f"rank {peer}: {error}") from error
             if left < path.left or left == 0:
                 path.left, path.since = left, now
             if now - path.since >= _REPEATS_S:
-                raise LargePacketsLost(
-                    peer, timed_out=False, detail=_lost(rank, peer, path.connection), awaited={rank, peer}
-                )
+                here, there = path.connection.getsockname()[0], path.connection.getpeername()[0]
+                between = f"between rank {rank} at {here} and rank {peer} at {there}"
+                detail = f"large packets are lost {between}, and small ones arrive: {REMEDY}"
+                raise LargePacketsLost(peer, timed_out=False, detail=detail, awaited={rank, peer})
         check()
         if now >= deadline:
-            late = waiting.keys()
-            raise LinkError(
-                min(late), timed_out=True, detail="the paths between hosts were not tried in time", awaited=late
-            )
+            detail = "the paths between hosts were not tried in time"
+            raise LinkError(min(waiting), timed_out=True, detail=detail, awaited=waiting)
 
 
 def _move(path: _Path) -> None:
@@ -112,14 +109,8 @@ def _move(path: _Path) -> None:
         pass
 
 
-def _unconfirmed(connection: socket.socket) -> int:
-    """Return how many bytes the system at the other end has not confirmed; 0 where this system does not tell."""
-    if sys.platform != "linux":
-        return 0
-    (count,) = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
-    return int(count)
-
-
-def _lost(rank: int, peer: int, connection: socket.socket) -> str:
-    here, there = connection.getsockname()[0], connection.getpeername()[0]
-    return f"large packets are lost between rank {rank} at {here} and rank {peer} at {there}, and small ones arrive: {REMEDY}"
+def unconfirmed_bytes(connection: socket.socket) -> int:
+    """Return how many bytes the system at the other end has not confirmed; 0 where this system does not say."""
+    with suppress(OSError):
+        return int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    return 0

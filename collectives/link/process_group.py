@@ -1,12 +1,19 @@
-"""Messages over the point-to-point operations of torch.distributed's backends: gloo for CPU tensors, NCCL for CUDA tensors."""
+"""Messages and collectives over torch.distributed's backends: gloo for CPU tensors, NCCL for CUDA tensors.
+
+The backends' own collectives are what algorithm='native' runs, and the peer that ours are measured against. Reductions take what
+`_reducible` returns, and `_settle` turns that back; whatever only moves data takes every dtype, as bytes.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +22,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from gradwire.collectives import torch_internals
 from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.errors import LinkError
-from gradwire.collectives.link import native
-from gradwire.collectives.link.base import KIND_BITS, Message, Pending, Request, Transport, Whole
+from gradwire.collectives.link.base import KIND_BITS, Message, Pending, Posted, Request, Transport, Whole
 from gradwire.collectives.link.membership import Membership
+from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.reduction import finish
 from gradwire.collectives.torch_internals import Backend
 
 #: A tag that no operation uses, for a receive that nobody answers.
@@ -27,6 +35,32 @@ _POLL_S = 0.0005
 
 #: gloo counts whole milliseconds, so its timeout may end a wait a little before the deadline.
 _ROUNDING_S = 0.005
+
+_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "average": dist.ReduceOp.SUM,  # gloo's AVG is wrong on some paths: divided afterwards
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+#: What each verb of a backend takes beside its tensors.
+_OPTIONS: dict[str, Callable[[], Any]] = {
+    "allreduce": dist.AllreduceOptions,
+    "reduce": dist.ReduceOptions,
+    "reduce_scatter": dist.ReduceScatterOptions,
+    "broadcast": dist.BroadcastOptions,
+    "gather": dist.GatherOptions,
+    "scatter": dist.ScatterOptions,
+    "alltoall": dist.AllToAllOptions,
+    "barrier": dist.BarrierOptions,
+}
+
+#: Integers of the width of each floating-point dtype, by bytes.
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: Dtypes that the backends cannot reduce, and what they travel as.
+_WIDENED = {torch.int16: torch.int32}
 
 
 def process_group(membership: Membership, timeout_s: float) -> ProcessGroupTransport:
@@ -38,151 +72,132 @@ def process_group(membership: Membership, timeout_s: float) -> ProcessGroupTrans
     backends: dict[str, Backend] = {}
     if "cpu" in membership.device_types:
         gloo_store = PrefixStore("gloo", membership.store)
-        with membership.asking(time.monotonic() + timeout_s) as asking:
-            gloo = asking.ask(lambda: dist.ProcessGroupGloo(gloo_store, rank, size, timeout))
-            backends["cpu"] = torch_internals.left_to_parent(gloo)
+        deadline = time.monotonic() + timeout_s
+        gloo = membership.ask(lambda: dist.ProcessGroupGloo(gloo_store, rank, size, timeout), deadline)
+        backends["cpu"] = torch_internals.left_to_parent(gloo)
     if "cuda" in membership.device_types:
         store = PrefixStore("nccl", membership.store)
         backends["cuda"] = torch_internals.nccl_backend(store, rank, size, timeout)
     return ProcessGroupTransport(backends)
 
 
-def _reason(error: RuntimeError) -> str:
-    """The first sentence of a backend's message, without the place in its source."""
-    return str(error).rpartition("] ")[2].partition(". ")[0].strip()
+@contextmanager
+def _link_errors(peer: int | None = None, deadline: float = math.inf) -> Iterator[None]:
+    """Raise what a backend raises as LinkError, with the first sentence of its message, without the place in its source."""
+    try:
+        yield
+    except RuntimeError as error:
+        detail = str(error).rpartition("] ")[2].partition(". ")[0].strip()
+        raise LinkError(peer, timed_out=time.monotonic() >= deadline - _ROUNDING_S, detail=detail) from None
 
 
+@dataclass(eq=False, slots=True)
 class _GlooPending:
     """gloo's wait takes a timeout of its own; when it passes, gloo breaks all connections of the group."""
 
-    __slots__ = ("_peer", "_tensor", "_waiting", "_work")
-
-    def __init__(self, work: dist.Work, peer: int | None, tensor: torch.Tensor | None) -> None:
-        self._work = work
-        self._peer = peer
-        self._tensor = tensor  # the backend reads or writes it until the wait is over
-        self._waiting: Future[bool] | None = None
+    work: dist.Work
+    peer: int | None
+    tensor: torch.Tensor | None  # the backend reads or writes it until the wait is over
+    waiting: Future[bool] | None = None
 
     def wait(self, deadline: float) -> None:
-        left = max(0.001, deadline - time.monotonic())
-        try:
-            if self._waiting is not None:
-                self._waiting.result(left)
+        left_s = max(0.001, deadline - time.monotonic())
+        with _link_errors(self.peer, deadline):
+            if self.waiting is None:
+                self.work.wait(timedelta(seconds=left_s))
+            elif wait([self.waiting], left_s).done:
+                self.waiting.result()
             else:
-                self._work.wait(timedelta(seconds=left))
-        except FutureTimeout:
-            raise LinkError(self._peer, timed_out=True, detail=f"nothing came from rank {self._peer}") from None
-        except RuntimeError as error:
-            timed_out = time.monotonic() >= deadline - _ROUNDING_S
-            raise LinkError(self._peer, timed_out=timed_out, detail=_reason(error)) from None
+                raise LinkError(self.peer, timed_out=True, detail=f"nothing came from rank {self.peer}")
 
     def is_done(self) -> bool:
-        if self._waiting is None:  # only who waits is told by gloo
+        if self.waiting is None:  # gloo answers only a wait
             thread = DaemonThread("gradwire-gloo")
-            self._waiting = thread.submit(self._work.wait)
+            self.waiting = thread.submit(self.work.wait)
             thread.close()
-        return self._waiting.done()
+        return self.waiting.done()
 
 
+@dataclass(eq=False, slots=True)
 class _Checked:
-    """A message, and another after it that says what kind of numbers it carries."""
+    """A message, and another one after it, whose tensor `told` says what kind of numbers the first one carries."""
 
-    __slots__ = ("_kind", "_nbytes", "_parts", "_peer", "_told")
-
-    def __init__(
-        self, message: Pending, kind_message: Pending, told: torch.Tensor, kind: int, peer: int, nbytes: int
-    ) -> None:
-        self._parts = (message, kind_message)
-        self._told = told
-        self._kind = kind
-        self._peer = peer
-        self._nbytes = nbytes
+    parts: tuple[Pending, Pending]
+    told: torch.Tensor
+    kind: int
+    peer: int
+    nbytes: int
 
     def wait(self, deadline: float) -> None:
-        for part in self._parts:
+        for part in self.parts:
             part.wait(deadline)
-        if (kind := int(self._told)) != self._kind:
-            detail = f"rank {self._peer} sent something else"
-            raise LinkError(self._peer, timed_out=False, detail=detail, found=(kind, self._nbytes))
+        if (found := int(self.told)) != self.kind:
+            detail = f"rank {self.peer} sent something else"
+            raise LinkError(self.peer, timed_out=False, detail=detail, found=(found, self.nbytes))
 
     def is_done(self) -> bool:
-        return all(part.is_done() for part in self._parts)
+        return all(part.is_done() for part in self.parts)
 
 
+@dataclass(eq=False, slots=True)
 class _StreamPending:
     """NCCL's wait only orders streams, so the deadline is kept by polling."""
 
-    __slots__ = ("_peer", "_work")
-
-    def __init__(self, work: dist.Work, peer: int | None) -> None:
-        self._work = work
-        self._peer = peer
+    work: dist.Work
 
     def wait(self, deadline: float) -> None:
-        while not self._work.is_completed():
+        while not self.work.is_completed():
             if time.monotonic() >= deadline:
-                raise LinkError(self._peer, timed_out=True, detail="no completion from NCCL")
+                raise LinkError(None, timed_out=True, detail="no completion from NCCL")
             time.sleep(_POLL_S)
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise LinkError(self._peer, timed_out=False, detail=_reason(error)) from None
+        with _link_errors():
+            self.work.wait()
 
     def is_done(self) -> bool:
-        return self._work.is_completed()
+        return self.work.is_completed()
 
 
 class ProcessGroupTransport(Transport):
     """A Transport over backends that nothing else uses. backends: by the type of device whose tensors they carry."""
 
-    algorithms = native.ALGORITHMS
+    algorithms = dict.fromkeys(PLANNERS, ("native",))
 
     def __init__(self, backends: dict[str, Backend]) -> None:
         self._backends = backends
         any_backend = next(iter(backends.values()))
-        self.rank: int = any_backend.rank()
-        self.size: int = any_backend.size()
+        self.rank, self.size = any_backend.rank(), any_backend.size()
         self.device_types = tuple(backends)
         self.posts_together = ("cuda",) if "cuda" in backends else ()
-        names = {"cpu": "gloo", "cuda": "NCCL"}
-        self.routes = tuple(f"{'CPU' if device == 'cpu' else 'CUDA'} tensors: {names[device]}" for device in backends)
+        names = {"cpu": "CPU tensors: gloo", "cuda": "CUDA tensors: NCCL"}
+        self.routes = tuple(names[device] for device in backends)
 
-    def post(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int
-    ) -> tuple[list[Pending], list[Pending]]:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
         """See Transport. All messages of a call are on the same kind of device."""
         if not sends and not receives:
             return [], []
         if (receives or sends)[0][1].is_cuda:
             pending = self._post_nccl(sends, receives)
             return [pending] * len(sends), [pending] * len(receives)
-        gloo = self._backends["cpu"]
         kind, tag = divmod(tag, 1 << KIND_BITS)
-        peer = None
-        try:
-            received: list[Pending] = []
-            for peer, tensor in receives:
-                received.append(_GlooPending(gloo.recv([tensor], peer, tag), peer, tensor))
-                if kind:
-                    theirs = torch.zeros(1, dtype=torch.int64)
-                    told = _GlooPending(gloo.recv([theirs], peer, tag), peer, theirs)
-                    received[-1] = _Checked(received[-1], told, theirs, kind, peer, tensor.nbytes)
-            sent: list[Pending] = []
-            for peer, tensor in sends:
-                sent.append(_GlooPending(gloo.send([tensor], peer, tag), peer, tensor))
-                if kind:
-                    mine = torch.tensor([kind])
-                    told = _GlooPending(gloo.send([mine], peer, tag), peer, mine)
-                    sent[-1] = _Checked(sent[-1], told, mine, kind, peer, tensor.nbytes)
-        except RuntimeError as error:
-            raise LinkError(peer, timed_out=False, detail=_reason(error)) from None
-        return sent, received
+        gloo = self._backends["cpu"]
+
+        def posted(start: Callable[..., dist.Work], peer: int, tensor: torch.Tensor, told: int) -> Pending:
+            with _link_errors(peer):
+                message = _GlooPending(start([tensor], peer, tag), peer, tensor)
+                if not kind:
+                    return message
+                after = torch.tensor([told])
+                pending = _GlooPending(start([after], peer, tag), peer, after)
+            return _Checked((message, pending), after, kind, peer, tensor.nbytes)
+
+        received = [posted(gloo.recv, peer, tensor, 0) for peer, tensor in receives]
+        return [posted(gloo.send, peer, tensor, kind) for peer, tensor in sends], received
 
     def _post_nccl(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """NCCL deadlocks when the sends and receives of a round are not launched as one group. One work stands for
-        all. Bytes travel: NCCL does not know every dtype."""
+        """Launch the sends and receives of a round as one group, without which NCCL deadlocks; return one handle for all. Bytes
+        travel: NCCL does not know every dtype."""
         nccl = self._backends["cuda"]
-        try:
+        with _link_errors():
             torch_internals.begin_coalescing(nccl)
             try:
                 for peer, tensor in sends:
@@ -191,44 +206,109 @@ class ProcessGroupTransport(Transport):
                     nccl.recv([tensor.view(torch.uint8)], peer, 0)
             finally:  # a group left open would swallow whatever else this process sends
                 work = torch_internals.end_coalescing(nccl)
-        except RuntimeError as error:
-            raise LinkError(None, timed_out=False, detail=_reason(error)) from None
-        return _StreamPending(work, None)
+        return _StreamPending(work)
 
     def collective(self, request: Request) -> Whole:
         """See Transport. gloo's collectives do not survive ranks that disagree: a longer message than expected ends the
         process."""
 
         def run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
-            def complete(start: Callable[[], dist.Work | None]) -> None:
-                try:
-                    work = start()
-                except RuntimeError as error:
-                    raise LinkError(None, timed_out=False, detail=_reason(error)) from None
-                if work is not None:
-                    (_StreamPending(work, None) if on_cuda else _GlooPending(work, None, None)).wait(deadline)
+            _perform(request, self._backends[request.device_type], source, destination, deadline)
 
-            native.perform(request, self._backends[request.device_type], source, destination, complete)
-
-        on_cuda = request.device_type == "cuda"
-        return Whole(run, needs_meeting=not on_cuda)
+        return Whole(run, needs_meeting=request.device_type != "cuda")
 
     def abort(self) -> None:
-        """A gloo receive that times out closes every connection of the group, which the peers see at once; one such receive
-        is enough, unless its peer's connection is gone already."""
+        """Have a gloo receive time out, upon which gloo closes every connection of the group, which the peers see at once. One
+        such receive is enough, unless its peer's connection is gone already."""
         for device, backend in self._backends.items():
             if device == "cuda":
                 backend.abort()
                 continue
-            for peer in self._peers():
-                try:
-                    backend.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(_ABORT_WAIT)
-                except RuntimeError:
-                    continue
+            for peer in range(self.size):
+                if peer != self.rank:
+                    with suppress(RuntimeError):
+                        backend.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(_ABORT_WAIT)
 
     def close(self) -> None:
-        """Connections close when the backends' last users, works in flight among them, let go of them."""
+        """Let go of the backends; their connections close when the last user, such as a work in flight, does so too."""
         self._backends = {}
 
-    def _peers(self) -> list[int]:
-        return [peer for peer in range(self.size) if peer != self.rank]
+
+def _perform(
+    request: Request, backend: Backend, source: torch.Tensor, destination: torch.Tensor, deadline: float
+) -> None:
+    """Run a verb as the backend does it. source, destination: as Whole.run has them."""
+
+    def complete(moved: torch.Tensor, landed: torch.Tensor) -> None:
+        with _link_errors():
+            work = _start(request, backend, moved, landed)
+        if work is not None:
+            on_cuda = request.device_type == "cuda"
+            (_StreamPending(work) if on_cuda else _GlooPending(work, None, None)).wait(deadline)
+
+    if request.verb not in ("allreduce", "reduce", "reduce_scatter"):
+        complete(source.view(torch.uint8), destination.view(torch.uint8))
+        return
+    landed = moved = _reducible(source, request.op)
+    if request.verb == "reduce_scatter":
+        landed = torch.empty(destination.numel(), dtype=moved.dtype, device=moved.device)
+    complete(moved, landed)
+    _settle(destination, landed)
+    finish(destination, request.op, backend.size())
+
+
+def _reducible(tensor: torch.Tensor, op: str) -> torch.Tensor:
+    """Return what the backend can reduce in place of a tensor: itself, a view, or a copy in another dtype.
+
+    The backends' own min and max lose a NaN where another rank has a number, so floating-point numbers go as integers in the
+    same order, with NaN at the end that wins.
+    """
+    moved = tensor
+    if op in ("min", "max") and moved.dtype.is_floating_point:
+        ordered = _reordered(moved.view(_BITS[moved.itemsize]))
+        limits = torch.iinfo(ordered.dtype)
+        moved = ordered.masked_fill_(moved.isnan(), limits.max if op == "max" else limits.min)
+    return moved.to(_WIDENED.get(moved.dtype, moved.dtype))
+
+
+def _settle(tensor: torch.Tensor, moved: torch.Tensor) -> None:
+    """Write to a tensor what came of its, or its like's, `_reducible`."""
+    if tensor.dtype.is_floating_point and not moved.dtype.is_floating_point:
+        moved = _reordered(moved.to(_BITS[tensor.itemsize])).view(tensor.dtype)
+    tensor.copy_(moved)
+
+
+def _reordered(bits: torch.Tensor) -> torch.Tensor:
+    """Return the bits of floating-point numbers as integers in the order of the numbers, and these back: below zero, bits
+    count down."""
+    limits = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
+
+
+def _start(request: Request, backend: Backend, source: torch.Tensor, destination: torch.Tensor) -> Any:
+    """Start a verb; return its Work."""
+    options: Any = _OPTIONS[request.verb]() if request.verb in _OPTIONS else None
+    for field, value in (("reduceOp", _OPS[request.op]), ("rootRank", request.root)):
+        if hasattr(options, field):
+            setattr(options, field, value)
+
+    def parts(buffer: torch.Tensor) -> list[list[torch.Tensor]]:
+        return [list(buffer.view(backend.size(), -1))] if backend.rank() == request.root else []
+
+    match request.verb:
+        case "allreduce" | "broadcast" | "reduce":
+            return getattr(backend, request.verb)([destination], options)
+        case "reduce_scatter":
+            return torch_internals.reduce_scatter(backend, destination, source, options)
+        case "allgather":
+            return torch_internals.allgather(backend, destination, source)
+        case "gather":
+            return backend.gather(parts(destination), [source], options)
+        case "scatter":
+            return backend.scatter([destination], parts(source), options)
+        case "alltoall":
+            incoming = [length * request.dtype.itemsize for length in request.destination_lengths]
+            outgoing = [length * request.dtype.itemsize for length in request.source_lengths]
+            return backend.alltoall_base(destination, source, incoming, outgoing, options)
+        case _:
+            return backend.barrier(options)

@@ -1,15 +1,24 @@
-"""All links, by the names that users give."""
+"""All links, by the names that users give; and how the members of a Communicator are connected by one, and watched over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 from gradwire.collectives.environment import shared_memory_wanted
+from gradwire.collectives.errors import CollectiveError, ranks_text
+from gradwire.collectives.kernels.first_use import FIRST_USE
 from gradwire.collectives.link.auto import auto
 from gradwire.collectives.link.base import Transport
-from gradwire.collectives.link.membership import Membership
+from gradwire.collectives.link.handshake import Listener, give_up_on_silence, neighbours
+from gradwire.collectives.link.membership import Membership, coming_together
+from gradwire.collectives.link.own_address import own_address
 from gradwire.collectives.link.process_group import process_group
 from gradwire.collectives.link.tcp import tcp
+from gradwire.collectives.link.watch import Watch
 from gradwire.collectives.notation import check_name
 
 #: Connects the members within so many seconds. A collective call. What it raises when they do not come together is a LinkError,
@@ -43,3 +52,87 @@ def check_link(name: object, environment: Mapping[str, str]) -> None:
         raise ValueError(f"no link is called {name!r}; known are {', '.join(LINKS)}")
     if name == AUTO:
         shared_memory_wanted(environment)
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The transport between the members, and what watches over them."""
+
+    transport: Transport
+    watch: Watch
+
+    def close(self) -> None:
+        """Give up what was connected, unused."""
+        try:
+            self.transport.close()
+        finally:
+            self.watch.close()
+
+
+def connect(membership: Membership, link: str, settings: str, timeout_s: float) -> Connection:
+    """Connect the members by the link of that name. A collective call.
+
+    settings: what else must be the same on all ranks. Raises ValueError on all ranks where any of it differs; CollectiveError
+    when the ranks do not come together within timeout_s seconds, or one cannot listen for the others; TypeError for
+    a link that returns no Transport, ValueError for one that returns another rank's, or that prefers what it does not offer.
+    """
+    rank = membership.rank
+    FIRST_USE.speaks = all(rank not in host[1:] for host in membership.hosts)  # the first of each host
+    with coming_together(rank, timeout_s, membership), ExitStack() as made:
+        settings = settings if link == AUTO else f"link={link!r}, {settings}"
+        watch = _watch(membership, settings, time.monotonic() + timeout_s)
+        made.callback(watch.close)
+        watched = replace(membership, lost=lambda: {*watch.lost, *membership.lost()})
+        try:
+            transport = LINKS[link](watched, timeout_s)
+            if not isinstance(transport, Transport):
+                raise TypeError(f"rank {rank}: link {link!r} returned {transport!r}; a Transport is needed")
+            made.callback(transport.close)
+            # Nobody leaves again, as where something is refused, while others still connect.
+            watched.everyones("connected", b"", time.monotonic() + timeout_s)
+            if (transport.rank, transport.size) != (rank, membership.size):
+                given = f"a Transport of rank {transport.rank} of {transport.size}"
+                needed = f"one of rank {rank} of {membership.size} is needed"
+                raise ValueError(f"rank {rank}: link {link!r} returned {given}; {needed}")
+            for verb, name in transport.preferred.items():
+                if name not in (offered := transport.algorithms.get(verb, ())):
+                    prefers = f"link {link!r} prefers {verb}'s {name!r}"
+                    raise ValueError(f"rank {rank}: {prefers}; it offers {', '.join(offered)}")
+        except BaseException:
+            watch.say_leaving(0)  # or who has connected already would take this rank for one that has ended
+            raise
+        made.pop_all()
+    return Connection(transport, watch)
+
+
+def _watch(membership: Membership, settings: str, deadline: float) -> Watch:
+    rank, secret, check = membership.rank, membership.secret, membership.check
+    card = {"settings": settings, "address": "", "refusal": ""}
+    with ExitStack() as made:
+        try:
+            listener = Listener(own_address(os.environ), small_segments=True)
+            made.callback(listener.close)
+            card["address"] = listener.card
+        except (ValueError, OSError) as error:  # reported, or the others would wait for this rank
+            card["refusal"] = str(error)
+        cards = membership.exchange("settings", card, deadline)
+        given = [each["settings"] for each in cards]
+        if len(set(given)) > 1:
+            raise ValueError(_difference(rank, given))
+        if refusals := {r: f"rank {r}: {each['refusal']}" for r, each in enumerate(cards) if each["refusal"]}:
+            message = f"cannot listen for the other ranks: {'; '.join(refusals.values())}"
+            raise CollectiveError(message, rank=rank, operation="making a Communicator", ranks=refusals)
+        addresses = [each["address"] for each in cards]
+        news = listener.join(rank, neighbours(rank, membership.size), addresses, secret, deadline, check)
+    for connection in news.values():
+        give_up_on_silence(connection)
+    return Watch(rank, membership.size, news)
+
+
+def _difference(rank: int, settings: Sequence[str]) -> str:
+    """Return what to say of settings, by rank, that are not all the same."""
+    by_text: dict[str, list[int]] = {}
+    for giver, text in enumerate(settings):
+        by_text.setdefault(text, []).append(giver)
+    given = "; ".join(f"{text} on {ranks_text(givers)}" for text, givers in by_text.items())
+    return f"rank {rank}: a Communicator needs the same settings on all ranks; given are {given}"

@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from gradwire.collectives.link.base import Message, Pending
+from gradwire.collectives.link.base import Message, Pending, Posted, Transport
 
 #: After how many messages at least a table is looked through.
 FIRST_LOOK = 256
 
 
+@dataclass(eq=False, slots=True)
 class RowPending:
-    """A message of a Table, by the number that it had when it was posted."""
+    """A message of a Table, by its number. tensor: which a kernel may read or write until the message is done."""
 
-    __slots__ = ("_number", "_table")
-
-    def __init__(self, table: Table, number: int) -> None:
-        self._table = table
-        self._number = number
+    table: Table
+    number: int
+    tensor: torch.Tensor
 
     def wait(self, deadline: float) -> None:
-        """See Pending."""
-        self._table.finish(self._number, deadline)
+        self.table.finish(self.number, deadline)
+        self.table.pending.pop(self.number, None)
 
     def is_done(self) -> bool:
-        """See Pending."""
-        return self._table.is_done(self._number)
+        self.table.nudge()
+        return self.table.is_done(self.number)
 
 
-class Table(ABC):
-    """Keeps the tensors of messages for as long as a kernel may read or write them, and lets no message that stays for long keep
-    the rows of others: now and then all that are not done are posted anew, and have new numbers from then on."""
+class Table(Transport):
+    """A Transport whose messages have a row each. No message that stays for long keeps the rows of others: now and then all that
+    are not done are posted anew, with new numbers, above all earlier ones. pending: the messages that may not be done, by number.
+    """
 
     def __init__(self) -> None:
-        self._tensors: dict[int, torch.Tensor] = {}
-        self._renumbered: dict[int, int] = {}
+        self.pending: dict[int, RowPending] = {}
 
     @abstractmethod
     def finish(self, number: int, deadline: float) -> None:
@@ -45,48 +45,26 @@ class Table(ABC):
 
     @abstractmethod
     def is_done(self, number: int) -> bool:
-        """Return whether a message is done, after all have been moved as far as can be at once."""
+        """Return whether a message is done."""
 
     @abstractmethod
-    def _has_moved(self, number: int) -> bool:
-        """Return whether a message, by its present number, is done."""
+    def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> int:
+        """Put a message into the table; return its number. sends: 1 where it is sent, 0 where it is received."""
 
-    @abstractmethod
-    def nudge(self) -> None:
-        """See Transport."""
-
-    @abstractmethod
-    def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> RowPending:
-        """Put a message into the table, and hold() its tensor. sends: 1 where it is sent, 0 where it is received."""
-
-    def post(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int
-    ) -> tuple[list[Pending], list[Pending]]:
-        """See Transport."""
-        received: list[Pending] = [self._add(0, peer, tensor, tag) for peer, tensor in receives]
-        sent: list[Pending] = [self._add(1, peer, tensor, tag) for peer, tensor in sends]
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
+        received = [self._hold(0, peer, tensor, tag) for peer, tensor in receives]
+        sent = [self._hold(1, peer, tensor, tag) for peer, tensor in sends]
         if sent:
             self.nudge()
         return sent, received
 
-    def hold(self, number: int, tensor: torch.Tensor) -> RowPending:
-        """Keep the tensor of a message that has been posted; return its Pending."""
-        self._tensors[number] = tensor
-        return RowPending(self, number)
+    def _hold(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> Pending:
+        number = self._add(sends, peer, tensor, tag)
+        self.pending[number] = made = RowPending(self, number, tensor)
+        return made
 
     def _renumber(self, new: dict[int, int]) -> None:
         """Note that messages have new numbers, and that all others are done."""
-        self._renumbered = {old: new[now] for old in self._renumbered if (now := self._now(old)) in new} | new
-        self._tensors = {new[old]: tensor for old, tensor in self._tensors.items() if old in new}
-
-    def _now(self, number: int) -> int:
-        """Return the present number of a message."""
-        while number in self._renumbered:
-            number = self._renumbered[number]
-        return number
-
-    def _release(self, number: int) -> None:
-        """Let go of a message that is done."""
-        while number in self._renumbered:
-            number = self._renumbered.pop(number)
-        self._tensors.pop(number, None)
+        self.pending = {new[number]: each for number, each in self.pending.items() if number in new}
+        for number, each in self.pending.items():
+            each.number = number

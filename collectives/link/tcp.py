@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from gradwire.collectives.link.handshake import Listener
 from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.link.own_address import own_address
 from gradwire.collectives.link.paths import check_paths
-from gradwire.collectives.link.rows import FIRST_LOOK, RowPending, Table
+from gradwire.collectives.link.rows import FIRST_LOOK, Table
 from gradwire.collectives.plan.program import Program
 
 _FIRST_ROWS = 256
@@ -44,25 +44,22 @@ def tcp(membership: Membership, timeout_s: float, *, but: Collection[int] = ()) 
     if isinstance(kernels, str):
         raise RuntimeError(f"link 'tcp': {kernels}")
     deadline = time.monotonic() + timeout_s
-    listener = Listener(own_address(os.environ))
-    try:
+    rank, check = membership.rank, membership.check
+    peers = [peer for peer in range(membership.size) if peer != rank and peer not in but]
+    with ExitStack() as made:
+        listener = made.enter_context(closing(Listener(own_address(os.environ))))
         cards = [card.decode() for card in membership.everyones("tcp", listener.card.encode(), deadline)]
-        peers = [peer for peer in range(membership.size) if peer != membership.rank and peer not in but]
-        connections = listener.join(membership.rank, peers, cards, membership.secret, deadline, membership.check)
-    finally:
-        listener.close()
-    try:
-        check_paths(membership.rank, connections, deadline, membership.check)
-    except BaseException:
+        connections = listener.join(rank, peers, cards, membership.secret, deadline, check)
         for connection in connections.values():
-            connection.close()
-        raise
-    transport = TcpTransport(membership.rank, membership.size, connections)
+            made.enter_context(connection)
+        check_paths(rank, connections, deadline, check)
+        made.pop_all()
+    transport = TcpTransport(rank, membership.size, connections)
     transport.routes = (f"{ranks_text(peers)}: TCP, from {listener.card.split()[0]}",)
     return transport
 
 
-class TcpTransport(Table, Transport):
+class TcpTransport(Table):
     """A Transport over TCP. connections: nonblocking sockets, by rank, which belong to it from now on.
 
     A wait for any message moves all that this rank has posted.
@@ -98,47 +95,35 @@ class TcpTransport(Table, Transport):
             self._connections[peer, kernels.DESCRIPTOR] = connection.fileno()
         self._connections[:, kernels.STAGE] = self._stages.ctypes.data + np.arange(size) * kernels.STAGE_BYTES
         self._connections[:, kernels.CURRENT] = -1
-        for field, value in (
-            (kernels.RANK, rank),
-            (kernels.SIZE, size),
-            (kernels.MOST_TRIES, _TRIES),
-            (kernels.TRIES, _TRIES),
-            (kernels.ROWS, self._rows.ctypes.data),
-            (kernels.CAPACITY, _FIRST_ROWS),
-            (kernels.CONNECTIONS, self._connections.ctypes.data),
-            (kernels.WANTED, self._wanted.ctypes.data),
-            (kernels.POLLS, self._polls.ctypes.data),
-        ):
-            self._context[field] = value
+        context = {
+            kernels.RANK: rank,
+            kernels.SIZE: size,
+            kernels.ROWS: self._rows.ctypes.data,
+            kernels.CAPACITY: _FIRST_ROWS,
+            kernels.CONNECTIONS: self._connections.ctypes.data,
+            kernels.WANTED: self._wanted.ctypes.data,
+            kernels.POLLS: self._polls.ctypes.data,
+        }
+        self._context[list(context)] = list(context.values())
+        self.wait_beside_work(False)
 
     def finish(self, number: int, deadline: float) -> None:
-        """See Table."""
-        self._run(self._kernels.wait_for, (self._address, self._now(number)), deadline)
-        self._release(number)
+        self._run(self._kernels.wait_for, (self._address, number), deadline)
 
     def is_done(self, number: int) -> bool:
-        """See Table."""
-        self.nudge()
-        return self._has_moved(self._now(number))
-
-    def sends(self) -> bool:
-        """See Transport."""
-        return bool(np.any(self._unfinished()[:, self._kernels.ROW_SENDS]))
-
-    def is_busy(self) -> bool:
-        """See Transport."""
-        return len(self._unfinished()) > 0
-
-    def nudge(self) -> None:
-        """See Transport."""
-        self._run(self._kernels.wait_for, (self._address, -1), time.monotonic())
-
-    def _has_moved(self, number: int) -> bool:
         kernels = self._kernels
         return number < self._context[kernels.FIRST] or bool(self._rows[number % len(self._rows), kernels.ROW_DONE])
 
+    def sends(self) -> bool:
+        return bool(np.any(self._unfinished()[:, self._kernels.ROW_SENDS]))
+
+    def is_busy(self) -> bool:
+        return len(self._unfinished()) > 0
+
+    def nudge(self) -> None:
+        self._run(self._kernels.wait_for, (self._address, -1), time.monotonic())
+
     def next_sender(self, tag: int, deadline: float) -> int | None:
-        """See Transport."""
         kernels = self._kernels
         while True:
             left_s = deadline - time.monotonic()
@@ -153,7 +138,6 @@ class TcpTransport(Table, Transport):
                 return None
 
     def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun:
-        """See Transport."""
         kernels, address = self._kernels, self._address
         arithmetic = cpu_arithmetic(dtype).address if program.scratch else 0
         itemsize, operation = dtype.itemsize, kernels.OPS[op]
@@ -173,12 +157,10 @@ class TcpTransport(Table, Transport):
         return run
 
     def wait_beside_work(self, beside_work: bool) -> None:
-        """See Transport."""
         tries = _TRIES_BESIDE_WORK if beside_work else _TRIES
         self._context[[self._kernels.MOST_TRIES, self._kernels.TRIES]] = tries
 
     def abort(self) -> None:
-        """See Transport."""
         self._context[self._kernels.ABORTED] = 1
         for connection in self._sockets.values():
             with suppress(OSError):  # it has ended already
@@ -193,16 +175,15 @@ class TcpTransport(Table, Transport):
             self._running.release()
 
     def disown(self) -> None:
-        """See Transport."""
         for connection in self._sockets.values():
             connection.close()
 
-    def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> RowPending:
+    def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> int:
         number = self._tidy()
         nbytes = tensor.numel() * tensor.element_size()
         arguments = (self._address, sends, peer, tag, tensor.data_ptr(), nbytes)
         self._run(self._kernels.add, arguments, time.monotonic())
-        return self.hold(number, tensor)
+        return number
 
     def _run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> None:
         """Call a kernel until it is through. Raises LinkError where it cannot be, or the deadline passes."""

@@ -1,27 +1,27 @@
-"""Who of the ranks is still there, and what they tell each other when something fails.
+"""Which ranks are still there, and what each reports to all others when something fails.
 
 The connections here carry news and no tensors, so they work when a backend does not: when gloo misses that a peer was killed,
-when the store went down with the host of rank 0, and over NCCL, which tells nothing at all. Each rank is connected to those 1,
+when the store went down with the host of rank 0, and over NCCL, which reports nothing at all. Each rank is connected to those 1,
 2, 4, ... places before and after it (a circulant graph), so that any two are at most log2(size) connections apart, and passes
-on what it hears for the first time. A connection that ends without a word means that the process at its other end has ended;
-a rank that hears so of itself says that it lives.
+on each piece of news once. A connection that ends without a goodbye means that the process at its other end has ended; a rank
+that receives this of itself replies that it lives.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import select
 import socket
 import struct
-import termios
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
+
+from gradwire.collectives.link.paths import unconfirmed_bytes
 
 _log = logging.getLogger("gradwire")
 
@@ -50,6 +50,10 @@ class Neighbour:
         self.outgoing += _LENGTH.pack(len(text)) + text
         self.write()
 
+    def say(self, **message: Any) -> None:
+        """Write a message of numbers, strings, and lists and dicts of them, as put() does."""
+        self.put(json.dumps(message).encode())
+
     def write(self) -> None:
         """Write what can be written at once. What a broken connection was to carry is dropped."""
         try:
@@ -63,22 +67,16 @@ class Neighbour:
     def is_unconfirmed(self) -> bool:
         """Return whether the other end's system has still to confirm something that was written, which takes it milliseconds,
         whatever its process does."""
-        with suppress(OSError):  # of a system that cannot tell
-            (unconfirmed,) = struct.unpack("i", fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4)))
-            return bool(unconfirmed)
-        return False
+        return unconfirmed_bytes(self.socket) > 0
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the messages that are complete, and whether the connection has ended. Raises ValueError for what is no JSON."""
-        ended = False
+        ended = True
         try:
             while piece := self.socket.recv(1 << 16):
                 self.incoming += piece
-            ended = True
-        except BlockingIOError:
-            pass
-        except OSError:
-            ended = True
+        except OSError as error:
+            ended = not isinstance(error, BlockingIOError)
         messages: list[dict[str, Any]] = []
         while len(self.incoming) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self.incoming)
@@ -91,15 +89,24 @@ class Neighbour:
         return messages, ended
 
 
+def poll_of(waker: socket.socket, neighbours: Iterable[Neighbour] = ()) -> select.poll:
+    """Return a poll for what can be read from any of these, and for what a Neighbour that has something to write can take."""
+    poll = select.poll()
+    poll.register(waker, select.POLLIN)
+    for neighbour in neighbours:
+        poll.register(neighbour.socket, select.POLLIN | (select.POLLOUT if neighbour.outgoing else 0))
+    return poll
+
+
 class Watch:
     """What this rank knows of the others.
 
     Attributes, for reading: lost, the ranks whose process has ended, or whose host does not answer, with the time at which
     that was noticed (time.monotonic()); cut, the pairs of ranks that live but are not connected any more; left, the ranks that
-    close their Communicator, with the number of the first operation in which they take no part, in the order in which they said
-    so; reasons, by what exceptions some of them leave; done, those of them that nobody needs to wait for; reports, what ranks
-    said of a failure; failure, why this rank hears nothing any more; has_news, whether any of these holds anything; posts, by
-    topic and rank, the latest of what each rank has posted, its own among them.
+    close their Communicator, with the number of the first operation in which they take no part, in the order of their messages;
+    reasons, by what exceptions some of them leave; done, those of them that nobody needs to wait for; reports, what ranks
+    reported of a failure; failure, why this rank receives no news any more; has_news, whether any of these holds anything; posts,
+    by topic and rank, the latest post of each rank, its own among them.
     """
 
     def __init__(self, rank: int, size: int, connections: dict[int, socket.socket]) -> None:
@@ -139,22 +146,22 @@ class Watch:
         self._wake_up()
 
     def say_leaving(self, sequence: int, why: str = "") -> None:
-        """Tell everyone that this rank takes no part in operations from this number on. why: the exception by which it leaves."""
-        self._say({"kind": "leaving", "rank": self.rank, "sequence": sequence, "why": why})
+        """Send to all that this rank takes no part in operations from this number on. why: the exception by which it leaves."""
+        self._say("leaving", self.rank, sequence=sequence, why=why)
 
     def say_done(self) -> None:
-        """Tell everyone that nothing of this rank's is under way any more."""
-        self._say({"kind": "done", "rank": self.rank})
+        """Send to all that nothing of this rank's is under way any more."""
+        self._say("done", self.rank)
 
     def say_report(self, report: dict[str, Any]) -> None:
-        """Tell everyone what went wrong: numbers, strings, and lists and dicts of them."""
-        self._say({"kind": "report", "rank": self.rank, "report": report})
+        """Send to all what went wrong: numbers, strings, and lists and dicts of them."""
+        self._say("report", self.rank, report=report)
 
     def post(self, topic: str, body: Any) -> None:
-        """Tell everyone something, of which others see the latest only: numbers, strings, and lists and dicts of them."""
+        """Send something to all, which replaces the last post on this topic: numbers, strings, and lists and dicts of them."""
         with self._changed:
             number = self._post_numbers.get((topic, self.rank), 0) + 1
-            self._say({"kind": "post", "rank": self.rank, "topic": topic, "number": number, "body": body})
+            self._say("post", self.rank, topic=topic, number=number, body=body)
 
     def look_again(self) -> None:
         """Set has_news to what it says of itself, when somebody has set it for the sake of a post."""
@@ -162,15 +169,18 @@ class Watch:
             self.has_news = bool(self._heard or self.failure)
 
     def say_unheard(self, timeout_s: float) -> None:
-        """Wait until all neighbours that have reported a failure have confirmed what this rank said. Tell everyone of those that
-        have not within timeout_s seconds: they live, but this rank does not reach them, or they do not reach it."""
+        """Wait until all neighbours that have reported a failure have confirmed what this rank sent. Name those to all that have
+        not within timeout_s seconds: they live, but this rank does not reach them, or they do not reach it."""
         deadline = time.monotonic() + timeout_s
-        while unheard := self._unheard():
-            if time.monotonic() >= deadline:
-                for peer in unheard:
-                    self._say({"kind": "alive", "rank": peer, "by": self.rank})
-                return
+        while True:
+            with self._changed:
+                neighbours = self._neighbours.items()
+                unheard = [peer for peer, each in neighbours if peer in self.reports and each.is_unconfirmed()]
+            if not unheard or time.monotonic() >= deadline:
+                break
             time.sleep(_LOOK_AGAIN_S)
+        for peer in unheard:
+            self._say("alive", peer, by=self.rank)
 
     def is_unheard(self) -> bool:
         """Return whether a neighbour's system has still to confirm something that this rank said, as it does within milliseconds,
@@ -206,29 +216,27 @@ class Watch:
             self._thread.join(2 * _FLUSH_S)
 
     def disown(self) -> None:
-        """Give up the copies of the connections that a forked child has: they must end with the rank itself."""
+        """Close this process's connections, such as a forked child's copies: they must end with the rank itself."""
         for neighbour in self._neighbours.values():
             neighbour.socket.close()
         self._wake.close()
         self._woken.close()
 
-    def _unheard(self) -> list[int]:
-        with self._changed:
-            neighbours = self._neighbours.items()
-            return [peer for peer, neighbour in neighbours if peer in self.reports and neighbour.is_unconfirmed()]
-
-    def _say(self, message: dict[str, Any]) -> None:
+    def _say(self, kind: str, rank: int, **body: Any) -> None:
         with self._changed:
             if self._close_by is None:
-                self._take(message)
+                self._take({"kind": kind, "rank": rank} | body)
 
     def _take(self, message: dict[str, Any]) -> None:
-        """Note a piece of news and pass it on, if it is one."""
+        """Note a message and pass it on, if it is news."""
         text = json.dumps(message).encode()
         kind, rank = message["kind"], message["rank"]
         if kind == "post":
-            if not self._take_post(rank, message["topic"], message["number"], message["body"]):
+            topic = message["topic"]
+            if message["number"] <= self._post_numbers.get((topic, rank), 0):  # which a later post has overtaken
                 return
+            self._post_numbers[topic, rank] = message["number"]
+            self.posts.setdefault(topic, {})[rank] = message["body"]
         else:
             known = text.decode() if kind != "report" else f"report {rank}"
             if known in self._heard:
@@ -253,23 +261,15 @@ class Watch:
         if kind == "lost" and rank == self.rank:
             self._take({"kind": "alive", "rank": rank, "by": message["by"]})
 
-    def _take_post(self, rank: int, topic: str, number: int, body: Any) -> bool:
-        """Keep what a rank has posted; False where this or something later is known. On its ways news can overtake each other."""
-        if number <= self._post_numbers.get((topic, rank), 0):
-            return False
-        self._post_numbers[topic, rank] = number
-        self.posts.setdefault(topic, {})[rank] = body
-        return True
-
     def _note_end(self, rank: int, by: int, *, is_alive: bool) -> None:
         """Note that a rank saw the connection to another one end, or that this other one lives all the same."""
+        pair = min(rank, by), max(rank, by)
         if is_alive:
-            self.cut.add((min(rank, by), max(rank, by)))
+            self.cut.add(pair)
             self._missed.discard((rank, by))
-        elif rank != self.rank and (min(rank, by), max(rank, by)) not in self.cut:
+        elif rank != self.rank and pair not in self.cut:
             self._missed.add((rank, by))
-        missed = {who for who, _ in self._missed}
-        self.lost = {who: self.lost.get(who, time.monotonic()) for who in missed}
+        self.lost = {who: self.lost.get(who, time.monotonic()) for who, _ in self._missed}
 
     def _wake_up(self) -> None:
         with suppress(OSError):  # raised where it has been woken often enough, or has ended
@@ -279,7 +279,9 @@ class Watch:
         try:
             again_s: float | None = None
             while True:
-                ready = self._poll().poll(None if again_s is None else again_s * 1000)
+                with self._changed:
+                    poll = poll_of(self._woken, self._neighbours.values())
+                ready = poll.poll(None if again_s is None else again_s * 1000)
                 with self._changed:
                     self._look(dict(ready))
                     if self._close_by is not None and self._is_through(self._close_by):
@@ -310,14 +312,6 @@ class Watch:
                     neighbour.socket.shutdown(socket.SHUT_WR)
         return not self._neighbours or time.monotonic() >= close_by
 
-    def _poll(self) -> select.poll:
-        poll = select.poll()
-        poll.register(self._woken, select.POLLIN)
-        with self._changed:
-            for neighbour in self._neighbours.values():
-                poll.register(neighbour.socket, select.POLLIN | (select.POLLOUT if neighbour.outgoing else 0))
-        return poll
-
     def _look(self, ready: dict[int, int]) -> None:
         """Read and write what can be."""
         if self._woken.fileno() in ready:
@@ -332,13 +326,11 @@ class Watch:
             if ended:
                 del self._neighbours[peer]
                 neighbour.socket.close()
-                if self._close_by is None:
-                    said = "done" if peer in self.left else "lost"
-                    self._take({"kind": said, "rank": peer} | ({"by": self.rank} if said == "lost" else {}))
+                if peer in self.left:
+                    self._say("done", peer)
+                else:
+                    self._say("lost", peer, by=self.rank)
 
     def _end(self) -> None:
-        for neighbour in self._neighbours.values():
-            neighbour.socket.close()
+        self.disown()
         self._neighbours.clear()
-        self._wake.close()
-        self._woken.close()

@@ -17,10 +17,10 @@ from threading import get_ident, main_thread
 from typing import TypeVar
 
 from gradwire.collectives.diagnostics import whereabouts
-from gradwire.collectives.diagnostics.excepthook import ExceptHook
 from gradwire.collectives.diagnostics.mismatch import ANY_CALL, Agreement, Call
 from gradwire.collectives.diagnostics.postmortem import Report, inquire, verdict
 from gradwire.collectives.diagnostics.stall import Position, Stalls
+from gradwire.collectives.diagnostics.whereabouts import ExceptHook
 from gradwire.collectives.errors import CollectiveError, LinkError, Mismatch, PeerJoined
 from gradwire.collectives.link.base import Transport
 from gradwire.collectives.link.watch import Watch

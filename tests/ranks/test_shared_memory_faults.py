@@ -23,8 +23,7 @@ from gradwire.collectives.errors import LinkError
 from gradwire.collectives.kernels import cpu_arithmetic, cpu_kernels
 from gradwire.collectives.link.base import Request
 from gradwire.collectives.link.shared_memory.group import LocalGroup
-from gradwire.collectives.link.shared_memory.messages import SharedMemoryTransport
-from gradwire.collectives.link.shared_memory.reductions import SharedMemory
+from gradwire.collectives.link.shared_memory.messages import SharedMemory, SharedMemoryTransport
 from gradwire.collectives.link.shared_memory.segment import Segment
 from tests.harness import Worlds, wide
 

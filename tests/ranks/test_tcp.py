@@ -17,10 +17,10 @@ import torch.distributed as dist
 from gradwire.collectives import Communicator, PeerLost
 from gradwire.collectives.environment import SHARED_MEMORY
 from gradwire.collectives.kernels import cpu_sockets
+from gradwire.collectives.link.auto import RoutingTransport
 from gradwire.collectives.link.base import Transport
 from gradwire.collectives.link.handshake import CHALLENGE_BYTES, Listener
 from gradwire.collectives.link.process_group import ProcessGroupTransport
-from gradwire.collectives.link.routing import RoutingTransport
 from gradwire.collectives.link.tcp import TcpTransport
 from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds
 from tests.ranks.exact import ALLREDUCES, SEVERAL_SEGMENTS, contribution, on_host, reduced

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.collectives.link.shared_memory.budget import memory_left
+from gradwire.collectives.link.shared_memory.segment import memory_left
 
 MIB = 1 << 20
 MACHINE = 1000 * MIB

@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from gradwire.collectives.diagnostics import mismatch, whereabouts
-from gradwire.collectives.diagnostics.differences import differing
-from gradwire.collectives.diagnostics.mismatch import Agreement, Call, first_difference
+from gradwire.collectives.diagnostics.mismatch import Agreement, Call, differing, first_difference
 from gradwire.collectives.errors import LinkError, Mismatch
 from tests.unit.test_watch import DEADLINE_S, end_abruptly, watches
 

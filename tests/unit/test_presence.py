@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from gradwire.collectives.link.hub import Failure
 from gradwire.collectives.link.own_address import card_of
-from gradwire.collectives.link.presence import Failure, Presence, arrive
+from gradwire.collectives.link.presence import Presence, arrive
 
 SIZE = 3
 DEADLINE_S = 20.0

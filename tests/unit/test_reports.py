@@ -14,9 +14,16 @@ import pytest
 import torch
 
 from gradwire.collectives import ReplicasDiffer
-from gradwire.collectives.diagnostics.clocks import ROUNDS, Offset, measure, offsets
-from gradwire.collectives.diagnostics.timeline import Recording, Timeline
-from gradwire.collectives.diagnostics.trace import trace_of, write_trace
+from gradwire.collectives.diagnostics.timeline import (
+    ROUNDS,
+    Offset,
+    Recording,
+    Timeline,
+    measure,
+    offsets,
+    trace_of,
+    write_trace,
+)
 from gradwire.collectives.kernels.reference import hashing as reference
 from gradwire.trainer.gradients.moments import Moment
 from gradwire.trainer.gradients.replicas import hash_of

@@ -13,7 +13,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from gradwire.collectives.diagnostics import whereabouts
-from gradwire.collectives.diagnostics.excepthook import ExceptHook
+from gradwire.collectives.diagnostics.whereabouts import ExceptHook
 
 DEADLINE_S = 30.0
 
@@ -125,7 +125,7 @@ def test_who_came_between_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_at_a_prompt_nothing_ends() -> None:
     script = """
 import sys
-from gradwire.collectives.diagnostics.excepthook import ExceptHook
+from gradwire.collectives.diagnostics.whereabouts import ExceptHook
 
 class Leaver:
     def leave(self, why):

@@ -12,9 +12,15 @@ from pathlib import Path
 import torch
 
 from gradwire.collectives import CollectiveError, Communicator
-from gradwire.collectives.diagnostics.clocks import Offset, measure
-from gradwire.collectives.diagnostics.timeline import Recording, Timeline, now_ns
-from gradwire.collectives.diagnostics.trace import trace_of, write_trace
+from gradwire.collectives.diagnostics.timeline import (
+    Offset,
+    Recording,
+    Timeline,
+    measure,
+    now_ns,
+    trace_of,
+    write_trace,
+)
 
 _log = logging.getLogger("gradwire")
 

@@ -1,8 +1,8 @@
 """Tensors in shared memory, and how the ranks of a host come to see each other's.
 
-Every rank allocates for itself, whenever it likes. What it has stands in a table in the segment, whose version goes up with
-each change; a rank announces its version with every operation. After the operation everyone maps what is new there, and from
-the next one on uses it. As all ranks have read the same announcements, all know alike who sees what, without another message.
+Every rank allocates for itself, at any time. A table in the segment lists its tensors; the version of the table goes up with each
+change, and the rank announces it with every operation. After the operation all ranks map what is new there, and use it from the
+next one on. As all ranks have read the same announcements, they agree on who sees what, without another message.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from gradwire.collectives.link.shared_memory.budget import memory_left
 from gradwire.collectives.link.shared_memory.group import SLOT_FIELDS, SLOTS, LocalGroup
-from gradwire.collectives.link.shared_memory.segment import Segment
+from gradwire.collectives.link.shared_memory.segment import Segment, memory_left
 
 _log = logging.getLogger("gradwire")
 
@@ -43,7 +42,7 @@ class Allocations:
     """The shared tensors of one rank, and its view of those of the others."""
 
     def __init__(self, group: LocalGroup) -> None:
-        self._group = group
+        self.group = group
         tables = (ctypes.c_int64 * (group.size * SLOTS * SLOT_FIELDS)).from_address(group.base + group.plan.tables)
         self._tables = np.ctypeslib.as_array(tables).reshape(group.size, SLOTS, SLOT_FIELDS)
         self._mine = self._tables[group.index]
@@ -58,7 +57,7 @@ class Allocations:
         group.context[group.kernels.ANNOUNCED] = self._announced.ctypes.data
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """A tensor that the others will see; None where there is no room for it. Its memory is given back with it."""
+        """Return a tensor that the others will see; None where there is no room for it. Its memory is given back with it."""
         nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             if self._closed or nbytes == 0:
@@ -69,46 +68,39 @@ class Allocations:
                 return None
             slot, version = free[0], self._version + 1
             try:
-                if nbytes > memory_left() // self._group.size:
+                if nbytes > memory_left() // self.group.size:
                     return None
-                segment = Segment.create(self._name(self._group.index, version), nbytes)
+                segment = Segment.create(self._name(self.group.index, version), nbytes)
             except OSError:  # no memory, or too many files are open
                 return None
             assert segment.address is not None
             memory = (ctypes.c_uint8 * nbytes).from_address(segment.address)
             self._own[slot] = segment
             self._by_address[segment.address] = (slot, version)
-            self._group.bases[self._group.index * SLOTS + slot] = segment.address
+            self.group.bases[self.group.index * SLOTS + slot] = segment.address
             self._mine[slot, _DESCRIPTOR:] = (segment.descriptor, nbytes, 0)
-            self._group.kernels.publish(self._mine[slot, _GENERATION:].ctypes.data, version)
+            self.group.kernels.publish(self._mine[slot, _GENERATION:].ctypes.data, version)
             self._publish(version)
         finalizer = weakref.finalize(memory, self._free, slot, segment, segment.address)
         finalizer.atexit = False
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def place(self, tensor: torch.Tensor) -> Place:
-        """Where a contiguous tensor of this rank lies."""
+        """Return where a contiguous tensor of this rank lies."""
         self._reap()
         start = tensor.untyped_storage().data_ptr()
-        found = self._by_address.get(start)
-        if found is None:
+        if (found := self._by_address.get(start)) is None:
             return ELSEWHERE
         return Place(found[0], tensor.data_ptr() - start, found[1])
 
     def follow(self) -> None:
         """Map what the others have announced, and unmap what they have given up. After an operation, on every rank."""
-        group = self._group
-        for member in range(group.size):
-            if member == group.index:
-                group.known[member] = int(self._announced[member])
-                continue
+        group = self.group
+        for member in np.flatnonzero(self._announced != group.known).tolist():
             announced = int(self._announced[member])
-            if announced == group.known[member]:
-                continue
-            table = self._tables[member]
-            for slot in range(SLOTS):
+            for slot in range(SLOTS) if member != group.index else ():
                 generation, segment = self._theirs.get((member, slot), (0, None))
-                if int(table[slot, _GENERATION]) != generation:
+                if int(self._tables[member, slot, _GENERATION]) != generation:
                     if segment is not None:
                         segment.close()
                     self._theirs[member, slot] = self._map(member, slot)
@@ -118,7 +110,7 @@ class Allocations:
         """Unmap the others' tensors, unless a kernel still runs. This rank's own live on as ordinary tensors."""
         with self._lock:
             self._closed = True
-            if not self._group.stop():
+            if not self.group.stop():
                 return
             for _, segment in self._theirs.values():
                 if segment is not None:
@@ -128,14 +120,14 @@ class Allocations:
                 segment.seal_off()
 
     def _free(self, slot: int, segment: Segment, address: int) -> None:
-        """The tensor is gone. Its slot is not: what it announces must change in an order that a finalizer cannot keep."""
-        if not self._group.is_ours:
+        """Give a tensor's memory back. Its slot stays: what it announces must change in an order that a finalizer cannot keep."""
+        if not self.group.is_ours:
             return  # a forked child's copy of it: the tensor lives on in its owner
         with self._lock:
             del self._by_address[address]
             if not self._closed:
                 self._mine[slot, _GENERATION] = 0
-                self._group.bases[self._group.index * SLOTS + slot] = 0
+                self.group.bases[self.group.index * SLOTS + slot] = 0
                 self._freed.append(slot)
             segment.close()
 
@@ -149,14 +141,14 @@ class Allocations:
 
     def _publish(self, version: int) -> None:
         self._version = version
-        group, kernels = self._group, self._group.kernels
+        group, kernels = self.group, self.group.kernels
         kernels.publish(group.base + group.index * kernels.RANK_BYTES + kernels.VERSION, version)
 
     def _name(self, member: int, generation: int) -> str:
-        return f"{self._group.name}-{member}-{generation}"
+        return f"{self.group.name}-{member}-{generation}"
 
     def _map(self, member: int, slot: int) -> tuple[int, Segment | None]:
-        group = self._group
+        group = self.group
         row = self._tables[member, slot]
         base = member * SLOTS + slot
         group.bases[base] = 0

@@ -1,4 +1,4 @@
-"""The ranks of one host: the memory that they share, how they wait in it, and who of them is alive."""
+"""The ranks of one host: the memory that they share, how they wait in it, and which of them are alive."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ _BROKEN, _GONE = 1, 2
 #: Beats that a wait spins: about 20 us where every rank has a core, next to nothing where they share them.
 _SPINS, _SPINS_SHARING = 1000, 20
 
-
 #: How long a wait gives way before it sleeps. Next to nothing beside threads that have work to do, the caller's own or the
 #: backend's that brings what comes from other hosts: to give way still takes them half a core.
 _YIELD_NS, _YIELD_NS_BESIDE_THREADS = 10_000_000, 20_000
@@ -71,7 +70,7 @@ class _Plan:
 
 
 class LocalGroup:
-    """The ranks of one host, their common segment, and who of them is alive.
+    """The ranks of one host, their common segment, and which of them are alive.
 
     name: of the segment. members: the host's ranks in the world, ascending; pids: their processes. everyone: whether
     there are no other ranks, that compute while these wait.
@@ -113,43 +112,38 @@ class LocalGroup:
         self.whole_bytes = _WHOLE_BYTES
         self.rings = self.base + self.plan.rings
         self._everyone = everyone
-        self._finalizer = weakref.finalize(self, _give_back, segment, self._state_offset, self._members_by_descriptor)
+        state_offset = self.index * kernels.RANK_BYTES + kernels.STATE
+        self._finalizer = weakref.finalize(self, _give_back, segment, state_offset, self._members_by_descriptor)
         self._finalizer.atexit = False
-        for field, value in (
-            (kernels.RANK, self.index),
-            (kernels.SIZE, self.size),
-            (kernels.BLOCK, _BLOCK_BYTES),
-            (kernels.RANKS, self.base),
-            (kernels.WHOLE, self.base + self.plan.whole),
-            (kernels.WHOLE_BYTES, _WHOLE_BYTES),
-            (kernels.STAGING, self.base + self.plan.staging),
-            (kernels.CHUNK_BYTES, self.plan.chunk_bytes),
-            (kernels.DEPTH, self.plan.depth),
-            (kernels.SLOTS, SLOTS),
-            (kernels.BASES, self.bases.ctypes.data),
-            (kernels.KNOWN, self.known.ctypes.data),
-        ):
-            self.context[field] = value
+        context = {
+            kernels.RANK: self.index,
+            kernels.SIZE: self.size,
+            kernels.BLOCK: _BLOCK_BYTES,
+            kernels.RANKS: self.base,
+            kernels.WHOLE: self.base + self.plan.whole,
+            kernels.WHOLE_BYTES: _WHOLE_BYTES,
+            kernels.STAGING: self.base + self.plan.staging,
+            kernels.CHUNK_BYTES: self.plan.chunk_bytes,
+            kernels.DEPTH: self.plan.depth,
+            kernels.SLOTS: SLOTS,
+            kernels.BASES: self.bases.ctypes.data,
+            kernels.KNOWN: self.known.ctypes.data,
+        }
+        self.context[list(context)] = list(context.values())
         self.wait_beside_work(False)
 
     @property
-    def _state_offset(self) -> int:
-        offset: int = self.index * self.kernels.RANK_BYTES + self.kernels.STATE
-        return offset
-
-    @property
     def is_ours(self) -> bool:
-        """False in a forked child, which has the memory but is nobody in the group."""
+        """Return False in a forked child, which has the memory but is no member of the group."""
         return os.getpid() == self._process
 
     @staticmethod
     def segment_bytes(kernels: ModuleType, size: int) -> int:
-        """How long the segment of `size` ranks must be."""
-        nbytes: int = _Plan(kernels, size).nbytes
-        return nbytes
+        """Return how long the segment of `size` ranks must be."""
+        return int(_Plan(kernels, size).nbytes)
 
     def wait_beside_work(self, beside_work: bool) -> None:
-        """Whether waits from now on are to leave the cores to other threads of this process."""
+        """Leave the cores to other threads of this process in waits from now on, or not."""
         a_core_each = self.size <= len(os.sched_getaffinity(0)) and not beside_work
         alone = self._everyone and not beside_work
         self.context[self.kernels.SPINS] = _SPINS if a_core_each else _SPINS_SHARING
@@ -167,12 +161,12 @@ class LocalGroup:
         self._processes.register(descriptor, select.POLLIN)
 
     def word(self, member: int, line: int) -> ctypes.c_int64:
-        """The first word in a line of a member (its place among members)."""
+        """Return the first word in a line of a member (its place among members)."""
         return ctypes.c_int64.from_address(self.base + member * self.kernels.RANK_BYTES + line)
 
     def run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> bool:
-        """Call a kernel until it is through; whether others have announced something new meanwhile. Raises LinkError when it
-        cannot be: see Pending.wait."""
+        """Call a kernel until it is through; return whether others have announced something new meanwhile. Raises LinkError where
+        it cannot be: see Pending.wait."""
         with self._running:
             if self._stopped:
                 raise LinkError(None, timed_out=False, detail="this rank has closed its Communicator")
@@ -189,11 +183,9 @@ class LocalGroup:
         return bool(status == self.kernels.FINISHED_WITH_NEWS)
 
     def _check(self, status: int, deadline: float, lost: set[int]) -> set[int]:
-        """Raise the LinkError that a kernel's status means, if any. Returns who of those awaited is lost.
-
-        lost: what the last check returned. Only who was lost before the kernel last looked is given up: others may have left
-        something behind, on their way out.
-        """
+        """Raise the LinkError that a kernel's status means, if any; return the lost ranks of those awaited. lost: what the last
+        check returned. Only a rank that was lost before the kernel last looked is given up: others may have left something
+        behind."""
         kernels = self.kernels
         awaited = self._awaited()
         peer = min(awaited)
@@ -211,7 +203,7 @@ class LocalGroup:
         return awaited & (self.dead() | self._left(_BROKEN))
 
     def _awaited(self) -> set[int]:
-        """Whom the kernel that has just returned was waiting for."""
+        """Return the ranks that the kernel which has just returned was waiting for."""
         kernels = self.kernels
         peer = int(self.context[kernels.PEER])
         if peer >= 0:
@@ -222,7 +214,7 @@ class LocalGroup:
         return behind & others or others
 
     def dead(self) -> set[int]:
-        """Ranks whose process has ended."""
+        """Return the ranks whose process has ended."""
         if self._segment.address is None:
             return set()
         ended = {self._members_by_descriptor[descriptor] for descriptor, _ in self._processes.poll(0)}
@@ -233,7 +225,7 @@ class LocalGroup:
         return {rank for member, rank in enumerate(self.members) if self.word(member, line).value >= least}
 
     def seal_off(self) -> None:
-        """All members have mapped the segment."""
+        """Close the segment's descriptor, once all members have mapped it."""
         self._segment.seal_off()
 
     def abort(self) -> None:
@@ -251,7 +243,7 @@ class LocalGroup:
         return self._stopped
 
     def close(self) -> None:
-        """Leave. The memory is unmapped, unless a kernel still runs in it: then it lasts as long as the process."""
+        """Leave, and unmap the memory, unless a kernel still runs in it: then it lasts as long as the process."""
         with self._lock:
             if not self.stop():
                 self._finalizer.detach()

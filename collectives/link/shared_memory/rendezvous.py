@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -26,75 +25,47 @@ def join_host(membership: Membership, kernels: ModuleType | str, deadline: float
     """
     rank = membership.rank
     members = next(host for host in membership.hosts if rank in host)
+    first, joins = members[0], len(members) > 1
     segment: Segment | None = None
     group: LocalGroup | None = None
-    try:
+    with ExitStack() as made:
         card: dict[str, Any] = {"pid": os.getpid()}
-        if rank == members[0] and len(members) > 1 and not isinstance(kernels, str):
+        if joins and rank == first and isinstance(kernels, ModuleType):
             name = f"gradwire-{secrets.token_hex(16)}"
             try:
                 segment = Segment.create(name, LocalGroup.segment_bytes(kernels, len(members)))
+                made.callback(segment.close)
                 card |= {"name": name, "descriptor": segment.descriptor}
             except OSError as error:
                 card |= {"why": str(error)}
-        cards = _exchange(membership, "segment", card, deadline)
+        cards = membership.exchange("segment", card, deadline)
         problem = kernels if isinstance(kernels, str) else None
-        if len(members) > 1 and not isinstance(kernels, str):
+        if joins and isinstance(kernels, ModuleType):
             try:
-                group = _join(kernels, segment, cards, members, membership)
+                theirs = cards[first]
+                if "name" not in theirs:
+                    raise OSError(theirs.get("why", f"rank {first} made no segment"))
+                if segment is None:
+                    nbytes = LocalGroup.segment_bytes(kernels, len(members))
+                    segment = Segment.open(theirs["pid"], theirs["descriptor"], theirs["name"], nbytes)
+                pids = [cards[member]["pid"] for member in members]
+                everyone = len(members) == len(cards) and not membership.beside_others
+                group = LocalGroup(kernels, segment, theirs["name"], pids, members, rank, everyone=everyone)
+                made.callback(group.close)
+                for member in members:
+                    if member != rank:
+                        group.watch(member)
             except OSError as error:
                 problem = str(error)
-        answers = _exchange(membership, "joined", {"why": problem}, deadline)
-    except BaseException:
-        _give_up(group, segment)
-        raise
-    problems = {member: answers[member]["why"] for member in members if answers[member]["why"]}
-    if group is not None and not problems:
-        segment = None
-        group.seal_off()
-        return group
-    if rank == members[0] and len(members) > 1:
-        member, why = next(iter(problems.items()))
-        _log.warning(
-            "gradwire: ranks %s talk through sockets, not through shared memory: rank %d: %s", members, member, why
-        )
-    _give_up(group, segment)
+        answers = membership.exchange("joined", {"why": problem}, deadline)
+        problems = {member: answers[member]["why"] for member in members if answers[member]["why"]}
+        if group is not None and not problems:
+            made.pop_all()
+            group.seal_off()
+            return group
+        if joins and rank == first:
+            member, why = next(iter(problems.items()))
+            _log.warning(
+                "gradwire: ranks %s talk through sockets, not through shared memory: rank %d: %s", members, member, why
+            )
     return None
-
-
-def _give_up(group: LocalGroup | None, segment: Segment | None) -> None:
-    for made in (group, segment):
-        if made is not None:
-            made.close()
-
-
-def _join(
-    kernels: ModuleType,
-    segment: Segment | None,
-    cards: Sequence[dict[str, Any]],
-    members: Sequence[int],
-    membership: Membership,
-) -> LocalGroup:
-    rank = membership.rank
-    first = cards[members[0]]
-    if "name" not in first:
-        raise OSError(first.get("why", f"rank {members[0]} made no segment"))
-    if segment is None:
-        nbytes = LocalGroup.segment_bytes(kernels, len(members))
-        segment = Segment.open(first["pid"], first["descriptor"], first["name"], nbytes)
-    pids = [cards[member]["pid"] for member in members]
-    everyone = len(members) == len(cards) and not membership.beside_others
-    group = LocalGroup(kernels, segment, first["name"], pids, members, rank, everyone=everyone)
-    try:
-        for member in members:
-            if member != rank:
-                group.watch(member)
-    except OSError:
-        group.close()
-        raise
-    return group
-
-
-def _exchange(membership: Membership, name: str, card: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
-    """Return every rank's card."""
-    return [json.loads(text) for text in membership.everyones(name, json.dumps(card).encode(), deadline)]

@@ -1,13 +1,21 @@
-"""Memory that the processes of one host share, without a name that anyone could leave behind."""
+"""Memory that the processes of one host share, without a name that anyone could leave behind, and how much memory there is."""
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 
 _MAP_SHARED, _MAP_POPULATE = 0x01, 0x8000
 _PROT_READ, _PROT_WRITE = 0x1, 0x2
+
+#: Where each version of cgroups has its folders; in each, the limit and the usage of memory; and in memory.stat, how the names of
+#: the pages of files begin, which the kernel gives up when memory is wanted.
+_CGROUPS_1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+_CGROUPS_2 = ("sys/fs/cgroup", "memory.max", "memory.current", "")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -35,7 +43,7 @@ class Segment:
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> Segment:
-        """name: what `open` makes sure of; unguessable. Raises OSError where the memory cannot be had."""
+        """Return a new segment. name: unguessable, which `open` checks. Raises OSError where the memory cannot be had."""
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(descriptor, 0o600)
@@ -65,7 +73,7 @@ class Segment:
         return segment
 
     def seal_off(self) -> None:
-        """Nobody else needs to open it any more."""
+        """Close the descriptor, by which others open the segment."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
@@ -76,3 +84,37 @@ class Segment:
         if self.address is not None:
             _libc.munmap(self.address, self.nbytes)
             self.address = None
+
+
+def memory_left(root: Path = Path("/")) -> int:
+    """Return how many bytes the machine could give out now; fewer where a cgroup, this process's or one around it, allows fewer.
+
+    root: the folder that has proc and sys. Raises OSError where they cannot be read.
+    """
+    machine = int(_fields(root / "proc/meminfo")["MemAvailable:"]) * 1024
+    return max(0, min([machine, *_left_in_cgroups(root)]))
+
+
+def _left_in_cgroups(root: Path) -> Iterator[int]:
+    """Yield what each cgroup around this process leaves it. One that is not to be seen from here does not count."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount, limit_name, usage_name, prefix = _CGROUPS_1 if controllers else _CGROUPS_2
+        group = PurePosixPath(path).relative_to("/")
+        for each in (group, *group.parents) if ".." not in group.parts else [PurePosixPath()]:
+            folder = root / mount / each
+            with suppress(OSError):
+                if (limit := (folder / limit_name).read_text().strip()) != "max":
+                    pages = _fields(folder / "memory.stat")
+                    files = sum(int(pages.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+                    yield int(limit) - int((folder / usage_name).read_text()) + files
+
+
+def _fields(file: Path) -> dict[str, str]:
+    """Return the second word of each line, by the first."""
+    return {words[0]: words[1] for words in map(str.split, file.read_text().splitlines())}
