@@ -22,7 +22,7 @@ from gradwire.trainer.gradients.buffers import CodedBuffer, buffer_for
 from gradwire.trainer.gradients.combination import Combination, ExchangeStats
 from gradwire.trainer.gradients.compression import CASTS, Cast, Compressor, Encoding, Policy
 from gradwire.trainer.gradients.layout import packed
-from gradwire.trainer.gradients.saved import VERSION, check_part
+from gradwire.trainer.gradients.checkpoint_format import VERSION, check_part
 
 UNSETTLED_STEPS = 2
 """DDP lays out its buckets anew after the first step, and residuals begin with those that stay."""

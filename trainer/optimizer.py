@@ -26,8 +26,7 @@ from gradwire.trainer.gradients.compression import Compression, Compressor, Poli
 from gradwire.trainer.gradients.exchange import Passes
 from gradwire.trainer.gradients.layout import DEFAULT_BUCKET_BYTES
 from gradwire.trainer.gradients.shards.ways import movements_as
-from gradwire.trainer.gradients.uncompiled import uncompiled
-from gradwire.trainer.optimizers.wrapped import WrappingOptimizer
+from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, uncompiled
 from gradwire.trainer.reports.metrics import StepMetrics
 from gradwire.trainer.reports.reports import Reports, Wanted
 from gradwire.trainer.reports.stragglers import Stragglers

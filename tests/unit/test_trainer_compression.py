@@ -26,7 +26,7 @@ from gradwire.trainer.gradients.compression import (
     encoding_of,
     verb_codec,
 )
-from gradwire.trainer.gradients.saved import KEY
+from gradwire.trainer.gradients.checkpoint_format import KEY
 
 NEED_FEEDBACK = {"onebit", "topk", "threshold", "randomk", "dgc", "chunktopk"}
 

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Sequence
 
+from gradwire.trainer.gradients.bucketing import Bucketing
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -15,10 +16,9 @@ from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.torch_internals import OUTSIDE_BACKWARD, graph_task, when_backward_ends
 from gradwire.trainer.gradients.arguments import Sum
 from gradwire.trainer.gradients.bucket import Bucket
-from gradwire.trainer.gradients.buckets import Bucketing
 from gradwire.trainer.gradients.combination import Combination, Operations
 from gradwire.trainer.gradients.moments import Moments
-from gradwire.trainer.gradients.uncompiled import uncompiled
+from gradwire.trainer.optimizers.wrapped import uncompiled
 
 
 class Passes:

@@ -21,11 +21,10 @@ from gradwire.collectives.errors import ranks_text
 from gradwire.trainer.gradients.arguments import Adasum, Sum
 from gradwire.trainer.gradients.bucket import dense_strides
 from gradwire.trainer.gradients.dtensors import shard_of
-from gradwire.trainer.gradients.saved import SHARDS, check_finite
+from gradwire.trainer.gradients.checkpoint_format import SHARDS, check_finite
 from gradwire.trainer.gradients.shards.piece import OWED
 from gradwire.trainer.gradients.shards.pieces import Held, Pieces, cut_whole, is_by_element
-from gradwire.trainer.optimizers.lamb import LAMB
-from gradwire.trainer.optimizers.lars import LARS
+from gradwire.trainer.optimizers.layerwise import LAMB, LARS
 from gradwire.trainer.rules.rule import Setup
 from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.world import here

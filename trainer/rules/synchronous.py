@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from gradwire.trainer.gradients.bucketing import Bucketing
 from torch import Tensor
 
 from gradwire.trainer.gradients.bucket import Bucket
-from gradwire.trainer.gradients.buckets import Bucketing
 from gradwire.trainer.gradients.checkpoint import Resumption
 from gradwire.trainer.gradients.exchange import GradientExchange
 from gradwire.trainer.gradients.moments import Moments
-from gradwire.trainer.gradients.saved import SHARDS
+from gradwire.trainer.gradients.checkpoint_format import SHARDS
 from gradwire.trainer.rules.rule import Rule, Setup
 from gradwire.trainer.world.world import here
 

@@ -18,9 +18,8 @@ from gradwire.trainer.gradients.agreement import agree_on_parameters, check_sett
 from gradwire.trainer.gradients.arguments import check_named_parameters
 from gradwire.trainer.gradients.compression import Compression, Compressor, Policy
 from gradwire.trainer.gradients.replicas import hash_of
-from gradwire.trainer.gradients.uncompiled import uncompiled
 from gradwire.trainer.optimizers.copies import copied_attributes
-from gradwire.trainer.optimizers.wrapped import WrappingOptimizer
+from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, uncompiled
 from gradwire.trainer.servers.aggregator import Late, Scheme
 from gradwire.trainer.servers.connection import open_pairs, text_of
 from gradwire.trainer.servers.messages import Local, Remote, Server
@@ -379,9 +378,3 @@ class ParameterServer(WrappingOptimizer):
                 f"{here()}{verb} needs quorum={count}, all that push, not {self._scheme.quorum}, and no ranks that serve only: "
                 "others do not stand at one place together. Save the model of one rank, and begin with new servers"
             )
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.optimizer!r})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a ParameterServer cannot be copied or pickled: save its state_dict()")
