@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor
 from gradwire.trainer.gradients.agreement import agree_on_parameters
 from gradwire.trainer.gradients.bucket import Bucket, presence_of
 from gradwire.trainer.gradients.buffers import CodedBuffer, Owed, PlainBuffer
-from gradwire.trainer.gradients.combination import Combination
-from gradwire.trainer.gradients.compression import Cast, Encoding, Policy
+from gradwire.trainer.gradients.compression import Cast, Encoding
 from gradwire.trainer.gradients.dtensors import held_here, shard_of
 from gradwire.trainer.gradients.layout import BucketPlan, Item, lay_out, plan_buckets
+from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.gradients.sparse import SparseGradients
 from gradwire.trainer.world.world import here
 
@@ -28,28 +28,11 @@ class Bucketing:
     they were seen to arrive on rank 0; so again when parameters were frozen, thawed or added. What the codes of old
     buckets owe goes along, and waits where a parameter is frozen. Parameters whose gradients are found to be sparse
     leave the buckets for `sparse`.
-
-    groups: numbers of the groups of parameters, each of which shares a bucket where the dtypes allow it; the others are
-    fused by bucket_bytes. sparse_as_dense: whether sparse gradients are made dense. encodes_more: whether something else is
-    encoded bucket by bucket, so that it matters to it, too, how buckets are laid out.
     """
 
-    def __init__(
-        self,
-        combination: Combination,
-        policy: Policy,
-        bucket_bytes: int,
-        groups: Mapping[Tensor, int] | None = None,
-        *,
-        sparse_as_dense: bool = False,
-        encodes_more: bool = False,
-    ) -> None:
-        self._combination = combination
-        self._policy = policy
-        self._bucket_bytes = bucket_bytes
-        self._groups = groups or {}
-        self._sparse_as_dense = sparse_as_dense
-        self._encodes_more = encodes_more
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._combination = setup.combination
         self._known_sparse: set[int] = set()
         self._names: list[str] = []
         self._encodings: list[Cast | Encoding] = []
@@ -73,17 +56,17 @@ class Bucketing:
         _check_dtypes((name, parameter) for name, parameter in named if parameter.requires_grad)
         self._names += names
         held = map(held_here, parameters)
-        self._encodings += [self._policy.encoding(name, tensor) for name, tensor in zip(names, held, strict=True)]
+        self._encodings += map(self._setup.policy.encoding, names, held)
         self.parameters += parameters
 
     @property
     def is_encoded(self) -> bool:
         """Return whether any parameter is for a codec, so that a checkpoint has to say how buckets are laid out."""
-        return self._encodes_more or any(isinstance(encoding, Encoding) for encoding in self._encodings)
+        return self._setup.returning is not None or any(isinstance(kind, Encoding) for kind in self._encodings)
 
     @property
     def coded(self) -> list[CodedBuffer]:
-        """Return the buffers of the buckets that codecs exchange."""
+        """Return the buffers that codecs exchange."""
         return [bucket.coded for bucket in self.buckets if bucket.coded is not None]
 
     def learn(self, arrivals: Iterable[int]) -> None:
@@ -111,7 +94,7 @@ class Bucketing:
         if newcomers:
             _check_dtypes((self._names[index], self.parameters[index]) for index in newcomers)
             self._order += newcomers
-            self._take_in(self._made(self._plan(newcomers), len(self.buckets)))
+            self._take_in(self._made(newcomers, len(self.buckets)))
             self._learning = True
 
     def update(self) -> None:
@@ -128,12 +111,15 @@ class Bucketing:
         self._learning = not self._laid_out() | set(self._arrivals or ()) >= set(trainable)
         self._arrivals = None
         wanted = set(trainable)
-        agreed = self._agree([index for index in known if index in wanted])
+        index_of = {self._names[index]: index for index in known if index in wanted}
+        parameters = [self.parameters[index] for index in index_of.values()]
+        names = agree_on_parameters(self._combination.communicator, list(index_of), parameters)
+        agreed = [index_of[name] for name in names]
         self._order = [index for index in agreed if index not in self._known_sparse]
         self.sparse = self.sparse_gradients([index for index in agreed if index in self._known_sparse])
         for buffer in self.coded:
             self._waiting |= {index: owed for index, owed in zip(buffer.items, buffer.take(), strict=True) if owed}
-        self._replace(self._made(self._plan(self._order)))
+        self._replace(self._made(self._order))
 
     def _replace(self, buckets: list[Bucket]) -> None:
         """Have these buckets instead; gradients move along."""
@@ -151,38 +137,21 @@ class Bucketing:
     def _trainable(self) -> list[int]:
         return [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
 
-    def _agree(self, order: Sequence[int]) -> list[int]:
-        """Return rank 0's order. Raises ValueError on all ranks alike where they do not have the same parameters."""
-        index = {self._names[i]: i for i in order}
-        parameters = [self.parameters[i] for i in order]
-        return [index[name] for name in agree_on_parameters(self._combination.communicator, list(index), parameters)]
-
     def _items(self) -> list[Item]:
-        kinds = zip(map(held_here, self.parameters), self._encodings, strict=True)
         items = []
-        for parameter, (held, code) in zip(self.parameters, kinds, strict=True):
-            group = self._groups.get(parameter)
+        for parameter, code in zip(self.parameters, self._encodings, strict=True):
+            held, group = held_here(parameter), self._setup.groups.get(parameter)
             kind = (held.dtype, held.device, code, group)
             items.append(Item(held.numel(), held.element_size(), kind, grouped=group is not None))
         return items
 
-    def _plan(self, order: Sequence[int]) -> Sequence[BucketPlan]:
-        """Return the plans of buckets for parameters in this order."""
-        return plan_buckets(self._items(), order, bucket_bytes=self._bucket_bytes)
+    def _made(self, order: Sequence[int], first_number: int = 0) -> list[Bucket]:
+        """Return new buckets for parameters in this order."""
+        plans = plan_buckets(self._items(), order, bucket_bytes=self._setup.bucket_bytes)
+        return [self._bucket(plan, number) for number, plan in enumerate(plans, first_number)]
 
-    def _made(self, plans: Sequence[BucketPlan], first_number: int = 0) -> list[Bucket]:
-        return [
-            Bucket(
-                plan,
-                self._names,
-                self.parameters,
-                self._encodings[plan.items[0]],
-                self._combination,
-                number,
-                densifies=self._sparse_as_dense,
-            )
-            for number, plan in enumerate(plans, first_number)
-        ]
+    def _bucket(self, plan: BucketPlan, number: int) -> Bucket:
+        return Bucket(self._setup, plan, self._names, self.parameters, self._encodings[plan.items[0]], number)
 
     def _take_in(self, buckets: Sequence[Bucket]) -> None:
         """Add buckets, with what waited for their parameters."""
@@ -221,16 +190,14 @@ class Bucketing:
     def restored(self, state: dict[str, Any]) -> list[Bucket] | None:
         """Return saved buckets as they were, for restore(); None where parameters, codecs or ranks are others."""
         items, saved = self._items(), state["buckets"]
-        if not all(self._is_kind(items, entry["parameters"]) for entry in saved):
+        if not all(self._may_share(items, entry["parameters"]) for entry in saved):
             return None
-        buckets = self._made([lay_out(items, entry["parameters"]) for entry in saved])
-        for bucket, entry in zip(buckets, saved, strict=True):
-            if (bucket.coded is not None) != ("tensors" in entry):
+        buckets = [self._bucket(lay_out(items, entry["parameters"]), number) for number, entry in enumerate(saved)]
+        for buffer, entry in zip((bucket.coded for bucket in buckets), saved, strict=True):
+            if (buffer is not None) != ("tensors" in entry) or (buffer is not None and not buffer.fits(entry)):
                 return None
-            if bucket.coded is not None:
-                if not bucket.coded.fits(entry):
-                    return None
-                bucket.coded.load_state_dict(entry)
+            if buffer is not None:
+                buffer.load_state_dict(entry)
         return buckets
 
     def restore(self, state: dict[str, Any], buckets: list[Bucket]) -> None:
@@ -257,7 +224,7 @@ class Bucketing:
         named = zip(self._names, self.parameters, strict=True)
         return [(name, tuple(held_here(p).shape), *filter(None, [shard_of(p)])) for name, p in named]
 
-    def _is_kind(self, items: Sequence[Item], members: Sequence[int]) -> bool:
+    def _may_share(self, items: Sequence[Item], members: Sequence[int]) -> bool:
         """Return whether these are parameters, and may share a bucket."""
         return max(members) < len(items) and len({items[index].kind for index in members}) == 1
 

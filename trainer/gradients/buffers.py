@@ -1,4 +1,4 @@
-"""Buffers that are exchanged as one: as they are, or as codes, with what these still owe."""
+"""Buffers that are exchanged as one: as they are, or as codes, with the residuals of error feedback."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from gradwire.trainer.gradients.compression import Encoding
 from gradwire.trainer.gradients.layout import BucketPlan
 
 Owed: TypeAlias = dict[str, Tensor]
-"""What one parameter takes along when its buffer changes, the same on all ranks. "residual": of its gradients, what no
-exchange has returned yet, as it would be in the result, flat, in the order of memory; what else its codec remembers, by
-name."""
+"""What one parameter takes along when its buffer changes, the same on all ranks. "residual": the part of its gradients that
+no exchange has returned yet, as it would be in the result, flat, in the order of memory. By other names: what its codec
+remembers of it."""
 
 
 class PlainBuffer(Operations):
@@ -45,23 +45,24 @@ class PlainBuffer(Operations):
 
     def start(self, step: int) -> None:
         """Begin to combine the values, which nobody may touch until complete(). step: how many exchanges there were."""
-        self._combination.traffic.count_uncompressed(self.values.nbytes)
+        traffic = self._combination.traffic
+        traffic.count(uncompressed=traffic.wire_bytes(self.values.nbytes))
         super().start(step)
 
     def _operations(self, step: int) -> Iterator[Work]:
+        combination = self._combination
         if self._cast is not None:
-            yield self._combination.start(self.values, self._cast)
+            yield combination.start(self.values, self._cast)
             return
-        traffic = self._combination.traffic
-        (traffic.count_half if self._combination.in_shares else traffic.count_sent)(self.values.nbytes)
+        sent = combination.traffic.wire_bytes(self.values.nbytes)
+        combination.traffic.count(sent=sent // 2 if combination.in_shares else sent)  # shares are half of an allreduce
         if self._prepared is None:
-            self._prepared = self._combination.prepare(self.values)
+            self._prepared = combination.prepare(self.values)
         yield self._prepared.start()
 
 
 class CodedBuffer(PlainBuffer):
-    """Has float32 numbers travel as codes, after a warm-up in which they travel as they are; and keeps what the codes
-    owe.
+    """Has float32 numbers travel as codes, after a warm-up in which they travel as they are; and keeps the residuals.
 
     plan: which parameters' gradients are in here, and where; a parameter's place in it is its slot. shapes: by slot,
     how the elements lie in memory. number: tells the buffer from others of the same exchange.
@@ -105,15 +106,15 @@ class CodedBuffer(PlainBuffer):
 
     @abstractmethod
     def restart(self) -> None:
-        """Owe nothing, remember nothing."""
+        """Forget residuals, and what the codec remembers."""
 
     @abstractmethod
     def keeps(self, slot: int) -> bool:
-        """Return whether anything can be owed to the parameter of a slot."""
+        """Return whether the parameter of a slot has error feedback."""
 
     @abstractmethod
     def outstanding(self) -> Tensor:
-        """Return what this rank would have to add to the values for nothing to be lost, were this the end."""
+        """Return this rank's residuals: what it would have to add to the values for nothing to be lost, were this the end."""
 
     @abstractmethod
     def _remembered(self) -> list[Owed]:
@@ -121,7 +122,7 @@ class CodedBuffer(PlainBuffer):
 
     @abstractmethod
     def _add(self, slot: int, owed: Owed) -> None:
-        """Take this rank's part of what is owed to a slot that keeps it."""
+        """Take this rank's part of what a slot that has error feedback is given."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
@@ -130,7 +131,7 @@ class CodedBuffer(PlainBuffer):
         codec's."""
 
     def take(self) -> list[Owed]:
-        """Return what is owed to each parameter, by slot; to those without error feedback nothing. Collective."""
+        """Return what each parameter takes along, by slot; nothing of those without error feedback. Collective."""
         kept = [self.keeps(slot) for slot in range(len(self.items))]
         if not any(kept):
             return [{} for _ in kept]
@@ -140,14 +141,14 @@ class CodedBuffer(PlainBuffer):
         return [{"residual": residual[span], **more} if keeps else {} for keeps, span, more in entries]
 
     def give(self, slot: int, owed: Owed) -> bool:
-        """Let a parameter have what take() said of it, in addition; return whether there is a place for it. Not
-        collective, but for all ranks to do."""
+        """Let a parameter have what take() said of it, in addition; return whether it has error feedback. All ranks do so,
+        without communicating."""
         if self.keeps(slot):
             self._add(slot, owed)
         return self.keeps(slot)
 
     def withhold(self, slot: int) -> None:
-        """Owe a result at which nobody will look. (What is not finite would be owed for ever.)"""
+        """Add a result that nobody will look at to the residual. (What is not finite would stay there for ever.)"""
         result = self.values[self.spans[slot]]
         self.give(slot, {"residual": result.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)})
 

@@ -16,9 +16,9 @@ from gradwire.trainer.gradients.bucket import Bucket
 from gradwire.trainer.gradients.bucketing import Bucketing
 from gradwire.trainer.gradients.buffers import Owed
 from gradwire.trainer.gradients.checkpoint_format import KEY, VERSION, check_part, has_residuals, label_of
-from gradwire.trainer.gradients.combination import Combination
 from gradwire.trainer.gradients.dtensors import held_here
 from gradwire.trainer.gradients.exchange import GradientExchange
+from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.world.world import here
 
 
@@ -26,18 +26,12 @@ class Resumption:
     """Saves and restores what one rank's exchange of gradients goes on from: buckets, residuals, codecs' states, number of
     steps; and with it the wrapped optimizer."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        bucketing: Bucketing,
-        exchange: GradientExchange,
-        combination: Combination,
-    ) -> None:
-        self._optimizer = optimizer
+    def __init__(self, setup: Setup, bucketing: Bucketing, exchange: GradientExchange) -> None:
+        self._optimizer = setup.optimizer
+        self._combination = setup.combination
+        self._communicator = setup.combination.communicator
         self._bucketing = bucketing
         self._exchange = exchange
-        self._combination = combination
-        self._communicator = combination.communicator
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's, and with codecs this rank's part: dicts, lists, tensors, numbers and strings.

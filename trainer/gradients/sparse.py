@@ -104,7 +104,8 @@ class SparseGradients(Operations):
 
     def _gather(self, output: Tensor, rows: Tensor, counts: Sequence[int]) -> Iterator[Work]:
         """Gather rows of all ranks."""
-        self._combination.traffic.count_gathered(rows.nbytes)
+        nbytes = self._combination.traffic.gathered_bytes(rows.nbytes)
+        self._combination.traffic.count(sent=nbytes, uncompressed=nbytes)
         yield self._combination.communicator.allgather(list(output.split(list(counts))), rows, async_op=True)
 
     def _rows_here(self, slot: int) -> Tensor | None:

@@ -13,7 +13,8 @@ from gradwire.trainer.gradients.agreement import agree_on_parameters
 from gradwire.trainer.gradients.arguments import Adasum
 from gradwire.trainer.gradients.compression import Cast, Encoding
 from gradwire.trainer.gradients.dtensors import shard_of
-from gradwire.trainer.rules.rule import Rule, Setup
+from gradwire.trainer.gradients.setup import Setup
+from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.world.world import here
 
 

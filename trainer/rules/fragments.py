@@ -14,8 +14,8 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.partition import sums_inside
 from gradwire.trainer.gradients.compression import Cast, Encoding
 from gradwire.trainer.gradients.replicas import ReplicaCheck
+from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.optimizers.copies import of_copies
-from gradwire.trainer.rules.rule import Setup
 from gradwire.trainer.rules.synchronous import Synchronous
 
 
@@ -38,7 +38,7 @@ class Fragment:
         self.rule.bucketing.learn(range(len(self._outer)))  # any order will do, as all arrive together
         self.rule.start()
         named: dict[Tensor, str] = dict(zip(self._outer, names, strict=True))
-        self._check = ReplicaCheck(setup.combination.communicator, self._optimizer, lambda: named, every=1)
+        self._check = ReplicaCheck(setup.combination.communicator, self._optimizer, lambda: named)
 
     @torch.no_grad()
     def take_over(self) -> None:

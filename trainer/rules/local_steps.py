@@ -25,9 +25,9 @@ from gradwire.trainer.gradients.agreement import check_settings, on_all_ranks
 from gradwire.trainer.gradients.arguments import Average
 from gradwire.trainer.gradients.combination import Combination, ExchangeStats
 from gradwire.trainer.gradients.compression import Policy
-from gradwire.trainer.gradients.exchange import Passes
+from gradwire.trainer.gradients.setup import Passes, Setup
 from gradwire.trainer.rules.fragments import Fragment, averaging_outer, cut
-from gradwire.trainer.rules.rule import Rule, Setup
+from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.world import here
 

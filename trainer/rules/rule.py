@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,31 +11,8 @@ from torch import Tensor
 
 from gradwire.collectives import Communicator
 from gradwire.trainer.gradients.bucket import Bucket
-from gradwire.trainer.gradients.combination import Combination
-from gradwire.trainer.gradients.compression import Cast, Encoding, Policy
-from gradwire.trainer.gradients.exchange import Passes
 from gradwire.trainer.gradients.moments import Moments
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Holds what a DistributedOptimizer was made with.
-
-    optimizer: the one that it wraps. combination: among whom and by which op. policy: what gradients travel as, in
-    buckets of bucket_bytes. passes: counts calls of backward(), of which passes.per_step come before a step. groups:
-    numbers of the groups of parameters that are to be exchanged together. sparse_as_dense: whether sparse gradients are
-    to be made dense. returning: with sharded states, what travels when a rank has stepped its share of the parameters: how
-    far they have moved, by this; None for the parameters as they are.
-    """
-
-    optimizer: torch.optim.Optimizer
-    combination: Combination
-    policy: Policy
-    bucket_bytes: int
-    passes: Passes
-    groups: Mapping[Tensor, int] = field(default_factory=dict)
-    sparse_as_dense: bool = False
-    returning: Cast | Encoding | None = None
+from gradwire.trainer.gradients.setup import Setup
 
 
 class Rule:

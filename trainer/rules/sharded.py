@@ -20,12 +20,12 @@ from torch import Tensor
 from gradwire.collectives.errors import ranks_text
 from gradwire.trainer.gradients.arguments import Adasum, Sum
 from gradwire.trainer.gradients.bucket import dense_strides
-from gradwire.trainer.gradients.dtensors import shard_of
 from gradwire.trainer.gradients.checkpoint_format import SHARDS, check_finite
-from gradwire.trainer.gradients.shards.piece import OWED
+from gradwire.trainer.gradients.dtensors import shard_of
+from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.gradients.shards.pieces import Held, Pieces, cut_whole, is_by_element
+from gradwire.trainer.gradients.shards.ranges import OWED
 from gradwire.trainer.optimizers.layerwise import LAMB, LARS
-from gradwire.trainer.rules.rule import Setup
 from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.world import here
 
@@ -58,7 +58,7 @@ class Sharded(Synchronous):
                 f"{here()}shard_states=True does not go with op={Adasum!r}, by which ranks step on the whole"
             )
         super().__init__(replace(setup, combination=replace(setup.combination, in_shares=True)))
-        self._pieces = Pieces(optimizer, self.setup.combination, setup.returning)
+        self._pieces = Pieces(self.setup)
         self._gathered_s = 0.0
 
     @property
@@ -160,7 +160,7 @@ class Sharded(Synchronous):
         """
         lent = self._agree([state_dict, *also])
         bare = {key: value for key, value in state_dict.items() if key != SHARDS} | {"state": {}}
-        self._resume(bare, also)
+        super().load_state_dict(bare, also)
         self._pieces.cut(self.bucketing.buckets)
         state: dict[int, dict[str, Any]] = {}
         for number, piece in enumerate(self._pieces.all):
@@ -170,7 +170,7 @@ class Sharded(Synchronous):
             else:
                 held = [Held(each[SHARDS]["ranges"][number], _kept(each, number)) for each in lent]
                 found = self._pieces.merged(piece, mine, held)
-            piece.owe(found.pop(OWED, None))
+            piece.set_lack(found.pop(OWED, None))
             if found:
                 state[number] = found
         with self._pieces.in_place_of_parameters():

@@ -6,15 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from gradwire.trainer.gradients.bucketing import Bucketing
 from torch import Tensor
 
 from gradwire.trainer.gradients.bucket import Bucket
+from gradwire.trainer.gradients.bucketing import Bucketing
 from gradwire.trainer.gradients.checkpoint import Resumption
+from gradwire.trainer.gradients.checkpoint_format import SHARDS
 from gradwire.trainer.gradients.exchange import GradientExchange
 from gradwire.trainer.gradients.moments import Moments
-from gradwire.trainer.gradients.checkpoint_format import SHARDS
-from gradwire.trainer.rules.rule import Rule, Setup
+from gradwire.trainer.gradients.setup import Setup
+from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.world.world import here
 
 
@@ -23,16 +24,9 @@ class Synchronous(Rule):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.bucketing = Bucketing(
-            setup.combination,
-            setup.policy,
-            setup.bucket_bytes,
-            setup.groups,
-            sparse_as_dense=setup.sparse_as_dense,
-            encodes_more=setup.returning is not None,
-        )
-        self.exchange = GradientExchange(self.bucketing, setup.combination, setup.passes)
-        self._resumption = Resumption(setup.optimizer, self.bucketing, self.exchange, setup.combination)
+        self.bucketing = Bucketing(setup)
+        self.exchange = GradientExchange(self.bucketing, setup)
+        self._resumption = Resumption(setup, self.bucketing, self.exchange)
 
     @property
     def wait_s(self) -> float:
@@ -98,10 +92,6 @@ class Synchronous(Rule):
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
         if SHARDS in state_dict:
             raise ValueError(f"{here()}load_state_dict: saved with shard_states=True, and loaded without")
-        self._resume(state_dict, also)
-
-    def _resume(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
-        """Load the wrapped optimizer's state, and what codecs need to go on."""
         self._resumption.load(state_dict, also)
 
     def close(self) -> None:
