@@ -29,7 +29,7 @@ class LocalReport:
     bytes_per_step: of movements, spread over all steps after the warm-up. inner_bytes_per_step: of gradients to inner
     ranks, spread over the same. bytes_sent: all of these together. bytes_saved: how many times fewer bytes movements
     are than uncompressed ones. wait_share: of the time since the optimizer was made, in which this rank waited for others.
-    batch_per_rank, global_batch: of a step, where the caller has told; while a rank steps alone, its gradient is that of
+    batch_per_rank, global_batch: of a step, as the caller of report() says; while a rank steps alone, its gradient is that of
     its own batch.
     """
 
@@ -87,8 +87,8 @@ class LocalUpdates(DistributedOptimizer):
     different ones.
 
     Checkpoints: state_dict() holds where this rank stands; every rank saves its own, and its parameters. On as many
-    ranks, training goes on bit for bit. On another number, every rank loads any; what error feedback owes is handed
-    over as by DistributedOptimizer. load_state_dict() is collective, and raises ValueError on all ranks, with nothing
+    ranks, training goes on bit for bit. On another number, every rank loads any; the residuals of error feedback are
+    handed over as by DistributedOptimizer. load_state_dict() is collective, and raises ValueError on all ranks, with nothing
     loaded, where one of them was given what it cannot load.
 
     Collective. Raises ValueError or TypeError for arguments that cannot be meant.
@@ -180,12 +180,9 @@ def _check_averaging(policy: Policy) -> None:
 
 
 def _check(every: int, warmup_steps: int, fragments: int, delay: int, alpha: float, parameters: int) -> None:
-    for name, value, least in (
-        ("every", every, 1),
-        ("warmup_steps", warmup_steps, 0),
-        ("fragments", fragments, 1),
-        ("delay", delay, 0),
-    ):
+    """Raise ValueError for invalid arguments. parameters: how many the optimizer has."""
+    for name, value in (("every", every), ("warmup_steps", warmup_steps), ("fragments", fragments), ("delay", delay)):
+        least = 1 if name in ("every", "fragments") else 0
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{here()}{name} must be a whole number >= {least}, not {value!r}")
     if fragments > min(every, parameters):

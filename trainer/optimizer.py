@@ -22,7 +22,7 @@ from gradwire.trainer.gradients.arguments import (
     check_passes,
 )
 from gradwire.trainer.gradients.combination import Combination, ExchangeStats
-from gradwire.trainer.gradients.compression import Compression, Compressor, Policy, described
+from gradwire.trainer.gradients.compression import Compression, Compressor, Policy
 from gradwire.trainer.gradients.layout import DEFAULT_BUCKET_BYTES
 from gradwire.trainer.gradients.setup import Passes, Setup
 from gradwire.trainer.gradients.shards.transfer import movements_as
@@ -385,5 +385,5 @@ def _described(setup: Setup, rule: Callable[[Setup], Rule], parameters: Sequence
         "bucket_bytes": str(setup.bucket_bytes),
         "groups": str([setup.groups.get(parameter) for parameter in parameters] if setup.groups else None),
         "sparse_as_dense": str(setup.sparse_as_dense),
-        "parameter_compression": "none" if setup.returning is None else described(setup.returning),
+        "parameter_compression": "none" if setup.returning is None else setup.returning.identity,
     }

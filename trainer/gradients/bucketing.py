@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.trainer.gradients.agreement import agree_on_parameters
 from gradwire.trainer.gradients.bucket import Bucket, presence_of
-from gradwire.trainer.gradients.buffers import CodedBuffer, Owed, PlainBuffer
+from gradwire.trainer.gradients.buffers import Carried, CodedBuffer, PlainBuffer
 from gradwire.trainer.gradients.compression import Cast, Encoding
 from gradwire.trainer.gradients.dtensors import held_here, shard_of
 from gradwire.trainer.gradients.layout import BucketPlan, Item, lay_out, plan_buckets
@@ -25,9 +25,9 @@ class Bucketing:
     """Keeps the buckets of the parameters that require gradients. Parameters go by their index.
 
     Begins with the parameters in reverse, as backward tends to reach them, and is rebuilt once in the order in which
-    they were seen to arrive on rank 0; so again when parameters were frozen, thawed or added. What the codes of old
-    buckets owe goes along, and waits where a parameter is frozen. Parameters whose gradients are found to be sparse
-    leave the buckets for `sparse`.
+    they were seen to arrive on rank 0; so again when parameters were frozen, thawed or added. The residuals of old buckets
+    go along, and wait where a parameter is frozen. Parameters whose gradients are found to be sparse leave the buckets for
+    `sparse`.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -36,7 +36,7 @@ class Bucketing:
         self._known_sparse: set[int] = set()
         self._names: list[str] = []
         self._encodings: list[Cast | Encoding] = []
-        self._waiting: dict[int, Owed] = {}
+        self._waiting: dict[int, Carried] = {}
         self._order: list[int] = []
         self._learning = True
         self._arrivals: list[int] | None = None
@@ -118,7 +118,9 @@ class Bucketing:
         self._order = [index for index in agreed if index not in self._known_sparse]
         self.sparse = self.sparse_gradients([index for index in agreed if index in self._known_sparse])
         for buffer in self.coded:
-            self._waiting |= {index: owed for index, owed in zip(buffer.items, buffer.take(), strict=True) if owed}
+            self._waiting |= {
+                index: carried for index, carried in zip(buffer.items, buffer.take(), strict=True) if carried
+            }
         self._replace(self._made(self._order))
 
     def _replace(self, buckets: list[Bucket]) -> None:
@@ -166,8 +168,8 @@ class Bucketing:
         refused = []
         for index in sorted(self._waiting.keys() & self.places):
             number, slot = self.places[index]
-            buffer, owed = self.buckets[number].coded, self._waiting.pop(index)
-            if owed and not (buffer is not None and buffer.give(slot, owed)):
+            buffer, carried = self.buckets[number].coded, self._waiting.pop(index)
+            if carried and not (buffer is not None and buffer.give(slot, carried)):
                 refused.append(index)
         return refused
 
@@ -203,20 +205,20 @@ class Bucketing:
     def restore(self, state: dict[str, Any], buckets: list[Bucket]) -> None:
         """Continue where state_dict() was taken. buckets: from restored()."""
         self._waiting = {
-            index: {name: tensor.to(self.parameters[index].device) for name, tensor in owed.items()}
-            for index, owed in state["waiting"].items()
+            index: {name: tensor.to(self.parameters[index].device) for name, tensor in carried.items()}
+            for index, carried in state["waiting"].items()
         }
         self._order, self._learning, self._arrivals = list(state["order"]), state["learning"], state["arrivals"]
         self.sparse = self.sparse_gradients(state.get("sparse", ()))
         self._known_sparse = set(self.sparse.items)
         self._replace(buckets)
 
-    def restart(self, owed: dict[int, Owed]) -> list[str]:
-        """Keep the buckets, but owe this and nothing else. owed: by parameter, the same on all ranks. Returns the names
-        of the parameters whose codec now has no error feedback, to which nothing can be owed."""
+    def restart(self, carried: dict[int, Carried]) -> list[str]:
+        """Keep the buckets, with these residuals and no others. carried: by parameter, the same on all ranks. Returns the names
+        of the parameters whose codec now has no error feedback, and so no place for residuals."""
         for buffer in self.coded:
             buffer.restart()
-        self._waiting = owed
+        self._waiting = carried
         return [self._names[index] for index in self._give()]
 
     def described(self) -> list[tuple[Any, ...]]:

@@ -20,7 +20,7 @@ from gradwire.trainer.gradients.combination import Combination, Operations
 from gradwire.trainer.gradients.compression import Encoding
 from gradwire.trainer.gradients.layout import BucketPlan
 
-Owed: TypeAlias = dict[str, Tensor]
+Carried: TypeAlias = dict[str, Tensor]
 """What one parameter takes along when its buffer changes, the same on all ranks. "residual": the part of its gradients that
 no exchange has returned yet, as it would be in the result, flat, in the order of memory. By other names: what its codec
 remembers of it."""
@@ -117,11 +117,11 @@ class CodedBuffer(PlainBuffer):
         """Return this rank's residuals: what it would have to add to the values for nothing to be lost, were this the end."""
 
     @abstractmethod
-    def _remembered(self) -> list[Owed]:
+    def _remembered(self) -> list[Carried]:
         """Return what the codec remembers of all ranks, by slot. Collective."""
 
     @abstractmethod
-    def _add(self, slot: int, owed: Owed) -> None:
+    def _add(self, slot: int, carried: Carried) -> None:
         """Take this rank's part of what a slot that has error feedback is given."""
 
     @abstractmethod
@@ -130,7 +130,7 @@ class CodedBuffer(PlainBuffer):
         (numel,); "owner": what those of the results lost that it encodes for all, from shard_start on; the rest is the
         codec's."""
 
-    def take(self) -> list[Owed]:
+    def take(self) -> list[Carried]:
         """Return what each parameter takes along, by slot; nothing of those without error feedback. Collective."""
         kept = [self.keeps(slot) for slot in range(len(self.items))]
         if not any(kept):
@@ -140,11 +140,11 @@ class CodedBuffer(PlainBuffer):
         entries = zip(kept, self.spans, self._remembered(), strict=True)
         return [{"residual": residual[span], **more} if keeps else {} for keeps, span, more in entries]
 
-    def give(self, slot: int, owed: Owed) -> bool:
+    def give(self, slot: int, carried: Carried) -> bool:
         """Let a parameter have what take() said of it, in addition; return whether it has error feedback. All ranks do so,
         without communicating."""
         if self.keeps(slot):
-            self._add(slot, owed)
+            self._add(slot, carried)
         return self.keeps(slot)
 
     def withhold(self, slot: int) -> None:
@@ -210,8 +210,8 @@ class CodecBuffer(CodedBuffer):
         feedback = self._feedback
         return torch.zeros_like(self.values) if feedback is None else feedback.owed(self._combination.inputs)
 
-    def _remembered(self) -> list[Owed]:
-        remembered: list[Owed] = [{} for _ in self.items]
+    def _remembered(self) -> list[Carried]:
+        remembered: list[Carried] = [{} for _ in self.items]
         for name in self._codec.remembers:
             total = torch.zeros_like(self.values)
             for start, state in self._states():
@@ -221,7 +221,7 @@ class CodecBuffer(CodedBuffer):
                 entry[name] = total[span]
         return remembered
 
-    def _add(self, slot: int, owed: Owed) -> None:
+    def _add(self, slot: int, carried: Carried) -> None:
         assert self._feedback is not None
         partition, start = self._feedback.partition, self.spans[slot].start
         if not partition.group:  # other ranks of this host encode everything
@@ -229,10 +229,10 @@ class CodecBuffer(CodedBuffer):
         encoders, combination = len(partition.group), self._combination
         first, last = partition.shards[0].start, partition.shards[-1].stop
         share = combination.inputs / encoders / combination.predivide
-        _add_overlap(self._feedback.worker[first:last], first, owed["residual"], start, share)
-        for name in owed.keys() & set(self._codec.remembers):
+        _add_overlap(self._feedback.worker[first:last], first, carried["residual"], start, share)
+        for name in carried.keys() & set(self._codec.remembers):
             for place, state in self._states():
-                _add_overlap(state[name], place, owed[name], start, 1 / encoders)
+                _add_overlap(state[name], place, carried[name], start, 1 / encoders)
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self._feedback is None else self._feedback.tensors()
@@ -274,21 +274,21 @@ class MatrixBuffer(CodedBuffer):
             total[self.spans[slot]].copy_(error.view(-1))
         return total
 
-    def _remembered(self) -> list[Owed]:
+    def _remembered(self) -> list[Carried]:
         kept = self._kept()
         return [
             {name: tensor.clone() for name, tensor in kept[slot][1].items()} if slot in kept else {}
             for slot in range(len(self.items))
         ]
 
-    def _add(self, slot: int, owed: Owed) -> None:
+    def _add(self, slot: int, carried: Carried) -> None:
         error, remembered = self._kept()[slot]
         combination = self._combination
         share = combination.inputs / combination.communicator.size / combination.predivide
-        error.view(-1).add_(owed["residual"], alpha=share)
+        error.view(-1).add_(carried["residual"], alpha=share)
         for name, tensor in remembered.items():
-            if name in owed and owed[name].shape == tensor.shape:
-                tensor.copy_(owed[name])
+            if name in carried and carried[name].shape == tensor.shape:
+                tensor.copy_(carried[name])
 
     def tensors(self) -> dict[str, Tensor]:
         kept = self._kept()
@@ -311,8 +311,8 @@ def buffer_for(encoding: Encoding) -> type[CodedBuffer]:
     return MatrixBuffer if isinstance(encoding.codec, MatrixCodec) else CodecBuffer
 
 
-def _add_overlap(target: Tensor, place: int, owed: Tensor, start: int, share: float) -> None:
-    """Add a share of what is owed, from `start` of a buffer on, to a part of it from `place` on."""
-    first, last = max(place, start), min(place + target.numel(), start + owed.numel())
+def _add_overlap(target: Tensor, place: int, carried: Tensor, start: int, share: float) -> None:
+    """Add a share of what is carried, from `start` of a buffer on, to the part of the buffer from `place` on."""
+    first, last = max(place, start), min(place + target.numel(), start + carried.numel())
     if first < last:
-        target[first - place : last - place].add_(owed[first - start : last - start], alpha=share)
+        target[first - place : last - place].add_(carried[first - start : last - start], alpha=share)

@@ -14,7 +14,7 @@ from gradwire.trainer.gradients.agreement import on_all_ranks
 from gradwire.trainer.gradients.arguments import Average, Sum
 from gradwire.trainer.gradients.bucket import Bucket
 from gradwire.trainer.gradients.bucketing import Bucketing
-from gradwire.trainer.gradients.buffers import Owed
+from gradwire.trainer.gradients.buffers import Carried
 from gradwire.trainer.gradients.checkpoint_format import KEY, VERSION, check_part, has_residuals, label_of
 from gradwire.trainer.gradients.dtensors import held_here
 from gradwire.trainer.gradients.exchange import GradientExchange
@@ -106,10 +106,10 @@ class Resumption:
         given = {part["rank"]: part for part in parts}
         held_by = {label["rank"]: holder for holder, held in reversed(list(enumerate(labels))) for label in held}
         answers_for = sorted(saved for saved, holder in held_by.items() if holder == rank)
-        owed = self._owed(mine, [given[saved] for saved in answers_for], len(held_by))
+        carried = self._carried(mine, [given[saved] for saved in answers_for], len(held_by))
 
         def take_over() -> None:
-            refused = self._bucketing.restart(owed)
+            refused = self._bucketing.restart(carried)
             if rank == 0 and has_residuals(mine):
                 _warn(mine["world_size"], size, sorted(held_by), refused)
 
@@ -159,11 +159,11 @@ class Resumption:
                     f"in {', '.join(differing)}"
                 )
 
-    def _owed(self, mine: dict[str, Any], parts: Sequence[dict[str, Any]], number: int) -> dict[int, Owed]:
+    def _carried(self, mine: dict[str, Any], parts: Sequence[dict[str, Any]], number: int) -> dict[int, Carried]:
         """Return what error feedback has yet to add to each parameter's gradients. parts: those for which this rank
         answers. number: of all parts."""
         parameters = self._bucketing.parameters
-        owed: dict[int, Owed] = {
+        carried: dict[int, Carried] = {
             index: {name: tensor.to(parameters[index].device) for name, tensor in waiting.items()}
             for index, waiting in mine["waiting"].items()
         }
@@ -175,11 +175,11 @@ class Resumption:
                 _add(total, part["buckets"][place], number if part["op"] == Average else 1)
             self._communicator.allreduce(total, Sum, postscale=mine["predivide"])
             for slot, (index, start) in enumerate(zip(entry["parameters"], entry["starts"], strict=True)):
-                owed[index] = {"residual": total[start : start + held_here(parameters[index]).numel()]}
+                carried[index] = {"residual": total[start : start + held_here(parameters[index]).numel()]}
                 for name, tensor in entry["tensors"].items():
                     if name.endswith(f".{slot}") and name.count(".") == 1:  # what all ranks remember of this parameter
-                        owed[index][name.partition(".")[0]] = tensor.to(total.device)
-        return owed
+                        carried[index][name.partition(".")[0]] = tensor.to(total.device)
+        return carried
 
 
 def _parts_of(state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

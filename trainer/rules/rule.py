@@ -20,7 +20,15 @@ class Rule:
 
     Derive from it, and override the moments at which there is something to do: as it stands, every rank trains by
     itself. A DistributedOptimizer calls these methods on all ranks in the same order, so each may communicate.
+
+    shares_state: whether all ranks' optimizers keep the same state, as those do that step with the same gradients.
+    can_stand_in: whether stand_in() can do what it says: the same on all ranks. moments: takes note of when gradients are
+    exchanged; None where that says nothing of who waits for whom.
     """
+
+    shares_state: bool = True
+    can_stand_in: bool = False
+    moments: Moments | None = None
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -32,18 +40,8 @@ class Rule:
 
     @property
     def wait_s(self) -> float:
-        """Tell for how many seconds callers were held up by other ranks so far."""
+        """Return for how many seconds callers were held up by other ranks so far."""
         return 0.0
-
-    @property
-    def moments(self) -> Moments | None:
-        """Return what takes note of when gradients are exchanged; None where that says nothing of who waits for whom."""
-        return None
-
-    @property
-    def shares_state(self) -> bool:
-        """Tell whether all ranks' optimizers keep the same state, as those do that step with the same gradients."""
-        return True
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -84,11 +82,6 @@ class Rule:
 
     def reset(self) -> None:
         """Forget what was accumulated: the gradients have been zeroed."""
-
-    @property
-    def can_stand_in(self) -> bool:
-        """Tell whether stand_in() can do what it says: the same on all ranks."""
-        return False
 
     def stand_in(self, verb: str, numel: int) -> bool:
         """Take part, on a rank that has joined, in what the other ranks begin, as one that reaches no gradients. verb and

@@ -13,7 +13,6 @@ from gradwire.trainer.gradients.bucketing import Bucketing
 from gradwire.trainer.gradients.checkpoint import Resumption
 from gradwire.trainer.gradients.checkpoint_format import SHARDS
 from gradwire.trainer.gradients.exchange import GradientExchange
-from gradwire.trainer.gradients.moments import Moments
 from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.world.world import here
@@ -22,19 +21,18 @@ from gradwire.trainer.world.world import here
 class Synchronous(Rule):
     """Exchanges gradients in the last backward() before a step, which returns when that is done."""
 
+    can_stand_in = True
+
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.bucketing = Bucketing(setup)
         self.exchange = GradientExchange(self.bucketing, setup)
+        self.moments = self.exchange.moments
         self._resumption = Resumption(setup, self.bucketing, self.exchange)
 
     @property
     def wait_s(self) -> float:
         return self.exchange.wait_s
-
-    @property
-    def moments(self) -> Moments:
-        return self.exchange.moments
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -68,10 +66,6 @@ class Synchronous(Rule):
 
     def reset(self) -> None:
         self.exchange.renew(forget=True)
-
-    @property
-    def can_stand_in(self) -> bool:
-        return True
 
     def stand_in(self, verb: str, numel: int) -> bool:
         """Rebuild the buckets, where ranks agree on that, or exchange: what was accumulated, then zeros."""

@@ -14,7 +14,7 @@ from gradwire.trainer.gradients.arguments import Sum
 from gradwire.trainer.gradients.bucket import Bucket, zeros_for
 from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.gradients.shards.ranges import (
-    OWED,
+    LOST,
     Piece,
     Ranges,
     length,
@@ -92,9 +92,9 @@ class Pieces:
         if before is None:
             state = cut_whole(piece, state)
         else:
-            kept = {**state, OWED: before.tensor} if lacks else state
+            kept = {**state, LOST: before.tensor} if lacks else state
             state = self.merged(piece, kept, [Held(before.ranges, kept)])
-        piece.set_lack(state.pop(OWED, None))
+        piece.set_lack(state.pop(LOST, None))
         if state:
             self._optimizer.state[piece.tensor] = state
 

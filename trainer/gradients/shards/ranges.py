@@ -12,7 +12,7 @@ from torch import Tensor
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Parts of a parameter, from one element up to another, counted in the order of its memory."""
 
-OWED = "gradwire_owed"
+LOST = "gradwire_owed"
 """The name, in the state of a piece, of what codes have lost of each of its elements."""
 
 
