@@ -275,12 +275,15 @@ class GradientExchange:
                 self._complete()
             else:
                 self._completing.wait()
-            for each in (*buckets, sparse, self._found):  # when nothing can fail any more
-                each.finish()
+            for bucket in buckets:  # when nothing can fail any more
+                bucket.finish()
+            sparse.finish()
+            self._found.finish()
         finally:
             self.wait_s += (time.perf_counter_ns() - begin_ns) / 1e9
-            for each in (*buckets, sparse):
-                each.in_flight = False
+            for bucket in buckets:
+                bucket.in_flight = False
+            sparse.in_flight = False
             self._started, self._counting, self._sparse_started = 0, False, False
             self._completing = None
             self._passes.ended = 0
