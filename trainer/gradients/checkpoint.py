@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradwire.collectives import Communicator
 from gradwire.trainer.gradients.agreement import on_all_ranks
 from gradwire.trainer.gradients.arguments import Average, Sum
 from gradwire.trainer.gradients.bucket import Bucket
@@ -22,33 +24,35 @@ from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.world.world import here
 
 
+@dataclass(frozen=True)
 class Resumption:
     """Saves and restores what one rank's exchange of gradients goes on from: buckets, residuals, codecs' states, number of
     steps; and with it the wrapped optimizer."""
 
-    def __init__(self, setup: Setup, bucketing: Bucketing, exchange: GradientExchange) -> None:
-        self._optimizer = setup.optimizer
-        self._combination = setup.combination
-        self._communicator = setup.combination.communicator
-        self._bucketing = bucketing
-        self._exchange = exchange
+    setup: Setup
+    bucketing: Bucketing
+    exchange: GradientExchange
+
+    @property
+    def _communicator(self) -> Communicator:
+        return self.setup.combination.communicator
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's, and with codecs this rank's part: dicts, lists, tensors, numbers and strings.
         Raises RuntimeError while gradients are exchanged."""
-        state = self._optimizer.state_dict()
-        if not self._bucketing.is_encoded:
+        state = self.setup.optimizer.state_dict()
+        if not self.bucketing.is_encoded:
             return state
         self._check_idle()
-        part = {"step": self._exchange.step, "parameters": self._bucketing.described(), **self._bucketing.state_dict()}
+        part = {"step": self.exchange.step, "parameters": self.bucketing.described(), **self.bucketing.state_dict()}
         return {**state, KEY: {**self._identity(), **part}}
 
     def load(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
         """Go on from a state_dict() of this rank, and `also` of ranks that no longer exist. With codecs collective."""
-        if self._bucketing.is_encoded:
+        if self.bucketing.is_encoded:
             self._load_with_codecs(state_dict, also)
             return
-        self._optimizer.load_state_dict(_of_optimizer(state_dict))
+        self.setup.optimizer.load_state_dict(_of_optimizer(state_dict))
         if self._communicator.rank == 0 and has_residuals(state_dict.get(KEY)):
             warnings.warn(f"{here()}saved with codecs, loaded without: the residuals are lost", stacklevel=4)
 
@@ -68,11 +72,11 @@ class Resumption:
             nonlocal buckets
             parts.extend(_parts_of(state_dict, also))
             for part in parts:
-                check_part(part, self._bucketing.described())
+                check_part(part, self.bucketing.described())
             self._check_idle()
             labels = [label_of(part) for part in parts]
             if parts and all(parts[0].get(key) == value for key, value in self._identity().items()):
-                buckets = self._bucketing.restored(parts[0])
+                buckets = self.bucketing.restored(parts[0])
             return labels, buckets is not None
 
         everyones = on_all_ranks(self._communicator, look)
@@ -80,19 +84,19 @@ class Resumption:
         self._check(labels)
         go_on: Callable[[], object]
         if not parts:
-            go_on = functools.partial(self._bucketing.restart, {})
+            go_on = functools.partial(self.bucketing.restart, {})
         elif buckets is not None and all(exact for _, exact in everyones):
-            go_on = functools.partial(self._bucketing.restore, parts[0], buckets)
+            go_on = functools.partial(self.bucketing.restore, parts[0], buckets)
         else:
             go_on = self._handover(parts, labels)
-        before = self._optimizer.state, self._optimizer.param_groups
+        before = self.setup.optimizer.state, self.setup.optimizer.param_groups
 
         def undo() -> None:
-            self._optimizer.state, self._optimizer.param_groups = before
+            self.setup.optimizer.state, self.setup.optimizer.param_groups = before
 
-        load = functools.partial(self._optimizer.load_state_dict, _of_optimizer(state_dict))
+        load = functools.partial(self.setup.optimizer.load_state_dict, _of_optimizer(state_dict))
         on_all_ranks(self._communicator, load, undo)
-        self._exchange.step = parts[0]["step"] if parts else 0
+        self.exchange.step = parts[0]["step"] if parts else 0
         go_on()
 
     def _handover(
@@ -109,7 +113,7 @@ class Resumption:
         carried = self._carried(mine, [given[saved] for saved in answers_for], len(held_by))
 
         def take_over() -> None:
-            refused = self._bucketing.restart(carried)
+            refused = self.bucketing.restart(carried)
             if rank == 0 and has_residuals(mine):
                 _warn(mine["world_size"], size, sorted(held_by), refused)
 
@@ -121,13 +125,13 @@ class Resumption:
             "version": VERSION,
             "world_size": self._communicator.size,
             "rank": self._communicator.rank,
-            "op": self._combination.op,
-            "predivide": self._combination.predivide,
+            "op": self.setup.combination.op,
+            "predivide": self.setup.combination.predivide,
         }
 
     def _check_idle(self) -> None:
         """Raise RuntimeError while gradients are exchanged."""
-        if any(bucket.in_flight for bucket in self._bucketing.buckets):
+        if any(bucket.in_flight for bucket in self.bucketing.buckets):
             raise RuntimeError(
                 f"{here()}gradients are being exchanged, and what that leaves is not there yet: an earlier backward() failed "
                 "midway (go on with synchronize(), then zero_grad())"
@@ -148,9 +152,9 @@ class Resumption:
                 raise ValueError(
                     f"{here()}load_state_dict: rank {rank} was given a {KEY!r} of version {label['version']}"
                 )
-            if label["op"] != self._combination.op:
+            if label["op"] != self.setup.combination.op:
                 raise ValueError(
-                    f"{here()}load_state_dict: saved with op={label['op']!r}, not {self._combination.op!r}"
+                    f"{here()}load_state_dict: saved with op={label['op']!r}, not {self.setup.combination.op!r}"
                 )
             differing = [key for key in first if key != "rank" and label[key] != first[key]]
             if differing:
@@ -162,7 +166,7 @@ class Resumption:
     def _carried(self, mine: dict[str, Any], parts: Sequence[dict[str, Any]], number: int) -> dict[int, Carried]:
         """Return what error feedback has yet to add to each parameter's gradients. parts: those for which this rank
         answers. number: of all parts."""
-        parameters = self._bucketing.parameters
+        parameters = self.bucketing.parameters
         carried: dict[int, Carried] = {
             index: {name: tensor.to(parameters[index].device) for name, tensor in waiting.items()}
             for index, waiting in mine["waiting"].items()

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -296,18 +297,18 @@ class GradientExchange:
         self._bucketing.learn(self._arrived)
 
 
+@dataclass(frozen=True)
 class _Hook:
     """Calls an exchange from a parameter, without keeping it alive, and not from a copy of the parameter."""
 
-    def __init__(self, exchange: weakref.ref[GradientExchange] | None, index: int) -> None:
-        self._exchange = exchange
-        self._index = index
+    exchange: weakref.ref[GradientExchange] | None
+    index: int
 
     @uncompiled
     def __call__(self, parameter: Tensor) -> None:
-        exchange = self._exchange() if self._exchange is not None else None
+        exchange = self.exchange() if self.exchange is not None else None
         if exchange is not None:
-            exchange.on_gradient(self._index, parameter)
+            exchange.on_gradient(self.index, parameter)
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[None, int]]:
-        return _Hook, (None, self._index)
+        return _Hook, (None, self.index)

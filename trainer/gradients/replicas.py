@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -17,32 +18,25 @@ from gradwire.trainer.gradients.dtensors import held_here
 _WORD = 8
 
 
+@dataclass(frozen=True)
 class ReplicaCheck:
     """Compares parameters of all ranks and, with_state, what the optimizer keeps. all_names: returns the optimizer's
     parameters with their names."""
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        optimizer: torch.optim.Optimizer,
-        all_names: Callable[[], dict[Tensor, str]],
-        *,
-        with_state: bool = True,
-    ) -> None:
-        self._communicator = communicator
-        self._optimizer = optimizer
-        self._all_names = all_names
-        self._with_state = with_state
+    communicator: Communicator
+    optimizer: torch.optim.Optimizer
+    all_names: Callable[[], dict[Tensor, str]]
+    with_state: bool = True
 
     def compare(self, step: int) -> None:
         """Compare one number of each rank at first, and all hashes only where these differ. Collective. Raises ReplicasDiffer
         on all ranks alike. step: after which that is, for the error."""
         hashes = {name: hash_of(value) for name, value in self._values()}
         summary = f"{hash_of(tuple(hashes.items())):016x}"
-        if len(set(self._communicator.allgather_record(summary))) == 1:
+        if len(set(self.communicator.allgather_record(summary))) == 1:
             return
         random = f"{hash_of(torch.get_rng_state()):016x}"
-        gathered: list[tuple[dict[str, int], str]] = self._communicator.allgather_record((hashes, random))
+        gathered: list[tuple[dict[str, int], str]] = self.communicator.allgather_record((hashes, random))
         every_name = dict.fromkeys(name for theirs, _ in gathered for name in theirs)
         differing = [name for name in every_name if len({theirs.get(name) for theirs, _ in gathered}) > 1]
         are = "differ too" if len({theirs for _, theirs in gathered}) > 1 else "are equal"
@@ -50,7 +44,7 @@ class ReplicaCheck:
             differing[0],
             [theirs.get(differing[0]) for theirs, _ in gathered],
             len(differing),
-            rank=self._communicator.rank,
+            rank=self.communicator.rank,
             operation=f"check of replicas after step {step}",
             detail=f". The states of torch's random numbers on the CPU {are}",
         )
@@ -60,16 +54,16 @@ class ReplicaCheck:
         each, then the settings of its groups."""
         called = {
             parameter: name if name.startswith("parameter ") else f"parameter {name!r}"
-            for parameter, name in self._all_names().items()
+            for parameter, name in self.all_names().items()
         }
         for parameter, name in called.items():
             yield name, parameter
-        if not self._with_state:
+        if not self.with_state:
             return
         for parameter, name in called.items():
-            for key, value in _leaves(self._optimizer.state.get(parameter, {})):
+            for key, value in _leaves(self.optimizer.state.get(parameter, {})):
                 yield f"state {key!r} of {name}", value
-        for number, group in enumerate(self._optimizer.param_groups):
+        for number, group in enumerate(self.optimizer.param_groups):
             for key, value in _leaves({key: value for key, value in group.items() if key != "params"}):
                 yield f"setting {key!r} of param group {number}", value
 

@@ -12,16 +12,16 @@ from gradwire.trainer.gradients.combination import Combination
 from gradwire.trainer.gradients.compression import Cast, Encoding, Policy
 
 
+@dataclass
 class Passes:
     """Counts calls of backward(), of which `per_step` come before every step of the optimizer.
 
     paused: while True, they only accumulate gradients, and are not counted. ended: so many since the last exchange.
     """
 
-    def __init__(self, per_step: int) -> None:
-        self.per_step = per_step
-        self.paused = False
-        self.ended = 0
+    per_step: int
+    paused: bool = False
+    ended: int = 0
 
     def is_due(self) -> bool:
         """Return whether the pass that is running is the last before a step."""

@@ -123,20 +123,18 @@ class StragglerWatch:
 
     def _say(self, count: int) -> None:
         """Take the window up to this exchange into account, once all have posted theirs, and log what has begun or ended."""
-        common = self._common()
-        if common is None or common[0] + 1 < count:
+        report = self.report()
+        if report is None or report.last + 1 < count:
             return
         self._judged = count
-        _, waited, step = common
-        cost_s = _lateness(waited).mean(axis=1)
-        matters = cost_s.max() > max(_WORTH_SHARE * step.mean(), _WORTH_S)
-        slow = int(cost_s.argmax()) if matters else None
+        matters = report.cost_s[report.slowest] > max(_WORTH_SHARE * report.step_s, _WORTH_S)
+        slow = report.slowest if matters else None
         self._on_end = self._on_end + 1 if slow == self._last else 1
         self._last = slow
         if self._on_end < _ON_END or slow == self._logged:
             return
         if slow is not None:
-            _log.warning("gradwire: %s", self.report())
+            _log.warning("gradwire: %s", report)
         else:
             _log.warning(
                 "gradwire: the others wait for rank %d no longer, as of the exchange number %d", self._logged, count - 1
