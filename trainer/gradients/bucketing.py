@@ -33,13 +33,14 @@ class Bucketing:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._combination = setup.combination
-        self._known_sparse: set[int] = set()
         self._names: list[str] = []
         self._encodings: list[Cast | Encoding] = []
         self._waiting: dict[int, Carried] = {}
         self._order: list[int] = []
         self._learning = True
         self._arrivals: list[int] | None = None
+        self.known_sparse: set[int] = set()
+        """Whose gradients are known to be sparse: they leave their buckets with the next update()."""
         self.parameters: list[Tensor] = []
         self.buckets: list[Bucket] = []
         self.places: dict[int, tuple[int, int]] = {}
@@ -79,10 +80,6 @@ class Bucketing:
     def name_of(self, index: int) -> str:
         return self._names[index]
 
-    def find_sparse(self, items: Iterable[int]) -> None:
-        """Take note that gradients of these parameters are sparse: they leave their buckets with the next update()."""
-        self._known_sparse.update(items)
-
     def sparse_gradients(self, items: Sequence[int]) -> SparseGradients:
         """Return what exchanges the sparse gradients of some parameters."""
         return SparseGradients(self._combination, items, self._names, self.parameters, self._encodings)
@@ -103,7 +100,7 @@ class Bucketing:
         Raises ValueError on all ranks alike where they do not have the same parameters.
         """
         trainable = self._trainable()
-        in_buckets = self._known_sparse & self.places.keys()
+        in_buckets = self.known_sparse & self.places.keys()
         if self._arrivals is None and not in_buckets and self._laid_out() == set(trainable):
             return
         _check_dtypes((self._names[index], self.parameters[index]) for index in trainable)
@@ -115,8 +112,8 @@ class Bucketing:
         parameters = [self.parameters[index] for index in index_of.values()]
         names = agree_on_parameters(self._combination.communicator, list(index_of), parameters)
         agreed = [index_of[name] for name in names]
-        self._order = [index for index in agreed if index not in self._known_sparse]
-        self.sparse = self.sparse_gradients([index for index in agreed if index in self._known_sparse])
+        self._order = [index for index in agreed if index not in self.known_sparse]
+        self.sparse = self.sparse_gradients([index for index in agreed if index in self.known_sparse])
         for buffer in self.coded:
             self._waiting |= {
                 index: carried for index, carried in zip(buffer.items, buffer.take(), strict=True) if carried
@@ -192,8 +189,9 @@ class Bucketing:
     def restored(self, state: dict[str, Any]) -> list[Bucket] | None:
         """Return saved buckets as they were, for restore(); None where parameters, codecs or ranks are others."""
         items, saved = self._items(), state["buckets"]
-        if not all(self._may_share(items, entry["parameters"]) for entry in saved):
-            return None
+        for members in (entry["parameters"] for entry in saved):
+            if max(members) >= len(items) or len({items[index].kind for index in members}) > 1:
+                return None
         buckets = [self._bucket(lay_out(items, entry["parameters"]), number) for number, entry in enumerate(saved)]
         for buffer, entry in zip((bucket.coded for bucket in buckets), saved, strict=True):
             if (buffer is not None) != ("tensors" in entry) or (buffer is not None and not buffer.fits(entry)):
@@ -210,7 +208,7 @@ class Bucketing:
         }
         self._order, self._learning, self._arrivals = list(state["order"]), state["learning"], state["arrivals"]
         self.sparse = self.sparse_gradients(state.get("sparse", ()))
-        self._known_sparse = set(self.sparse.items)
+        self.known_sparse = set(self.sparse.items)
         self._replace(buckets)
 
     def restart(self, carried: dict[int, Carried]) -> list[str]:
@@ -225,10 +223,6 @@ class Bucketing:
         """Return name and shape of what this rank holds of every parameter; of a sharded one also which shard."""
         named = zip(self._names, self.parameters, strict=True)
         return [(name, tuple(held_here(p).shape), *filter(None, [shard_of(p)])) for name, p in named]
-
-    def _may_share(self, items: Sequence[Item], members: Sequence[int]) -> bool:
-        """Return whether these are parameters, and may share a bucket."""
-        return max(members) < len(items) and len({items[index].kind for index in members}) == 1
 
 
 def _check_dtypes(named: Iterable[tuple[str, Tensor]]) -> None:

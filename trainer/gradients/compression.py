@@ -169,11 +169,6 @@ def encoding_of(compression: Compressor) -> Cast | Encoding:
     return Encoding(compression, isinstance(compression, Codec) and compression.needs_feedback)
 
 
-def is_compressible(parameter: Tensor) -> bool:
-    """Return whether a codec is for such parameters: two dimensions or more, and LEAST_NUMEL elements or more."""
-    return parameter.dim() >= 2 and parameter.numel() >= LEAST_NUMEL
-
-
 def verb_codec(compression: Compressor) -> Cast | Codec:
     """Return what is meant by a verb's `compression=`, of which nothing is kept between calls. Raises ValueError."""
     encoding = encoding_of(compression)
@@ -195,9 +190,9 @@ def verb_codec(compression: Compressor) -> Cast | Codec:
 class Policy:
     """Decides what the gradient of which parameter travels as.
 
-    compression: for all; a codec, though, only for those that are compressible. policy: patterns of names, as of files,
-    with what goes for the parameters that they match, whatever their size; the first that matches counts. Raises
-    ValueError.
+    compression: for all; a codec, though, only for those of two dimensions or more, and LEAST_NUMEL elements or more.
+    policy: patterns of names, as of files, with what goes for the parameters that they match, whatever their size; the
+    first that matches counts. Raises ValueError.
     """
 
     def __init__(self, compression: Compressor, policy: Mapping[str, Compressor] | None = None) -> None:
@@ -234,6 +229,5 @@ class Policy:
         for pattern, encoding in self._by_pattern.items():
             if fnmatchcase(name, pattern):
                 return encoding
-        if isinstance(self._default, Encoding) and not is_compressible(parameter):
-            return Compression.none
-        return self._default
+        is_for_codecs = parameter.dim() >= 2 and parameter.numel() >= LEAST_NUMEL
+        return self._default if is_for_codecs or isinstance(self._default, Cast) else Compression.none

@@ -149,7 +149,7 @@ class GradientExchange:
                 self._arrived[index] = None
                 self._missing[number] -= 1
             if self._passes.is_due():
-                self._start(self._full_in_order())
+                self._start(only_full=True)
 
     def _on_sparse_gradient(self, index: int) -> None:
         """Take a gradient that is not for a bucket."""
@@ -179,13 +179,6 @@ class GradientExchange:
             self._arrived.clear()
             self._missing = [len(bucket.items) for bucket in self._bucketing.buckets]
 
-    def _full_in_order(self) -> int:
-        """Return how many of the first buckets can be started."""
-        count = self._started
-        while count < len(self._missing) and self._missing[count] == 0:
-            count += 1
-        return count
-
     # When backward() ends
 
     @uncompiled
@@ -214,14 +207,17 @@ class GradientExchange:
         with self._lock:
             self._finish()
 
-    def _start(self, count: int) -> None:
-        """Start the first `count` buckets, but for those that are started."""
-        for bucket in self._bucketing.buckets[self._started : count]:
+    def _start(self, *, only_full: bool = False) -> None:
+        """Start the buckets that are not started yet, in order; only_full: up to one that lacks a gradient."""
+        buckets = self._bucketing.buckets
+        for bucket in buckets[self._started :]:
+            if only_full and self._missing[self._started]:
+                break
             self._prepare_old(bucket)
             self.moments.bucket_ready(self._started, bucket.buffer.values.nbytes)
             bucket.start(self.step)
             self._started += 1
-        if self._started == len(self._bucketing.buckets) and not self._counting:
+        if self._started == len(buckets) and not self._counting:
             for presence in self._bucketing.presence:
                 presence.start(self.step)
             self._counting = True
@@ -238,7 +234,7 @@ class GradientExchange:
 
     def _start_all(self) -> None:
         """Start what is not started yet; where operations will depend on others, have a thread complete it."""
-        self._start(len(self._bucketing.buckets))
+        self._start()
         if self._sparse_started:
             return
         self._bucketing.sparse.start(self.step)
@@ -265,7 +261,7 @@ class GradientExchange:
         self._found = self._bucketing.sparse_gradients(found)
         self._found.start(self.step)
         self._found.complete()
-        self._bucketing.find_sparse(found)
+        self._bucketing.known_sparse.update(found)
 
     def _finish(self) -> None:
         """Wait for all buckets, hand out the gradients, and close the window."""

@@ -75,8 +75,10 @@ class Pieces:
         }
         for parameter in everything:
             known = self._of.get(parameter)
-            if parameter not in wanted:  # one that is frozen
-                wanted[parameter] = self._evenly(parameter) if known is None else known.by_rank
+            if parameter not in wanted:  # one that is frozen, and in no bucket
+                size, numel = self._communicator.size, parameter.numel()
+                evenly = tuple(((rank * numel // size, (rank + 1) * numel // size),) for rank in range(size))
+                wanted[parameter] = evenly if known is None else known.by_rank
             if known is None or known.by_rank != wanted[parameter]:
                 self._recut(parameter, wanted[parameter])
             self._of[parameter].tensor.grad = None
@@ -97,11 +99,6 @@ class Pieces:
         piece.set_lack(state.pop(LOST, None))
         if state:
             self._optimizer.state[piece.tensor] = state
-
-    def _evenly(self, parameter: Tensor) -> tuple[Ranges, ...]:
-        """Return the ranges of a parameter that is in no bucket."""
-        size, numel = self._communicator.size, parameter.numel()
-        return tuple(((rank * numel // size, (rank + 1) * numel // size),) for rank in range(size))
 
     def merged(self, piece: Piece, mine: Mapping[str, Any], held: Sequence[Held]) -> dict[str, Any]:
         """Return the state of a piece, of all that ranks hold of its parameter's. Collective.
