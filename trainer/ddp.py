@@ -1,4 +1,4 @@
-"""Codecs for those who keep torch's DistributedDataParallel: a communication hook for it."""
+"""Codecs for torch's DistributedDataParallel: a communication hook for it."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
 

@@ -1,4 +1,4 @@
-"""LocalUpdates: a torch optimizer whose ranks step alone, and exchange what they have learnt every so many steps."""
+"""LocalUpdates: a torch optimizer whose ranks step alone, and average their movements every so many steps."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class LocalUpdates(DistributedOptimizer):
     handed over as by DistributedOptimizer. load_state_dict() is collective, and raises ValueError on all ranks, with nothing
     loaded, where one of them was given what it cannot load.
 
-    Collective. Raises ValueError or TypeError for arguments that cannot be meant.
+    Collective. Raises ValueError or TypeError for invalid arguments.
     """
 
     def __init__(

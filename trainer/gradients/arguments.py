@@ -54,8 +54,7 @@ def check_tensor(value: object) -> Tensor:
 
 
 def check_group(rank: int, verb: str, tensors: Iterable[object]) -> list[Tensor]:
-    """Return the tensors of a group, which must be ones that can be moved, all on one device. Raises TypeError and
-    ValueError."""
+    """Return the tensors of a group. Raises TypeError and ValueError unless all can be moved, and are on one device."""
     checked = [check_tensor(tensor) for tensor in tensors]
     for tensor in checked:
         check_dtype(rank, tensor.dtype)

@@ -130,14 +130,13 @@ class Bucket:
         return bool(self._absent)
 
     def found_sparse(self) -> list[int]:
-        """Return the parameters of which a rank has a sparse gradient, when the exchange is done. All ranks find the same,
-        unless one of them has a dense gradient in place of a sparse one."""
+        """Return the parameters of which a rank has a sparse gradient, when the exchange is done: the same on all ranks, unless
+        one has a dense gradient instead."""
         self._present = self.presence.tolist() if self._absent else []
         return [self.items[slot] for slot in self._absent if self._present[slot] < 0]
 
     def finish(self) -> None:
-        """Hand out the result, after found_sparse(): a parameter without gradient on this rank gets one if any rank has
-        it."""
+        """Hand out the result, after found_sparse(). A parameter without gradient here gets one if any rank has it."""
         if self.memory is not self.buffer.values:
             self.memory.copy_(self.buffer.values)
         for slot in self._absent:

@@ -126,9 +126,8 @@ class CodedBuffer(PlainBuffer):
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Return what this rank keeps from one exchange to the next, by name. "worker": what its encodings lost,
-        (numel,); "owner": what those of the results lost that it encodes for all, from shard_start on; the rest is the
-        codec's."""
+        """Return what this rank keeps between exchanges. "worker": the residuals of its gradients, (numel,); "owner": those of
+        the results that it encodes for all, from shard_start on. By other names: what the codec keeps."""
 
     def take(self) -> list[Carried]:
         """Return what each parameter takes along, by slot; nothing of those without error feedback. Collective."""
@@ -141,8 +140,7 @@ class CodedBuffer(PlainBuffer):
         return [{"residual": residual[span], **more} if keeps else {} for keeps, span, more in entries]
 
     def give(self, slot: int, carried: Carried) -> bool:
-        """Let a parameter have what take() said of it, in addition; return whether it has error feedback. All ranks do so,
-        without communicating."""
+        """Add what take() returned of a parameter, on all ranks; return whether it has error feedback. Sends nothing."""
         if self.keeps(slot):
             self._add(slot, carried)
         return self.keeps(slot)

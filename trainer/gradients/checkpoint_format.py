@@ -163,8 +163,7 @@ def check_finite(name: str, tensor: Tensor) -> None:
 
 
 def _check_numbers(name: str, tensor: Tensor, numel: int | None = None) -> None:
-    """Raise ValueError unless these are float32 numbers in one dimension. numel: how many there must be, where that is
-    known."""
+    """Raise ValueError unless these are float32 numbers in one dimension; `numel` of them, where that is given."""
     _need(tensor.dtype is torch.float32, f"{name} has dtype {tensor.dtype}, not torch.float32")
     _need(numel is None or tensor.numel() == numel, f"{name} has {tensor.numel()} numbers, not {numel}")
     _need(tensor.dim() == 1, f"{name} has shape {tuple(tensor.shape)}, not one dimension")

@@ -95,9 +95,8 @@ Compressor: TypeAlias = "str | Cast | Codec | MatrixCodec | ErrorFeedback"
 
 
 class Compression:
-    """Holds what has a name in Horovod, Compression.none, .fp16 (up to 65504 on every rank), .bf16 (float32's range, 8
-    bits of precision); and all codecs of gradwire.collectives.compression with their defaults, with error feedback where they
-    need it."""
+    """Holds Horovod's Compression.none, .fp16 (up to 65504 on every rank), .bf16 (float32's range, 8 bits of precision); and
+    all codecs of gradwire.collectives.compression with their defaults, with error feedback where they need it."""
 
     none = Cast(None)
     fp16 = Cast(torch.float16)

@@ -20,8 +20,8 @@ _WORD = 8
 
 @dataclass(frozen=True)
 class ReplicaCheck:
-    """Compares parameters of all ranks and, with_state, what the optimizer keeps. all_names: returns the optimizer's
-    parameters with their names."""
+    """Compares the parameters of all ranks, which all_names() returns with their names, and, with_state, the optimizer's
+    state."""
 
     communicator: Communicator
     optimizer: torch.optim.Optimizer
@@ -50,8 +50,7 @@ class ReplicaCheck:
         )
 
     def _values(self) -> Iterator[tuple[str, Any]]:
-        """Yield names and values of all that is to be equal on all ranks: the parameters, then what the optimizer keeps of
-        each, then the settings of its groups."""
+        """Yield names and values: of the parameters, then of the optimizer's state of each, then of its groups' settings."""
         called = {
             parameter: name if name.startswith("parameter ") else f"parameter {name!r}"
             for parameter, name in self.all_names().items()
@@ -69,8 +68,7 @@ class ReplicaCheck:
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield tensors, numbers, strings and None in nested dicts, lists and tuples, with the way to them; whatever else an
-    optimizer keeps says nothing that could be compared."""
+    """Yield tensors, numbers, strings and None in nested dicts, lists and tuples, with their paths; skip everything else."""
     if isinstance(tree, (Mapping, list, tuple)):
         for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             yield from _leaves(value, f"{path}.{key}" if path else str(key))

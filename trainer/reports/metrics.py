@@ -113,8 +113,8 @@ class Reports:
             self._began_ns = now_ns()
 
     def after_step(self) -> None:
-        """Make the reports of a step. With a check of replicas that is due, collective. Raises ReplicasDiffer on all ranks
-        alike, and what on_step raises."""
+        """Make the reports of a step. Collective where replicas are compared. Raises ReplicasDiffer on all ranks alike, and what
+        on_step raises."""
         self.step += 1
         lane = self._communicator.lane("training")
         if lane is not None and self._began_ns:

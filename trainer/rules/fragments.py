@@ -48,8 +48,7 @@ class Fragment:
 
     @torch.no_grad()
     def move(self) -> None:
-        """Set the outer parameters' gradients to by how much this rank's parameters are below them: in place from the second
-        time on, where the gradients lie in what is exchanged."""
+        """Set the outer parameters' gradients to outer parameter - parameter: from the second time on in the buckets."""
         for parameter, outer in zip(self._parameters, self._outer, strict=True):
             if outer.grad is None:
                 outer.grad = outer - parameter
@@ -57,8 +56,7 @@ class Fragment:
                 torch.sub(outer, parameter, out=outer.grad)
 
     def exchange(self, step: int) -> None:
-        """Step the outer parameters by all ranks' movements. Raises ReplicasDiffer where ranks then hold different
-        ones."""
+        """Step the outer parameters by all ranks' movements. Raises ReplicasDiffer where the ranks' then differ."""
         self.rule.synchronize()
         self._optimizer.step()
         self.rule.after_step()

@@ -70,8 +70,7 @@ class Rule:
         return nullcontext()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
-        """Scale the gradients that the optimizer is to step with, so that the norm of all of them is at most max_norm; return
-        what it was."""
+        """Scale the gradients of the next step so that the norm of all of them is at most max_norm; return what it was."""
         self.synchronize()
         groups = self.setup.optimizer.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]

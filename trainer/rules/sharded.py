@@ -130,8 +130,7 @@ class Sharded(Synchronous):
         return total.to(own.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state of this rank's pieces, each with one dimension, and under SHARDS whose they
-        are: another on every rank."""
+        """Return the wrapped optimizer's state of this rank's pieces, each with one dimension; under SHARDS, which they are."""
         with self._pieces.in_place_of_parameters():
             state = super().state_dict()
         pieces = self._pieces.all
@@ -171,8 +170,7 @@ class Sharded(Synchronous):
             self.setup.optimizer.load_state_dict({**bare, "state": state})
 
     def _agree(self, given: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """Return the parts of a checkpoint, of those that this rank was given, for which it answers; None for a state that is
-        not sharded. Collective."""
+        """Return the given parts that this rank is to contribute; None for a state that is not sharded. Collective."""
         shapes = [list(piece.parameter.shape) for piece in self._pieces.all]
         everyones: list[list[Any]] = self.communicator.allgather_record([_label(each, shapes) for each in given])
         first = everyones[0][0]
@@ -213,8 +211,7 @@ def _without_rank(label: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _label(given: dict[str, Any], shapes: list[list[int]]) -> dict[str, Any] | str | None:
-    """Return on how many ranks a part was saved, on which, what it has of which parameters, and whether these lack something;
-    None for a state that is not sharded; a text that says what is wrong with one that cannot be loaded."""
+    """Return what describes a part; None for a state that is not sharded; a text for what cannot be loaded, and why."""
     if (part := given.get(SHARDS)) is None:
         return None
     try:

@@ -150,8 +150,7 @@ class Pieces:
 
     @torch.no_grad()
     def gather(self, step: int) -> None:
-        """Give the parameters what all ranks' pieces are now, but for what codes lose. Collective. step: how many exchanges of
-        gradients there were before this one."""
+        """Give the parameters the values of all ranks' pieces. Collective. step: how many exchanges of gradients came before."""
         for transfer in self._transfers:
             transfer.gather(step)
 

@@ -25,7 +25,7 @@ _Pairs: TypeAlias = tuple[list[Tensor], list[Tensor]]
 
 
 def movements_as(compression: Compressor) -> Cast | Encoding | None:
-    """Return what movements of parameters travel as, by what a user calls it; None for the parameters as they are. Raises
+    """Return what movements of parameters travel as, by a user's argument; None for the parameters as they are. Raises
     ValueError for a codec that is for gradients only."""
     kind = encoding_of(compression)
     if isinstance(kind, Cast):
@@ -99,8 +99,7 @@ class Transfer:
             piece.tensor.grad = gradient if piece.parameter.grad is not None else None
 
     def gather(self, step: int) -> None:
-        """Bring what the optimizer has made of the pieces to all ranks' parameters. Collective. step: how many exchanges of
-        gradients there were before."""
+        """Bring the stepped pieces to all ranks' parameters. Collective. step: how many exchanges of gradients came before."""
         for piece, home in zip(self._pieces, self._homes, strict=True):
             if piece.tensor.data_ptr() != home.data_ptr():
                 home.copy_(piece.tensor)
