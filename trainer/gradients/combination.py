@@ -101,10 +101,10 @@ class ExchangeStats:
 
 
 class Traffic:
-    """Counts the bytes sent on one Communicator, as `stats`. Several threads may do so."""
+    """Counts the bytes sent on one Communicator. Several threads may do so."""
 
     def __init__(self, communicator: Communicator) -> None:
-        self.stats = ExchangeStats()
+        self._exchanges = self._sent = self._uncompressed = 0
         self._communicator = communicator
         self._planned: dict[tuple[int, Codec | None], int] = {}
         self._lock = threading.Lock()
@@ -112,9 +112,15 @@ class Traffic:
     def count(self, exchanges: int = 0, sent: int = 0, uncompressed: int = 0) -> None:
         """Add to the exchanges of all gradients of a step, and to the bytes."""
         with self._lock:
-            was = self.stats
-            sums = was.exchanges + exchanges, was.bytes_sent + sent, was.bytes_uncompressed + uncompressed
-            self.stats = ExchangeStats(*sums)
+            self._exchanges += exchanges
+            self._sent += sent
+            self._uncompressed += uncompressed
+
+    @property
+    def stats(self) -> ExchangeStats:
+        """Return what was counted so far."""
+        with self._lock:
+            return ExchangeStats(self._exchanges, self._sent, self._uncompressed)
 
     def wire_bytes(self, nbytes: int, codec: Codec | None = None) -> int:
         """Return how many bytes this rank sends in an allreduce of nbytes; with a codec, of nbytes of float32 as codes.
