@@ -50,7 +50,7 @@ def ddp_comm_hook(
     Raises ValueError for what is no codec, for names that are not unique, and for a policy that none of them matches.
     """
     names = None if named_parameters is None else check_named_parameters(named_parameters, ())
-    checked = Policy(compression, policy).checked(None if names is None else reversed(names.values()))
+    checked = Policy(compression, policy).checked(None if names is None else names.values())
     return CompressionHook(checked, names, timeout_s, process_group)
 
 

@@ -134,8 +134,7 @@ class DistributedOptimizer(WrappingOptimizer):
             raise TypeError(f"{here()}optimizer is a DistributedOptimizer already")
         parameters = tensors_of(optimizer.param_groups)
         self._names = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
-        names = None if named_parameters is None else reversed(self._names.values())
-        checked = Policy(compression, policy).checked(names)
+        checked = Policy(compression, policy).checked(None if named_parameters is None else self._names.values())
         numbers = check_groups(num_groups, groups, parameters)
 
         self.shard_states = shard_states

@@ -138,7 +138,9 @@ def check_named_parameters(
         raise ValueError(
             f"{here()}names in named_parameters must be unique; found more than once: {', '.join(repeated)}"
         )
-    names = {parameter: name for name, parameter in reversed(pairs)}
+    names: dict[Tensor, str] = {}
+    for name, parameter in pairs:
+        names.setdefault(parameter, name)
     if unnamed := [f"{list(parameter.shape)}" for parameter in parameters if parameter not in names]:
         raise ValueError(
             f"{here()}named_parameters must name all parameters of the optimizer; {len(unnamed)} of them are not named "

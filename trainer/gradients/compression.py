@@ -119,8 +119,6 @@ class Compression:
 NAMES = tuple(name for name in vars(Compression) if not name.startswith("_"))
 """Of everything in Compression: those that `compression=` takes."""
 
-_CASTS = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Compression.bf16}
-
 
 @dataclass(frozen=True)
 class Encoding:
@@ -150,7 +148,7 @@ def encoding_of(compression: Compressor) -> Cast | Encoding:
     """
     if isinstance(compression, str):
         try:
-            compression = _CASTS.get(compression) or find_codec(compression)
+            compression = getattr(Compression, compression) if compression in NAMES else find_codec(compression)
         except ValueError as error:
             raise ValueError(f"{here()}{error}") from None
     if isinstance(compression, Cast):
