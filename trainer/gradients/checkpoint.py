@@ -89,12 +89,15 @@ class Resumption:
             go_on = functools.partial(self.bucketing.restore, parts[0], buckets)
         else:
             go_on = self._handover(parts, labels)
-        before = self.setup.optimizer.state, self.setup.optimizer.param_groups
+        optimizer = self.setup.optimizer
+        before = optimizer.state, optimizer.param_groups
+
+        def load() -> None:
+            optimizer.load_state_dict(_of_optimizer(state_dict))
 
         def undo() -> None:
-            self.setup.optimizer.state, self.setup.optimizer.param_groups = before
+            optimizer.state, optimizer.param_groups = before
 
-        load = functools.partial(self.setup.optimizer.load_state_dict, _of_optimizer(state_dict))
         on_all_ranks(self._communicator, load, undo)
         self.exchange.step = parts[0]["step"] if parts else 0
         go_on()

@@ -292,11 +292,15 @@ class LocalSteps(Rule):
         part = state_dict.get(KEY, {"step": 0, "pending": None, "fragments": None})
         self._has_common = part["step"] > 0
         self._enter(part["step"])
-        if self._averaging is not None:
-            self._on_all(functools.partial(self._averaging.load_state_dict, state_dict, also))
-        else:
-            state = {key: value for key, value in state_dict.items() if key != KEY}
-            self._on_all(functools.partial(self.setup.optimizer.load_state_dict, state))
+
+        def load() -> None:
+            if self._averaging is not None:
+                self._averaging.load_state_dict(state_dict, also)
+            else:
+                bare = {key: value for key, value in state_dict.items() if key != KEY}
+                self.setup.optimizer.load_state_dict(bare)
+
+        self._on_all(load)
         keep_rates = self._locality.outer is None
         for number, fragment in enumerate(self._fragments if part["fragments"] is not None else ()):
             mine, *others = [each[KEY]["fragments"][number] for each in (state_dict, *also)]
