@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -27,21 +27,18 @@ remembers of it."""
 
 
 class PlainBuffer(Operations):
-    """Combines numbers over the ranks in one operation: as they are, or by a codec of which nothing is kept."""
+    """Combines numbers over the ranks in one operation: as they are, or by a codec of which nothing is kept. codec: what
+    makes the codes that are exchanged; None where the values travel as they are."""
 
     chained = False
 
     def __init__(self, combination: Combination, values: Tensor, codec: Codec | None = None) -> None:
         super().__init__()
         self.values = values
+        self.codec: Codec | MatrixCodec | None = codec
         self._combination = combination
         self._cast = codec
         self._prepared: PreparedOperation | None = None
-
-    @property
-    def codec(self) -> Codec | MatrixCodec | None:
-        """Return what makes the codes that are exchanged; None where the values travel as they are."""
-        return self._cast
 
     def start(self, step: int) -> None:
         """Begin to combine the values, which nobody may touch until complete(). step: how many exchanges there were."""
@@ -78,6 +75,7 @@ class CodedBuffer(PlainBuffer):
         number: int,
     ) -> None:
         super().__init__(combination, torch.zeros(plan.presence_offset, device=device))
+        self.codec = encoding.codec
         self.items = plan.items
         self.shard_start = 0
         self._encoding = encoding
@@ -89,10 +87,6 @@ class CodedBuffer(PlainBuffer):
         self._gaps = [self.values[start:stop] for start, stop in gaps if start < stop]
         rehearse(encoding.codec, device, with_feedback=encoding.feedback)  # compiles now, not in the first step
         self.restart()
-
-    @property
-    def codec(self) -> Codec | MatrixCodec:
-        return self._encoding.codec
 
     def _operations(self, step: int) -> Iterator[Work]:
         for gap in self._gaps:  # where the last result's code may have left something
@@ -108,9 +102,10 @@ class CodedBuffer(PlainBuffer):
     def restart(self) -> None:
         """Forget residuals, and what the codec remembers."""
 
+    @property
     @abstractmethod
-    def keeps(self, slot: int) -> bool:
-        """Return whether the parameter of a slot has error feedback."""
+    def kept(self) -> Collection[int]:
+        """Return the slots of the parameters that have error feedback."""
 
     @abstractmethod
     def outstanding(self) -> Tensor:
@@ -131,19 +126,19 @@ class CodedBuffer(PlainBuffer):
 
     def take(self) -> list[Carried]:
         """Return what each parameter takes along, by slot; nothing of those without error feedback. Collective."""
-        kept = [self.keeps(slot) for slot in range(len(self.items))]
-        if not any(kept):
-            return [{} for _ in kept]
+        if not (kept := self.kept):
+            return [{} for _ in self.items]
         residual = self.outstanding()
         self._combination.start(residual, divided=True).wait()
-        entries = zip(kept, self.spans, self._remembered(), strict=True)
-        return [{"residual": residual[span], **more} if keeps else {} for keeps, span, more in entries]
+        entries = enumerate(zip(self.spans, self._remembered(), strict=True))
+        return [{"residual": residual[span], **more} if slot in kept else {} for slot, (span, more) in entries]
 
     def give(self, slot: int, carried: Carried) -> bool:
         """Add what take() returned of a parameter, on all ranks; return whether it has error feedback. Sends nothing."""
-        if self.keeps(slot):
+        is_kept = slot in self.kept
+        if is_kept:
             self._add(slot, carried)
-        return self.keeps(slot)
+        return is_kept
 
     def withhold(self, slot: int) -> None:
         """Add a result that nobody will look at to the residual. (What is not finite would stay there for ever.)"""
@@ -201,8 +196,9 @@ class CodecBuffer(CodedBuffer):
     def _codes(self, step: int) -> Iterator[Work]:
         yield self._combination.start(self.values, self._codec, self._feedback, step, self._number)
 
-    def keeps(self, slot: int) -> bool:
-        return self._feedback is not None
+    @property
+    def kept(self) -> Collection[int]:
+        return () if self._feedback is None else range(len(self.items))
 
     def outstanding(self) -> Tensor:
         feedback = self._feedback
@@ -263,24 +259,27 @@ class MatrixBuffer(CodedBuffer):
         for sums in self._state.exchange(self.views):
             yield self._combination.start(sums, divided=True)
 
-    def keeps(self, slot: int) -> bool:
-        return slot in self._kept()
+    @property
+    def kept(self) -> dict[int, tuple[Tensor, dict[str, Tensor]]]:
+        """Return, by slot, the error of each matrix that is compressed and what the codec remembers of it."""
+        found = {slot: self._state.kept(slot) for slot in range(len(self.items))}
+        return {slot: kept for slot, kept in found.items() if kept is not None}
 
     def outstanding(self) -> Tensor:
         total = torch.zeros_like(self.values)
-        for slot, (error, _) in self._kept().items():
+        for slot, (error, _) in self.kept.items():
             total[self.spans[slot]].copy_(error.view(-1))
         return total
 
     def _remembered(self) -> list[Carried]:
-        kept = self._kept()
+        kept = self.kept
         return [
             {name: tensor.clone() for name, tensor in kept[slot][1].items()} if slot in kept else {}
             for slot in range(len(self.items))
         ]
 
     def _add(self, slot: int, carried: Carried) -> None:
-        error, remembered = self._kept()[slot]
+        error, remembered = self.kept[slot]
         combination = self._combination
         share = combination.inputs / combination.communicator.size / combination.predivide
         error.view(-1).add_(carried["residual"], alpha=share)
@@ -289,19 +288,14 @@ class MatrixBuffer(CodedBuffer):
                 tensor.copy_(carried[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        kept = self._kept()
+        kept = self.kept
         found = {"worker": self.outstanding(), "owner": self.values.new_empty(0)} if kept else {}
         return found | {f"{name}.{slot}": x for slot, (_, known) in kept.items() for name, x in known.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        for slot, (error, _) in self._kept().items():
+        for slot, (error, _) in self.kept.items():
             error.view(-1).copy_(state["tensors"]["worker"][self.spans[slot]])
-
-    def _kept(self) -> dict[int, tuple[Tensor, dict[str, Tensor]]]:
-        """Return, by slot, the error of each matrix that is compressed and what the codec remembers of it."""
-        found = {slot: self._state.kept(slot) for slot in range(len(self.items))}
-        return {slot: kept for slot, kept in found.items() if kept is not None}
 
 
 def buffer_for(encoding: Encoding) -> type[CodedBuffer]:
