@@ -85,8 +85,7 @@ from gradwire.trainer.horovod.sync_batch_norm import SyncBatchNorm
 from gradwire.trainer.local_updates import LocalReport, LocalUpdates
 from gradwire.trainer.optimizer import DistributedOptimizer
 from gradwire.trainer.optimizers.delayed_nesterov import DelayedNesterov
-from gradwire.trainer.optimizers.lamb import LAMB
-from gradwire.trainer.optimizers.lars import LARS
+from gradwire.trainer.optimizers.layerwise import LAMB, LARS
 from gradwire.trainer.reports.metrics import StepMetrics
 from gradwire.trainer.reports.stragglers import Stragglers
 from gradwire.trainer.reports.timeline import start_timeline, stop_timeline

@@ -1,9 +1,9 @@
-"""Codecs for those who keep torch's DistributedDataParallel: a communication hook for it."""
+"""Codecs for torch's DistributedDataParallel: a communication hook for it."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
 
 import atexit
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,10 +19,10 @@ from gradwire.collectives.run.work import WorkQueue
 from gradwire.collectives.torch_internals import OUTSIDE_BACKWARD, graph_task, when_backward_ends
 from gradwire.trainer.gradients.arguments import Average, check_named_parameters
 from gradwire.trainer.gradients.buffers import CodedBuffer, buffer_for
+from gradwire.trainer.gradients.checkpoint_format import VERSION, check_part
 from gradwire.trainer.gradients.combination import Combination, ExchangeStats
 from gradwire.trainer.gradients.compression import CASTS, Cast, Compressor, Encoding, Policy
 from gradwire.trainer.gradients.layout import packed
-from gradwire.trainer.gradients.saved import VERSION, check_part
 
 UNSETTLED_STEPS = 2
 """DDP lays out its buckets anew after the first step, and residuals begin with those that stay."""
@@ -50,7 +50,7 @@ def ddp_comm_hook(
     Raises ValueError for what is no codec, for names that are not unique, and for a policy that none of them matches.
     """
     names = None if named_parameters is None else check_named_parameters(named_parameters, ())
-    checked = Policy(compression, policy).checked(None if names is None else reversed(names.values()))
+    checked = Policy(compression, policy).checked(None if names is None else names.values())
     return CompressionHook(checked, names, timeout_s, process_group)
 
 
@@ -58,8 +58,8 @@ class CompressionHook:
     """Averages every bucket that is full, when DDP calls it. Made by ddp_comm_hook.
 
     The gradients in a bucket that one encoding is for are copied into a buffer of their own, which is exchanged as one
-    and has residuals. Buffers stay what they are until DDP fills other buckets with their parameters; then what is
-    outstanding is added to the gradients, which for once travel uncompressed, and new buffers begin.
+    and has residuals. Buffers stay what they are until DDP fills other buckets with their parameters; then the residuals are
+    added to the gradients, which for once travel uncompressed, and new buffers begin.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class CompressionHook:
         self._encodings: list[Encoding | None] = []
         self._described: list[tuple[str, list[int]]] = []
         self._buffers: dict[tuple[int, ...], CodedBuffer] = {}
-        self._owed: dict[int, Tensor] = {}
+        self._residuals: dict[int, Tensor] = {}
         self._loaded: list[dict[str, Any]] = []
         """What was loaded of buffers with parameters that DDP has not come with yet."""
 
@@ -107,7 +107,7 @@ class CompressionHook:
         buffers = [buffer for members in coded for buffer in self._buffers_of(members, gradients)]
         exchange = _Exchange(combination, bucket.buffer(), gradients, buffers, cast, self._step)
         if bucket.is_last():
-            combination.traffic.count_exchange()
+            combination.traffic.count(exchanges=1)
             self._step += 1
             self._settled = True
         # Of a codec of matrices, later sums depend on the first. All ranks have the same order if one thread calls.
@@ -140,26 +140,25 @@ class CompressionHook:
 
         Raises ValueError for anything else; for another model not before backward().
         """
-        mine = self._identity()
-        for key, value in mine.items():
+        for key, value in self._identity().items():
             if state_dict.get(key) != value:
                 raise ValueError(
-                    f"rank {mine['rank']}: this state was saved with {key} {state_dict.get(key)!r}, and the hook has {key} "
-                    f"{value!r}: every rank loads what it saved itself, in a world of the same size"
+                    f"{self._here}this state was saved with {key} {state_dict.get(key)!r}, and the hook has {key} {value!r}: "
+                    "every rank loads what it saved itself, in a world of the same size"
                 )
         check_part(state_dict)
         known = [_settled(encoding).identity for encoding in self._policy.encodings]
         for entry in state_dict["buckets"]:
             if entry.get("tensors") and entry["encoding"] not in known:
                 raise ValueError(
-                    f"rank {mine['rank']}: the state of a hook with {entry['encoding']} cannot be loaded into one with "
+                    f"{self._here}the state of a hook with {entry['encoding']} cannot be loaded into one with "
                     f"{', '.join(known) or 'no codec'}"
                 )
         described = [(name, list(shape)) for name, shape, *_ in state_dict["parameters"]]
         for number, (was, now) in enumerate(zip(described, self._described, strict=False)):
             self._check_same(number, was, now)
         self._step, self._described = state_dict["step"], described
-        self._buffers, self._owed, self._loaded = {}, {}, list(state_dict["buckets"])
+        self._buffers, self._residuals, self._loaded = {}, {}, list(state_dict["buckets"])
 
     def close(self) -> None:
         """Finish what was begun and close the Communicator, as that does. The hook cannot be called any more."""
@@ -171,13 +170,16 @@ class CompressionHook:
 
     def _identity(self) -> dict[str, Any]:
         """Return who saves, which must be who loads."""
-        return {
-            "version": VERSION,
-            "world_size": dist.get_world_size(self._group),
-            "rank": dist.get_rank(self._group),
-        }
+        group = self._group
+        return {"version": VERSION, "world_size": dist.get_world_size(group), "rank": dist.get_rank(group)}
+
+    @property
+    def _here(self) -> str:
+        """Return what messages of errors begin with."""
+        return f"rank {dist.get_rank(self._group)}: "
 
     def _open(self) -> Combination:
+        """Return what averages, with a Communicator that the first call makes."""
         if self._closed:
             raise RuntimeError("the communication hook was called after its close()")
         if self._combination is None:
@@ -191,19 +193,16 @@ class CompressionHook:
         number, shape = len(self._numbers), list(parameter.shape)
         if self._names is not None and parameter not in self._names:
             raise ValueError(
-                f"rank {dist.get_rank(self._group)}: named_parameters must name all parameters of DDP's module; one of "
-                f"shape {shape} is not named"
+                f"{self._here}named_parameters must name all parameters of DDP's module; one of shape {shape} is not named"
             )
         name = f"parameter {number}" if self._names is None else self._names[parameter]
         if number == len(self._described):
             self._described.append((name, shape))
         self._check_same(number, self._described[number], (name, shape))
-        encoding = self._policy.encoding(name, parameter)
-        if isinstance(encoding, Cast):
-            codec = encoding.codec(parameter.dtype)
-            self._encodings.append(None if codec is None else Encoding(codec))
-        else:
-            self._encodings.append(_settled(encoding))
+        kind = self._policy.encoding(name, parameter)
+        codec = kind.codec(parameter.dtype) if isinstance(kind, Cast) else None
+        settled = _settled(kind) if isinstance(kind, Encoding) else None
+        self._encodings.append(settled if codec is None else Encoding(codec))
         self._numbers[parameter] = number
         return number
 
@@ -211,8 +210,8 @@ class CompressionHook:
         """Raise ValueError where a parameter is not the one that was saved."""
         if was != now:
             raise ValueError(
-                f"rank {dist.get_rank(self._group)}: the state that was loaded is of another model: its parameter "
-                f"{number} is {was[0]!r} of shape {was[1]}, the one here {now[0]!r} of shape {now[1]}"
+                f"{self._here}the state that was loaded is of another model: its parameter {number} is {was[0]!r} of "
+                f"shape {was[1]}, the one here {now[0]!r} of shape {now[1]}"
             )
 
     def _make_loaded(self, device: torch.device) -> None:
@@ -225,8 +224,8 @@ class CompressionHook:
             buffer = self._new_buffer(tuple(entry["parameters"]), device)
             if not buffer.fits(entry):
                 raise ValueError(
-                    f"rank {dist.get_rank(self._group)}: the state that was loaded is of another model or policy: of "
-                    f"parameters {entry['parameters']} it has other tensors"
+                    f"{self._here}the state that was loaded is of another model or policy: of parameters "
+                    f"{entry['parameters']} it has other tensors"
                 )
             buffer.load_state_dict(entry)
 
@@ -236,13 +235,14 @@ class CompressionHook:
         if sum(map(len, inside)) != len(wanted):
             if not self._settled:
                 return []
-            self._dissolve(wanted)
+            for members in [members for members in self._buffers if not set(members).isdisjoint(wanted)]:
+                self._dissolve(members)
             self._new_buffer(wanted, gradients[wanted[0]].device)
             inside = [wanted]
-        owed = [number for number in wanted if number in self._owed]
-        for number in owed:
-            gradients[number].add_(self._owed.pop(number))
-        return [] if owed else [self._buffers[members] for members in inside]
+        outstanding = [number for number in wanted if number in self._residuals]
+        for number in outstanding:
+            gradients[number].add_(self._residuals.pop(number))
+        return [] if outstanding else [self._buffers[members] for members in inside]
 
     def _new_buffer(self, members: tuple[int, ...], device: torch.device) -> CodedBuffer:
         encoding = self._encodings[members[0]]
@@ -252,13 +252,12 @@ class CompressionHook:
         self._buffers[members] = buffer
         return buffer
 
-    def _dissolve(self, wanted: Iterable[int]) -> None:
-        """End the buffers that have any of these parameters."""
-        for members in [members for members in self._buffers if not set(members).isdisjoint(wanted)]:
-            buffer = self._buffers.pop(members)
-            outstanding = buffer.outstanding()
-            for number, span, view in zip(members, buffer.spans, buffer.views, strict=True):
-                self._owed[number] = outstanding[span].view(view.shape)
+    def _dissolve(self, members: tuple[int, ...]) -> None:
+        """End the buffer of these parameters, and keep its residuals."""
+        buffer = self._buffers.pop(members)
+        outstanding = buffer.outstanding()
+        for number, span, view in zip(members, buffer.spans, buffer.views, strict=True):
+            self._residuals[number] = outstanding[span].view(view.shape)
 
     def _in_background(self, exchange: "_Exchange", rank: int, *, begins: bool) -> Future[Tensor]:
         """Have an exchange finished, and begun before where it is not."""
@@ -312,23 +311,21 @@ class _Exchange:
 
     def begin(self) -> None:
         """Start all that does not depend on anything. All ranks begin their exchanges in the same order."""
-        traffic = self.combination.traffic
+        combination, traffic = self.combination, self.combination.traffic
         if not self.coded:
-            traffic.count_uncompressed(self.buffer.nbytes)
-            self.works = [self.combination.start(self.buffer, self.cast)]
+            traffic.count(uncompressed=traffic.wire_bytes(self.buffer.nbytes))
+            self.works = [combination.start(self.buffer, self.cast)]
             return
-        inside = {number for coded in self.coded for number in coded.items}
-        others = [gradient for number, gradient in self.gradients.items() if number not in inside]
+        others = dict(self.gradients)
+        for number, view in self._views():
+            view.copy_(others.pop(number))
         for coded in self.coded:
-            for number, view in zip(coded.items, coded.views, strict=True):
-                view.copy_(self.gradients[number])
             coded.start(self.step)
         if others:
-            nbytes = sum(gradient.nbytes for gradient in others)
-            traffic.count_uncompressed(nbytes)
-            traffic.count_sent(nbytes)
-            communicator, op = self.combination.communicator, self.combination.op
-            self.works.append(communicator.grouped_allreduce(others, op, async_op=True))
+            nbytes = traffic.wire_bytes(sum(gradient.nbytes for gradient in others.values()))
+            traffic.count(sent=nbytes, uncompressed=nbytes)
+            tensors = list(others.values())
+            self.works = [combination.communicator.grouped_allreduce(tensors, combination.op, async_op=True)]
 
     def finish(self) -> None:
         """Wait until all is averaged, and bring it into the bucket."""
@@ -336,9 +333,13 @@ class _Exchange:
             coded.complete()
         for work in self.works:
             work.wait()
+        for number, view in self._views():
+            self.gradients[number].copy_(view)
+
+    def _views(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the parameters in coded buffers, by number, with the places of their gradients there."""
         for coded in self.coded:
-            for number, view in zip(coded.items, coded.views, strict=True):
-                self.gradients[number].copy_(view)
+            yield from zip(coded.items, coded.views, strict=True)
 
 
 def _settled(encoding: Encoding) -> Encoding:

@@ -1,4 +1,4 @@
-"""LocalUpdates: a torch optimizer whose ranks step alone, and exchange what they have learnt every so many steps."""
+"""LocalUpdates: a torch optimizer whose ranks step alone, and average their movements every so many steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Communicator
+from gradwire.trainer.gradients.combination import ExchangeStats
 from gradwire.trainer.gradients.compression import Compression, Compressor, Policy
-from gradwire.trainer.optimizer import DistributedOptimizer, tensors_of
-from gradwire.trainer.rules import local_steps as rule
-from gradwire.trainer.rules.rule import Setup
+from gradwire.trainer.optimizer import DistributedOptimizer
+from gradwire.trainer.optimizers.wrapped import tensors_of
+from gradwire.trainer.rules.fragments import is_one_shot
+from gradwire.trainer.rules.local_steps import Locality, LocalSteps
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
 from gradwire.trainer.world.world import current_world, here
 
@@ -27,7 +29,7 @@ class LocalReport:
     bytes_per_step: of movements, spread over all steps after the warm-up. inner_bytes_per_step: of gradients to inner
     ranks, spread over the same. bytes_sent: all of these together. bytes_saved: how many times fewer bytes movements
     are than uncompressed ones. wait_share: of the time since the optimizer was made, in which this rank waited for others.
-    batch_per_rank, global_batch: of a step, where the caller has told; while a rank steps alone, its gradient is that of
+    batch_per_rank, global_batch: of a step, as the caller of report() says; while a rank steps alone, its gradient is that of
     its own batch.
     """
 
@@ -42,17 +44,13 @@ class LocalReport:
     global_batch: int | None
 
     def __str__(self) -> str:
-        warmup = (
-            f"{self.warmup_bytes_per_step / 1e3:.1f} KB a step of the warm-up, then "
-            if self.warmup_bytes_per_step
-            else ""
-        )
-        inner = f", and {self.inner_bytes_per_step / 1e3:.1f} KB to inner ranks" if self.inner_bytes_per_step else ""
-        batches = (
-            ""
-            if self.batch_per_rank is None
-            else f"; a batch of {self.batch_per_rank} a rank, {self.global_batch} in all"
-        )
+        warmup, inner, batches = "", "", ""
+        if self.warmup_bytes_per_step:
+            warmup = f"{self.warmup_bytes_per_step / 1e3:.1f} KB a step of the warm-up, then "
+        if self.inner_bytes_per_step:
+            inner = f", and {self.inner_bytes_per_step / 1e3:.1f} KB to inner ranks"
+        if self.batch_per_rank is not None:
+            batches = f"; a batch of {self.batch_per_rank} a rank, {self.global_batch} in all"
         return (
             f"{self.steps} steps: {warmup}{self.bytes_per_step / 1e3:.1f} KB a step, {self.bytes_saved:.1f} times fewer than "
             f"uncompressed{inner}; {self.bytes_sent / 1e6:.3f} MB in all; {self.wait_share:.1%} of the time "
@@ -89,11 +87,11 @@ class LocalUpdates(DistributedOptimizer):
     different ones.
 
     Checkpoints: state_dict() holds where this rank stands; every rank saves its own, and its parameters. On as many
-    ranks, training goes on bit for bit. On another number, every rank loads any; what error feedback owes is handed
-    over as by DistributedOptimizer. load_state_dict() is collective, and raises ValueError on all ranks, with nothing
+    ranks, training goes on bit for bit. On another number, every rank loads any; the residuals of error feedback are
+    handed over as by DistributedOptimizer. load_state_dict() is collective, and raises ValueError on all ranks, with nothing
     loaded, where one of them was given what it cannot load.
 
-    Collective. Raises ValueError or TypeError for arguments that cannot be meant.
+    Collective. Raises ValueError or TypeError for invalid arguments.
     """
 
     def __init__(
@@ -121,7 +119,7 @@ class LocalUpdates(DistributedOptimizer):
         _check(every, warmup_steps, fragments, delay, alpha, len(parameters))
         if not isinstance(outer, torch.optim.Optimizer | None):
             raise TypeError(f"{here()}outer must be a torch.optim.Optimizer or None, not {type(outer).__name__}")
-        if outer is not None and {p for group in outer.param_groups for p in group["params"]} != set(parameters):
+        if outer is not None and set(tensors_of(outer.param_groups)) != set(parameters):
             raise ValueError(f"{here()}outer must be an optimizer of the same parameters as optimizer")
         pairs = None if named_parameters is None else list(named_parameters)
         wanted = dict(policy or {})
@@ -130,20 +128,10 @@ class LocalUpdates(DistributedOptimizer):
         if outer is None:
             _check_averaging(by_name)
         self._began = time.perf_counter()
-        self._world = current_world()
-        owns_inner = inner is not None and not isinstance(inner, Communicator)
-        connects_inner = (
-            inner if inner is None or isinstance(inner, Communicator) else self._world.open_communicator(inner)
-        )
-        locality = rule.Locality(
-            every, outer, warmup_steps, by_name, fragments, delay, alpha, connects_inner, owns_inner
-        )
-        made: list[rule.LocalUpdates] = []
-
-        def make(setup: Setup) -> rule.LocalUpdates:
-            made.append(rule.LocalUpdates(setup, locality))
-            return made[0]
-
+        joined = inner
+        if not isinstance(joined, Communicator | None):
+            joined = current_world().open_communicator(joined)
+        locality = Locality(every, outer, warmup_steps, by_name, fragments, delay, alpha, joined, joined is not inner)
         try:
             super().__init__(
                 optimizer,
@@ -152,25 +140,27 @@ class LocalUpdates(DistributedOptimizer):
                 backward_passes_per_step,
                 process_set=process_set,
                 bucket_bytes=bucket_bytes,
-                rule=make,
+                rule=lambda setup: LocalSteps(setup, locality),
             )
         except BaseException:
-            if owns_inner and connects_inner is not None:
-                connects_inner.close()
+            if joined is not None and joined is not inner:
+                joined.close()
             raise
-        self._local = made[0] if made else None
 
     def report(self, batch_per_rank: int | None = None) -> LocalReport:
-        """Return what local updates have cost so far. batch_per_rank: of a step, to have both batches told."""
-        local = self._local
-        sent = rule.Sent() if local is None else local.sent
+        """Return what local updates have cost so far. batch_per_rank: of a step, which the report then says."""
+        steps, warmup_steps, steps_alone = self.steps, 0, 0
+        warmup = moved = inner = ExchangeStats()
+        if isinstance(self._rule, LocalSteps):  # and not of a rank that is outside of the process set
+            steps, warmup_steps, steps_alone = self._rule.step, self._rule.warmup_taken, self._rule.alone_taken
+            warmup, moved, inner = self._rule.sent
         return LocalReport(
-            steps=self.steps if local is None else local.step,
-            warmup_bytes_per_step=sent.warmup_bytes / max(1, sent.warmup_steps),
-            bytes_per_step=sent.movement_bytes / max(1, sent.steps),
-            inner_bytes_per_step=sent.inner_bytes / max(1, sent.steps),
-            bytes_sent=sent.warmup_bytes + sent.movement_bytes + sent.inner_bytes,
-            bytes_saved=sent.movement_bytes_uncompressed / sent.movement_bytes if sent.movement_bytes else 1.0,
+            steps=steps,
+            warmup_bytes_per_step=warmup.bytes_sent / max(1, warmup_steps),
+            bytes_per_step=moved.bytes_sent / max(1, steps_alone),
+            inner_bytes_per_step=inner.bytes_sent / max(1, steps_alone),
+            bytes_sent=warmup.bytes_sent + moved.bytes_sent + inner.bytes_sent,
+            bytes_saved=moved.ratio,
             wait_share=self.communication_wait_s / (time.perf_counter() - self._began),
             batch_per_rank=batch_per_rank,
             global_batch=None if batch_per_rank is None else batch_per_rank * self._communicator.size,
@@ -180,7 +170,7 @@ class LocalUpdates(DistributedOptimizer):
 def _check_averaging(policy: Policy) -> None:
     """Raise ValueError where movements would at first be averaged over all ranks, and then over those that send a number."""
     for encoding in policy.encodings:
-        if rule.is_one_shot(encoding) and encoding.warmup_steps:
+        if is_one_shot(encoding) and encoding.warmup_steps:
             raise ValueError(
                 f"{here()}ErrorFeedback({encoding.codec.name!r}, warmup_steps={encoding.warmup_steps}) does not go with "
                 "outer=None: what travels by this codec is summed up, and in the codec's warm-up, in which it travels "
@@ -190,12 +180,9 @@ def _check_averaging(policy: Policy) -> None:
 
 
 def _check(every: int, warmup_steps: int, fragments: int, delay: int, alpha: float, parameters: int) -> None:
-    for name, value, least in (
-        ("every", every, 1),
-        ("warmup_steps", warmup_steps, 0),
-        ("fragments", fragments, 1),
-        ("delay", delay, 0),
-    ):
+    """Raise ValueError for invalid arguments. parameters: how many the optimizer has."""
+    for name, value in (("every", every), ("warmup_steps", warmup_steps), ("fragments", fragments), ("delay", delay)):
+        least = 1 if name in ("every", "fragments") else 0
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{here()}{name} must be a whole number >= {least}, not {value!r}")
     if fragments > min(every, parameters):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,17 +22,15 @@ from gradwire.trainer.gradients.arguments import (
     check_passes,
 )
 from gradwire.trainer.gradients.combination import Combination, ExchangeStats
-from gradwire.trainer.gradients.compression import Compression, Compressor, Policy, described
-from gradwire.trainer.gradients.exchange import Passes
+from gradwire.trainer.gradients.compression import Compression, Compressor, Policy
 from gradwire.trainer.gradients.layout import DEFAULT_BUCKET_BYTES
-from gradwire.trainer.gradients.shards.ways import movements_as
-from gradwire.trainer.gradients.uncompiled import uncompiled
-from gradwire.trainer.optimizers.wrapped import WrappingOptimizer
-from gradwire.trainer.reports.metrics import StepMetrics
-from gradwire.trainer.reports.reports import Reports, Wanted
+from gradwire.trainer.gradients.setup import Passes, Setup
+from gradwire.trainer.gradients.shards.transfer import movements_as
+from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, tensors_of, uncompiled
+from gradwire.trainer.reports.metrics import Reports, StepMetrics, Wanted
 from gradwire.trainer.reports.stragglers import Stragglers
 from gradwire.trainer.rules.adasum import AdaptiveSummation
-from gradwire.trainer.rules.rule import Rule, Setup
+from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.sharded import Sharded
 from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, global_process_set
@@ -99,7 +97,7 @@ class DistributedOptimizer(WrappingOptimizer):
     straggler_report_every: after every so many exchanges, stragglers() is brought up to date. Rank 0 logs when one rank
     makes the others wait for more than a tenth of a step and 5 ms, three times on end, and when that ends.
 
-    Collective over the process set. Raises ValueError or TypeError for arguments that cannot be meant, RuntimeError
+    Collective over the process set. Raises ValueError or TypeError for invalid arguments, RuntimeError
     before init(), and, on all ranks, ValueError where these do not have the same parameters, or hold different shards
     of them.
     """
@@ -130,38 +128,19 @@ class DistributedOptimizer(WrappingOptimizer):
             bucket_bytes = current_settings().fusion_bytes or DEFAULT_BUCKET_BYTES
         wanted = Wanted(on_step, check_replicas_every, straggler_report_every)
         check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
-        if not callable(rule):
-            raise TypeError(
-                f"{here()}rule must be a class derived from Rule, or a function that makes one, not {rule!r}"
-            )
-        if not isinstance(shard_states, bool):
-            raise ValueError(f"{here()}shard_states must be True or False, not {shard_states!r}")
-        if shard_states and rule is not Synchronous:
-            raise ValueError(f"{here()}shard_states=True goes with no other rule= than the default, not with {rule!r}")
         returning = movements_as(parameter_compression)
-        if returning is not None and not shard_states:
-            raise ValueError(
-                f"{here()}parameter_compression is for shard_states=True, in which parameters travel: gradients have compression="
-            )
-        self.shard_states = shard_states
-        """Whether this rank's optimizer has the state of its pieces of the parameters only."""
-        if shard_states:
-            rule = Sharded
-        elif op == Adasum and rule is Synchronous:
-            rule = AdaptiveSummation
+        rule = _checked_rule(rule, op, shard_states, returning is not None)
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"{here()}optimizer is a DistributedOptimizer already")
         parameters = tensors_of(optimizer.param_groups)
         self._names = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
-        checked = Policy(compression, policy).checked(
-            None if named_parameters is None else reversed(self._names.values())
-        )
-
+        checked = Policy(compression, policy).checked(None if named_parameters is None else self._names.values())
         numbers = check_groups(num_groups, groups, parameters)
 
+        self.shard_states = shard_states
+        """Whether this rank's optimizer has the state of its pieces of the parameters only."""
         self.optimizer = optimizer
         share_hooks(self, optimizer)  # for it is the wrapped optimizer that runs them, each once
-
         self._owns_communicator = not isinstance(process_set, Communicator)
         self._communicator = (
             process_set if isinstance(process_set, Communicator) else current_world().open_communicator(process_set)
@@ -171,34 +150,24 @@ class DistributedOptimizer(WrappingOptimizer):
         self._was_synchronized = self._skips = False
         self._combination = Combination(self._communicator, op, gradient_predivide_factor)
         setup = Setup(
-            optimizer,
-            self._combination,
-            checked,
-            bucket_bytes,
-            self._passes,
-            numbers,
-            sparse_as_dense=sparse_as_dense,
-            returning=returning,
+            optimizer, self._combination, checked, bucket_bytes, self._passes, numbers, sparse_as_dense, returning
         )
         self._rule = Rule(setup)  # which does nothing, until there is another
         try:
-            check_settings(
-                self._communicator,
-                "DistributedOptimizer",
-                {**_described(setup, rule, parameters), "check_replicas_every": str(check_replicas_every)},
-            )
+            described = _described(setup, rule, parameters) | {"check_replicas_every": str(check_replicas_every)}
+            check_settings(self._communicator, "DistributedOptimizer", described)
             outside = isinstance(process_set, ProcessSet) and not process_set.included()
             made = Rule(setup) if outside else rule(setup)
             if not isinstance(made, Rule):
                 raise TypeError(f"{here()}rule returned {made!r}; a Rule is needed")
             self._rule = made
             self._combination = made.setup.combination  # which counts what is exchanged
-            self._take_in(0, parameters)
-            self._rule.start()
-            shared = self._communicator
+            self._take_in(known=())
+            made.start()
+            compared_on = self._communicator
             if not isinstance(process_set, Communicator) and not outside and check_replicas_every:
-                shared = current_world().communicator(process_set)
-            self._reports = Reports(optimizer, self._combination, self._rule, self._all_names, wanted, shared)
+                compared_on = current_world().communicator(process_set)
+            self._reports = Reports(made, wanted, self._all_names, compared_on)
         except BaseException:
             self.close()  # or hooks of what was refused would go on exchanging, as long as anybody keeps the error
             raise
@@ -218,10 +187,10 @@ class DistributedOptimizer(WrappingOptimizer):
         return self._combination.traffic.stats
 
     def stragglers(self) -> Stragglers | None:
-        """Return who made whom wait in the last straggler_report_every exchanges that all ranks have told of.
+        """Return who made whom wait in the last straggler_report_every exchanges that all ranks have reported.
 
         None before that, in a world of one, and with a rule that does not exchange gradients in buckets. Returns at once
-        and is for any rank to call: what ranks tell of themselves travels beside the operations.
+        and is for any rank to call: what ranks report travels beside the operations.
         """
         return self._reports.stragglers()
 
@@ -289,35 +258,25 @@ class DistributedOptimizer(WrappingOptimizer):
             raise ValueError(f"{here()}norm_type must be a number > 0, not {norm_type!r}")
         return self._rule.clip_grad_norm_(max_norm, norm_type)
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
+    def skip_synchronize(self) -> AbstractContextManager[None]:
         """Have step(), inside, not warn that it comes after synchronize(), as Horovod's programs write it. It does nothing else:
         gradients that have been exchanged are not exchanged again."""
-        before, self._skips = self._skips, True
-        try:
-            yield
-        finally:
-            self._skips = before
+        return _switched_on(self, "_skips")
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Have backward(), inside, only accumulate on this rank, and not count towards backward_passes_per_step."""
-        before, self._passes.paused = self._passes.paused, True
-        try:
-            yield
-        finally:
-            self._passes.paused = before
+        return _switched_on(self._passes, "paused")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group to the wrapped optimizer, and its parameters to the exchange."""
         known = set(tensors_of(self.param_groups))
         self.optimizer.add_param_group(param_group)
-        self._take_in(len(known), [parameter for parameter in tensors_of(self.param_groups) if parameter not in known])
+        self._take_in(known)
 
-    def _take_in(self, number: int, parameters: Sequence[Tensor]) -> None:
-        """Have parameters exchanged, those without a name being numbered from `number` on."""
-        names = [self._names.get(parameter, f"parameter {i}") for i, parameter in enumerate(parameters, number)]
-        self._rule.add(names, parameters)
+    def _take_in(self, known: Collection[Tensor]) -> None:
+        """Have the parameters exchanged that are not known yet."""
+        names = {parameter: name for parameter, name in self._all_names().items() if parameter not in known}
+        self._rule.add(list(names.values()), list(names))
 
     def _all_names(self) -> dict[Tensor, str]:
         """Return the name of each parameter of the optimizer; "parameter" and its number where it has none."""
@@ -340,8 +299,8 @@ class DistributedOptimizer(WrappingOptimizer):
         """Load into the wrapped optimizer, on this rank only; with codecs, collective, as all ranks must go on alike.
 
         On as many ranks as saved, each given its own state_dict, training continues bit for bit. On another number of
-        ranks, or with other codecs, what error feedback still owes is handed over: every rank gets the mean (op=Sum: an
-        equal part of the sum) over the ranks whose state_dict was given to anyone. also: those of ranks that no longer
+        ranks, or with other codecs, the residuals of error feedback are handed over: every rank gets the mean (op=Sum:
+        an equal part of the sum) over the ranks whose state_dict was given to anyone. also: those of ranks that no longer
         exist, so that nothing is lost; a rank that did not exist is given any other's. A warning on rank 0 says what
         became of what. Without "gradwire", on all ranks, error feedback begins anew.
 
@@ -382,11 +341,34 @@ class DistributedOptimizer(WrappingOptimizer):
             if self._owns_communicator:
                 self._communicator.close()
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.optimizer!r})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a DistributedOptimizer cannot be copied or pickled: save its state_dict()")
+def _checked_rule(rule: Any, op: str, shard_states: object, has_returning: bool) -> Callable[[Setup], Rule]:
+    """Return what makes the rule that these arguments mean. Raises TypeError and ValueError."""
+    if not callable(rule):
+        raise TypeError(f"{here()}rule must be a class derived from Rule, or a function that makes one, not {rule!r}")
+    if not isinstance(shard_states, bool):
+        raise ValueError(f"{here()}shard_states must be True or False, not {shard_states!r}")
+    if shard_states and rule is not Synchronous:
+        raise ValueError(f"{here()}shard_states=True goes with no other rule= than the default, not with {rule!r}")
+    if has_returning and not shard_states:
+        raise ValueError(
+            f"{here()}parameter_compression is for shard_states=True, in which parameters travel: gradients have compression="
+        )
+    if shard_states:
+        return Sharded
+    made: Callable[[Setup], Rule] = AdaptiveSummation if op == Adasum and rule is Synchronous else rule
+    return made
+
+
+@contextmanager
+def _switched_on(owner: object, name: str) -> Iterator[None]:
+    """Set an attribute to True, inside."""
+    before = getattr(owner, name)
+    setattr(owner, name, True)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def _described(setup: Setup, rule: Callable[[Setup], Rule], parameters: Sequence[Tensor]) -> dict[str, str]:
@@ -402,10 +384,5 @@ def _described(setup: Setup, rule: Callable[[Setup], Rule], parameters: Sequence
         "bucket_bytes": str(setup.bucket_bytes),
         "groups": str([setup.groups.get(parameter) for parameter in parameters] if setup.groups else None),
         "sparse_as_dense": str(setup.sparse_as_dense),
-        "parameter_compression": "none" if setup.returning is None else described(setup.returning),
+        "parameter_compression": "none" if setup.returning is None else setup.returning.identity,
     }
-
-
-def tensors_of(param_groups: list[dict[str, Any]]) -> list[Tensor]:
-    """Return all parameters, each once, in order."""
-    return list(dict.fromkeys(parameter for group in param_groups for parameter in group["params"]))

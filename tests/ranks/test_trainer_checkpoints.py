@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
+from gradwire.trainer.gradients.checkpoint_format import KEY
 from gradwire.trainer.gradients.compression import Compressor
-from gradwire.trainer.gradients.saved import KEY
 from tests.harness import Worlds
 from tests.ranks.ladder import HEIGHT, REMEMBERING, Ladder, optimizer_of, owed, train
 from tests.ranks.training import assert_same_on_all_ranks, copies, in_world

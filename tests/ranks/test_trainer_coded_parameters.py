@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import gradwire as hvd
 from gradwire.collectives.compression import Int8
-from gradwire.trainer.gradients.saved import SHARDS
+from gradwire.trainer.gradients.checkpoint_format import SHARDS
 from tests.harness import ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.test_trainer_sharded_states import Network, assert_equal, exchanged_by, train, wrapped
 from tests.ranks.training import assert_same_on_all_ranks, in_world

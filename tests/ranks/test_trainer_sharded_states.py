@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import gradwire as hvd
 from gradwire.collectives import Communicator
-from gradwire.trainer.gradients.saved import SHARDS
+from gradwire.trainer.gradients.checkpoint_format import SHARDS
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds, wide
 from tests.ranks.training import assert_same_on_all_ranks, copies, in_world
 

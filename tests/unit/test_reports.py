@@ -27,8 +27,7 @@ from gradwire.collectives.diagnostics.timeline import (
 from gradwire.collectives.kernels.reference import hashing as reference
 from gradwire.trainer.gradients.moments import Moment
 from gradwire.trainer.gradients.replicas import hash_of
-from gradwire.trainer.reports.metrics import BucketChoice, StepMetrics
-from gradwire.trainer.reports.reports import Wanted
+from gradwire.trainer.reports.metrics import BucketChoice, StepMetrics, Wanted
 from gradwire.trainer.reports.stragglers import Stragglers, StragglerWatch
 from tests.pages import ROOT
 

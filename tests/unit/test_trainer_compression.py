@@ -16,6 +16,7 @@ from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.compression.registry import CODECS, make_codec
 from gradwire.collectives.compression.stochastic import QSGD
 from gradwire.collectives.compression.topk import TopK
+from gradwire.trainer.gradients.checkpoint_format import KEY
 from gradwire.trainer.gradients.compression import (
     LEAST_NUMEL,
     NAMES,
@@ -26,7 +27,6 @@ from gradwire.trainer.gradients.compression import (
     encoding_of,
     verb_codec,
 )
-from gradwire.trainer.gradients.saved import KEY
 
 NEED_FEEDBACK = {"onebit", "topk", "threshold", "randomk", "dgc", "chunktopk"}
 

@@ -29,7 +29,7 @@ import gradwire as hvd
 from gradwire.trainer.examples.checkpoint import Checkpoint
 from gradwire.trainer.examples.config import LoopConfig
 from gradwire.trainer.examples.report import BASELINE, OURS, Record, Report, count, progress
-from gradwire.trainer.gradients.saved import KEY
+from gradwire.trainer.gradients.checkpoint_format import KEY
 
 BLOCK_S = 0.5
 """Models take turns, and ranks agree on losses, time and interruption, about this often."""

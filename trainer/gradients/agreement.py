@@ -1,10 +1,10 @@
-"""What the ranks must have in common before they can train one model, compared when an optimizer is made."""
+"""What all ranks must do alike: make an optimizer of the same settings and parameters, and load a checkpoint or none."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -13,7 +13,32 @@ from gradwire.collectives.errors import ranks_text
 from gradwire.trainer.gradients.dtensors import held_here, shard_of
 from gradwire.trainer.world.world import here
 
-_Described: TypeAlias = tuple[str, tuple[int, ...], str]
+T = TypeVar("T")
+
+
+def on_all_ranks(
+    communicator: Communicator,
+    attempt: Callable[[], T],
+    undo: Callable[[], object] | None = None,
+    failed: str = "load_state_dict: rank {} was given what cannot be loaded ({})",
+) -> list[T]:
+    """Call attempt() on every rank, and return by rank what it returns, which must be JSON. Collective.
+
+    Where attempt() raises on any rank, all ranks call undo(), and raise ValueError alike: `failed`, filled with the first
+    such rank and its error.
+    """
+    value, fault = None, ""
+    try:
+        value = attempt()
+    except Exception as error:  # the other ranks would wait for this one if they did not get its error
+        fault = f"{type(error).__name__}: {error}"
+    gathered = communicator.allgather_record((value, fault))
+    for rank, (_, theirs) in enumerate(gathered):
+        if theirs:
+            if undo is not None:
+                undo()
+            raise ValueError(here() + failed.format(rank, theirs))
+    return [theirs for theirs, _ in gathered]
 
 
 def check_settings(communicator: Communicator, of: str, settings: Mapping[str, str]) -> None:
@@ -35,37 +60,27 @@ def check_settings(communicator: Communicator, of: str, settings: Mapping[str, s
 def agree_on_parameters(communicator: Communicator, names: Sequence[str], parameters: Sequence[Tensor]) -> list[str]:
     """Return the names in rank 0's order. Raises ValueError on all ranks alike where they do not train the same
     parameters, or hold different shards of them. Collective."""
-    named = list(zip(names, parameters, strict=True))
-    shards = {name: shard_of(parameter) for name, parameter in named}
-    mine = [(name, held_here(parameter).shape, str(parameter.dtype)) for name, parameter in named]
-    gathered = communicator.allgather_record((shards, mine))
-    for rank, (theirs, _) in enumerate(gathered):
-        _check_shards(rank, theirs, gathered[0][0])
-    everyones = [[(name, tuple(shape), dtype) for name, shape, dtype in theirs] for _, theirs in gathered]
-    for rank, theirs in enumerate(everyones):
-        if difference := set(theirs) ^ set(everyones[0]):
-            name, _, _ = min(difference)
+    shards, kinds = {}, {}
+    for name, parameter in zip(names, parameters, strict=True):
+        shards[name] = shard_of(parameter)
+        kinds[name] = f"has shape {list(held_here(parameter).shape)} and dtype {parameter.dtype}"
+    everyones = communicator.allgather_record((shards, kinds))
+    first_shards, first_kinds = everyones[0]
+    for rank, (theirs, _) in enumerate(everyones):
+        for name in sorted(theirs.keys() & first_shards.keys()):
+            if theirs[name] != first_shards[name]:
+                raise ValueError(
+                    f"{here()}ranks 0 and {rank} of the process_set hold different shards of {name!r} "
+                    f"({first_shards[name] or 'all of it'}; {theirs[name] or 'all of it'}): gradients are exchanged among "
+                    "ranks that hold the same. Beside fully_shard(model, mesh=mesh['shard']), that is "
+                    "process_set=mesh.get_group('replicate')"
+                )
+    for rank, (_, theirs) in enumerate(everyones):
+        if difference := set(theirs.items()) ^ set(first_kinds.items()):
+            name, _ = min(difference)
+            on_first, on_other = (kinds.get(name, "is not trained") for kinds in (first_kinds, theirs))
             raise ValueError(
                 f"{here()}ranks 0 and {rank} do not train the same parameters: {name!r} "
-                f"{_described(name, everyones[0])} on rank 0, and {_described(name, theirs)} on rank {rank}"
+                f"{on_first} on rank 0, and {on_other} on rank {rank}"
             )
-    return [name for name, _, _ in everyones[0]]
-
-
-def _described(name: str, parameters: Sequence[_Described]) -> str:
-    """Return what a rank, which trains these parameters, says of one of them."""
-    for other, shape, dtype in parameters:
-        if other == name:
-            return f"has shape {list(shape)} and dtype {dtype}"
-    return "is not trained"
-
-
-def _check_shards(rank: int, theirs: Mapping[str, str], first: Mapping[str, str]) -> None:
-    """Raise ValueError where a rank holds other shards than rank 0, whose gradients cannot be averaged."""
-    for name in sorted(theirs.keys() & first.keys()):
-        if theirs[name] != first[name]:
-            raise ValueError(
-                f"{here()}ranks 0 and {rank} of the process_set hold different shards of {name!r} ({first[name] or 'all of it'}; "
-                f"{theirs[name] or 'all of it'}): gradients are exchanged among ranks that hold the same. Beside "
-                "fully_shard(model, mesh=mesh['shard']), that is process_set=mesh.get_group('replicate')"
-            )
+    return list(first_kinds)

@@ -1,4 +1,4 @@
-"""Names of the reductions, and Horovod's older way to choose between two of them."""
+"""What callers give the verbs and the optimizers: the names of the reductions, tensors, groups; and the checks of these."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ def check_tensor(value: object) -> Tensor:
 
 
 def check_group(rank: int, verb: str, tensors: Iterable[object]) -> list[Tensor]:
-    """Return the tensors of a group, which must be ones that can be moved, all on one device. Raises TypeError and
-    ValueError."""
+    """Return the tensors of a group. Raises TypeError and ValueError unless all can be moved, and are on one device."""
     checked = [check_tensor(tensor) for tensor in tensors]
     for tensor in checked:
         check_dtype(rank, tensor.dtype)
@@ -67,7 +66,7 @@ def check_group(rank: int, verb: str, tensors: Iterable[object]) -> list[Tensor]
 
 
 def check_arguments(optimizer: object, passes: object, op: object, predivide: float, bucket_bytes: int) -> None:
-    """Raise TypeError or ValueError, with what was given and what is allowed, for arguments that cannot be meant."""
+    """Raise TypeError or ValueError, with what was given and what is allowed, for invalid arguments."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{here()}optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     check_passes(passes)
@@ -135,14 +134,14 @@ def check_named_parameters(
                 f"{here()}named_parameters must be pairs (name, parameter), as from model.named_parameters(), "
                 f"not {type(pair).__name__}"
             )
-    repeated = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
-    if repeated:
+    if repeated := [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]:
         raise ValueError(
             f"{here()}names in named_parameters must be unique; found more than once: {', '.join(repeated)}"
         )
-    names = {parameter: name for name, parameter in reversed(pairs)}
-    unnamed = [f"{list(parameter.shape)}" for parameter in parameters if parameter not in names]
-    if unnamed:
+    names: dict[Tensor, str] = {}
+    for name, parameter in pairs:
+        names.setdefault(parameter, name)
+    if unnamed := [f"{list(parameter.shape)}" for parameter in parameters if parameter not in names]:
         raise ValueError(
             f"{here()}named_parameters must name all parameters of the optimizer; {len(unnamed)} of them are not named "
             f"(of shape {', '.join(unnamed)})"

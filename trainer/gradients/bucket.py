@@ -14,6 +14,7 @@ from gradwire.trainer.gradients.combination import Combination
 from gradwire.trainer.gradients.compression import Cast, Encoding
 from gradwire.trainer.gradients.dtensors import as_gradient_of, held_here, placed_like
 from gradwire.trainer.gradients.layout import BucketPlan
+from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.world.world import here
 
 
@@ -22,46 +23,42 @@ class Bucket:
     this rank's shard.
 
     names and parameters: all that were planned, of which plan.items picks. kind: what they travel as. number: tells the
-    bucket from others. buffer: what is exchanged; where its values have the gradients' dtype, these lie in it, else in
-    memory beside it. presence: one number for each gradient: whether this rank has it, and after the exchange, whether
-    any rank has; below zero where a rank has a sparse one, which is not exchanged here. With codes it is for
-    presence_of() to count, and so where each rank gets its share only; else it is in the same message. densifies: whether
-    sparse gradients are made dense. in_flight: whether it is being exchanged. memory: in which the gradients lie, each in its
-    span, by slot. shares: by rank, which parts of the memory are whose where each rank gets its share; else nothing.
-    finished_version: of the memory, when its gradients were handed out.
+    bucket from others. buffer: what is exchanged. memory: in which the gradients lie, each in its span, by slot; the
+    buffer's values where these have the gradients' dtype. presence: one number for each gradient: whether this rank has
+    it, and after the exchange, whether any rank has; below zero where a rank has a sparse one, which is not exchanged
+    here. With codes it is for presence_of() to count, and so where each rank gets its share only; else it is in the same
+    message. in_flight: whether it is being exchanged. shares: by rank, which parts of the memory are whose where each rank
+    gets its share; else nothing. finished_version: of the memory, when its gradients were handed out.
     """
 
     def __init__(
         self,
+        setup: Setup,
         plan: BucketPlan,
         names: Sequence[str],
         parameters: Sequence[Tensor],
         kind: Cast | Encoding,
-        combination: Combination,
         number: int,
-        *,
-        densifies: bool,
     ) -> None:
+        combination, communicator = setup.combination, setup.combination.communicator
         self.items = plan.items
-        self._densifies = densifies
-        self._marks_sparse = -(combination.communicator.size + 1)  # which dense ones of other ranks do not outweigh
         self.names = [names[item] for item in plan.items]
         self.parameters = [parameters[item] for item in plan.items]
+        self._densifies = setup.sparse_as_dense
+        self._marks_sparse = -(communicator.size + 1)  # which dense ones of other ranks do not outweigh
         held = list(map(held_here, self.parameters))
         device, dtype = held[0].device, held[0].dtype
         if isinstance(kind, Encoding):
             shapes = list(map(_shape_in_memory, held))
             self.buffer: PlainBuffer = buffer_for(kind)(combination, kind, plan, shapes, device, number)
         else:
-            values = zeros_for(combination.communicator, plan.numel, dtype, device)
+            values = zeros_for(communicator, plan.numel, dtype, device)
             self.buffer = PlainBuffer(combination, values, kind.codec(dtype))
         self.memory = self.buffer.values.to(dtype)
-        communicator = combination.communicator
         self.shares = communicator.shares(self.memory.numel(), dtype) if combination.in_shares else ()
         others = [parts for rank, parts in enumerate(self.shares) if rank != communicator.rank]
         self._of_others = [self.memory[part] for parts in others for part in parts]
         self.spans = [slice(start, start + each.numel()) for each, start in zip(held, plan.offsets, strict=True)]
-        self.finished_version = self.memory._version
         self._views = [
             self.memory.as_strided(tensor.shape, dense_strides(tensor), offset)
             for tensor, offset in zip(held, plan.offsets, strict=True)
@@ -72,16 +69,12 @@ class Bucket:
         self.in_flight = False
         self._absent: list[int] = []
         self._present: list[float] = []
+        self.take_note()
 
     @property
     def coded(self) -> CodedBuffer | None:
-        """Return what a codec exchanges of this bucket, and owes; None without one."""
+        """Return the buffer where a codec exchanges it; None without one."""
         return self.buffer if isinstance(self.buffer, CodedBuffer) else None
-
-    @property
-    def counts_apart(self) -> bool:
-        """Return whether it is for presence_of() to count who has which gradient."""
-        return self.coded is not None or bool(self.shares)
 
     def collect(self, slot: int) -> bool:
         """Bring the gradient of the slot's parameter into the buffer and make parameter.grad what lies there.
@@ -114,6 +107,7 @@ class Bucket:
         return self.parameters[slot].grad is self._gradients[slot]
 
     def scale(self, slot: int, factor: float) -> None:
+        """Multiply a gradient by a factor, in place."""
         self._views[slot].mul_(factor)
 
     def start(self, step: int) -> None:
@@ -136,14 +130,13 @@ class Bucket:
         return bool(self._absent)
 
     def found_sparse(self) -> list[int]:
-        """Return the parameters of which a rank has a sparse gradient, when the exchange is done. All ranks find the same,
-        unless one of them has a dense gradient in place of a sparse one."""
+        """Return the parameters of which a rank has a sparse gradient, when the exchange is done: the same on all ranks, unless
+        one has a dense gradient instead."""
         self._present = self.presence.tolist() if self._absent else []
         return [self.items[slot] for slot in self._absent if self._present[slot] < 0]
 
     def finish(self) -> None:
-        """Hand out the result, after found_sparse(): a parameter without gradient on this rank gets one if any rank has
-        it."""
+        """Hand out the result, after found_sparse(). A parameter without gradient here gets one if any rank has it."""
         if self.memory is not self.buffer.values:
             self.memory.copy_(self.buffer.values)
         for slot in self._absent:
@@ -162,7 +155,7 @@ class Bucket:
 
 def presence_of(buckets: Sequence[Bucket], combination: Combination) -> list[PlainBuffer]:
     """Return what counts, exactly and in one message, how many ranks have the gradients of buckets that do not say so."""
-    counted = [bucket for bucket in buckets if bucket.counts_apart]
+    counted = [bucket for bucket in buckets if bucket.coded is not None or bucket.shares]
     if not counted:
         return []
     lengths = [len(bucket.items) for bucket in counted]

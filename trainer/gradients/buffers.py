@@ -1,10 +1,10 @@
-"""Buffers that are exchanged as one: as they are, or as codes, with what these still owe."""
+"""Buffers that are exchanged as one: as they are, or as codes, with the residuals of error feedback."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -20,48 +20,46 @@ from gradwire.trainer.gradients.combination import Combination, Operations
 from gradwire.trainer.gradients.compression import Encoding
 from gradwire.trainer.gradients.layout import BucketPlan
 
-Owed: TypeAlias = dict[str, Tensor]
-"""What one parameter takes along when its buffer changes, the same on all ranks. "residual": of its gradients, what no
-exchange has returned yet, as it would be in the result, flat, in the order of memory; what else its codec remembers, by
-name."""
+Carried: TypeAlias = dict[str, Tensor]
+"""What one parameter takes along when its buffer changes, the same on all ranks. "residual": the part of its gradients that
+no exchange has returned yet, as it would be in the result, flat, in the order of memory. By other names: what its codec
+remembers of it."""
 
 
 class PlainBuffer(Operations):
-    """Combines numbers over the ranks in one operation: as they are, or by a codec of which nothing is kept."""
+    """Combines numbers over the ranks in one operation: as they are, or by a codec of which nothing is kept. codec: what
+    makes the codes that are exchanged; None where the values travel as they are."""
 
     chained = False
 
     def __init__(self, combination: Combination, values: Tensor, codec: Codec | None = None) -> None:
         super().__init__()
         self.values = values
+        self.codec: Codec | MatrixCodec | None = codec
         self._combination = combination
         self._cast = codec
         self._prepared: PreparedOperation | None = None
 
-    @property
-    def codec(self) -> Codec | MatrixCodec | None:
-        """Return what makes the codes that are exchanged; None where the values travel as they are."""
-        return self._cast
-
     def start(self, step: int) -> None:
         """Begin to combine the values, which nobody may touch until complete(). step: how many exchanges there were."""
-        self._combination.traffic.count_uncompressed(self.values.nbytes)
+        traffic = self._combination.traffic
+        traffic.count(uncompressed=traffic.wire_bytes(self.values.nbytes))
         super().start(step)
 
     def _operations(self, step: int) -> Iterator[Work]:
+        combination = self._combination
         if self._cast is not None:
-            yield self._combination.start(self.values, self._cast)
+            yield combination.start(self.values, self._cast)
             return
-        traffic = self._combination.traffic
-        (traffic.count_half if self._combination.in_shares else traffic.count_sent)(self.values.nbytes)
+        sent = combination.traffic.wire_bytes(self.values.nbytes)
+        combination.traffic.count(sent=sent // 2 if combination.in_shares else sent)  # shares are half of an allreduce
         if self._prepared is None:
-            self._prepared = self._combination.prepare(self.values)
+            self._prepared = combination.prepare(self.values)
         yield self._prepared.start()
 
 
 class CodedBuffer(PlainBuffer):
-    """Has float32 numbers travel as codes, after a warm-up in which they travel as they are; and keeps what the codes
-    owe.
+    """Has float32 numbers travel as codes, after a warm-up in which they travel as they are; and keeps the residuals.
 
     plan: which parameters' gradients are in here, and where; a parameter's place in it is its slot. shapes: by slot,
     how the elements lie in memory. number: tells the buffer from others of the same exchange.
@@ -77,6 +75,7 @@ class CodedBuffer(PlainBuffer):
         number: int,
     ) -> None:
         super().__init__(combination, torch.zeros(plan.presence_offset, device=device))
+        self.codec = encoding.codec
         self.items = plan.items
         self.shard_start = 0
         self._encoding = encoding
@@ -88,10 +87,6 @@ class CodedBuffer(PlainBuffer):
         self._gaps = [self.values[start:stop] for start, stop in gaps if start < stop]
         rehearse(encoding.codec, device, with_feedback=encoding.feedback)  # compiles now, not in the first step
         self.restart()
-
-    @property
-    def codec(self) -> Codec | MatrixCodec:
-        return self._encoding.codec
 
     def _operations(self, step: int) -> Iterator[Work]:
         for gap in self._gaps:  # where the last result's code may have left something
@@ -105,49 +100,48 @@ class CodedBuffer(PlainBuffer):
 
     @abstractmethod
     def restart(self) -> None:
-        """Owe nothing, remember nothing."""
+        """Forget residuals, and what the codec remembers."""
 
+    @property
     @abstractmethod
-    def keeps(self, slot: int) -> bool:
-        """Return whether anything can be owed to the parameter of a slot."""
+    def kept(self) -> Collection[int]:
+        """Return the slots of the parameters that have error feedback."""
 
     @abstractmethod
     def outstanding(self) -> Tensor:
-        """Return what this rank would have to add to the values for nothing to be lost, were this the end."""
+        """Return this rank's residuals: what it would have to add to the values for nothing to be lost, were this the end."""
 
     @abstractmethod
-    def _remembered(self) -> list[Owed]:
+    def _remembered(self) -> list[Carried]:
         """Return what the codec remembers of all ranks, by slot. Collective."""
 
     @abstractmethod
-    def _add(self, slot: int, owed: Owed) -> None:
-        """Take this rank's part of what is owed to a slot that keeps it."""
+    def _add(self, slot: int, carried: Carried) -> None:
+        """Take this rank's part of what a slot that has error feedback is given."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Return what this rank keeps from one exchange to the next, by name. "worker": what its encodings lost,
-        (numel,); "owner": what those of the results lost that it encodes for all, from shard_start on; the rest is the
-        codec's."""
+        """Return what this rank keeps between exchanges. "worker": the residuals of its gradients, (numel,); "owner": those of
+        the results that it encodes for all, from shard_start on. By other names: what the codec keeps."""
 
-    def take(self) -> list[Owed]:
-        """Return what is owed to each parameter, by slot; to those without error feedback nothing. Collective."""
-        kept = [self.keeps(slot) for slot in range(len(self.items))]
-        if not any(kept):
-            return [{} for _ in kept]
+    def take(self) -> list[Carried]:
+        """Return what each parameter takes along, by slot; nothing of those without error feedback. Collective."""
+        if not (kept := self.kept):
+            return [{} for _ in self.items]
         residual = self.outstanding()
         self._combination.start(residual, divided=True).wait()
-        entries = zip(kept, self.spans, self._remembered(), strict=True)
-        return [{"residual": residual[span], **more} if keeps else {} for keeps, span, more in entries]
+        entries = enumerate(zip(self.spans, self._remembered(), strict=True))
+        return [{"residual": residual[span], **more} if slot in kept else {} for slot, (span, more) in entries]
 
-    def give(self, slot: int, owed: Owed) -> bool:
-        """Let a parameter have what take() said of it, in addition; return whether there is a place for it. Not
-        collective, but for all ranks to do."""
-        if self.keeps(slot):
-            self._add(slot, owed)
-        return self.keeps(slot)
+    def give(self, slot: int, carried: Carried) -> bool:
+        """Add what take() returned of a parameter, on all ranks; return whether it has error feedback. Sends nothing."""
+        is_kept = slot in self.kept
+        if is_kept:
+            self._add(slot, carried)
+        return is_kept
 
     def withhold(self, slot: int) -> None:
-        """Owe a result at which nobody will look. (What is not finite would be owed for ever.)"""
+        """Add a result that nobody will look at to the residual. (What is not finite would stay there for ever.)"""
         result = self.values[self.spans[slot]]
         self.give(slot, {"residual": result.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)})
 
@@ -202,15 +196,16 @@ class CodecBuffer(CodedBuffer):
     def _codes(self, step: int) -> Iterator[Work]:
         yield self._combination.start(self.values, self._codec, self._feedback, step, self._number)
 
-    def keeps(self, slot: int) -> bool:
-        return self._feedback is not None
+    @property
+    def kept(self) -> Collection[int]:
+        return () if self._feedback is None else range(len(self.items))
 
     def outstanding(self) -> Tensor:
         feedback = self._feedback
         return torch.zeros_like(self.values) if feedback is None else feedback.owed(self._combination.inputs)
 
-    def _remembered(self) -> list[Owed]:
-        remembered: list[Owed] = [{} for _ in self.items]
+    def _remembered(self) -> list[Carried]:
+        remembered: list[Carried] = [{} for _ in self.items]
         for name in self._codec.remembers:
             total = torch.zeros_like(self.values)
             for start, state in self._states():
@@ -220,7 +215,7 @@ class CodecBuffer(CodedBuffer):
                 entry[name] = total[span]
         return remembered
 
-    def _add(self, slot: int, owed: Owed) -> None:
+    def _add(self, slot: int, carried: Carried) -> None:
         assert self._feedback is not None
         partition, start = self._feedback.partition, self.spans[slot].start
         if not partition.group:  # other ranks of this host encode everything
@@ -228,10 +223,10 @@ class CodecBuffer(CodedBuffer):
         encoders, combination = len(partition.group), self._combination
         first, last = partition.shards[0].start, partition.shards[-1].stop
         share = combination.inputs / encoders / combination.predivide
-        _add_overlap(self._feedback.worker[first:last], first, owed["residual"], start, share)
-        for name in owed.keys() & set(self._codec.remembers):
+        _add_overlap(self._feedback.worker[first:last], first, carried["residual"], start, share)
+        for name in carried.keys() & set(self._codec.remembers):
             for place, state in self._states():
-                _add_overlap(state[name], place, owed[name], start, 1 / encoders)
+                _add_overlap(state[name], place, carried[name], start, 1 / encoders)
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self._feedback is None else self._feedback.tensors()
@@ -264,45 +259,43 @@ class MatrixBuffer(CodedBuffer):
         for sums in self._state.exchange(self.views):
             yield self._combination.start(sums, divided=True)
 
-    def keeps(self, slot: int) -> bool:
-        return slot in self._kept()
+    @property
+    def kept(self) -> dict[int, tuple[Tensor, dict[str, Tensor]]]:
+        """Return, by slot, the error of each matrix that is compressed and what the codec remembers of it."""
+        found = {slot: self._state.kept(slot) for slot in range(len(self.items))}
+        return {slot: kept for slot, kept in found.items() if kept is not None}
 
     def outstanding(self) -> Tensor:
         total = torch.zeros_like(self.values)
-        for slot, (error, _) in self._kept().items():
+        for slot, (error, _) in self.kept.items():
             total[self.spans[slot]].copy_(error.view(-1))
         return total
 
-    def _remembered(self) -> list[Owed]:
-        kept = self._kept()
+    def _remembered(self) -> list[Carried]:
+        kept = self.kept
         return [
             {name: tensor.clone() for name, tensor in kept[slot][1].items()} if slot in kept else {}
             for slot in range(len(self.items))
         ]
 
-    def _add(self, slot: int, owed: Owed) -> None:
-        error, remembered = self._kept()[slot]
+    def _add(self, slot: int, carried: Carried) -> None:
+        error, remembered = self.kept[slot]
         combination = self._combination
         share = combination.inputs / combination.communicator.size / combination.predivide
-        error.view(-1).add_(owed["residual"], alpha=share)
+        error.view(-1).add_(carried["residual"], alpha=share)
         for name, tensor in remembered.items():
-            if name in owed and owed[name].shape == tensor.shape:
-                tensor.copy_(owed[name])
+            if name in carried and carried[name].shape == tensor.shape:
+                tensor.copy_(carried[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        kept = self._kept()
+        kept = self.kept
         found = {"worker": self.outstanding(), "owner": self.values.new_empty(0)} if kept else {}
         return found | {f"{name}.{slot}": x for slot, (_, known) in kept.items() for name, x in known.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        for slot, (error, _) in self._kept().items():
+        for slot, (error, _) in self.kept.items():
             error.view(-1).copy_(state["tensors"]["worker"][self.spans[slot]])
-
-    def _kept(self) -> dict[int, tuple[Tensor, dict[str, Tensor]]]:
-        """Return, by slot, the error of each matrix that is compressed and what the codec remembers of it."""
-        found = {slot: self._state.kept(slot) for slot in range(len(self.items))}
-        return {slot: kept for slot, kept in found.items() if kept is not None}
 
 
 def buffer_for(encoding: Encoding) -> type[CodedBuffer]:
@@ -310,8 +303,8 @@ def buffer_for(encoding: Encoding) -> type[CodedBuffer]:
     return MatrixBuffer if isinstance(encoding.codec, MatrixCodec) else CodecBuffer
 
 
-def _add_overlap(target: Tensor, place: int, owed: Tensor, start: int, share: float) -> None:
-    """Add a share of what is owed, from `start` of a buffer on, to a part of it from `place` on."""
-    first, last = max(place, start), min(place + target.numel(), start + owed.numel())
+def _add_overlap(target: Tensor, place: int, carried: Tensor, start: int, share: float) -> None:
+    """Add a share of what is carried, from `start` of a buffer on, to the part of the buffer from `place` on."""
+    first, last = max(place, start), min(place + target.numel(), start + carried.numel())
     if first < last:
-        target[first - place : last - place].add_(owed[first - start : last - start], alpha=share)
+        target[first - place : last - place].add_(carried[first - start : last - start], alpha=share)

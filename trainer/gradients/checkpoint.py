@@ -5,154 +5,136 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradwire.collectives import Communicator
+from gradwire.trainer.gradients.agreement import on_all_ranks
 from gradwire.trainer.gradients.arguments import Average, Sum
-from gradwire.trainer.gradients.buckets import Bucketing
-from gradwire.trainer.gradients.buffers import Owed
-from gradwire.trainer.gradients.combination import Combination
+from gradwire.trainer.gradients.bucket import Bucket
+from gradwire.trainer.gradients.bucketing import Bucketing
+from gradwire.trainer.gradients.buffers import Carried
+from gradwire.trainer.gradients.checkpoint_format import KEY, VERSION, check_part, has_residuals, label_of
 from gradwire.trainer.gradients.dtensors import held_here
 from gradwire.trainer.gradients.exchange import GradientExchange
-from gradwire.trainer.gradients.saved import KEY, VERSION, check_part, is_owing, label_of
+from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.world.world import here
 
-T = TypeVar("T")
 
-
+@dataclass(frozen=True)
 class Resumption:
-    """Saves and restores what the gradients of one rank's exchange will become: buckets, residuals, states, number of
+    """Saves and restores what one rank's exchange of gradients goes on from: buckets, residuals, codecs' states, number of
     steps; and with it the wrapped optimizer."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        bucketing: Bucketing,
-        exchange: GradientExchange,
-        combination: Combination,
-    ) -> None:
-        self._optimizer = optimizer
-        self._bucketing = bucketing
-        self._exchange = exchange
-        self._combination = combination
-        self._communicator = combination.communicator
+    setup: Setup
+    bucketing: Bucketing
+    exchange: GradientExchange
+
+    @property
+    def _communicator(self) -> Communicator:
+        return self.setup.combination.communicator
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's, and with codecs this rank's part: dicts, lists, tensors, numbers and strings.
         Raises RuntimeError while gradients are exchanged."""
-        state = self._optimizer.state_dict()
-        if not self._bucketing.is_encoded:
+        state = self.setup.optimizer.state_dict()
+        if not self.bucketing.is_encoded:
             return state
         self._check_idle()
-        part = {"step": self._exchange.step, "parameters": self._bucketing.described(), **self._bucketing.state_dict()}
+        part = {"step": self.exchange.step, "parameters": self.bucketing.described(), **self.bucketing.state_dict()}
         return {**state, KEY: {**self._identity(), **part}}
 
     def load(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
-        """Go on from a state_dict() of this rank, and `also` of ranks that are no more. With codecs collective."""
-        if self._bucketing.is_encoded:
+        """Go on from a state_dict() of this rank, and `also` of ranks that no longer exist. With codecs collective."""
+        if self.bucketing.is_encoded:
             self._load_with_codecs(state_dict, also)
             return
-        self._optimizer.load_state_dict(_of_optimizer(state_dict))
-        if self._communicator.rank == 0 and is_owing(state_dict.get(KEY)):
+        self.setup.optimizer.load_state_dict(_of_optimizer(state_dict))
+        if self._communicator.rank == 0 and has_residuals(state_dict.get(KEY)):
             warnings.warn(f"{here()}saved with codecs, loaded without: the residuals are lost", stacklevel=4)
 
     def _load_with_codecs(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
-        """Go on exactly, or hand over what was owed.
+        """Go on exactly, or hand the residuals over.
 
-        With as many ranks as there were, each with its own part, the same codecs and parameters: exactly. Otherwise
-        what was owed is handed over, in the mean (sums: in all) what it was, to all ranks alike. Without a part, on all
-        ranks: nothing is owed.
+        With as many ranks as there were, each with its own part, the same codecs and parameters: exactly. Otherwise all
+        ranks alike get the mean of the residuals (sums: an equal part). Without a part, on all ranks: no residuals.
 
         Raises ValueError on all ranks, and loads nothing, where some have a part and some have not, a part is damaged
         or of other parameters, parts are of different checkpoints, or the wrapped optimizer cannot load its own.
         """
         parts: list[dict[str, Any]] = []
-        labels_here, buckets, fault = [], None, ""
-        try:
-            parts = _parts_of(state_dict, also)
+        buckets: list[Bucket] | None = None
+
+        def look() -> tuple[list[dict[str, Any]], bool]:
+            nonlocal buckets
+            parts.extend(_parts_of(state_dict, also))
             for part in parts:
-                check_part(part, self._bucketing.described())
+                check_part(part, self.bucketing.described())
             self._check_idle()
-            labels_here = [label_of(part) for part in parts]
-            if parts and self._continues(parts[0]):
-                buckets = self._bucketing.restored(parts[0])
-        except Exception as error:  # all ranks must hear of it, or they would wait
-            fault = f"{type(error).__name__}: {error}"
-        everyones = self._agree((labels_here, buckets is not None), fault)
-        self._check([labels for labels, _ in everyones])
+            labels = [label_of(part) for part in parts]
+            if parts and all(parts[0].get(key) == value for key, value in self._identity().items()):
+                buckets = self.bucketing.restored(parts[0])
+            return labels, buckets is not None
+
+        everyones = on_all_ranks(self._communicator, look)
+        labels = [theirs for theirs, _ in everyones]
+        self._check(labels)
         go_on: Callable[[], object]
         if not parts:
-            go_on = functools.partial(self._bucketing.restart, {})
-        elif all(exact for _, exact in everyones):
-            assert buckets is not None
-            go_on = functools.partial(self._bucketing.restore, parts[0], buckets)
+            go_on = functools.partial(self.bucketing.restart, {})
+        elif buckets is not None and all(exact for _, exact in everyones):
+            go_on = functools.partial(self.bucketing.restore, parts[0], buckets)
         else:
-            go_on = self._handover(parts, [labels for labels, _ in everyones])
-        self._load_optimizer(_of_optimizer(state_dict))
-        self._exchange.step = parts[0]["step"] if parts else 0
+            go_on = self._handover(parts, labels)
+        optimizer = self.setup.optimizer
+        before = optimizer.state, optimizer.param_groups
+
+        def load() -> None:
+            optimizer.load_state_dict(_of_optimizer(state_dict))
+
+        def undo() -> None:
+            optimizer.state, optimizer.param_groups = before
+
+        on_all_ranks(self._communicator, load, undo)
+        self.exchange.step = parts[0]["step"] if parts else 0
         go_on()
-
-    def _agree(self, value: T, fault: str) -> list[T]:
-        """Return every rank's value, of what JSON has. Raises ValueError on all ranks where any has a fault."""
-        gathered = self._communicator.allgather_record((value, fault))
-        for rank, (_, theirs) in enumerate(gathered):
-            if theirs:
-                raise ValueError(f"{here()}load_state_dict: rank {rank} was given what cannot be loaded ({theirs})")
-        return [theirs for theirs, _ in gathered]
-
-    def _load_optimizer(self, state_dict: dict[str, Any]) -> None:
-        """Load into the wrapped optimizer: on all ranks, or, with a ValueError, on none."""
-        before, fault = (self._optimizer.state, self._optimizer.param_groups), ""
-        try:
-            self._optimizer.load_state_dict(state_dict)
-        except Exception as error:  # as above
-            fault = f"{type(error).__name__}: {error}"
-        try:
-            self._agree(None, fault)
-        except ValueError:
-            self._optimizer.state, self._optimizer.param_groups = before
-            raise
 
     def _handover(
         self, parts: Sequence[dict[str, Any]], labels: Sequence[Sequence[dict[str, Any]]]
     ) -> Callable[[], None]:
-        """Sum up what is owed, over the parts that any rank was given, each once; returns what is left to do.
-        Collective.
+        """Sum up the residuals, over the parts that any rank was given, each once; return what is left to do. Collective.
 
         labels: of the parts that each rank was given.
         """
         mine, rank, size = parts[0], self._communicator.rank, self._communicator.size
-        lenders = {part["rank"]: part for part in parts}
+        given = {part["rank"]: part for part in parts}
         held_by = {label["rank"]: holder for holder, held in reversed(list(enumerate(labels))) for label in held}
-        lent = sorted(lent for lent, holder in held_by.items() if holder == rank)
-        owed = self._owed(mine, [lenders[lender] for lender in lent], len(held_by))
+        answers_for = sorted(saved for saved, holder in held_by.items() if holder == rank)
+        carried = self._carried(mine, [given[saved] for saved in answers_for], len(held_by))
 
         def take_over() -> None:
-            refused = self._bucketing.restart(owed)
-            if rank == 0 and is_owing(mine):
+            refused = self.bucketing.restart(carried)
+            if rank == 0 and has_residuals(mine):
                 _warn(mine["world_size"], size, sorted(held_by), refused)
 
         return take_over
 
     def _identity(self) -> dict[str, Any]:
-        """Return who saves, and how gradients are combined."""
+        """Return who saves, and how gradients are combined: training goes on exactly where this is the same."""
         return {
             "version": VERSION,
             "world_size": self._communicator.size,
             "rank": self._communicator.rank,
-            "op": self._combination.op,
-            "predivide": self._combination.predivide,
+            "op": self.setup.combination.op,
+            "predivide": self.setup.combination.predivide,
         }
-
-    def _continues(self, part: dict[str, Any]) -> bool:
-        """Return whether this process may continue as the one that saved the part, which may lack keys."""
-        return all(part.get(key) == value for key, value in self._identity().items())
 
     def _check_idle(self) -> None:
         """Raise RuntimeError while gradients are exchanged."""
-        if any(bucket.in_flight for bucket in self._bucketing.buckets):
+        if any(bucket.in_flight for bucket in self.bucketing.buckets):
             raise RuntimeError(
                 f"{here()}gradients are being exchanged, and what that leaves is not there yet: an earlier backward() failed "
                 "midway (go on with synchronize(), then zero_grad())"
@@ -168,42 +150,43 @@ class Resumption:
                 f"{here()}load_state_dict: ranks {without} were given a state_dict without {KEY!r}, the others one with it"
             )
         first = everyones[0][0]
-        for rank, labels in enumerate(everyones):
-            for label in labels:
-                if label["version"] != VERSION:
-                    raise ValueError(
-                        f"{here()}load_state_dict: rank {rank} was given a {KEY!r} of version {label['version']}"
-                    )
-                if label["op"] != self._combination.op:
-                    raise ValueError(
-                        f"{here()}load_state_dict: saved with op={label['op']!r}, not {self._combination.op!r}"
-                    )
-                differing = [key for key in first if key != "rank" and label[key] != first[key]]
-                if differing:
-                    raise ValueError(
-                        f"{here()}load_state_dict: ranks 0 and {rank} were given parts of different checkpoints: they differ "
-                        f"in {', '.join(differing)}"
-                    )
+        for rank, label in ((rank, label) for rank, labels in enumerate(everyones) for label in labels):
+            if label["version"] != VERSION:
+                raise ValueError(
+                    f"{here()}load_state_dict: rank {rank} was given a {KEY!r} of version {label['version']}"
+                )
+            if label["op"] != self.setup.combination.op:
+                raise ValueError(
+                    f"{here()}load_state_dict: saved with op={label['op']!r}, not {self.setup.combination.op!r}"
+                )
+            differing = [key for key in first if key != "rank" and label[key] != first[key]]
+            if differing:
+                raise ValueError(
+                    f"{here()}load_state_dict: ranks 0 and {rank} were given parts of different checkpoints: they differ "
+                    f"in {', '.join(differing)}"
+                )
 
-    def _owed(self, mine: dict[str, Any], parts: Sequence[dict[str, Any]], number: int) -> dict[int, Owed]:
-        """Return what each parameter is owed. parts: those for which this rank answers. number: of all parts."""
-        owed: dict[int, Owed] = {
-            index: {name: tensor.to(self._bucketing.parameters[index].device) for name, tensor in waiting.items()}
+    def _carried(self, mine: dict[str, Any], parts: Sequence[dict[str, Any]], number: int) -> dict[int, Carried]:
+        """Return what error feedback has yet to add to each parameter's gradients. parts: those for which this rank
+        answers. number: of all parts."""
+        parameters = self.bucketing.parameters
+        carried: dict[int, Carried] = {
+            index: {name: tensor.to(parameters[index].device) for name, tensor in waiting.items()}
             for index, waiting in mine["waiting"].items()
         }
         for place, entry in enumerate(mine["buckets"]):
             if not entry.get("tensors"):
                 continue
-            total = torch.zeros(entry["numel"], device=self._bucketing.parameters[entry["parameters"][0]].device)
+            total = torch.zeros(entry["numel"], device=parameters[entry["parameters"][0]].device)
             for part in parts:
                 _add(total, part["buckets"][place], number if part["op"] == Average else 1)
             self._communicator.allreduce(total, Sum, postscale=mine["predivide"])
             for slot, (index, start) in enumerate(zip(entry["parameters"], entry["starts"], strict=True)):
-                owed[index] = {"residual": total[start : start + held_here(self._bucketing.parameters[index]).numel()]}
+                carried[index] = {"residual": total[start : start + held_here(parameters[index]).numel()]}
                 for name, tensor in entry["tensors"].items():
                     if name.endswith(f".{slot}") and name.count(".") == 1:  # what all ranks remember of this parameter
-                        owed[index][name.partition(".")[0]] = tensor.to(total.device)
-        return owed
+                        carried[index][name.partition(".")[0]] = tensor.to(total.device)
+        return carried
 
 
 def _parts_of(state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -222,7 +205,7 @@ def _of_optimizer(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add(total: Tensor, entry: dict[str, Any], workers: int) -> None:
-    """Add what one rank's part of a buffer contributes to the result that is owed, its worker's averaged."""
+    """Add one rank's residuals of a buffer to those of the result, its worker's averaged."""
     worker, owner, start = entry["tensors"]["worker"], entry["tensors"]["owner"], entry["shard_start"]
     total.add_(worker.to(total.device), alpha=1 / workers)
     total[start : start + owner.numel()].add_(owner.to(total.device))

@@ -1,4 +1,4 @@
-"""How the gradients of all ranks become one."""
+"""How the numbers of all ranks become one: by which operation, in which order, and how many bytes that sends."""
 
 from __future__ import annotations
 
@@ -48,10 +48,8 @@ class Combination:
         divided: bool = False,
     ) -> Work:
         """Begin to combine values, in place. divided: whether they have been divided by `predivide` already."""
-        if codec is None:
-            self.traffic.count_sent(values.nbytes)
-        else:
-            self.traffic.count_sent(4 * values.numel(), codec.at(step))
+        nbytes, used = (values.nbytes, None) if codec is None else (4 * values.numel(), codec.at(step))
+        self.traffic.count(sent=self.traffic.wire_bytes(nbytes, used))
         return self.communicator.allreduce(
             values,
             self.op,
@@ -103,15 +101,20 @@ class ExchangeStats:
 
 
 class Traffic:
-    """Counts for one Communicator. Threads may share it: later sums of PowerSGD are started by another one."""
+    """Counts the bytes sent on one Communicator. Several threads may do so."""
 
     def __init__(self, communicator: Communicator) -> None:
+        self._exchanges = self._sent = self._uncompressed = 0
         self._communicator = communicator
-        self._exchanges = 0
-        self._sent = 0
-        self._uncompressed = 0
         self._planned: dict[tuple[int, Codec | None], int] = {}
         self._lock = threading.Lock()
+
+    def count(self, exchanges: int = 0, sent: int = 0, uncompressed: int = 0) -> None:
+        """Add to the exchanges of all gradients of a step, and to the bytes."""
+        with self._lock:
+            self._exchanges += exchanges
+            self._sent += sent
+            self._uncompressed += uncompressed
 
     @property
     def stats(self) -> ExchangeStats:
@@ -119,38 +122,7 @@ class Traffic:
         with self._lock:
             return ExchangeStats(self._exchanges, self._sent, self._uncompressed)
 
-    def count_exchange(self) -> None:
-        """Count the exchange of all gradients of a step."""
-        with self._lock:
-            self._exchanges += 1
-
-    def count_uncompressed(self, nbytes: int) -> None:
-        """Count gradients of nbytes, that are to be exchanged in whatever form."""
-        with self._lock:
-            self._uncompressed += self._wire_bytes(nbytes, None)
-
-    def count_sent(self, nbytes: int, codec: Codec | None = None) -> None:
-        """Count an allreduce of nbytes; with a codec, of nbytes of float32."""
-        with self._lock:
-            self._sent += self._wire_bytes(nbytes, codec)
-
-    def count_half(self, nbytes: int) -> None:
-        """Count one of the two halves of an allreduce of nbytes, in which ranks get their shares, or give them to the others."""
-        with self._lock:
-            self._sent += self._wire_bytes(nbytes, None) // 2
-
-    def count_code(self, nbytes: int) -> None:
-        """Count a code of nbytes that this rank has sent to all others."""
-        with self._lock:
-            self._sent += nbytes * (self._communicator.size - 1)
-
-    def count_gathered(self, nbytes: int) -> None:
-        """Count nbytes of this rank's that all others have gathered, which are as many uncompressed."""
-        with self._lock:
-            self._sent += nbytes * (self._communicator.size - 1)
-            self._uncompressed += nbytes * (self._communicator.size - 1)
-
-    def _wire_bytes(self, nbytes: int, codec: Codec | None) -> int:
+    def wire_bytes(self, nbytes: int, codec: Codec | None = None) -> int:
         """Return how many bytes this rank sends in an allreduce of nbytes; with a codec, of nbytes of float32 as codes.
 
         Numbers, and codes that are summed as numbers, count as if they went by two-shot, and other codes by their own shot:
@@ -160,12 +132,16 @@ class Traffic:
         key = (nbytes, codec)
         if key not in self._planned:
             if codec is not None and codec.summable:  # whose codes are summed like numbers
-                self._planned[key] = self._wire_bytes(codec.wire_bytes(nbytes // 4), None)
+                self._planned[key] = self.wire_bytes(codec.wire_bytes(nbytes // 4))
             else:
                 used = codec or Raw()
                 sent = self._communicator.wire_bytes("allreduce", nbytes, shot_of(used), used)
                 self._planned[key] = sent or 0
         return self._planned[key]
+
+    def gathered_bytes(self, nbytes: int) -> int:
+        """Return how many bytes this rank sends where all others gather nbytes of it."""
+        return nbytes * (self._communicator.size - 1)
 
 
 class Operations(ABC):

@@ -29,7 +29,6 @@ from gradwire.trainer.world.world import here
 LEAST_NUMEL = 4096
 """Parameters of fewer elements are not worth a codec: all of them together are few bytes, and every element counts."""
 
-
 CASTS: dict[torch.dtype, Codec] = {codec.wire_dtype: codec for codec in (Float16(), BFloat16())}
 """The codecs that cast, by what tensors travel as."""
 
@@ -40,10 +39,15 @@ class Cast:
 
     wire_dtype: torch.dtype | None
 
+    @property
+    def identity(self) -> str:
+        """Return in words what ranks must have alike."""
+        return str(self.wire_dtype or "none")
+
     def dtype_on_wire(self, dtype: torch.dtype) -> torch.dtype:
         """Return what a tensor of this dtype travels as."""
-        narrows = self.wire_dtype is not None and dtype.is_floating_point and dtype.itemsize > self.wire_dtype.itemsize
-        return self.wire_dtype if narrows and self.wire_dtype is not None else dtype
+        wire = self.wire_dtype
+        return dtype if wire is None or not dtype.is_floating_point or dtype.itemsize <= wire.itemsize else wire
 
     def codec(self, dtype: torch.dtype) -> Codec | None:
         """Return the codec that sums tensors of this dtype; None where they travel as they are."""
@@ -91,9 +95,8 @@ Compressor: TypeAlias = "str | Cast | Codec | MatrixCodec | ErrorFeedback"
 
 
 class Compression:
-    """Holds what has a name in Horovod, Compression.none, .fp16 (up to 65504 on every rank), .bf16 (float32's range, 8
-    bits of precision); and all codecs of gradwire.collectives.compression with their defaults, with error feedback where they
-    need it."""
+    """Holds Horovod's Compression.none, .fp16 (up to 65504 on every rank), .bf16 (float32's range, 8 bits of precision); and
+    all codecs of gradwire.collectives.compression with their defaults, with error feedback where they need it."""
 
     none = Cast(None)
     fp16 = Cast(torch.float16)
@@ -116,8 +119,6 @@ class Compression:
 NAMES = tuple(name for name in vars(Compression) if not name.startswith("_"))
 """Of everything in Compression: those that `compression=` takes."""
 
-_CASTS = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Compression.bf16}
-
 
 @dataclass(frozen=True)
 class Encoding:
@@ -130,7 +131,7 @@ class Encoding:
 
     @property
     def identity(self) -> str:
-        """Tell what a checkpoint is of."""
+        """Return in words what ranks, and a checkpoint, must have alike."""
         return f"{self.codec.identity}, feedback={self.feedback}, warmup_steps={self.warmup_steps}"
 
     def codec_at(self, step: int) -> Codec | None:
@@ -147,7 +148,7 @@ def encoding_of(compression: Compressor) -> Cast | Encoding:
     """
     if isinstance(compression, str):
         try:
-            compression = _CASTS.get(compression) or find_codec(compression)
+            compression = getattr(Compression, compression) if compression in NAMES else find_codec(compression)
         except ValueError as error:
             raise ValueError(f"{here()}{error}") from None
     if isinstance(compression, Cast):
@@ -165,16 +166,6 @@ def encoding_of(compression: Compressor) -> Cast | Encoding:
     return Encoding(compression, isinstance(compression, Codec) and compression.needs_feedback)
 
 
-def described(encoding: Cast | Encoding) -> str:
-    """Return in words what ranks must have alike of an encoding."""
-    return encoding.identity if isinstance(encoding, Encoding) else str(encoding.wire_dtype or "none")
-
-
-def is_compressible(parameter: Tensor) -> bool:
-    """Return whether a codec is for such parameters: two dimensions or more, and LEAST_NUMEL elements or more."""
-    return parameter.dim() >= 2 and parameter.numel() >= LEAST_NUMEL
-
-
 def verb_codec(compression: Compressor) -> Cast | Codec:
     """Return what is meant by a verb's `compression=`, of which nothing is kept between calls. Raises ValueError."""
     encoding = encoding_of(compression)
@@ -185,9 +176,7 @@ def verb_codec(compression: Compressor) -> Cast | Codec:
             f"{here()}{compression.name!r} draws by the step which numbers it sends, and a verb knows of no step: it is for "
             f"DistributedOptimizer(compression=...) and Communicator.allreduce(codec=..., step=...)"
         )
-    if isinstance(compression, Codec):
-        return compression
-    if isinstance(encoding.codec, Codec) and not encoding.feedback:
+    if isinstance(encoding.codec, Codec) and (isinstance(compression, Codec) or not encoding.feedback):
         return encoding.codec
     raise ValueError(
         f"{here()}{encoding.codec.name!r} with error feedback is for DistributedOptimizer(compression=...), which knows the "
@@ -198,9 +187,9 @@ def verb_codec(compression: Compressor) -> Cast | Codec:
 class Policy:
     """Decides what the gradient of which parameter travels as.
 
-    compression: for all; a codec, though, only for those that are compressible. policy: patterns of names, as of files,
-    with what goes for the parameters that they match, whatever their size; the first that matches counts. Raises
-    ValueError.
+    compression: for all; a codec, though, only for those of two dimensions or more, and LEAST_NUMEL elements or more.
+    policy: patterns of names, as of files, with what goes for the parameters that they match, whatever their size; the
+    first that matches counts. Raises ValueError.
     """
 
     def __init__(self, compression: Compressor, policy: Mapping[str, Compressor] | None = None) -> None:
@@ -230,14 +219,12 @@ class Policy:
     @property
     def described(self) -> tuple[str, str]:
         """Return in words what all go by, and which parameters by what else."""
-        by_pattern = {pattern: described(encoding) for pattern, encoding in self._by_pattern.items()}
-        return described(self._default), str(by_pattern)
+        return self._default.identity, str({pattern: kind.identity for pattern, kind in self._by_pattern.items()})
 
     def encoding(self, name: str, parameter: Tensor) -> Cast | Encoding:
         """Return what the gradient of one parameter travels as."""
         for pattern, encoding in self._by_pattern.items():
             if fnmatchcase(name, pattern):
                 return encoding
-        if isinstance(self._default, Encoding) and not is_compressible(parameter):
-            return Compression.none
-        return self._default
+        is_for_codecs = parameter.dim() >= 2 and parameter.numel() >= LEAST_NUMEL
+        return self._default if is_for_codecs or isinstance(self._default, Cast) else Compression.none

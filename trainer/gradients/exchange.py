@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -15,27 +16,11 @@ from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.torch_internals import OUTSIDE_BACKWARD, graph_task, when_backward_ends
 from gradwire.trainer.gradients.arguments import Sum
 from gradwire.trainer.gradients.bucket import Bucket
-from gradwire.trainer.gradients.buckets import Bucketing
-from gradwire.trainer.gradients.combination import Combination, Operations
+from gradwire.trainer.gradients.bucketing import Bucketing
+from gradwire.trainer.gradients.combination import Operations
 from gradwire.trainer.gradients.moments import Moments
-from gradwire.trainer.gradients.uncompiled import uncompiled
-
-
-class Passes:
-    """Counts calls of backward(), of which `per_step` come before every step of the optimizer.
-
-    paused: while True, they only accumulate gradients, and are not counted. ended: so many since the last exchange.
-    """
-
-    def __init__(self, per_step: int) -> None:
-        self.per_step = per_step
-        self.paused = False
-        self.ended = 0
-
-    def is_due(self) -> bool:
-        """Return whether the pass that is running is the last before a step."""
-        return not self.paused and self.ended + 1 >= self.per_step
-
+from gradwire.trainer.gradients.setup import Setup
+from gradwire.trainer.optimizers.wrapped import uncompiled
 
 _IN_FLIGHT = (
     "a gradient of {!r} arrived while its last one was being exchanged: either an earlier backward() failed midway (go on "
@@ -46,8 +31,6 @@ _ON_A_SUM = (
     "a gradient of {!r} was accumulated onto one already summed over ranks: call zero_grad() of the distributed optimizer "
     "before, or accumulate by backward_passes_per_step or no_sync()"
 )
-
-
 _OF_A_SHARE = (
     "the gradient of {!r} is from an exchange before, of which each rank has its piece only: call zero_grad() of the "
     "distributed optimizer before the next backward(), or accumulate by backward_passes_per_step or no_sync()"
@@ -64,17 +47,19 @@ class GradientExchange:
     The exchange is done when backward() returns: buckets start as soon as they are full, and callbacks at the end of
     backward start the others and wait. Where operations depend on others, a thread of this exchange begins them: what
     one backward() reaches may be of several exchanges, for which ranks may wait in different order.
+
+    step: how many exchanges there have been. wait_s: seconds for which callers were held up by unfinished ones.
+    has_unreduced: whether gradients were accumulated that have not been exchanged.
     """
 
-    def __init__(self, bucketing: Bucketing, combination: Combination, passes: Passes) -> None:
+    def __init__(self, bucketing: Bucketing, setup: Setup) -> None:
         self.step = 0
-        """How many exchanges there have been."""
         self.wait_s = 0.0
-        """Seconds for which callers were held up by unfinished reductions so far."""
-        self.moments = Moments(combination.communicator)
+        self.has_unreduced = False
+        self.moments = Moments(setup.combination.communicator)
         self._bucketing = bucketing
-        self._combination = combination
-        self._passes = passes
+        self._combination = setup.combination
+        self._passes = setup.passes
         self._hooks: dict[int, RemovableHandle] = {}
         self._lock = threading.Lock()  # autograd calls hooks from one thread per device
 
@@ -82,20 +67,13 @@ class GradientExchange:
         self._pass_is_open = False
         self._arrived: dict[int, None] = {}
         self._missing: list[int] = []
-        self._started, self._counting = 0, False
-        self._sparse_started = False
+        self._started, self._counting, self._sparse_started = 0, False, False
         self._found = bucketing.sparse_gradients(())
         self._completing: Work | None = None
         self._thread: DaemonThread | None = None
 
-        self._has_unreduced = False
         self._exchanged = False
         self._reduced: set[int] = set()
-
-    @property
-    def has_unreduced(self) -> bool:
-        """Tell whether gradients were accumulated that have not been exchanged."""
-        return self._has_unreduced
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """Take in more parameters to exchange, in this window already."""
@@ -106,7 +84,7 @@ class GradientExchange:
     def flush(self) -> None:
         """Exchange now, unless this window's exchange is done and nothing was accumulated since."""
         with self._lock:
-            if self._has_unreduced or not self._exchanged:
+            if self.has_unreduced or not self._exchanged:
                 if self._started == 0:
                     self._bucketing.extend()
                 self._pass_is_open = False
@@ -119,7 +97,7 @@ class GradientExchange:
         self._exchanged = False
         self._passes.ended = 0
         if forget:
-            self._has_unreduced = False
+            self.has_unreduced = False
             self._reduced.clear()
             self._bucketing.sparse.forget()
         self._watch()
@@ -137,6 +115,8 @@ class GradientExchange:
             if parameter.requires_grad and index not in self._hooks:
                 hook = _Hook(weakref.ref(self), index)
                 self._hooks[index] = parameter.register_post_accumulate_grad_hook(hook)
+
+    # While gradients arrive
 
     def on_gradient(self, index: int, parameter: Tensor) -> None:
         """Take the gradient that autograd has just accumulated in parameter.grad. For the hooks."""
@@ -157,19 +137,19 @@ class GradientExchange:
                     f"the gradient of {name!r} requires a gradient itself: backward(create_graph=True) cannot be exchanged; "
                     "use torch.autograd.grad(..., create_graph=True) for the inner derivative"
                 )
-            if index in self._reduced and bucket.holds_gradient(slot):
+            if self._is_old(bucket, slot):
                 if self._combination.in_shares:
                     raise RuntimeError(_OF_A_SHARE.format(name))
                 if self._combination.op == Sum:
                     raise RuntimeError(_ON_A_SUM.format(name))
             bucket.collect(slot)
             self._reduced.discard(index)
-            self._has_unreduced = True
+            self.has_unreduced = True
             if index not in self._arrived:
                 self._arrived[index] = None
                 self._missing[number] -= 1
             if self._passes.is_due():
-                self._start(self._full_in_order())
+                self._start(only_full=True)
 
     def _on_sparse_gradient(self, index: int) -> None:
         """Take a gradient that is not for a bucket."""
@@ -179,7 +159,11 @@ class GradientExchange:
         if self._combination.op == Sum and index in self._reduced and sparse.holds(index):
             raise RuntimeError(_ON_A_SUM.format(name))
         self._reduced.discard(index)
-        self._has_unreduced = True
+        self.has_unreduced = True
+
+    def _is_old(self, bucket: Bucket, slot: int) -> bool:
+        """Return whether a gradient, in its bucket, was exchanged before."""
+        return bucket.items[slot] in self._reduced and bucket.holds_gradient(slot)
 
     def _enter_pass(self) -> None:
         task = graph_task()
@@ -194,6 +178,8 @@ class GradientExchange:
             self.moments.gradients_begin()
             self._arrived.clear()
             self._missing = [len(bucket.items) for bucket in self._bucketing.buckets]
+
+    # When backward() ends
 
     @uncompiled
     def _on_backward_end(self) -> None:
@@ -221,31 +207,34 @@ class GradientExchange:
         with self._lock:
             self._finish()
 
-    def _full_in_order(self) -> int:
-        """Return how many of the first buckets can be started."""
-        count = self._started
-        while count < len(self._missing) and self._missing[count] == 0:
-            count += 1
-        return count
-
-    def _start(self, count: int) -> None:
-        """Start the first `count` buckets, but for those that are started."""
-        for bucket in self._bucketing.buckets[self._started : count]:
-            if self._combination.in_shares:
-                self._refuse_old_shares(bucket)
-            elif self._combination.op == Sum:
-                self._divide_old_sums(bucket)
+    def _start(self, *, only_full: bool = False) -> None:
+        """Start the buckets that are not started yet, in order; only_full: up to one that lacks a gradient."""
+        buckets = self._bucketing.buckets
+        for bucket in buckets[self._started :]:
+            if only_full and self._missing[self._started]:
+                break
+            self._prepare_old(bucket)
             self.moments.bucket_ready(self._started, bucket.buffer.values.nbytes)
             bucket.start(self.step)
             self._started += 1
-        if self._started == len(self._bucketing.buckets) and not self._counting:
+        if self._started == len(buckets) and not self._counting:
             for presence in self._bucketing.presence:
                 presence.start(self.step)
             self._counting = True
 
+    def _prepare_old(self, bucket: Bucket) -> None:
+        """Look after gradients that were exchanged before, and to which nothing was added: divide a sum, so that summing again
+        gives the same. Raises RuntimeError for a share."""
+        if not self._combination.in_shares and self._combination.op != Sum:
+            return
+        for slot in (slot for slot in range(len(bucket.items)) if self._is_old(bucket, slot)):
+            if self._combination.in_shares:
+                raise RuntimeError(_OF_A_SHARE.format(bucket.names[slot]))
+            bucket.scale(slot, 1 / self._combination.communicator.size)
+
     def _start_all(self) -> None:
         """Start what is not started yet; where operations will depend on others, have a thread complete it."""
-        self._start(len(self._bucketing.buckets))
+        self._start()
         if self._sparse_started:
             return
         self._bucketing.sparse.start(self.step)
@@ -272,23 +261,11 @@ class GradientExchange:
         self._found = self._bucketing.sparse_gradients(found)
         self._found.start(self.step)
         self._found.complete()
-        self._bucketing.find_sparse(found)
-
-    def _refuse_old_shares(self, bucket: Bucket) -> None:
-        """Raise RuntimeError for a gradient that was exchanged before, to which nothing was added."""
-        for slot, index in enumerate(bucket.items):
-            if index in self._reduced and bucket.holds_gradient(slot):
-                raise RuntimeError(_OF_A_SHARE.format(bucket.names[slot]))
-
-    def _divide_old_sums(self, bucket: Bucket) -> None:
-        """Divide gradients summed before, to which nothing was added, so that summing again gives the same sums."""
-        for slot, index in enumerate(bucket.items):
-            if index in self._reduced and bucket.holds_gradient(slot):
-                bucket.scale(slot, 1 / self._combination.communicator.size)
+        self._bucketing.known_sparse.update(found)
 
     def _finish(self) -> None:
         """Wait for all buckets, hand out the gradients, and close the window."""
-        buckets = self._bucketing.buckets
+        buckets, sparse = self._bucketing.buckets, self._bucketing.sparse
         begin_ns = time.perf_counter_ns()
         try:
             if self._completing is None:
@@ -297,37 +274,37 @@ class GradientExchange:
                 self._completing.wait()
             for bucket in buckets:  # when nothing can fail any more
                 bucket.finish()
-            self._bucketing.sparse.finish()
+            sparse.finish()
             self._found.finish()
         finally:
             self.wait_s += (time.perf_counter_ns() - begin_ns) / 1e9
             for bucket in buckets:
                 bucket.in_flight = False
-            self._bucketing.sparse.in_flight = False
+            sparse.in_flight = False
             self._started, self._counting, self._sparse_started = 0, False, False
             self._completing = None
             self._passes.ended = 0
         self.moments.exchange_ends(self.step, begin_ns)
         self.step += 1
-        self._combination.traffic.count_exchange()
-        self._has_unreduced = False
+        self._combination.traffic.count(exchanges=1)
+        self.has_unreduced = False
         self._exchanged = True
-        self._reduced = {*self._bucketing.places, *self._bucketing.sparse.items}
+        self._reduced = {*self._bucketing.places, *sparse.items}
         self._bucketing.learn(self._arrived)
 
 
+@dataclass(frozen=True)
 class _Hook:
     """Calls an exchange from a parameter, without keeping it alive, and not from a copy of the parameter."""
 
-    def __init__(self, exchange: weakref.ref[GradientExchange] | None, index: int) -> None:
-        self._exchange = exchange
-        self._index = index
+    exchange: weakref.ref[GradientExchange] | None
+    index: int
 
     @uncompiled
     def __call__(self, parameter: Tensor) -> None:
-        exchange = self._exchange() if self._exchange is not None else None
+        exchange = self.exchange() if self.exchange is not None else None
         if exchange is not None:
-            exchange.on_gradient(self._index, parameter)
+            exchange.on_gradient(self.index, parameter)
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[None, int]]:
-        return _Hook, (None, self._index)
+        return _Hook, (None, self.index)

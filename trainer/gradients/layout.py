@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-MiB = 1024 * 1024
-DEFAULT_BUCKET_BYTES = 25 * MiB
-FIRST_BUCKET_BYTES = 1 * MiB
+DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
+FIRST_BUCKET_BYTES = 1024 * 1024
 """The first bucket is smaller, so that communication starts soon after backward has."""
 ALIGNMENT_BYTES = 64
 
@@ -51,17 +51,15 @@ def plan_buckets(
     equal arguments, equal plans.
     """
     filling: dict[Hashable, list[int]] = {}
-    filled_bytes: dict[Hashable, int] = {}
+    filled_bytes: Counter[Hashable] = Counter()
     full: list[list[int]] = []
     limit = min(first_bucket_bytes, bucket_bytes)
     for index in order:
         kind, wanted = items[index].kind, _padded_bytes(items[index])
         if kind in filling and not items[index].grouped and filled_bytes[kind] + wanted > limit:
             full.append(filling.pop(kind))
-            limit = bucket_bytes
-        if kind not in filling:
-            filling[kind], filled_bytes[kind] = [], 0
-        filling[kind].append(index)
+            filled_bytes[kind], limit = 0, bucket_bytes
+        filling.setdefault(kind, []).append(index)
         filled_bytes[kind] += wanted
     position = {index: place for place, index in enumerate(order)}
     buckets = sorted([*full, *filling.values()], key=lambda members: position[members[-1]])
@@ -70,11 +68,8 @@ def plan_buckets(
 
 def lay_out(items: Sequence[Item], members: Sequence[int]) -> BucketPlan:
     """Return the plan of a bucket for some of the items, in this order."""
-    offsets = []
-    end = 0
-    for index in members:
-        offsets.append(end)
-        end += _padded_bytes(items[index]) // items[index].itemsize
+    numels = (_padded_bytes(items[index]) // items[index].itemsize for index in members)
+    *offsets, end = itertools.accumulate(numels, initial=0)
     return BucketPlan(tuple(members), tuple(offsets), presence_offset=end, numel=end + len(members))
 
 

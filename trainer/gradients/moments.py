@@ -11,7 +11,7 @@ from gradwire.collectives.diagnostics.timeline import now_ns
 
 @dataclass(frozen=True)
 class Moment:
-    """Tells of one exchange of gradients, in nanoseconds.
+    """Holds what one exchange of gradients took, in nanoseconds.
 
     number: of the exchange, the same on all ranks. waited_ns: from this rank's having all its gradients until all were
     exchanged. exchange_ns: since its first bucket was sent. step_ns: since the end of the exchange before.
@@ -54,7 +54,9 @@ class Moments:
         if not self._has_sent:
             self._has_sent = True
             self._sent_ns = now_ns()
-            self._mark_cycle()
+            timeline, training = self._communicator.timeline, self._communicator.lane("training")
+            if timeline is not None and timeline.marks_cycles and training is not None:
+                training.mark("exchange begins")
         if (lane := self._communicator.lane("buckets")) is not None:
             lane.mark("bucket ready", bucket=number, bytes=nbytes)
 
@@ -70,8 +72,3 @@ class Moments:
         sent_ns = self._sent_ns if self._has_sent else now
         self.last.append(Moment(number, now - self._ready_ns, now - sent_ns, now - self._ended_ns))
         self._ended_ns, self._has_sent = now, False
-
-    def _mark_cycle(self) -> None:
-        timeline, lane = self._communicator.timeline, self._communicator.lane("training")
-        if timeline is not None and timeline.marks_cycles and lane is not None:
-            lane.mark("exchange begins")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -14,45 +15,28 @@ from gradwire.collectives import Communicator, ReplicasDiffer
 from gradwire.collectives.kernels.reference import hashing as reference
 from gradwire.trainer.gradients.dtensors import held_here
 
-_OPERATION = "check of replicas"
+_WORD = 8
 
 
+@dataclass(frozen=True)
 class ReplicaCheck:
-    """Compares parameters of all ranks and, with_state, what the optimizer keeps, every so many steps. all_names: returns the
-    optimizer's parameters with their names."""
+    """Compares the parameters of all ranks, which all_names() returns with their names, and, with_state, the optimizer's
+    state."""
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        optimizer: torch.optim.Optimizer,
-        all_names: Callable[[], dict[Tensor, str]],
-        every: int,
-        *,
-        with_state: bool = True,
-    ) -> None:
-        self._communicator = communicator
-        self._optimizer = optimizer
-        self._all_names = all_names
-        self._every = every
-        self._with_state = with_state
-
-    def _values(self) -> Iterator[tuple[str, Any]]:
-        names = self._all_names()
-        return values_of(self._optimizer, names) if self._with_state else parameters_of(names)
-
-    def after_step(self, step: int) -> None:
-        """Compare, where that is due after this step. Collective. Raises ReplicasDiffer on all ranks alike."""
-        if step % self._every == 0:
-            self.compare(step)
+    communicator: Communicator
+    optimizer: torch.optim.Optimizer
+    all_names: Callable[[], dict[Tensor, str]]
+    with_state: bool = True
 
     def compare(self, step: int) -> None:
-        """Compare now: one number of each rank at first, and all hashes only where these differ."""
+        """Compare one number of each rank at first, and all hashes only where these differ. Collective. Raises ReplicasDiffer
+        on all ranks alike. step: after which that is, for the error."""
         hashes = {name: hash_of(value) for name, value in self._values()}
         summary = f"{hash_of(tuple(hashes.items())):016x}"
-        if len(set(self._communicator.allgather_record(summary))) == 1:
+        if len(set(self.communicator.allgather_record(summary))) == 1:
             return
         random = f"{hash_of(torch.get_rng_state()):016x}"
-        gathered: list[tuple[dict[str, int], str]] = self._communicator.allgather_record((hashes, random))
+        gathered: list[tuple[dict[str, int], str]] = self.communicator.allgather_record((hashes, random))
         every_name = dict.fromkeys(name for theirs, _ in gathered for name in theirs)
         differing = [name for name in every_name if len({theirs.get(name) for theirs, _ in gathered}) > 1]
         are = "differ too" if len({theirs for _, theirs in gathered}) > 1 else "are equal"
@@ -60,52 +44,36 @@ class ReplicaCheck:
             differing[0],
             [theirs.get(differing[0]) for theirs, _ in gathered],
             len(differing),
-            rank=self._communicator.rank,
-            operation=f"{_OPERATION} after step {step}",
+            rank=self.communicator.rank,
+            operation=f"check of replicas after step {step}",
             detail=f". The states of torch's random numbers on the CPU {are}",
         )
 
-
-def values_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of all that is to be equal on all ranks: the parameters, then what the optimizer keeps of
-    each, then the settings of its groups."""
-    for parameter, name in names.items():
-        yield _called(name), parameter
-    for parameter, name in names.items():
-        for key, value in _leaves(optimizer.state.get(parameter, {})):
-            yield f"state {key!r} of {_called(name)}", value
-    for number, group in enumerate(optimizer.param_groups):
-        for key, value in _leaves({key: value for key, value in group.items() if key != "params"}):
-            yield f"setting {key!r} of param group {number}", value
-
-
-def parameters_of(names: dict[Tensor, str]) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of the parameters alone."""
-    for parameter, name in names.items():
-        yield _called(name), parameter
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        """Yield names and values: of the parameters, then of the optimizer's state of each, then of its groups' settings."""
+        called = {
+            parameter: name if name.startswith("parameter ") else f"parameter {name!r}"
+            for parameter, name in self.all_names().items()
+        }
+        for parameter, name in called.items():
+            yield name, parameter
+        if not self.with_state:
+            return
+        for parameter, name in called.items():
+            for key, value in _leaves(self.optimizer.state.get(parameter, {})):
+                yield f"state {key!r} of {name}", value
+        for number, group in enumerate(self.optimizer.param_groups):
+            for key, value in _leaves({key: value for key, value in group.items() if key != "params"}):
+                yield f"setting {key!r} of param group {number}", value
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield tensors, numbers, strings and None in nested dicts, lists and tuples, with the way to them; whatever else an
-    optimizer keeps says nothing that could be compared."""
-    items: Iterable[tuple[Any, Any]] | None = None
-    if isinstance(tree, Mapping):
-        items = tree.items()
-    elif isinstance(tree, (list, tuple)):
-        items = enumerate(tree)
-    if items is not None:
-        for key, value in items:
+    """Yield tensors, numbers, strings and None in nested dicts, lists and tuples, with their paths; skip everything else."""
+    if isinstance(tree, (Mapping, list, tuple)):
+        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             yield from _leaves(value, f"{path}.{key}" if path else str(key))
     elif tree is None or isinstance(tree, (Tensor, int, float, complex, str)):
         yield path, tree
-
-
-def _called(name: str) -> str:
-    """Return what a message calls a parameter; one without a name is "parameter" and its number already."""
-    return name if name.startswith("parameter ") else f"parameter {name!r}"
-
-
-_WORD = 8
 
 
 @torch.no_grad()

@@ -67,9 +67,9 @@ class SparseGradients(Operations):
         communicator = self._combination.communicator
         mine = [self._rows_here(slot) for slot in range(len(self.items))]
         sizes = [[ABSENT, 0] if rows is None else [rows._nnz(), rows.sparse_dim()] for rows in mine]
-        told = torch.tensor(sizes, device=self._parameters[0].device)
-        everyones = told.new_empty(communicator.size, *told.shape)
-        yield communicator.allgather(everyones, told, async_op=True)
+        own_sizes = torch.tensor(sizes, device=self._parameters[0].device)
+        everyones = own_sizes.new_empty(communicator.size, *own_sizes.shape)
+        yield communicator.allgather(everyones, own_sizes, async_op=True)
         for slot, (rows, sizes) in enumerate(zip(mine, everyones.transpose(0, 1).tolist(), strict=True)):
             yield from self._gathered(slot, rows, sizes)
 
@@ -104,7 +104,8 @@ class SparseGradients(Operations):
 
     def _gather(self, output: Tensor, rows: Tensor, counts: Sequence[int]) -> Iterator[Work]:
         """Gather rows of all ranks."""
-        self._combination.traffic.count_gathered(rows.nbytes)
+        nbytes = self._combination.traffic.gathered_bytes(rows.nbytes)
+        self._combination.traffic.count(sent=nbytes, uncompressed=nbytes)
         yield self._combination.communicator.allgather(list(output.split(list(counts))), rows, async_op=True)
 
     def _rows_here(self, slot: int) -> Tensor | None:

@@ -39,9 +39,7 @@ def copied_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     copies: dict[str, Any] = {}
     for name, value in vars(optimizer).items():
-        if name in common or callable(
-            getattr(type(optimizer), name, None)
-        ):  # as the step() that a scheduler has wrapped
+        if name in common or callable(getattr(type(optimizer), name, None)):  # such as a step() that a scheduler wraps
             continue
         memo: dict[int, Any] = {id(optimizer): optimizer}
         try:

@@ -40,14 +40,8 @@ class DelayedNesterov(ForeachOptimizer):
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         delay, momentum, c = group["delay"], group["momentum"], group["c"]
-        for parameter in parameters:
-            state = self.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                state["gradient_sum"] = torch.zeros_like(parameter)
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            state["step"] += 1
-        torch._foreach_add_([self.state[parameter]["gradient_sum"] for parameter in parameters], gradients)
+        states = self._states(parameters, "gradient_sum", "momentum_buffer", counts_steps=True)
+        torch._foreach_add_([state["gradient_sum"] for state in states], gradients)
         torch._foreach_add_(parameters, gradients, alpha=-group["lr"] / delay)
         due = [parameter for parameter in parameters if int(self.state[parameter]["step"]) % delay == 0]
         if due:

@@ -1,4 +1,4 @@
-"""What the optimizers here share: a step over lists of tensors."""
+"""What LARS, LAMB and DelayedNesterov share: a step over lists of tensors."""
 
 from __future__ import annotations
 
@@ -19,6 +19,20 @@ class ForeachOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Step the parameters of a group that have gradients, none of which is sparse."""
+
+    def _states(self, parameters: list[Tensor], *names: str, counts_steps: bool = False) -> list[dict[str, Any]]:
+        """Return the state of each parameter, in which tensors like the parameter have these names; they begin as zeros.
+        counts_steps: whether "step" counts the calls."""
+        states = [self.state[parameter] for parameter in parameters]
+        for state, parameter in zip(states, parameters, strict=True):
+            if counts_steps and not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+            for name in names:
+                if name not in state:
+                    state[name] = torch.zeros_like(parameter)
+            if counts_steps:
+                state["step"] += 1
+        return states
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -1,12 +1,24 @@
-"""What the optimizers that wrap another one share: its param groups, state and defaults are theirs."""
+"""What the optimizers that wrap another one share: param groups, state and defaults are the wrapped one's."""
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _shared(name: str) -> Any:
+    """Return a property that reads and sets this attribute of the wrapped optimizer."""
+    return property(
+        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value)
+    )
 
 
 class WrappingOptimizer(torch.optim.Optimizer):
@@ -14,27 +26,34 @@ class WrappingOptimizer(torch.optim.Optimizer):
     share_hooks(), in place of torch's __init__."""
 
     optimizer: torch.optim.Optimizer
+    param_groups: list[dict[str, Any]] = _shared("param_groups")
+    state: defaultdict[Tensor, Any] = _shared("state")
+    defaults: dict[str, Any] = _shared("defaults")
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
 
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: save its state_dict()")
 
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        return self.optimizer.state
 
-    @state.setter
-    def state(self, value: defaultdict[Tensor, Any]) -> None:
-        self.optimizer.state = value
+def tensors_of(param_groups: list[dict[str, Any]]) -> list[Tensor]:
+    """Return all parameters, each once, in order."""
+    return list(dict.fromkeys(parameter for group in param_groups for parameter in group["params"]))
 
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.optimizer.defaults
 
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.optimizer.defaults = value
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function run as it is written, with all that it calls, where code that torch.compile has compiled calls it.
+
+    Importing the compiler takes a second, so the first call does it: by then an optimizer has imported it anyway.
+    """
+    disabled: Callable[P, R] | None = None
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal disabled
+        if disabled is None:
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    return run

@@ -1,1 +1,1 @@
-"""What training tells of itself: who holds up whom, whether replicas are equal, the numbers of a step, a timeline."""
+"""What training reports: who holds up whom, the numbers of a step, a timeline."""

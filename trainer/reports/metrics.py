@@ -1,19 +1,27 @@
-"""The numbers of one step."""
+"""The numbers of one step, and all else that a DistributedOptimizer reports after it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from gradwire.collectives import Communicator
+from gradwire.collectives import Communicator, PeerJoined
 from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.diagnostics.timeline import now_ns
 from gradwire.trainer.gradients.bucket import Bucket
+from gradwire.trainer.gradients.replicas import ReplicaCheck
+from gradwire.trainer.reports.stragglers import Stragglers, StragglerWatch
+from gradwire.trainer.rules.rule import Rule
+from gradwire.trainer.world.world import here
 
-#: At every how many steps what the codes owe is compared with the gradients, which reads all of them.
-ERROR_EVERY = 10
+#: How many steps lie between two comparisons of residuals with gradients, which read all of them.
+_ERROR_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -35,9 +43,9 @@ class StepMetrics:
     exchange_s: from the first bucket's start to the end of the exchange, backward() meanwhile included; None where there
     was no exchange. bytes_sent, bytes_uncompressed: as in stats, of this step.
     busbw_gb_s: 2(p-1)/p times the bytes of the gradients over exchange_s, in 1e9 bytes per second.
-    buckets: how each bucket is exchanged at present. compression_error: the length of what this rank's error feedback
-    owes, as a share of the length of the gradients it belongs to; every tenth step, else None, and without error feedback.
-    slowest_rank: who made the others wait longest, as far as is known (see DistributedOptimizer.stragglers).
+    buckets: how each bucket is exchanged at present. compression_error: the length of this rank's residuals of error
+    feedback, as a share of the length of the gradients they belong to; every tenth step, else None, and without error
+    feedback. slowest_rank: who made the others wait longest, as far as is known (see DistributedOptimizer.stragglers).
     """
 
     step: int
@@ -52,12 +60,109 @@ class StepMetrics:
     slowest_rank: int | None
 
 
-def choices(communicator: Communicator, buckets: Sequence[Bucket]) -> tuple[BucketChoice, ...]:
-    """Return how each bucket is exchanged, once it is past its warm-up."""
-    return tuple(_choice(communicator, bucket) for bucket in buckets)
+@dataclass(frozen=True)
+class Wanted:
+    """Holds which reports a DistributedOptimizer was asked for. Raises TypeError and ValueError for invalid arguments.
+
+    on_step: called with a StepMetrics after each step. check_replicas_every: steps, 0 for never. straggler_report_every:
+    exchanges.
+    """
+
+    on_step: Callable[[StepMetrics], object] | None = None
+    check_replicas_every: int = 0
+    straggler_report_every: int = 100
+
+    def __post_init__(self) -> None:
+        if self.on_step is not None and not callable(self.on_step):
+            raise TypeError(f"{here()}on_step must be a function of a StepMetrics, or None, not {self.on_step!r}")
+        for name, least in (("check_replicas_every", 0), ("straggler_report_every", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{here()}{name} must be a whole number >= {least}, not {value!r}")
+
+
+class Reports:
+    """Makes the reports that are wanted. all_names: returns the optimizer's parameters with their names. compared_on: connects
+    the ranks for the check of replicas; not the rule's Communicator, where a rank that has joined takes it for an exchange.
+    step: how many steps there have been."""
+
+    def __init__(
+        self, rule: Rule, wanted: Wanted, all_names: Callable[[], dict[Tensor, str]], compared_on: Communicator
+    ) -> None:
+        self.step = 0
+        self._rule = rule
+        self._communicator = rule.communicator
+        self._traffic = rule.setup.combination.traffic
+        self._on_step = wanted.on_step
+        self._began_ns = 0
+        self._ended = time.perf_counter()
+        self._wait_s, self._stats, self._exchanged = rule.wait_s, self._traffic.stats, -1
+        self._chosen: tuple[list[Bucket], tuple[BucketChoice, ...]] = ([], ())
+        self._stragglers: StragglerWatch | None = None
+        if rule.moments is not None and self._communicator.size > 1:
+            self._stragglers = StragglerWatch(self._communicator, rule.moments, wanted.straggler_report_every)
+        self._check: ReplicaCheck | None = None
+        self._check_every = wanted.check_replicas_every
+        if self._check_every:
+            optimizer = rule.setup.optimizer
+            self._check = ReplicaCheck(compared_on, optimizer, all_names, with_state=rule.shares_state)
+
+    def before_step(self) -> None:
+        """Take note that the wrapped optimizer steps."""
+        if self._communicator.timeline is not None:
+            self._began_ns = now_ns()
+
+    def after_step(self) -> None:
+        """Make the reports of a step. Collective where replicas are compared. Raises ReplicasDiffer on all ranks alike, and what
+        on_step raises."""
+        self.step += 1
+        lane = self._communicator.lane("training")
+        if lane is not None and self._began_ns:
+            lane.span("step", self._began_ns, step=self.step)
+        self._began_ns = 0
+        if self._stragglers is not None:
+            self._stragglers.after_step()
+        metrics = self._metrics() if self._on_step is not None else None
+        if self._check is not None and self.step % self._check_every == 0:
+            with suppress(PeerJoined):  # who has joined holds an older model, until join() brings it up to date
+                self._check.compare(self.step)
+        if self._on_step is not None and metrics is not None:
+            self._on_step(metrics)
+
+    def stragglers(self) -> Stragglers | None:
+        """Return who made whom wait, as far as is known."""
+        return None if self._stragglers is None else self._stragglers.report()
+
+    def _metrics(self) -> StepMetrics:
+        """Return the numbers since the last step."""
+        now, wait_s, stats = time.perf_counter(), self._rule.wait_s, self._traffic.stats
+        buckets = list(self._rule.buckets)
+        if buckets != self._chosen[0]:
+            self._chosen = buckets, tuple(_choice(self._communicator, bucket) for bucket in buckets)
+        moments = self._rule.moments.last if self._rule.moments is not None else ()
+        exchanges = [moment for moment in moments if moment.number > self._exchanged]
+        exchange_s = sum(moment.exchange_ns for moment in exchanges) / 1e9 if exchanges else None
+        size = self._communicator.size
+        on_bus = 2 * (size - 1) / size * sum(bucket.buffer.values.nbytes for bucket in buckets) * len(exchanges)
+        metrics = StepMetrics(
+            step=self.step,
+            seconds=now - self._ended,
+            wait_s=wait_s - self._wait_s,
+            exchange_s=exchange_s,
+            bytes_sent=stats.bytes_sent - self._stats.bytes_sent,
+            bytes_uncompressed=stats.bytes_uncompressed - self._stats.bytes_uncompressed,
+            busbw_gb_s=on_bus / exchange_s / 1e9 if exchange_s else None,
+            buckets=self._chosen[1],
+            compression_error=_compression_error(buckets) if self.step % _ERROR_EVERY == 0 else None,
+            slowest_rank=None if self._stragglers is None else self._stragglers.slowest(),
+        )
+        self._ended, self._wait_s, self._stats = now, wait_s, stats
+        self._exchanged = max((moment.number for moment in exchanges), default=self._exchanged)
+        return metrics
 
 
 def _choice(communicator: Communicator, bucket: Bucket) -> BucketChoice:
+    """Return how a bucket is exchanged, once it is past its warm-up."""
     values, codec = bucket.buffer.values, bucket.buffer.codec
     if isinstance(codec, Codec):
         algorithm = communicator.chosen("allreduce", 4 * values.numel(), codec)
@@ -67,11 +172,11 @@ def _choice(communicator: Communicator, bucket: Bucket) -> BucketChoice:
 
 
 @torch.no_grad()
-def compression_error(buckets: Sequence[Bucket]) -> float | None:
-    """Return the length of what is owed as a share of that of the gradients, in buckets that owe anything."""
-    owed = exchanged = 0.0
+def _compression_error(buckets: Sequence[Bucket]) -> float | None:
+    """Return the length of the residuals as a share of that of the gradients, in buckets with error feedback."""
+    lost = exchanged = 0.0
     for bucket in buckets:
         if bucket.coded is not None and (residual := bucket.coded.tensors().get("worker")) is not None:
-            owed += float(residual.norm()) ** 2
+            lost += float(residual.norm()) ** 2
             exchanged += float(bucket.coded.values.norm()) ** 2
-    return math.sqrt(owed / exchanged) if exchanged else None
+    return math.sqrt(lost / exchanged) if exchanged else None

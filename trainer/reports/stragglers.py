@@ -1,6 +1,6 @@
 """Who makes whom wait.
 
-Under a synchronous exchange every rank takes as long as the slowest one, so no rank's own time tells which that is. But
+Under a synchronous exchange every rank takes as long as the slowest one, so no rank's own time shows which that is. But
 the exchange ends at the same time on all ranks, so the rank that waits least from its last gradient to that end is the
 one the others waited for, and it came later than another rank by the difference of what these two waited. Each rank
 measures its wait by its own clock, so clocks need not agree. The error is by how much the end itself comes earlier on one
@@ -24,17 +24,17 @@ _log = logging.getLogger("gradwire")
 
 _TOPIC = "waits"
 
-#: From which share of a step, and from how many seconds, a wait is worth a line: less than these seconds is what schedulers do.
 _WORTH_SHARE, _WORTH_S = 0.1, 0.005
+"""A wait is worth a line in the log from this share of a step and these seconds on: schedulers cause shorter ones."""
 
-#: In how many windows on end it must be so, or not be so any more: chance names now one rank and now another.
 _ON_END = 3
+"""In how many windows on end it must be so, or not be so any more: chance names now one rank and now another."""
 
-#: How many exchanges more than are compared each rank tells of, since what they say of them comes a little apart.
 _MARGIN = 8
+"""How many exchanges more each rank reports than are compared, since ranks report at slightly different times."""
 
-#: Of how many exchanges a rank posts at most: a post is one message.
 _MOST_POSTED = 1000
+"""How many exchanges a rank reports at most: a report is one message."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class StragglerWatch:
         self._moments = moments
         self._every = every
         self._posted: int | None = None  # how many exchanges there had been at the last post
-        self._told = self._first = 0
+        self._judged = self._first = 0
         self._last: int | None = None  # who held the others up in the last window
         self._on_end = 0  # in how many windows on end that was so
         self._logged: int | None = None  # of whom the log says that it does
@@ -92,11 +92,11 @@ class StragglerWatch:
             return
         count = self._moments.last[-1].number + 1
         if self._posted is None:  # in the first exchange kernels are compiled
-            self._posted = self._told = self._first = count
+            self._posted = self._judged = self._first = count
         elif count // self._every > self._posted // self._every:
             self._posted = count
             self._communicator.post(_TOPIC, self._to_post())
-        if self._communicator.rank == 0 and self._told < self._posted:
+        if self._communicator.rank == 0 and self._judged < self._posted:
             self._say(self._posted)
 
     def report(self) -> Stragglers | None:
@@ -123,20 +123,18 @@ class StragglerWatch:
 
     def _say(self, count: int) -> None:
         """Take the window up to this exchange into account, once all have posted theirs, and log what has begun or ended."""
-        common = self._common()
-        if common is None or common[0] + 1 < count:
+        report = self.report()
+        if report is None or report.last + 1 < count:
             return
-        self._told = count
-        _, waited, step = common
-        cost_s = _lateness(waited).mean(axis=1)
-        matters = cost_s.max() > max(_WORTH_SHARE * step.mean(), _WORTH_S)
-        slow = int(cost_s.argmax()) if matters else None
+        self._judged = count
+        matters = report.cost_s[report.slowest] > max(_WORTH_SHARE * report.step_s, _WORTH_S)
+        slow = report.slowest if matters else None
         self._on_end = self._on_end + 1 if slow == self._last else 1
         self._last = slow
         if self._on_end < _ON_END or slow == self._logged:
             return
         if slow is not None:
-            _log.warning("gradwire: %s", self.report())
+            _log.warning("gradwire: %s", report)
         else:
             _log.warning(
                 "gradwire: the others wait for rank %d no longer, as of the exchange number %d", self._logged, count - 1
@@ -145,8 +143,7 @@ class StragglerWatch:
 
     def _to_post(self) -> dict[str, Any]:
         """Return numbers of exchanges, and for each what this rank waited and how long the step was, in microseconds."""
-        moments = [moment for moment in self._moments.last if moment.number >= self._first]
-        moments = moments[-_MOST_POSTED:]
+        moments = [moment for moment in self._moments.last if moment.number >= self._first][-_MOST_POSTED:]
         return {
             "numbers": [moment.number for moment in moments],
             "waited": [moment.waited_ns // 1000 for moment in moments],
@@ -163,16 +160,11 @@ class StragglerWatch:
         compared = sorted(numbers)[-self._every :]
         if not compared:
             return None
-        waited, step = (
-            np.array([_picked(posted[rank], key, compared) for rank in sorted(posted)]) / 1e6
-            for key in ("waited", "step")
-        )
-        return compared[-1], waited, step
-
-
-def _picked(body: dict[str, Any], key: str, numbers: list[int]) -> list[int]:
-    values = dict(zip(body["numbers"], body[key], strict=True))
-    return [values[number] for number in numbers]
+        found = []
+        for key in ("waited", "step"):
+            by_number = [dict(zip(posted[rank]["numbers"], posted[rank][key], strict=True)) for rank in sorted(posted)]
+            found.append(np.array([[values[number] for number in compared] for values in by_number]) / 1e6)
+        return compared[-1], found[0], found[1]
 
 
 def _lateness(waited: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -21,8 +21,8 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 def stop_timeline() -> None:
     """Stop recording, and have rank 0 write the file; shutdown() does so too. Collective over all ranks.
 
-    All times are on the clock of rank 0. What clocks are apart is measured now, in some rounds in which all ranks hear
-    of each other; the file says by how much that may be wrong. Raises ValueError where nothing is being recorded, and
+    All times are on the clock of rank 0. What clocks are apart is measured now, in some rounds of messages
+    among all ranks; the file says by how much that may be wrong. Raises ValueError where nothing is being recorded, and
     CollectiveError where the others do not come; each rank that gets it has then written what it has recorded itself,
     beside file_path, with ".rank" and its rank behind.
     """

@@ -1,4 +1,11 @@
-"""The rule of Adasum: every rank steps by itself, and the steps are combined by adaptive summation."""
+"""The rule of Adasum: every rank steps by itself, and the steps are combined by adaptive summation.
+
+    adasum(a, b) = (1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b
+
+(Maleki et al. 2020, "Scaling distributed training with adaptive summation"): the sum of vectors that are orthogonal, the
+mean of vectors that are equal. More ranks go up a binary tree: ranks 0 and 1, 2 and 3, then the results. Where their
+number is no power of two, the last ones are added to those before them first.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +18,17 @@ from torch import Tensor
 from gradwire.collectives import Communicator
 from gradwire.trainer.gradients.agreement import agree_on_parameters
 from gradwire.trainer.gradients.arguments import Adasum
-from gradwire.trainer.gradients.compression import Cast, Encoding
+from gradwire.trainer.gradients.compression import Cast
 from gradwire.trainer.gradients.dtensors import shard_of
-from gradwire.trainer.rules.rule import Rule, Setup
+from gradwire.trainer.gradients.setup import Setup
+from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.world.world import here
+
+Pair = tuple[int, int]
 
 
 class AdaptiveSummation(Rule):
-    """Combines, after every step, what the step of each rank has changed (Maleki et al. 2020, section 4).
+    """Combines, after every step, what the step of each rank has changed (section 4 of the paper).
 
     The optimizer steps with this rank's own gradients, and keeps a state that is each rank's own. Then the differences
     that the steps of all ranks have made to a parameter are combined, and every rank continues from the parameter of
@@ -28,40 +38,31 @@ class AdaptiveSummation(Rule):
     by itself whether to step.
     """
 
+    shares_state = False
+
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         if setup.policy.encodings:
             raise ValueError(f"{here()}op='adasum' takes the casts of compression= only (none, fp16, bf16), no codec")
-        self._names: list[str] = []
-        self._parameters: list[Tensor] = []
-        self._casts: list[Cast | Encoding] = []
-        self._before: list[Tensor] | None = None
+        self._names: dict[Tensor, str] = {}
+        self._casts: dict[Tensor, Cast] = {}
+        self._before: dict[Tensor, Tensor] | None = None
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         for name, parameter in zip(names, parameters, strict=True):
             if shard_of(parameter):
                 raise ValueError(f"{here()}op='adasum' needs whole parameters, and {name!r} is sharded")
-        self._names += names
-        self._parameters += parameters
-        self._casts += [
-            self.setup.policy.encoding(name, tensor) for name, tensor in zip(names, parameters, strict=True)
-        ]
-
-    @property
-    def shares_state(self) -> bool:
-        return False
+            cast = self.setup.policy.encoding(name, parameter)
+            assert isinstance(cast, Cast)
+            self._names[parameter], self._casts[parameter] = name, cast
 
     def start(self) -> None:
-        trained = [place for place, parameter in enumerate(self._parameters) if parameter.requires_grad]
-        names, parameters = [self._names[i] for i in trained], [self._parameters[i] for i in trained]
-        agree_on_parameters(self.communicator, names, parameters)
+        trained = {parameter: name for parameter, name in self._names.items() if parameter.requires_grad}
+        agree_on_parameters(self.communicator, list(trained.values()), list(trained))
 
     def synchronize(self) -> None:
         """Remember the parameters from which the optimizer steps next."""
-        self._before = [
-            parameter.detach().clone() if parameter.requires_grad else parameter.detach()
-            for parameter in self._parameters
-        ]
+        self._before = {parameter: parameter.detach().clone() for parameter in self._names if parameter.requires_grad}
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
         """Return this rank's own loss: it steps by itself, however often it asks."""
@@ -74,21 +75,13 @@ class AdaptiveSummation(Rule):
         before, self._before = self._before, None
         if before is None:  # the optimizer has not called its closure
             return
-        entries = [
-            (parameter, start, cast)
-            for parameter, start, cast in zip(self._parameters, before, self._casts, strict=True)
-            if parameter.requires_grad
+        changes = [
+            (parameter - start).to(self._casts[parameter].dtype_on_wire(parameter.dtype))
+            for parameter, start in before.items()
         ]
-        changes = []
-        for parameter, start, cast in entries:
-            assert isinstance(cast, Cast)
-            changes.append((parameter - start).to(cast.dtype_on_wire(parameter.dtype)))
         adasum_(self.communicator, changes, prescale=1.0, postscale=1.0)
-        for (parameter, start, _), change in zip(entries, changes, strict=True):
+        for (parameter, start), change in zip(before.items(), changes, strict=True):
             parameter.copy_(start + change)
-
-
-Pair = tuple[int, int]
 
 
 def check_adasum(tensors: Sequence[Tensor]) -> None:
@@ -99,7 +92,7 @@ def check_adasum(tensors: Sequence[Tensor]) -> None:
 
 
 def adasum_(communicator: Communicator, tensors: Sequence[Tensor], prescale: float, postscale: float) -> None:
-    """Replace each tensor by its Adasum over the ranks, times postscale, of what they have times prescale.
+    """Replace each tensor by its Adasum over the ranks, times postscale, of what they have times prescale. Collective.
 
     The tensors are of floating point. All that is computed is computed in float64, and rounded once, at the end; every
     rank gets the same bits. A rank sends about as much as in an allreduce, and needs some 24 bytes an element meanwhile.
@@ -135,9 +128,13 @@ def _adasum_fused(communicator: Communicator, tensors: Sequence[Tensor], prescal
 
 def _add_pairs(communicator: Communicator, vectors: Tensor, parts: list[int], pairs: Sequence[Pair]) -> None:
     """Replace the first vector of each pair by the Adasum of both. parts: the elements of every tensor in a vector."""
+
+    def sums(products: Tensor) -> Tensor:
+        return torch.stack([part.sum(-1) for part in products.split(parts, dim=1)], dim=-1)
+
     firsts = [first for first, _ in pairs]
     a, b = vectors[firsts], vectors[[second for _, second in pairs]]
-    dots = torch.stack([_sums(a * b, parts), _sums(a * a, parts), _sums(b * b, parts)])
+    dots = torch.stack([sums(a * b), sums(a * a), sums(b * b)])
     communicator.allreduce(dots)
     lengths = torch.tensor(parts, device=vectors.device)
     of_a, of_b = (
@@ -165,7 +162,3 @@ def _parts(numels: Sequence[int], start: int, length: int) -> list[int]:
         begin, end = end, end + numel
         parts.append(max(0, min(end, start + length) - max(begin, start)))
     return [*parts, length - sum(parts)]
-
-
-def _sums(products: Tensor, parts: list[int]) -> Tensor:
-    return torch.stack([part.sum(-1) for part in products.split(parts, dim=1)], dim=-1)

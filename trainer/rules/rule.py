@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,31 +11,8 @@ from torch import Tensor
 
 from gradwire.collectives import Communicator
 from gradwire.trainer.gradients.bucket import Bucket
-from gradwire.trainer.gradients.combination import Combination
-from gradwire.trainer.gradients.compression import Cast, Encoding, Policy
-from gradwire.trainer.gradients.exchange import Passes
 from gradwire.trainer.gradients.moments import Moments
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Holds what a DistributedOptimizer was made with.
-
-    optimizer: the one that it wraps. combination: among whom and by which op. policy: what gradients travel as, in
-    buckets of bucket_bytes. passes: counts calls of backward(), of which passes.per_step come before a step. groups:
-    numbers of the groups of parameters that are to be exchanged together. sparse_as_dense: whether sparse gradients are
-    to be made dense. returning: with sharded states, what travels when a rank has stepped its share of the parameters: how
-    far they have moved, by this; None for the parameters as they are.
-    """
-
-    optimizer: torch.optim.Optimizer
-    combination: Combination
-    policy: Policy
-    bucket_bytes: int
-    passes: Passes
-    groups: Mapping[Tensor, int] = field(default_factory=dict)
-    sparse_as_dense: bool = False
-    returning: Cast | Encoding | None = None
+from gradwire.trainer.gradients.setup import Setup
 
 
 class Rule:
@@ -44,7 +20,15 @@ class Rule:
 
     Derive from it, and override the moments at which there is something to do: as it stands, every rank trains by
     itself. A DistributedOptimizer calls these methods on all ranks in the same order, so each may communicate.
+
+    shares_state: whether all ranks' optimizers keep the same state, as those do that step with the same gradients.
+    can_stand_in: whether stand_in() can do what it says: the same on all ranks. moments: takes note of when gradients are
+    exchanged; None where that says nothing of who waits for whom.
     """
+
+    shares_state: bool = True
+    can_stand_in: bool = False
+    moments: Moments | None = None
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -56,18 +40,8 @@ class Rule:
 
     @property
     def wait_s(self) -> float:
-        """Tell for how many seconds callers were held up by other ranks so far."""
+        """Return for how many seconds callers were held up by other ranks so far."""
         return 0.0
-
-    @property
-    def moments(self) -> Moments | None:
-        """Return what takes note of when gradients are exchanged; None where that says nothing of who waits for whom."""
-        return None
-
-    @property
-    def shares_state(self) -> bool:
-        """Tell whether all ranks' optimizers keep the same state, as those do that step with the same gradients."""
-        return True
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -96,8 +70,7 @@ class Rule:
         return nullcontext()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
-        """Scale the gradients that the optimizer is to step with, so that the norm of all of them is at most max_norm; return
-        what it was."""
+        """Scale the gradients of the next step so that the norm of all of them is at most max_norm; return what it was."""
         self.synchronize()
         groups = self.setup.optimizer.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
@@ -108,11 +81,6 @@ class Rule:
 
     def reset(self) -> None:
         """Forget what was accumulated: the gradients have been zeroed."""
-
-    @property
-    def can_stand_in(self) -> bool:
-        """Tell whether stand_in() can do what it says: the same on all ranks."""
-        return False
 
     def stand_in(self, verb: str, numel: int) -> bool:
         """Take part, on a rank that has joined, in what the other ranks begin, as one that reaches no gradients. verb and

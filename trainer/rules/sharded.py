@@ -20,13 +20,12 @@ from torch import Tensor
 from gradwire.collectives.errors import ranks_text
 from gradwire.trainer.gradients.arguments import Adasum, Sum
 from gradwire.trainer.gradients.bucket import dense_strides
+from gradwire.trainer.gradients.checkpoint_format import SHARDS, check_finite
 from gradwire.trainer.gradients.dtensors import shard_of
-from gradwire.trainer.gradients.saved import SHARDS, check_finite
-from gradwire.trainer.gradients.shards.piece import OWED
+from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.gradients.shards.pieces import Held, Pieces, cut_whole, is_by_element
-from gradwire.trainer.optimizers.lamb import LAMB
-from gradwire.trainer.optimizers.lars import LARS
-from gradwire.trainer.rules.rule import Setup
+from gradwire.trainer.gradients.shards.ranges import LOST
+from gradwire.trainer.optimizers.layerwise import LAMB, LARS
 from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.world import here
 
@@ -47,6 +46,8 @@ class Sharded(Synchronous):
     ranks sum up of it counts every element once.
     """
 
+    shares_state = can_stand_in = False
+
     def __init__(self, setup: Setup) -> None:
         optimizer = setup.optimizer
         if isinstance(optimizer, _NOT_BY_ELEMENT):
@@ -59,20 +60,12 @@ class Sharded(Synchronous):
                 f"{here()}shard_states=True does not go with op={Adasum!r}, by which ranks step on the whole"
             )
         super().__init__(replace(setup, combination=replace(setup.combination, in_shares=True)))
-        self._pieces = Pieces(optimizer, self.setup.combination, setup.returning)
+        self._pieces = Pieces(self.setup)
         self._gathered_s = 0.0
 
     @property
     def wait_s(self) -> float:
         return super().wait_s + self._gathered_s
-
-    @property
-    def shares_state(self) -> bool:
-        return False
-
-    @property
-    def can_stand_in(self) -> bool:
-        return False
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         for name, parameter in zip(names, parameters, strict=True):
@@ -137,8 +130,7 @@ class Sharded(Synchronous):
         return total.to(own.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state of this rank's pieces, each with one dimension, and under SHARDS whose they
-        are: another on every rank."""
+        """Return the wrapped optimizer's state of this rank's pieces, each with one dimension; under SHARDS, which they are."""
         with self._pieces.in_place_of_parameters():
             state = super().state_dict()
         pieces = self._pieces.all
@@ -159,71 +151,67 @@ class Sharded(Synchronous):
 
         Raises ValueError on all ranks where what they were given is not all of one checkpoint, or not of these parameters.
         """
-        lent = self._agree([state_dict, *also])
+        mine = self._agree([state_dict, *also])
         bare = {key: value for key, value in state_dict.items() if key != SHARDS} | {"state": {}}
-        self._resume(bare, also)
+        super().load_state_dict(bare, also)
         self._pieces.cut(self.bucketing.buckets)
         state: dict[int, dict[str, Any]] = {}
         for number, piece in enumerate(self._pieces.all):
-            mine = _kept(state_dict, number)
-            if lent is None:
-                found = cut_whole(piece, mine)
+            kept = _kept(state_dict, number)
+            if mine is None:
+                found = cut_whole(piece, kept)
             else:
-                held = [Held(each[SHARDS]["ranges"][number], _kept(each, number)) for each in lent]
-                found = self._pieces.merged(piece, mine, held)
-            piece.owe(found.pop(OWED, None))
+                held = [Held(each[SHARDS]["ranges"][number], _kept(each, number)) for each in mine]
+                found = self._pieces.merged(piece, kept, held)
+            piece.set_lack(found.pop(LOST, None))
             if found:
                 state[number] = found
         with self._pieces.in_place_of_parameters():
             self.setup.optimizer.load_state_dict({**bare, "state": state})
 
     def _agree(self, given: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """Return for which parts of a checkpoint this rank answers, of those that it was given; None for a state that is not
-        sharded. Collective."""
+        """Return the given parts that this rank is to contribute; None for a state that is not sharded. Collective."""
         shapes = [list(piece.parameter.shape) for piece in self._pieces.all]
-        labels = [_label(each, shapes) for each in given]
-        everyones: list[list[Any]] = self.communicator.allgather_record(labels)
+        everyones: list[list[Any]] = self.communicator.allgather_record([_label(each, shapes) for each in given])
         first = everyones[0][0]
-        for rank, theirs in enumerate(everyones):
-            for label in theirs:
-                if isinstance(label, str):
-                    raise ValueError(f"{here()}load_state_dict: rank {rank} was given {label}")
-                if label is not None and label[3] and self.setup.returning is None:
-                    raise ValueError(
-                        f"{here()}load_state_dict: saved with parameter_compression, of which parameters still lack something: "
-                        "go on with one"
-                    )
-                if _checkpoint(label) != _checkpoint(first):
-                    raise ValueError(
-                        f"{here()}load_state_dict: rank {rank} was given a part of another checkpoint than rank 0"
-                    )
+        for rank, label in ((rank, label) for rank, theirs in enumerate(everyones) for label in theirs):
+            if isinstance(label, str):
+                raise ValueError(f"{here()}load_state_dict: rank {rank} was given {label}")
+            if label is not None and label["lacks"] and self.setup.returning is None:
+                raise ValueError(
+                    f"{here()}load_state_dict: saved with parameter_compression, of which parameters still lack something: "
+                    "go on with one"
+                )
+            if _without_rank(label) != _without_rank(first):
+                raise ValueError(
+                    f"{here()}load_state_dict: rank {rank} was given a part of another checkpoint than rank 0"
+                )
         if first is None:
             return None
-        holders = {label[1]: rank for rank in reversed(range(len(everyones))) for label in everyones[rank]}
-        if missing := sorted(set(range(first[0])) - holders.keys()):
+        by_rank = reversed(list(enumerate(everyones)))
+        holders = {label["rank"]: rank for rank, theirs in by_rank for label in theirs}
+        if missing := sorted(set(range(first["world_size"])) - holders.keys()):
             raise ValueError(
-                f"{here()}load_state_dict: saved on {first[0]} ranks, and nobody was given what {ranks_text(missing)} saved: "
-                "give it to any rank, as load_state_dict(..., also=[...])"
+                f"{here()}load_state_dict: saved on {first['world_size']} ranks, and nobody was given what "
+                f"{ranks_text(missing)} saved: give it to any rank, as load_state_dict(..., also=[...])"
             )
         parts = {each[SHARDS]["rank"]: each for each in reversed(given)}
         return [parts[saved] for saved, rank in sorted(holders.items()) if rank == self.communicator.rank]
 
 
 def _kept(part: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return what a part of a checkpoint has of a parameter: the optimizer's state, and what the parameter is owed."""
+    """Return the optimizer's state of a parameter in a part of a checkpoint, and by LOST what the parameter lacks."""
     owed = part.get(SHARDS, {}).get("owed")
-    return {**part["state"].get(number, {}), **({} if owed is None else {OWED: owed[number]})}
+    return {**part["state"].get(number, {}), **({} if owed is None else {LOST: owed[number]})}
 
 
-def _checkpoint(label: list[Any] | None) -> list[Any] | None:
-    """Return what the parts of one checkpoint have in common."""
-    return None if label is None else [label[0], label[2]]
+def _without_rank(label: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return what the labels of all parts of one checkpoint have in common."""
+    return None if label is None else {key: value for key, value in label.items() if key != "rank"}
 
 
-def _label(given: dict[str, Any], shapes: list[list[int]]) -> list[Any] | str | None:
-    """Return on how many ranks a part was saved, on which, what it has of which parameters, and whether these are owed
-    something; None for a state that is not
-    sharded; a text that says what is wrong with one that cannot be loaded."""
+def _label(given: dict[str, Any], shapes: list[list[int]]) -> dict[str, Any] | str | None:
+    """Return what describes a part; None for a state that is not sharded; a text for what cannot be loaded, and why."""
     if (part := given.get(SHARDS)) is None:
         return None
     try:
@@ -234,14 +222,15 @@ def _label(given: dict[str, Any], shapes: list[list[int]]) -> list[Any] | str | 
         names = []
         for number, ranges in enumerate(part["ranges"]):
             numel, state = sum(stop - start for start, stop in ranges), _kept(given, number)
-            by_element = [name for name in sorted(state) if is_by_element(name, state[name])]
-            for name in by_element:
-                if state[name].numel() != numel:
-                    has = state[name].numel()
+            by_element = {name: state[name] for name in sorted(state) if is_by_element(name, state[name])}
+            for name, values in by_element.items():
+                if values.numel() != numel:
+                    has = values.numel()
                     return f"what is damaged: state {name!r} of parameter {number} has {has} elements, not {numel}"
-            if (owed := state.get(OWED)) is not None:
+            if (owed := state.get(LOST)) is not None:
                 check_finite(f"what codes have lost of parameter {number}", owed)
-            names.append([[name, str(state[name].dtype)] for name in by_element])
-        return [part["world_size"], part["rank"], names, part["owed"] is not None]
-    except Exception as error:  # all ranks must hear of it, or they would wait
+            names.append([[name, str(values.dtype)] for name, values in by_element.items()])
+        label = {key: part[key] for key in ("world_size", "rank")}
+        return {**label, "names": names, "lacks": part["owed"] is not None}
+    except Exception as error:  # the other ranks would wait for this one if they did not get its error
         return f"what is damaged: {type(error).__name__}: {error}"

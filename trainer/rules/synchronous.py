@@ -9,38 +9,30 @@ import torch
 from torch import Tensor
 
 from gradwire.trainer.gradients.bucket import Bucket
-from gradwire.trainer.gradients.buckets import Bucketing
+from gradwire.trainer.gradients.bucketing import Bucketing
 from gradwire.trainer.gradients.checkpoint import Resumption
+from gradwire.trainer.gradients.checkpoint_format import SHARDS
 from gradwire.trainer.gradients.exchange import GradientExchange
-from gradwire.trainer.gradients.moments import Moments
-from gradwire.trainer.gradients.saved import SHARDS
-from gradwire.trainer.rules.rule import Rule, Setup
+from gradwire.trainer.gradients.setup import Setup
+from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.world.world import here
 
 
 class Synchronous(Rule):
     """Exchanges gradients in the last backward() before a step, which returns when that is done."""
 
+    can_stand_in = True
+
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.bucketing = Bucketing(
-            setup.combination,
-            setup.policy,
-            setup.bucket_bytes,
-            setup.groups,
-            sparse_as_dense=setup.sparse_as_dense,
-            encodes_more=setup.returning is not None,
-        )
-        self.exchange = GradientExchange(self.bucketing, setup.combination, setup.passes)
-        self._resumption = Resumption(setup.optimizer, self.bucketing, self.exchange, setup.combination)
+        self.bucketing = Bucketing(setup)
+        self.exchange = GradientExchange(self.bucketing, setup)
+        self.moments = self.exchange.moments
+        self._resumption = Resumption(setup, self.bucketing, self.exchange)
 
     @property
     def wait_s(self) -> float:
         return self.exchange.wait_s
-
-    @property
-    def moments(self) -> Moments:
-        return self.exchange.moments
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -75,10 +67,6 @@ class Synchronous(Rule):
     def reset(self) -> None:
         self.exchange.renew(forget=True)
 
-    @property
-    def can_stand_in(self) -> bool:
-        return True
-
     def stand_in(self, verb: str, numel: int) -> bool:
         """Rebuild the buckets, where ranks agree on that, or exchange: what was accumulated, then zeros."""
         if verb == "allgather" and self.bucketing.buckets:  # where all is sparse, an exchange begins with one
@@ -98,10 +86,6 @@ class Synchronous(Rule):
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
         if SHARDS in state_dict:
             raise ValueError(f"{here()}load_state_dict: saved with shard_states=True, and loaded without")
-        self._resume(state_dict, also)
-
-    def _resume(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
-        """Load the wrapped optimizer's state, and what codecs need to go on."""
         self._resumption.load(state_dict, also)
 
     def close(self) -> None:

@@ -13,9 +13,7 @@ from gradwire.collectives.torch_internals import share_hooks
 from gradwire.trainer.gradients.agreement import agree_on_parameters, check_settings
 from gradwire.trainer.gradients.arguments import check_named_parameters
 from gradwire.trainer.gradients.bucket import dense_strides
-from gradwire.trainer.gradients.uncompiled import uncompiled
-from gradwire.trainer.optimizer import tensors_of
-from gradwire.trainer.optimizers.wrapped import WrappingOptimizer
+from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, tensors_of, uncompiled
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
 from gradwire.trainer.world.world import communicator_of, here
 
@@ -135,12 +133,6 @@ class Hogwild(WrappingOptimizer):
         for name, parameter in self._parameters.items():
             if parameter.data_ptr() == self._addresses[name]:
                 parameter.data = parameter.detach().clone()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.optimizer!r})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a Hogwild optimizer cannot be copied or pickled: save its state_dict()")
 
 
 def _check(name: str, parameter: Tensor) -> None:

@@ -14,13 +14,12 @@ from torch import Tensor
 from gradwire.collectives import CollectiveError, Communicator
 from gradwire.collectives.communicator import close_all
 from gradwire.collectives.torch_internals import share_hooks
-from gradwire.trainer.gradients.agreement import agree_on_parameters, check_settings
+from gradwire.trainer.gradients.agreement import agree_on_parameters, check_settings, on_all_ranks
 from gradwire.trainer.gradients.arguments import check_named_parameters
 from gradwire.trainer.gradients.compression import Compression, Compressor, Policy
 from gradwire.trainer.gradients.replicas import hash_of
-from gradwire.trainer.gradients.uncompiled import uncompiled
 from gradwire.trainer.optimizers.copies import copied_attributes
-from gradwire.trainer.optimizers.wrapped import WrappingOptimizer
+from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, uncompiled
 from gradwire.trainer.servers.aggregator import Late, Scheme
 from gradwire.trainer.servers.connection import open_pairs, text_of
 from gradwire.trainer.servers.messages import Local, Remote, Server
@@ -298,18 +297,14 @@ class ParameterServer(WrappingOptimizer):
                 f"{here()}load_state_dict needs what state_dict() returned on this rank of as many ranks, with the same servers "
                 f"and parameters, after the same step; not so on {', '.join(f'rank {rank}' for rank in wrong)}"
             )
-        before, fault = self.state_dict(), ""
-        try:
-            self._take(state_dict)
-        except Exception as error:  # told to the others, who would wait
-            fault = f"{type(error).__name__}: {error}"
-        faults = self._communicator.allgather_record(fault)
-        if any(faults):
+        before = self.state_dict()
+
+        def take_back() -> None:
             self._take(before)
+            self._communicator.barrier()
+
+        on_all_ranks(self._communicator, lambda: self._take(state_dict), take_back)
         self._communicator.barrier()  # nobody contributes before all servers know the version
-        for rank, theirs in enumerate(faults):
-            if theirs:
-                raise ValueError(f"{here()}load_state_dict: rank {rank} was given what cannot be loaded ({theirs})")
 
     def _take(self, state_dict: dict[str, Any]) -> None:
         """Go on where state_dict() was called, on this rank and at its server. Raises what their states raise."""
@@ -379,9 +374,3 @@ class ParameterServer(WrappingOptimizer):
                 f"{here()}{verb} needs quorum={count}, all that push, not {self._scheme.quorum}, and no ranks that serve only: "
                 "others do not stand at one place together. Save the model of one rank, and begin with new servers"
             )
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.optimizer!r})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a ParameterServer cannot be copied or pickled: save its state_dict()")

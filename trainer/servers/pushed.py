@@ -14,8 +14,8 @@ from gradwire.collectives.compression.matrices import MatrixCodec
 from gradwire.collectives.compression.registry import CODECS
 from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.collectives.compression.seeds import rounding_seed
+from gradwire.trainer.gradients.checkpoint_format import check_finite
 from gradwire.trainer.gradients.compression import Cast, Compressor, Encoding, Policy
-from gradwire.trainer.gradients.saved import check_finite
 from gradwire.trainer.servers.connection import Flat
 from gradwire.trainer.world.world import here
 

@@ -12,10 +12,19 @@ from torch import Tensor
 
 from gradwire.trainer.gradients.arguments import Sum
 from gradwire.trainer.gradients.bucket import Bucket, zeros_for
-from gradwire.trainer.gradients.combination import Combination
-from gradwire.trainer.gradients.compression import Cast, Encoding
-from gradwire.trainer.gradients.shards.piece import OWED, Piece, Ranges, inside, length, memory_of, put, taken
-from gradwire.trainer.gradients.shards.ways import CodedWay, Way
+from gradwire.trainer.gradients.setup import Setup
+from gradwire.trainer.gradients.shards.ranges import (
+    LOST,
+    Piece,
+    Ranges,
+    length,
+    memory_of,
+    overlap,
+    parts_of,
+    split,
+    taken,
+)
+from gradwire.trainer.gradients.shards.transfer import CodedTransfer, Transfer
 from gradwire.trainer.world.world import here
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -34,67 +43,62 @@ class Pieces:
 
     The optimizer's state belongs to the pieces. Where pieces change because buckets do, it moves along: each part of it is
     summed up from all ranks as integers, where the others have zeros, so that not a bit of it changes.
-
-    returning: what travels to all ranks when the optimizer has stepped: its movements, by a codec; None for the parameters as
-    they are.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, combination: Combination, returning: Cast | Encoding | None
-    ) -> None:
-        self._optimizer = optimizer
-        self._combination = combination
-        self._communicator = combination.communicator
-        self._returning = returning
+    def __init__(self, setup: Setup) -> None:
+        self._optimizer = setup.optimizer
+        self._combination = setup.combination
+        self._communicator = setup.combination.communicator
+        self._returning = setup.returning
         self._buckets: list[Bucket] = []
-        self._ways: list[Way] = []
+        self._transfers: list[Transfer] = []
         self._of: dict[Tensor, Piece] = {}
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     @property
     def all(self) -> list[Piece]:
         """Return the pieces in the order of the optimizer's parameters."""
-        return [self._of[parameter] for group in self._optimizer.param_groups for parameter in group["params"]]
+        return [self._of[parameter] for parameter in self._parameters()]
 
     def cut(self, buckets: Sequence[Bucket]) -> None:
         """Make the pieces what the buckets' shares say, where these are others than before. Collective."""
-        everything = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        everything = self._parameters()
         if self._buckets == list(buckets) and len(everything) == len(self._of):
             return
         self._buckets = list(buckets)
         wanted = {
-            parameter: tuple(inside(mine, span) for mine in bucket.shares)
+            parameter: tuple(overlap(mine, span) for mine in bucket.shares)
             for bucket in buckets
             for parameter, span in zip(bucket.parameters, bucket.spans, strict=True)
         }
         for parameter in everything:
-            if parameter not in wanted:  # one that is frozen
-                known = self._of.get(parameter)
-                wanted[parameter] = self._evenly(parameter) if known is None else known.by_rank
-            if parameter not in self._of or self._of[parameter].by_rank != wanted[parameter]:
+            known = self._of.get(parameter)
+            if parameter not in wanted:  # one that is frozen, and in no bucket
+                size, numel = self._communicator.size, parameter.numel()
+                evenly = tuple(((rank * numel // size, (rank + 1) * numel // size),) for rank in range(size))
+                wanted[parameter] = evenly if known is None else known.by_rank
+            if known is None or known.by_rank != wanted[parameter]:
                 self._recut(parameter, wanted[parameter])
             self._of[parameter].tensor.grad = None
-        self._ways = []  # and its memory, before there is another
-        self._ways = self._ways_of(buckets)
+        self._transfers = []  # and its memory, before there is another
+        self._transfers = self._new_transfers(buckets)
 
     def _recut(self, parameter: Tensor, by_rank: tuple[Ranges, ...]) -> None:
         """Make a piece anew, and give it what is known of it. Collective, where it had a state."""
         before = self._of.get(parameter)
-        owes = self._returning is not None
-        piece = self._of[parameter] = Piece(parameter, by_rank, by_rank[self._communicator.rank], owes)
+        lacks = self._returning is not None
+        piece = self._of[parameter] = Piece(parameter, by_rank, by_rank[self._communicator.rank], lacks)
         state = self._optimizer.state.pop(parameter if before is None else before.tensor, None) or {}
         if before is None:
             state = cut_whole(piece, state)
         else:
-            kept = {**state, **before.owed}
+            kept = {**state, LOST: before.tensor} if lacks else state
             state = self.merged(piece, kept, [Held(before.ranges, kept)])
-        piece.owe(state.pop(OWED, None))
+        piece.set_lack(state.pop(LOST, None))
         if state:
             self._optimizer.state[piece.tensor] = state
-
-    def _evenly(self, parameter: Tensor) -> tuple[Ranges, ...]:
-        """Return the ranges of a parameter that is in no bucket."""
-        size, numel = self._communicator.size, parameter.numel()
-        return tuple(((rank * numel // size, (rank + 1) * numel // size),) for rank in range(size))
 
     def merged(self, piece: Piece, mine: Mapping[str, Any], held: Sequence[Held]) -> dict[str, Any]:
         """Return the state of a piece, of all that ranks hold of its parameter's. Collective.
@@ -116,7 +120,8 @@ class Pieces:
                         f"{here()}state {name!r} of a piece of {length(each.ranges)} elements has {numbers.numel()}: "
                         "shard_states=True is for optimizers that treat every element by itself"
                     )
-                put(whole, each.ranges, numbers)
+                for part, values in zip(parts_of(whole, each.ranges), split(numbers, each.ranges), strict=True):
+                    part.copy_(values)
             self._communicator.allreduce(whole, Sum)
             merged[name] = taken(whole, piece.ranges).view(mine[name].dtype)
         return merged
@@ -135,50 +140,44 @@ class Pieces:
 
     def gradients(self) -> list[list[Tensor]]:
         """Return where this rank's pieces of the gradients lie, by bucket."""
-        return [way.gradients() for way in self._ways]
+        return [transfer.gradients() for transfer in self._transfers]
 
     @torch.no_grad()
     def fill(self) -> None:
         """Give every piece the values of its parameter, and its gradient where the parameter has one."""
-        for way in self._ways:
-            way.fill()
+        for transfer in self._transfers:
+            transfer.fill()
 
     @torch.no_grad()
     def gather(self, step: int) -> None:
-        """Give the parameters what all ranks' pieces are now, but for what codes lose. Collective. step: how many exchanges of
-        gradients there were before this one."""
-        for way in self._ways:
-            way.gather(step)
+        """Give the parameters the values of all ranks' pieces. Collective. step: how many exchanges of gradients came before."""
+        for transfer in self._transfers:
+            transfer.gather(step)
 
-    def _ways_of(self, buckets: Sequence[Bucket]) -> list[Way]:
-        """Return the ways for buckets, all of whose parameters pass through the same memory, as long as the longest needs it."""
+    def _new_transfers(self, buckets: Sequence[Bucket]) -> list[Transfer]:
+        """Return the transfers of buckets, which share memory that is as long as the longest needs it."""
         longest: dict[tuple[torch.dtype, torch.device], int] = {}
         for bucket in buckets:
             kind, numel = (bucket.memory.dtype, bucket.memory.device), bucket.memory.numel()
             longest[kind] = max(numel, longest.get(kind, 0))
-        flat = {kind: zeros_for(self._communicator, numel, *kind) for kind, numel in longest.items()}
-        return [
-            self._way(number, bucket, flat[bucket.memory.dtype, bucket.memory.device])
-            for number, bucket in enumerate(buckets)
-        ]
-
-    def _way(self, number: int, bucket: Bucket, flat: Tensor) -> Way:
-        pieces = [self._of[parameter] for parameter in bucket.parameters]
-        if self._returning is None:
-            return Way(bucket, pieces, flat, self._combination)
-        return CodedWay(bucket, pieces, flat, self._combination, self._returning, number)
+        memory = {kind: zeros_for(self._communicator, numel, *kind) for kind, numel in longest.items()}
+        transfers: list[Transfer] = []
+        for number, bucket in enumerate(buckets):
+            pieces = [self._of[parameter] for parameter in bucket.parameters]
+            given = (bucket, pieces, memory[bucket.memory.dtype, bucket.memory.device], self._combination)
+            coded = self._returning
+            transfers.append(Transfer(*given) if coded is None else CodedTransfer(*given, coded, number))
+        return transfers
 
 
 def cut_whole(piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of a piece, of that of its whole parameter."""
     parameter = piece.parameter
-    cut: dict[str, Any] = {}
+    cut = dict(state)
     for name, value in state.items():
         if isinstance(value, Tensor) and name != "step" and value.shape == parameter.shape:
             alike = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
             cut[name] = taken(memory_of(alike), piece.ranges)
-        else:
-            cut[name] = value
     return cut
 
 

@@ -1,4 +1,4 @@
-"""A rank's piece of a parameter: which elements it steps, and where they lie."""
+"""Which elements of a parameter a rank steps, its piece, and where they lie."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Parts of a parameter, from one element up to another, counted in the order of its memory."""
 
-OWED = "gradwire_owed"
-"""The name, among what there is of each of a piece's elements, of what codes have lost of it."""
+LOST = "gradwire_owed"
+"""The name, in the state of a piece, of what codes have lost of each of its elements."""
 
 
 @dataclass
@@ -21,29 +21,25 @@ class Piece:
     """Holds what this rank steps of a parameter: a tensor with one dimension, of the elements that are its `ranges`, in the
     parameter's own memory where these are one.
 
-    by_rank: everyone's ranges, of which these are this rank's. owes: whether the parameter lacks something of what the
-    optimizer has made of the piece, because codes lose it: then the tensor has memory of its own, and is that between steps.
+    by_rank: everyone's ranges, of which these are this rank's. lacks: whether the parameter lacks a part of what the
+    optimizer has made of the piece, because codes lose it: then the tensor has memory of its own, and is that part between
+    steps.
     """
 
     parameter: Tensor
     by_rank: tuple[Ranges, ...]
     ranges: Ranges
-    owes: bool
+    lacks: bool
     tensor: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         memory = memory_of(self.parameter)
-        self.tensor = memory.new_zeros(length(self.ranges)) if self.owes else lying(memory, self.ranges)
+        self.tensor = memory.new_zeros(length(self.ranges)) if self.lacks else in_place(memory, self.ranges)
 
-    @property
-    def owed(self) -> dict[str, Tensor]:
-        """Return by the name OWED what the parameter lacks, between steps; nothing where it never lacks anything."""
-        return {OWED: self.tensor} if self.owes else {}
-
-    def owe(self, owed: Tensor | None) -> None:
-        """Take for what the parameter lacks, between steps, what owed() has said; None for nothing."""
-        if self.owes:
-            self.tensor.zero_() if owed is None else self.tensor.copy_(owed)
+    def set_lack(self, lost: Tensor | None) -> None:
+        """Set what the parameter lacks, between steps, where it may lack anything; None for nothing."""
+        if self.lacks:
+            self.tensor.zero_() if lost is None else self.tensor.copy_(lost)
 
 
 def memory_of(tensor: Tensor) -> Tensor:
@@ -51,25 +47,19 @@ def memory_of(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
+def parts_of(flat: Tensor, ranges: Ranges) -> list[Tensor]:
+    """Return some elements where they lie."""
+    return [flat[start:stop] for start, stop in ranges]
+
+
 def taken(flat: Tensor, ranges: Ranges) -> Tensor:
     """Return a copy of some elements, one after the other."""
     return torch.cat(parts_of(flat, ranges)) if ranges else flat.new_empty(0)
 
 
-def put(flat: Tensor, ranges: Ranges, values: Tensor) -> None:
-    """Do the contrary of taken()."""
-    for part, value in zip(parts_of(flat, ranges), split(values, ranges), strict=True):
-        part.copy_(value)
-
-
-def lying(flat: Tensor, ranges: Ranges) -> Tensor:
+def in_place(flat: Tensor, ranges: Ranges) -> Tensor:
     """Return some elements, one after the other: themselves where they lie so, else a copy."""
     return flat[slice(*ranges[0])] if len(ranges) == 1 else taken(flat, ranges)
-
-
-def parts_of(flat: Tensor, ranges: Ranges) -> list[Tensor]:
-    """Return some elements where they lie."""
-    return [flat[start:stop] for start, stop in ranges]
 
 
 def split(values: Tensor, ranges: Ranges) -> list[Tensor]:
@@ -77,13 +67,7 @@ def split(values: Tensor, ranges: Ranges) -> list[Tensor]:
     return list(values.split([stop - start for start, stop in ranges]))
 
 
-def outside(inside: tuple[int, int], numel: int) -> Ranges:
-    """Return what is before a range, and after."""
-    start, stop = inside
-    return tuple(each for each in ((0, start), (stop, numel)) if each[0] < each[1])
-
-
-def inside(shares: Sequence[slice], span: slice) -> Ranges:
+def overlap(shares: Sequence[slice], span: slice) -> Ranges:
     """Return what of a span of a bucket is in shares of it, counted from the span's beginning."""
     overlaps = ((max(share.start, span.start), min(share.stop, span.stop)) for share in shares)
     return tuple((start - span.start, stop - span.start) for start, stop in overlaps if start < stop)

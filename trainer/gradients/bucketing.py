@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from gradwire.trainer.gradients.agreement import agree_on_parameters
 from gradwire.trainer.gradients.bucket import Bucket, presence_of
-from gradwire.trainer.gradients.buffers import CodedBuffer, Owed, PlainBuffer
-from gradwire.trainer.gradients.combination import Combination
-from gradwire.trainer.gradients.compression import Cast, Encoding, Policy
+from gradwire.trainer.gradients.buffers import Carried, CodedBuffer, PlainBuffer
+from gradwire.trainer.gradients.compression import Cast, Encoding
 from gradwire.trainer.gradients.dtensors import held_here, shard_of
 from gradwire.trainer.gradients.layout import BucketPlan, Item, lay_out, plan_buckets
+from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.gradients.sparse import SparseGradients
 from gradwire.trainer.world.world import here
 
@@ -25,38 +25,22 @@ class Bucketing:
     """Keeps the buckets of the parameters that require gradients. Parameters go by their index.
 
     Begins with the parameters in reverse, as backward tends to reach them, and is rebuilt once in the order in which
-    they were seen to arrive on rank 0; so again when parameters were frozen, thawed or added. What the codes of old
-    buckets owe goes along, and waits where a parameter is frozen. Parameters whose gradients are found to be sparse
-    leave the buckets for `sparse`.
-
-    groups: numbers of the groups of parameters, each of which shares a bucket where the dtypes allow it; the others are
-    fused by bucket_bytes. sparse_as_dense: whether sparse gradients are made dense. encodes_more: whether something else is
-    encoded bucket by bucket, so that it matters to it, too, how buckets are laid out.
+    they were seen to arrive on rank 0; so again when parameters were frozen, thawed or added. The residuals of old buckets
+    go along, and wait where a parameter is frozen. Parameters whose gradients are found to be sparse leave the buckets for
+    `sparse`.
     """
 
-    def __init__(
-        self,
-        combination: Combination,
-        policy: Policy,
-        bucket_bytes: int,
-        groups: Mapping[Tensor, int] | None = None,
-        *,
-        sparse_as_dense: bool = False,
-        encodes_more: bool = False,
-    ) -> None:
-        self._combination = combination
-        self._policy = policy
-        self._bucket_bytes = bucket_bytes
-        self._groups = groups or {}
-        self._sparse_as_dense = sparse_as_dense
-        self._encodes_more = encodes_more
-        self._known_sparse: set[int] = set()
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._combination = setup.combination
         self._names: list[str] = []
         self._encodings: list[Cast | Encoding] = []
-        self._waiting: dict[int, Owed] = {}
+        self._waiting: dict[int, Carried] = {}
         self._order: list[int] = []
         self._learning = True
         self._arrivals: list[int] | None = None
+        self.known_sparse: set[int] = set()
+        """Whose gradients are known to be sparse: they leave their buckets with the next update()."""
         self.parameters: list[Tensor] = []
         self.buckets: list[Bucket] = []
         self.places: dict[int, tuple[int, int]] = {}
@@ -73,17 +57,17 @@ class Bucketing:
         _check_dtypes((name, parameter) for name, parameter in named if parameter.requires_grad)
         self._names += names
         held = map(held_here, parameters)
-        self._encodings += [self._policy.encoding(name, tensor) for name, tensor in zip(names, held, strict=True)]
+        self._encodings += map(self._setup.policy.encoding, names, held)
         self.parameters += parameters
 
     @property
     def is_encoded(self) -> bool:
         """Return whether any parameter is for a codec, so that a checkpoint has to say how buckets are laid out."""
-        return self._encodes_more or any(isinstance(encoding, Encoding) for encoding in self._encodings)
+        return self._setup.returning is not None or any(isinstance(kind, Encoding) for kind in self._encodings)
 
     @property
     def coded(self) -> list[CodedBuffer]:
-        """Return the buffers of the buckets that codecs exchange."""
+        """Return the buffers that codecs exchange."""
         return [bucket.coded for bucket in self.buckets if bucket.coded is not None]
 
     def learn(self, arrivals: Iterable[int]) -> None:
@@ -96,10 +80,6 @@ class Bucketing:
     def name_of(self, index: int) -> str:
         return self._names[index]
 
-    def find_sparse(self, items: Iterable[int]) -> None:
-        """Take note that gradients of these parameters are sparse: they leave their buckets with the next update()."""
-        self._known_sparse.update(items)
-
     def sparse_gradients(self, items: Sequence[int]) -> SparseGradients:
         """Return what exchanges the sparse gradients of some parameters."""
         return SparseGradients(self._combination, items, self._names, self.parameters, self._encodings)
@@ -111,7 +91,7 @@ class Bucketing:
         if newcomers:
             _check_dtypes((self._names[index], self.parameters[index]) for index in newcomers)
             self._order += newcomers
-            self._take_in(self._made(self._plan(newcomers), len(self.buckets)))
+            self._take_in(self._made(newcomers, len(self.buckets)))
             self._learning = True
 
     def update(self) -> None:
@@ -120,7 +100,7 @@ class Bucketing:
         Raises ValueError on all ranks alike where they do not have the same parameters.
         """
         trainable = self._trainable()
-        in_buckets = self._known_sparse & self.places.keys()
+        in_buckets = self.known_sparse & self.places.keys()
         if self._arrivals is None and not in_buckets and self._laid_out() == set(trainable):
             return
         _check_dtypes((self._names[index], self.parameters[index]) for index in trainable)
@@ -128,12 +108,17 @@ class Bucketing:
         self._learning = not self._laid_out() | set(self._arrivals or ()) >= set(trainable)
         self._arrivals = None
         wanted = set(trainable)
-        agreed = self._agree([index for index in known if index in wanted])
-        self._order = [index for index in agreed if index not in self._known_sparse]
-        self.sparse = self.sparse_gradients([index for index in agreed if index in self._known_sparse])
+        index_of = {self._names[index]: index for index in known if index in wanted}
+        parameters = [self.parameters[index] for index in index_of.values()]
+        names = agree_on_parameters(self._combination.communicator, list(index_of), parameters)
+        agreed = [index_of[name] for name in names]
+        self._order = [index for index in agreed if index not in self.known_sparse]
+        self.sparse = self.sparse_gradients([index for index in agreed if index in self.known_sparse])
         for buffer in self.coded:
-            self._waiting |= {index: owed for index, owed in zip(buffer.items, buffer.take(), strict=True) if owed}
-        self._replace(self._made(self._plan(self._order)))
+            self._waiting |= {
+                index: carried for index, carried in zip(buffer.items, buffer.take(), strict=True) if carried
+            }
+        self._replace(self._made(self._order))
 
     def _replace(self, buckets: list[Bucket]) -> None:
         """Have these buckets instead; gradients move along."""
@@ -151,38 +136,21 @@ class Bucketing:
     def _trainable(self) -> list[int]:
         return [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
 
-    def _agree(self, order: Sequence[int]) -> list[int]:
-        """Return rank 0's order. Raises ValueError on all ranks alike where they do not have the same parameters."""
-        index = {self._names[i]: i for i in order}
-        parameters = [self.parameters[i] for i in order]
-        return [index[name] for name in agree_on_parameters(self._combination.communicator, list(index), parameters)]
-
     def _items(self) -> list[Item]:
-        kinds = zip(map(held_here, self.parameters), self._encodings, strict=True)
         items = []
-        for parameter, (held, code) in zip(self.parameters, kinds, strict=True):
-            group = self._groups.get(parameter)
+        for parameter, code in zip(self.parameters, self._encodings, strict=True):
+            held, group = held_here(parameter), self._setup.groups.get(parameter)
             kind = (held.dtype, held.device, code, group)
             items.append(Item(held.numel(), held.element_size(), kind, grouped=group is not None))
         return items
 
-    def _plan(self, order: Sequence[int]) -> Sequence[BucketPlan]:
-        """Return the plans of buckets for parameters in this order."""
-        return plan_buckets(self._items(), order, bucket_bytes=self._bucket_bytes)
+    def _made(self, order: Sequence[int], first_number: int = 0) -> list[Bucket]:
+        """Return new buckets for parameters in this order."""
+        plans = plan_buckets(self._items(), order, bucket_bytes=self._setup.bucket_bytes)
+        return [self._bucket(plan, number) for number, plan in enumerate(plans, first_number)]
 
-    def _made(self, plans: Sequence[BucketPlan], first_number: int = 0) -> list[Bucket]:
-        return [
-            Bucket(
-                plan,
-                self._names,
-                self.parameters,
-                self._encodings[plan.items[0]],
-                self._combination,
-                number,
-                densifies=self._sparse_as_dense,
-            )
-            for number, plan in enumerate(plans, first_number)
-        ]
+    def _bucket(self, plan: BucketPlan, number: int) -> Bucket:
+        return Bucket(self._setup, plan, self._names, self.parameters, self._encodings[plan.items[0]], number)
 
     def _take_in(self, buckets: Sequence[Bucket]) -> None:
         """Add buckets, with what waited for their parameters."""
@@ -197,8 +165,8 @@ class Bucketing:
         refused = []
         for index in sorted(self._waiting.keys() & self.places):
             number, slot = self.places[index]
-            buffer, owed = self.buckets[number].coded, self._waiting.pop(index)
-            if owed and not (buffer is not None and buffer.give(slot, owed)):
+            buffer, carried = self.buckets[number].coded, self._waiting.pop(index)
+            if carried and not (buffer is not None and buffer.give(slot, carried)):
                 refused.append(index)
         return refused
 
@@ -221,45 +189,40 @@ class Bucketing:
     def restored(self, state: dict[str, Any]) -> list[Bucket] | None:
         """Return saved buckets as they were, for restore(); None where parameters, codecs or ranks are others."""
         items, saved = self._items(), state["buckets"]
-        if not all(self._is_kind(items, entry["parameters"]) for entry in saved):
-            return None
-        buckets = self._made([lay_out(items, entry["parameters"]) for entry in saved])
-        for bucket, entry in zip(buckets, saved, strict=True):
-            if (bucket.coded is not None) != ("tensors" in entry):
+        for members in (entry["parameters"] for entry in saved):
+            if max(members) >= len(items) or len({items[index].kind for index in members}) > 1:
                 return None
-            if bucket.coded is not None:
-                if not bucket.coded.fits(entry):
-                    return None
-                bucket.coded.load_state_dict(entry)
+        buckets = [self._bucket(lay_out(items, entry["parameters"]), number) for number, entry in enumerate(saved)]
+        for buffer, entry in zip((bucket.coded for bucket in buckets), saved, strict=True):
+            if (buffer is not None) != ("tensors" in entry) or (buffer is not None and not buffer.fits(entry)):
+                return None
+            if buffer is not None:
+                buffer.load_state_dict(entry)
         return buckets
 
     def restore(self, state: dict[str, Any], buckets: list[Bucket]) -> None:
         """Continue where state_dict() was taken. buckets: from restored()."""
         self._waiting = {
-            index: {name: tensor.to(self.parameters[index].device) for name, tensor in owed.items()}
-            for index, owed in state["waiting"].items()
+            index: {name: tensor.to(self.parameters[index].device) for name, tensor in carried.items()}
+            for index, carried in state["waiting"].items()
         }
         self._order, self._learning, self._arrivals = list(state["order"]), state["learning"], state["arrivals"]
         self.sparse = self.sparse_gradients(state.get("sparse", ()))
-        self._known_sparse = set(self.sparse.items)
+        self.known_sparse = set(self.sparse.items)
         self._replace(buckets)
 
-    def restart(self, owed: dict[int, Owed]) -> list[str]:
-        """Keep the buckets, but owe this and nothing else. owed: by parameter, the same on all ranks. Returns the names
-        of the parameters whose codec now has no error feedback, to which nothing can be owed."""
+    def restart(self, carried: dict[int, Carried]) -> list[str]:
+        """Keep the buckets, with these residuals and no others. carried: by parameter, the same on all ranks. Returns the names
+        of the parameters whose codec now has no error feedback, and so no place for residuals."""
         for buffer in self.coded:
             buffer.restart()
-        self._waiting = owed
+        self._waiting = carried
         return [self._names[index] for index in self._give()]
 
     def described(self) -> list[tuple[Any, ...]]:
         """Return name and shape of what this rank holds of every parameter; of a sharded one also which shard."""
         named = zip(self._names, self.parameters, strict=True)
         return [(name, tuple(held_here(p).shape), *filter(None, [shard_of(p)])) for name, p in named]
-
-    def _is_kind(self, items: Sequence[Item], members: Sequence[int]) -> bool:
-        """Return whether these are parameters, and may share a bucket."""
-        return max(members) < len(items) and len({items[index].kind for index in members}) == 1
 
 
 def _check_dtypes(named: Iterable[tuple[str, Tensor]]) -> None:

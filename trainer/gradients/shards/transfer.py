@@ -1,8 +1,9 @@
-"""The way of a bucket's parameters to the optimizer, and of what becomes of them to all ranks."""
+"""How a bucket's parameters come to the optimizer, in pieces, and the pieces that it has stepped to all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,15 +14,18 @@ from gradwire.collectives.compression.seeds import rounding_seed
 from gradwire.trainer.gradients.bucket import Bucket
 from gradwire.trainer.gradients.combination import Combination
 from gradwire.trainer.gradients.compression import Cast, Compressor, Encoding, encoding_of
-from gradwire.trainer.gradients.shards.piece import Piece, lying, memory_of, outside, parts_of, split
+from gradwire.trainer.gradients.shards.ranges import Piece, in_place, memory_of, parts_of, split
 from gradwire.trainer.world.world import here
 
 _SHOT = 2
 """Tells in seeds of stochastic rounding what is drawn here from what is drawn for gradients, whose shots are 0 and 1."""
 
+_Pairs: TypeAlias = tuple[list[Tensor], list[Tensor]]
+"""Tensors that are changed, and those, at the same places, by which they are."""
+
 
 def movements_as(compression: Compressor) -> Cast | Encoding | None:
-    """Return what movements of parameters travel as, by what a user calls it; None for the parameters as they are. Raises
+    """Return what movements of parameters travel as, by a user's argument; None for the parameters as they are. Raises
     ValueError for a codec that is for gradients only."""
     kind = encoding_of(compression)
     if isinstance(kind, Cast):
@@ -34,7 +38,7 @@ def movements_as(compression: Compressor) -> Cast | Encoding | None:
     return kind
 
 
-class Way:
+class Transfer:
     """Brings a bucket's parameters to the optimizer, and what becomes of them to all ranks: through views, made once.
 
     flat: memory that is laid out as the bucket's, for others to use too but during gather().
@@ -48,7 +52,7 @@ class Way:
         self._spans = bucket.spans
         memories = [bucket.memory[span] for span in bucket.spans]
         self._parts = [parts_of(each, piece.ranges) for each, piece in zip(memories, pieces, strict=True)]
-        self._gradients = [lying(each, piece.ranges) for each, piece in zip(memories, pieces, strict=True)]
+        self._gradients = [in_place(each, piece.ranges) for each, piece in zip(memories, pieces, strict=True)]
         self._look()
 
     def gradients(self) -> list[Tensor]:
@@ -61,39 +65,41 @@ class Way:
         self._addresses = [piece.parameter.data_ptr() for piece in self._pieces]
         self._homes: list[Tensor] = []
         """Where each piece belongs; an optimizer may give it other memory."""
-        self._filled, self._taken, self._given = _Pairs(), _Pairs(), _Pairs()
+        self._filled: _Pairs = [], []
+        self._taken: _Pairs = [], []
+        self._given: _Pairs = [], []
         for piece, span, parts, gradient in zip(self._pieces, self._spans, self._parts, self._gradients, strict=True):
-            whole, place = memory_of(piece.parameter), self._flat[span]
             if len(piece.ranges) != 1:
-                self._filled.add(split(gradient, piece.ranges), parts)
-            self._join(piece, whole, place)
+                _pair(self._filled, split(gradient, piece.ranges), parts)
+            self._join(piece, memory_of(piece.parameter), self._flat[span])
 
     def _join(self, piece: Piece, whole: Tensor, place: Tensor) -> None:
         """Make the views of a parameter. whole: its elements. place: of them in `flat`."""
         ranges = piece.ranges
-        if len(ranges) == 1 and piece.tensor.data_ptr() != whole[slice(*ranges[0])].data_ptr():
+        is_one = len(ranges) == 1
+        if is_one and piece.tensor.data_ptr() != whole[slice(*ranges[0])].data_ptr():
             piece.tensor.data = whole[slice(*ranges[0])]
         home = piece.tensor.detach()
         self._homes.append(home)
-        self._taken.add(parts_of(place, ranges), split(home, ranges))
-        if len(ranges) == 1:
-            others = outside(ranges[0], whole.numel())
-            self._given.add(parts_of(whole, others), parts_of(place, others))
+        _pair(self._taken, parts_of(place, ranges), split(home, ranges))
+        if is_one:  # the piece is there already
+            (start, stop), numel = ranges[0], whole.numel()
+            others = tuple(each for each in ((0, start), (stop, numel)) if each[0] < each[1])
+            _pair(self._given, parts_of(whole, others), parts_of(place, others))
         else:
-            self._filled.add(split(home, ranges), parts_of(whole, ranges))
-            self._given.add([whole], [place])
+            _pair(self._filled, split(home, ranges), parts_of(whole, ranges))
+            _pair(self._given, [whole], [place])
 
     def fill(self) -> None:
         """Give the pieces what the optimizer is to see."""
         if self._addresses != [piece.parameter.data_ptr() for piece in self._pieces]:
             self._look()
-        self._filled.copy()
+        _apply(torch._foreach_copy_, self._filled)
         for piece, gradient in zip(self._pieces, self._gradients, strict=True):
             piece.tensor.grad = gradient if piece.parameter.grad is not None else None
 
     def gather(self, step: int) -> None:
-        """Bring what the optimizer has made of the pieces to all ranks' parameters. Collective. step: how many exchanges of
-        gradients there were before."""
+        """Bring the stepped pieces to all ranks' parameters. Collective. step: how many exchanges of gradients came before."""
         for piece, home in zip(self._pieces, self._homes, strict=True):
             if piece.tensor.data_ptr() != home.data_ptr():
                 home.copy_(piece.tensor)
@@ -101,17 +107,17 @@ class Way:
         self._exchange(step)
 
     def _exchange(self, step: int) -> None:
-        self._taken.copy()
+        _apply(torch._foreach_copy_, self._taken)
         self._gather_shares()
-        self._given.copy()
+        _apply(torch._foreach_copy_, self._given)
 
     def _gather_shares(self) -> None:
         """Fill `flat` with what all ranks have in their shares of it. Collective."""
-        self._traffic.count_half(self._flat.nbytes)
+        self._traffic.count(sent=self._traffic.wire_bytes(self._flat.nbytes) // 2)
         self._communicator.gather_shares(self._flat)
 
 
-class CodedWay(Way):
+class CodedTransfer(Transfer):
     """Brings by how much the optimizer has moved the pieces to all ranks, as codes. What these lose stays with the piece, and is
     part of its next movement, so every codec has error feedback here (for weights of 8 bits in a network: ZeRO++, Wang et
     al. 2023).
@@ -139,39 +145,35 @@ class CodedWay(Way):
             rehearse(codec, flat.device, with_feedback=False)  # compiles now, not in the first step
 
     def _look(self) -> None:
-        self._moved, self._lost = _Pairs(), _Pairs()
+        self._moved: _Pairs = [], []
+        self._lost: _Pairs = [], []
         super()._look()
 
     def _join(self, piece: Piece, whole: Tensor, place: Tensor) -> None:
         home = piece.tensor.detach()
         self._homes.append(home)
-        self._moved.add(split(home, piece.ranges), parts_of(whole, piece.ranges))
-        self._taken.add(parts_of(place, piece.ranges), split(home, piece.ranges))
-        self._lost.add(split(home, piece.ranges), parts_of(place, piece.ranges))
-        self._given.add([whole], [place])
+        _pair(self._moved, split(home, piece.ranges), parts_of(whole, piece.ranges))
+        _pair(self._taken, parts_of(place, piece.ranges), split(home, piece.ranges))
+        _pair(self._lost, split(home, piece.ranges), parts_of(place, piece.ranges))
+        _pair(self._given, [whole], [place])
 
     def fill(self) -> None:
         super().fill()
-        self._moved.add_up()
+        _apply(torch._foreach_add_, self._moved)
 
     def _exchange(self, step: int) -> None:
-        self._moved.subtract()  # now the pieces are movements
+        _apply(torch._foreach_sub_, self._moved)  # now the pieces are movements
         for part in self._shares[self._communicator.rank]:
             part.zero_()  # also between parameters, where there is what others have left
-        self._taken.copy()
-        codec, longest = self._codec(step), max(self._lengths)
+        _apply(torch._foreach_copy_, self._taken)
+        codec = self._kind.codec(self._flat.dtype) if isinstance(self._kind, Cast) else self._kind.codec_at(step)
+        longest = max(self._lengths)
         if codec is None or codec.wire_bytes(longest) >= longest * self._flat.element_size():
             self._gather_shares()
         else:
             self._gather_codes(codec, step)
-        self._given.add_up()
-        self._lost.subtract()
-
-    def _codec(self, step: int) -> Codec | None:
-        """Return what encodes movements after so many exchanges of gradients; None where they travel uncompressed."""
-        if isinstance(self._kind, Cast):
-            return self._kind.codec(self._flat.dtype)
-        return self._kind.codec_at(step)
+        _apply(torch._foreach_add_, self._given)
+        _apply(torch._foreach_sub_, self._lost)
 
     def _gather_codes(self, codec: Codec, step: int) -> None:
         """Fill `flat` with what all ranks' codes of their shares stand for, this one's among them. Collective."""
@@ -181,7 +183,7 @@ class CodedWay(Way):
         if self._lengths[rank]:
             numbers = torch.cat(self._shares[rank]).to(torch.float32)
             codec.encode(numbers, mine, seed=rounding_seed(step, rank, 0, 0, _SHOT, self._number))
-        self._traffic.count_code(mine.numel())
+        self._traffic.count(sent=self._traffic.gathered_bytes(mine.numel()))
         self._communicator.allgather(codes, mine)
         for parts, code, numel in zip(self._shares, codes, self._lengths, strict=True):
             if numel:
@@ -191,29 +193,13 @@ class CodedWay(Way):
                     part.copy_(values)
 
 
-class _Pairs:
-    """Holds pairs of tensors, the same ones for as often as wanted: of what is changed, and of what changes it."""
+def _pair(pairs: _Pairs, changed: Sequence[Tensor], by: Sequence[Tensor]) -> None:
+    """Add pairs of each tensor and the other one at its place."""
+    pairs[0].extend(changed)
+    pairs[1].extend(by)
 
-    def __init__(self) -> None:
-        self._changed: list[Tensor] = []
-        self._by: list[Tensor] = []
 
-    def add(self, changed: Sequence[Tensor], by: Sequence[Tensor]) -> None:
-        """Take in a pair of each tensor and the other one at its place."""
-        self._changed += changed
-        self._by += by
-
-    def copy(self) -> None:
-        """Copy the second of each pair to the first."""
-        if self._changed:
-            torch._foreach_copy_(self._changed, self._by)
-
-    def add_up(self) -> None:
-        """Add the second of each pair to the first."""
-        if self._changed:
-            torch._foreach_add_(self._changed, self._by)
-
-    def subtract(self) -> None:
-        """Subtract the second of each pair from the first."""
-        if self._changed:
-            torch._foreach_sub_(self._changed, self._by)
+def _apply(function: Callable[[list[Tensor], list[Tensor]], Any], pairs: _Pairs) -> None:
+    """Apply one of torch's foreach functions to all pairs; none takes empty lists."""
+    if pairs[0]:
+        function(*pairs)

@@ -1,4 +1,4 @@
-"""What a rank's part of a checkpoint is made of, and whether one that was loaded is whole."""
+"""What a rank's part of a checkpoint consists of, and whether one that is to be loaded is whole."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def _label_of_bucket(entry: Mapping[str, Any]) -> list[Any]:
     return [entry["parameters"], *(entry[key] for key in ("encoding", "starts", "numel")), kept]
 
 
-def is_owing(part: object) -> bool:
-    """Return whether anything is outstanding in a part; as far as can be seen, where it is not whole."""
+def has_residuals(part: object) -> bool:
+    """Return whether error feedback has yet to add anything; as far as can be seen, where the part is not whole."""
     if not isinstance(part, Mapping):
         return False
     buckets = part.get("buckets")
@@ -56,18 +56,17 @@ def check_part(part: object, described: Sequence[tuple[Any, ...]] | None = None)
     """Raise ValueError, which says where, unless this is a whole part.
 
     described: name and shape of each parameter that it must be of; None for a part of a DDP hook, which learns of its
-    parameters later. What other versions consist of is not known here: of those nothing is looked at.
+    parameters later. A part of another version is not looked into.
     """
     if not isinstance(part, Mapping):
         raise ValueError(f"{KEY!r} must be a dict, not {type(part).__name__}")
-    _need(_is_whole(part.get("version"), 0), f"version is {part.get('version')!r}")
+    _need_whole("version", part.get("version"), 0)
     if part["version"] != VERSION:
         return
-    missing = [key for key in (*_KEYS, *(() if described is None else _BUCKETING_KEYS)) if key not in part]
-    _need(not missing, f"{', '.join(missing)} missing")
-    _need(_is_whole(part["world_size"], 1), f"world_size is {part['world_size']!r}")
+    _need_keys("", part, (*_KEYS, *(() if described is None else _BUCKETING_KEYS)))
+    _need_whole("world_size", part["world_size"], 1)
     _need(_is_whole(part["rank"], 0, part["world_size"]), f"rank is {part['rank']!r} of {part['world_size']}")
-    _need(_is_whole(part["step"], 0), f"step is {part['step']!r}")
+    _need_whole("step", part["step"], 0)
     predivide = part["predivide"]
     _need(isinstance(predivide, (int, float)) and 0 < predivide < math.inf, f"predivide is {predivide!r}")
     _need(isinstance(part["op"], str), f"op is {part['op']!r}")
@@ -77,25 +76,23 @@ def check_part(part: object, described: Sequence[tuple[Any, ...]] | None = None)
         _check_bucket(f"bucket {place}", entry, numels)
     _check_waiting(part["waiting"], numels)
     if described is not None:
-        _check_indices("order", part["order"], len(numels))
         _need(isinstance(part["learning"], bool), f"learning is {part['learning']!r}")
-        if part["arrivals"] is not None:
-            _check_indices("arrivals", part["arrivals"], len(numels))
-        _check_indices("sparse", part.get("sparse", []), len(numels))  # which earlier versions did not have
+        for name, indices in (
+            ("order", part["order"]),
+            ("arrivals", [] if part["arrivals"] is None else part["arrivals"]),
+            ("sparse", part.get("sparse", [])),  # which earlier versions did not have
+        ):
+            _check_indices(name, indices, len(numels))
         _check_order(part["order"], [entry["parameters"] for entry in part["buckets"]])
 
 
-def _check_parameters(saved: object, described: Sequence[tuple[Any, ...]] | None) -> list[tuple[int, ...]]:
+def _check_parameters(saved: Any, described: Sequence[tuple[Any, ...]] | None) -> list[tuple[int, ...]]:
     """Return the shapes of the parameters. Raises ValueError where they are not those described."""
-    if not isinstance(saved, list) or not all(
-        isinstance(entry, (list, tuple))
-        and len(entry) >= 2
-        and isinstance(entry[1], (list, tuple))
-        and all(_is_whole(length, 0) for length in entry[1])
-        for entry in saved
-    ):
-        raise _damaged("parameters are not names and shapes")
-    was = [(name, tuple(shape), *more) for name, shape, *more in saved]
+    try:
+        was = [(name, tuple(shape), *more) for name, shape, *more in saved]
+        _need(all(_is_whole(length, 0) for _, shape, *_ in was for length in shape), "shapes are not whole numbers")
+    except (TypeError, ValueError):
+        raise _damaged("parameters are not names and shapes") from None
     if described is not None and was != list(described):
         old, new = next((pair for pair in zip_longest(was, described) if pair[0] != pair[1]), (None, None))
         raise ValueError(
@@ -104,18 +101,15 @@ def _check_parameters(saved: object, described: Sequence[tuple[Any, ...]] | None
     return [shape for _, shape, *_ in was]
 
 
-def _check_bucket(name: str, entry: object, numels: Sequence[int]) -> None:
-    if not isinstance(entry, Mapping) or "parameters" not in entry:
-        raise _damaged(f"{name} has no parameters")
+def _check_bucket(name: str, entry: Any, numels: Sequence[int]) -> None:
+    _need(isinstance(entry, Mapping) and bool(entry.get("parameters")), f"{name} has no parameters")
     members = entry["parameters"]
     _check_indices(f"{name}: parameters", members, len(numels))
-    _need(len(members) > 0, f"{name} has no parameters")
     if "tensors" not in entry:
         return
-    missing = [key for key in ("starts", "numel", "encoding", "shard_start") if key not in entry]
-    _need(not missing, f"{name}: {', '.join(missing)} missing")
+    _need_keys(f"{name}: ", entry, ("starts", "numel", "encoding", "shard_start"))
     starts, numel, shard_start, tensors = (entry[key] for key in ("starts", "numel", "shard_start", "tensors"))
-    _need(_is_whole(numel, 0), f"{name}: numel is {numel!r}")
+    _need_whole(f"{name}: numel", numel, 0)
     _need(_is_whole(shard_start, 0, numel + 1), f"{name}: shard_start is {shard_start!r} of {numel}")
     _need(isinstance(entry["encoding"], str), f"{name}: encoding is {entry['encoding']!r}")
     whole = isinstance(starts, list) and len(starts) == len(members) and all(_is_whole(start, 0) for start in starts)
@@ -142,25 +136,24 @@ def _check_order(order: Sequence[int], buckets: Sequence[Sequence[int]]) -> None
     _need(ordered, "the buckets' parameters are not in order")
 
 
-def _check_waiting(waiting: object, numels: Sequence[int]) -> None:
-    if not isinstance(waiting, Mapping):
-        raise _damaged(f"waiting is a {type(waiting).__name__}")
-    for index, owed in waiting.items():
+def _check_waiting(waiting: Any, numels: Sequence[int]) -> None:
+    _need(isinstance(waiting, Mapping), f"waiting is a {type(waiting).__name__}")
+    for index, remembered in waiting.items():
         _need(_is_whole(index, 0, len(numels)), f"waiting: there is no parameter {index!r}")
         name = f"waiting {index}"
-        _check_tensors(name, owed)
-        _need("residual" in owed, f"{name}: residual missing")
-        for key, tensor in owed.items():
+        _check_tensors(name, remembered)
+        _need_keys(f"{name}: ", remembered, ("residual",))
+        for key, tensor in remembered.items():
             _need(tensor.dtype is torch.float32, f"{name}: {key} has dtype {tensor.dtype}, not torch.float32")
-        _check_numbers(f"{name}: residual", owed["residual"], numels[index])
+        _check_numbers(f"{name}: residual", remembered["residual"], numels[index])
 
 
-def _check_tensors(name: str, tensors: object) -> None:
+def _check_tensors(name: str, tensors: Any) -> None:
     named = isinstance(tensors, Mapping) and all(
         isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in tensors.items()
     )
     _need(named, f"{name}: tensors by name are needed")
-    for key, tensor in tensors.items():  # type: ignore[attr-defined]
+    for key, tensor in tensors.items():
         check_finite(f"{name}: {key}", tensor)
 
 
@@ -170,23 +163,31 @@ def check_finite(name: str, tensor: Tensor) -> None:
 
 
 def _check_numbers(name: str, tensor: Tensor, numel: int | None = None) -> None:
-    """Raise ValueError unless these are float32 numbers in one dimension. numel: how many there must be, where that is
-    known."""
+    """Raise ValueError unless these are float32 numbers in one dimension; `numel` of them, where that is given."""
     _need(tensor.dtype is torch.float32, f"{name} has dtype {tensor.dtype}, not torch.float32")
     _need(numel is None or tensor.numel() == numel, f"{name} has {tensor.numel()} numbers, not {numel}")
     _need(tensor.dim() == 1, f"{name} has shape {tuple(tensor.shape)}, not one dimension")
 
 
-def _check_indices(name: str, indices: object, end: int) -> None:
+def _check_indices(name: str, indices: Any, end: int) -> None:
     """Raise ValueError unless these are parameters, each at most once."""
-    if not isinstance(indices, list) or not all(_is_whole(index, 0, end) for index in indices):
-        raise _damaged(f"{name}: {indices!r} are not parameters, of which there are {end}")
+    whole = isinstance(indices, list) and all(_is_whole(index, 0, end) for index in indices)
+    _need(whole, f"{name}: {indices!r} are not parameters, of which there are {end}")
     _need(len(set(indices)) == len(indices), f"{name}: {indices!r} are not different")
 
 
 def _is_whole(value: object, least: int, end: int | None = None) -> bool:
     """Return whether this is a whole number, and least <= value < end."""
     return type(value) is int and least <= value and (end is None or value < end)
+
+
+def _need_whole(name: str, value: object, least: int) -> None:
+    _need(_is_whole(value, least), f"{name} is {value!r}")
+
+
+def _need_keys(name: str, entry: Mapping[str, Any], keys: Sequence[str]) -> None:
+    missing = [key for key in keys if key not in entry]
+    _need(not missing, f"{name}{', '.join(missing)} missing")
 
 
 def _need(condition: bool, fault: str) -> None:

@@ -1,0 +1,127 @@
+"""A part of the parameters that local updates exchange at once: its outer copies, and the outer optimizer that steps them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.collectives import Communicator
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.partition import sums_inside
+from gradwire.trainer.gradients.compression import Cast, Encoding
+from gradwire.trainer.gradients.replicas import ReplicaCheck
+from gradwire.trainer.gradients.setup import Setup
+from gradwire.trainer.optimizers.copies import of_copies
+from gradwire.trainer.rules.synchronous import Synchronous
+
+
+class Fragment:
+    """Holds some parameters' outer copies, in float32 at least, so that small steps are not lost, with a copy of the outer
+    optimizer that steps them. The movements are its gradients, exchanged by the synchronous rule."""
+
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[Tensor], outer: torch.optim.Optimizer, setup: Setup
+    ) -> None:
+        narrow = (torch.float16, torch.bfloat16)
+        wide = [torch.float32 if parameter.dtype in narrow else parameter.dtype for parameter in parameters]
+        self._parameters = parameters
+        self._outer = [nn.Parameter(p.detach().to(dtype, copy=True)) for p, dtype in zip(parameters, wide, strict=True)]
+        self._optimizer = of_copies(outer, dict(zip(parameters, self._outer, strict=True)))
+        groups = self._optimizer.param_groups
+        self._optimizer.param_groups = [group for group in groups if group["params"]]  # not those of other fragments
+        self.rule = Synchronous(replace(setup, optimizer=self._optimizer))
+        self.rule.add(names, self._outer)
+        self.rule.bucketing.learn(range(len(self._outer)))  # any order will do, as all arrive together
+        self.rule.start()
+        named: dict[Tensor, str] = dict(zip(self._outer, names, strict=True))
+        self._check = ReplicaCheck(setup.combination.communicator, self._optimizer, lambda: named)
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Set the outer parameters to this rank's own."""
+        for parameter, outer in zip(self._parameters, self._outer, strict=True):
+            outer.copy_(parameter)
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """Set the outer parameters' gradients to outer parameter - parameter: from the second time on in the buckets."""
+        for parameter, outer in zip(self._parameters, self._outer, strict=True):
+            if outer.grad is None:
+                outer.grad = outer - parameter
+            else:
+                torch.sub(outer, parameter, out=outer.grad)
+
+    def exchange(self, step: int) -> None:
+        """Step the outer parameters by all ranks' movements. Raises ReplicasDiffer where the ranks' then differ."""
+        self.rule.synchronize()
+        self._optimizer.step()
+        self.rule.after_step()
+        self.rule.reset()
+        self._check.compare(step)
+
+    @torch.no_grad()
+    def hand_out(self, alpha: float) -> None:
+        """Give the parameters the outer ones' values, but for the share alpha of their own."""
+        for parameter, outer in zip(self._parameters, self._outer, strict=True):
+            parameter.copy_(outer if alpha == 0 else torch.lerp(outer, parameter.to(outer.dtype), alpha))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the outer parameters and what the outer optimizer and its exchange remember."""
+        return {"outer": [outer.detach().clone() for outer in self._outer], "optimizer": self.rule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any], also: Sequence[dict[str, Any]], *, keep_rates: bool) -> None:
+        """Go on from a state_dict(), and `also` of ranks that no longer exist. keep_rates: whether the outer optimizer's
+        rates are those of this world, and not the saved ones. Raises what an optimizer raises that cannot load its own."""
+        with torch.no_grad():
+            for outer, saved in zip(self._outer, state["outer"], strict=True):
+                outer.copy_(saved)
+        rates = [group["lr"] for group in self._optimizer.param_groups] if keep_rates else []
+        self.rule.load_state_dict(state["optimizer"], [other["optimizer"] for other in also])
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=keep_rates):
+            group["lr"] = rate
+
+
+def cut(parameters: Sequence[Tensor], fragments: int) -> list[slice]:
+    """Return so many parts of the list, none of them empty, about equal in the number of elements."""
+    total = sum(parameter.numel() for parameter in parameters)
+    cuts, before = [0], 0
+    for index, parameter in enumerate(parameters):
+        left = len(parameters) - index
+        if index > cuts[-1] and (before >= len(cuts) * total / fragments or left == fragments - len(cuts)):
+            cuts.append(index)
+        if len(cuts) == fragments:
+            break
+        before += parameter.numel()
+    return [slice(start, stop) for start, stop in zip(cuts, (*cuts[1:], len(parameters)), strict=True)]
+
+
+def is_one_shot(encoding: Cast | Encoding) -> bool:
+    """Return whether movements travel in codes of which every rank adds up all."""
+    return isinstance(encoding, Encoding) and isinstance(encoding.codec, Codec) and encoding.codec.one_shot
+
+
+def averaging_outer(
+    parameters: Sequence[Tensor], encodings: Sequence[Cast | Encoding], among: Communicator, inner: Communicator | None
+) -> torch.optim.Optimizer:
+    """Return the outer optimizer that averages parameters, whose movements travel by these encodings. Collective.
+
+    An SGD of rate 1 does. Codes of one shot have few numbers each, mostly other ones on every rank, so the mean over all
+    ranks would be a fraction of what the sender of a number wants: a rate of as many as there are different codes makes
+    the mean their sum. Each rank sends one, or each host where its ranks sum inside; ranks with the same `inner` ranks
+    move alike, so their codes are the same.
+    """
+    hosts = among.topology.hosts
+    encoders = hosts if sums_inside(hosts) else [[rank] for host in hosts for rank in host]
+    codes = len(encoders)
+    if inner is not None:
+        first = min(inner.allgather_record(among.rank))  # stands for this rank's inner ranks
+        firsts = among.allgather_record(first)
+        codes = len({frozenset(firsts[rank] for rank in encoder) for encoder in encoders})
+    kinds: dict[bool, list[Tensor]] = {}  # not by rate: on one rank both are 1, and checkpoints of several must fit
+    for parameter, encoding in zip(parameters, encodings, strict=True):
+        kinds.setdefault(is_one_shot(encoding), []).append(parameter)
+    return torch.optim.SGD([{"params": kinds[kind], "lr": float(codes) if kind else 1.0} for kind in kinds])
