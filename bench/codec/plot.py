@@ -9,8 +9,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from gradwire.bench.codec_turns import OPERATIONS, CodecRow
-from gradwire.bench.plot import FRAME, GRID, INK, QUIET, STYLES
+from gradwire.bench.codec.turns import OPERATIONS, CodecRow
+from gradwire.bench.style import FRAME, INK, OURS, QUIET, REFERENCE, save, tidy
 
 TITLES = {
     "encode": "encode",
@@ -18,7 +18,6 @@ TITLES = {
     "decode": "decode",
     "decode_add": "decode and add",
 }
-OURS, TORCH = STYLES["auto"]["color"], STYLES["native"]["color"]
 
 
 def draw(rows: Sequence[CodecRow], meta: Mapping[str, Any], path: Path) -> None:
@@ -33,7 +32,7 @@ def draw(rows: Sequence[CodecRow], meta: Mapping[str, Any], path: Path) -> None:
         torchs = [row.rate_GBps / row.torch_over_ours for row in ours.values()]
         panel.hlines(places, torchs, rates, color=FRAME, linewidth=1.6, zorder=2)
         panel.plot(rates, places, "o", color=OURS, markersize=6, zorder=4, label="gradwire")
-        panel.plot(torchs, places, "s", color=TORCH, markersize=4.5, zorder=3, label="torch")
+        panel.plot(torchs, places, "s", color=REFERENCE, markersize=4.5, zorder=3, label="torch")
         panel.axvline(meta["copy_GBps"], color=QUIET, linestyle=(0, (1, 1.2)), linewidth=1.4, zorder=1, label="a copy")
         panel.set_xscale("log")
         low, high = panel.get_xlim()
@@ -49,11 +48,10 @@ def draw(rows: Sequence[CodecRow], meta: Mapping[str, Any], path: Path) -> None:
         panel.xaxis.set_minor_formatter(NullFormatter())
         panel.set_yticks(range(len(names)), reversed(names))
         panel.set_xlabel("GB/s of float32", fontsize=9, color=QUIET)
-        panel.grid(True, axis="x", which="major", color=GRID, linewidth=0.8)
-        panel.tick_params(which="both", labelsize=9, color=FRAME, labelcolor=INK)
+        tidy(panel, 9)
+        panel.grid(False, axis="y")
         panel.tick_params(axis="y", length=0)
-        panel.spines[["top", "right", "left"]].set_visible(False)
-        panel.spines["bottom"].set_color(FRAME)
+        panel.spines["left"].set_visible(False)
     height = figure.get_figheight()
     figure.text(0.012, 1 - 0.33 / height, "Codecs on " + meta["where"], fontsize=13, fontweight="bold")
     says = (
@@ -64,4 +62,4 @@ def draw(rows: Sequence[CodecRow], meta: Mapping[str, Any], path: Path) -> None:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower left", ncols=3, frameon=False, fontsize=9, labelcolor=INK)
     figure.tight_layout(rect=(0, 0.3 / height, 1, 1 - 0.65 / height))
-    figure.savefig(path)
+    save(figure, path)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
-from gradwire.bench.rules_competitors import Competitor
+from gradwire.bench.rules.competitors import Competitor
 from gradwire.trainer.examples import bytes_gpt
 from gradwire.trainer.examples.loop import CLIP_NORM, FINAL_LR, Task, cross_entropy, mixed
 

@@ -10,7 +10,6 @@ and DDP with torch's ZeroRedundancyOptimizer.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -26,10 +25,17 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as hvd
-from gradwire.bench.compare import format_interval, speedup_interval
-from gradwire.bench.meta import software_and_machine
 from gradwire.bench.options import count_from
-from gradwire.bench.timing import Protocol, distributed_machine, median_and_p99, slowest_rank, take_turns
+from gradwire.bench.results import software_and_machine, write_json
+from gradwire.bench.timing import (
+    Protocol,
+    distributed_machine,
+    format_interval,
+    median_and_p99,
+    slowest_rank,
+    speedup_interval,
+    take_turns,
+)
 from gradwire.collectives import Communicator
 from gradwire.collectives.diagnostics.timeline import Timeline
 from gradwire.trainer.examples import bytes_gpt
@@ -292,8 +298,6 @@ def main(arguments: Sequence[str]) -> int:
             "time": "median over interleaved turns, per step, each as long as on its slowest rank",
         }
         print("\n".join(format_table(rows, speedups, meta)), flush=True)
-        if chosen.json:
-            chosen.json.parent.mkdir(parents=True, exist_ok=True)
-            chosen.json.write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        write_json(chosen.json, meta, rows)
     hvd.shutdown()
     return 0 if all(row.replicas_identical for row in rows if row.competitor != COMPUTE) else 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gradwire.bench.verification import contribution_tile, expand, own_tile, reduced_tile
+from gradwire.bench.micro.verification import contribution_tile, expand, own_tile, reduced_tile
 from gradwire.collectives import Communicator
 
 #: torch.distributed's names since 2.13, and before.

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -16,12 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradwire.bench import compressed, mpi
-from gradwire.bench.cases import CASES, Buffers, Case, Job, torch_takes
-from gradwire.bench.compare import format_comparison
-from gradwire.bench.meta import device_name, software_and_machine
-from gradwire.bench.options import DTYPES, parse_arguments
-from gradwire.bench.table import Row, format_heading, format_row, format_trailer
+from gradwire.bench.micro import compressed, mpi
+from gradwire.bench.micro.cases import CASES, Buffers, Case, Job, torch_takes
+from gradwire.bench.micro.options import DTYPES, parse_arguments
+from gradwire.bench.micro.table import Row, format_comparison, format_heading, format_row, format_trailer
+from gradwire.bench.micro.verification import count_wrong
+from gradwire.bench.results import device_name, software_and_machine, write_json
 from gradwire.bench.timing import (
     Protocol,
     Times,
@@ -32,7 +30,6 @@ from gradwire.bench.timing import (
     slowest_rank,
     take_turns,
 )
-from gradwire.bench.verification import count_wrong
 from gradwire.collectives import Communicator
 from gradwire.trainer.world.launch import read_launch
 from gradwire.trainer.world.world import start_torch_distributed
@@ -228,13 +225,10 @@ def report(case: Case, comm: Communicator, measured: Sequence[Measured], algorit
 
 
 def save(chosen: argparse.Namespace, rows: Sequence[Row], meta: dict[str, Any]) -> None:
-    if chosen.json:
-        chosen.json.parent.mkdir(parents=True, exist_ok=True)
-        chosen.json.write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    write_json(chosen.json, meta, rows)
     if chosen.plot:
-        from gradwire.bench.plot import draw
+        from gradwire.bench.micro.plot import draw
 
-        chosen.plot.parent.mkdir(parents=True, exist_ok=True)
         draw(rows, meta, chosen.plot)
 
 

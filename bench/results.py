@@ -1,10 +1,13 @@
-"""What a result must carry to be compared with another: software, machine, network, protocol."""
+"""Results in a file, with what they must carry to be compared with others: software, machine, network, protocol."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +44,10 @@ def software_and_machine(device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "network": os.environ.get("BENCH_NETWORK"),
     }
+
+
+def write_json(path: Path | None, meta: Mapping[str, Any], rows: Sequence[Any]) -> None:
+    """Write meta and rows, which are dataclasses, where a path is given; its folder is made."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")

@@ -1,9 +1,14 @@
-"""Rows of results, and their text: nccl-tests' columns, then p99 and wire bytes."""
+"""Rows of results, and their text: nccl-tests' columns, then p99 and wire bytes; and two competitors of a run compared."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+from gradwire.bench.micro.cases import Job
+from gradwire.bench.timing import Times, format_interval, speedup_interval
+from gradwire.collectives.sizes import format_size
 
 
 @dataclass(frozen=True)
@@ -109,3 +114,30 @@ def format_trailer(rows: Sequence[Row]) -> list[str]:
     verdict = f"{sum(wrong)} {'FAILED' if sum(wrong) else 'OK'}" if wrong else "N/A"
     average = sum(row.busbw_GBps for row in rows) / len(rows)
     return [f"# Out of bounds values : {verdict}", f"# Avg bus bandwidth    : {average:.4f}", "#"]
+
+
+def format_comparison(
+    measured: Sequence[tuple[Job, Row, Times]], algorithm: str, peer: str, chosen: Callable[[int], str]
+) -> list[str]:
+    """Return lines that say how many times as fast `algorithm` is as `peer`, job by job; none where one of them did not run.
+
+    `chosen`: bytes -> what `algorithm` ran as there.
+    """
+    peers = {job: (row, seconds) for job, row, seconds in measured if row.algorithm == peer}
+    ours = [
+        (row, seconds, *peers[job]) for job, row, seconds in measured if row.algorithm == algorithm and job in peers
+    ]
+    if not ours:
+        return []
+    lines = [
+        f"# How many times as fast {algorithm} is as {peer} in this run, with the 95 % interval",
+        f"#{'size':>12} {'type':>8} {'redop':>8} {algorithm + ' us':>10} {peer + ' us':>10} {'times':>7}",
+    ]
+    speedups = [peer_row.time_us / row.time_us for row, _, peer_row, _ in ours]
+    for (row, seconds, peer_row, peer_seconds), speedup in zip(ours, speedups, strict=True):
+        what = f"#{format_size(row.bytes):>12} {row.dtype:>8} {row.op:>8}"
+        times = f"{format_us(row.time_us):>10} {format_us(peer_row.time_us):>10}"
+        interval = format_interval(speedup_interval(seconds, peer_seconds))
+        lines.append(f"{what} {times} {speedup:7.2f}  {interval:16}  {chosen(row.bytes)}")
+    mean = math.exp(sum(map(math.log, speedups)) / len(speedups))
+    return [*lines, f"# Geometric mean       : {mean:.2f}  (best {max(speedups):.2f}, worst {min(speedups):.2f})", "#"]

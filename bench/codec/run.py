@@ -7,9 +7,7 @@ a core's, that it has computed for this process, or a GPU's.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradwire.bench.codec_turns import CODECS, COPIED_BYTES, CodecRow, Numbers, measure
-from gradwire.bench.meta import software_and_machine
-from gradwire.bench.options import count_from, picture, size
+from gradwire.bench.codec.turns import CODECS, COPIED_BYTES, CodecRow, Numbers, measure
+from gradwire.bench.options import count_from, names_of, picture, size
+from gradwire.bench.results import software_and_machine, write_json
 from gradwire.bench.timing import Protocol
 
 #: Torch's operations are for whole blocks: this is the largest.
@@ -31,14 +29,6 @@ GB/s: 1e9 bytes of float32 a second. moved: bytes that the operation has to read
 rate of moving them, over that of a copy. torch/ours: time of torch's own operations for the same codec over ours;
 plain/ours: as expressions do them, which allocate, instead of with temporaries kept from call to call. error:
 relative, in L2, against float64. encode_ef: with error feedback. decode_add: added to what is there."""
-
-
-def codec_names(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in CODECS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(CODECS)}")
-    return names
 
 
 def element_count(text: str) -> int:
@@ -63,7 +53,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         type=element_count,
         help=f"a multiple of {MULTIPLE} (default 16M; on a GPU 128M)",
     )
-    add("--codec", type=codec_names, default=list(CODECS), help="comma-separated; default all")
+    add("--codec", type=partial(names_of, tuple(CODECS)), default="all", help="comma-separated; default all")
     add("--iters", type=partial(count_from, 1), default=10, help="timed turns of each competitor (default 10)")
     add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
     add("--plot", type=picture, metavar="FILE.png", help="draw the rates, ours and torch's")
@@ -118,13 +108,10 @@ def run(chosen: argparse.Namespace) -> list[CodecRow]:
     wrong = sum(row.wrong + row.torch_wrong for row in rows)
     print(f"# Copy                 : {meta['copy_GBps']:.2f} GB/s of float32, {COPIED_BYTES} bytes moved per element")
     print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
-    if chosen.json:
-        chosen.json.parent.mkdir(parents=True, exist_ok=True)
-        chosen.json.write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    write_json(chosen.json, meta, rows)
     if chosen.plot:
-        from gradwire.bench.codec_plot import draw
+        from gradwire.bench.codec.plot import draw
 
-        chosen.plot.parent.mkdir(parents=True, exist_ok=True)
         draw(rows, meta, chosen.plot)
     return rows
 

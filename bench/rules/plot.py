@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from gradwire.bench.plot import FRAME, GRID, INK, OTHERS, QUIET
-
-if TYPE_CHECKING:
-    from gradwire.bench.rules import RuleRow
+from gradwire.bench.rules.table import RuleRow
+from gradwire.bench.style import INK, OTHERS, QUIET, save, tidy
 
 PANELS = (
     ("tokens", "tokens of all ranks", lambda value: value / 1e6, "M", "linear"),
@@ -64,17 +62,14 @@ def draw(rows: Sequence[RuleRow], meta: Mapping[str, Any], path: Path) -> None:
         panel.set_yscale("log")
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         panel.yaxis.set_minor_formatter(NullFormatter())
-        panel.grid(True, which="major", color=GRID, linewidth=0.8)
-        panel.tick_params(labelsize=8, color=FRAME, labelcolor=INK)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.spines[["left", "bottom"]].set_color(FRAME)
+        tidy(panel, 8)
     lowest = min(row.loss for row in shown)
     early = next(point["loss"] for point in shown[0].curve if point["seconds"] >= EARLY * shown[0].seconds)
     highest = max(early, *(row.loss for row in shown)) * 1.05
     panels[0].set_ylim(lowest * 0.98, highest)
     panels[0].set_yticks(_ticks(lowest, highest))
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False, fontsize=8)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _ticks(lowest: float, highest: float) -> list[float]:

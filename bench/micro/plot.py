@@ -10,14 +10,15 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
-from gradwire.bench.table import Row
+from gradwire.bench.micro.table import Row
+from gradwire.bench.style import INK, OTHERS, OURS, QUIET, REFERENCE, save, tidy
 from gradwire.collectives.sizes import format_size
 
 STYLES: dict[str, dict[str, Any]] = {
     # Broad and pale, for it lies over the line of the algorithm that it has chosen.
-    "auto": {"color": "#d1495b", "linewidth": 7, "alpha": 0.35, "solid_capstyle": "round", "zorder": 3},
+    "auto": {"color": OURS, "linewidth": 7, "alpha": 0.35, "solid_capstyle": "round", "zorder": 3},
     "native": {
-        "color": "#222222",
+        "color": REFERENCE,
         "linewidth": 1.8,
         "linestyle": (0, (4, 2)),
         "marker": "s",
@@ -26,8 +27,6 @@ STYLES: dict[str, dict[str, Any]] = {
     },
     "torch": {"color": "#777777", "linewidth": 1.8, "linestyle": (0, (1, 1.2)), "zorder": 6},
 }
-OTHERS = ("#2e86ab", "#e09f3e", "#5b8e7d", "#8e6c8a", "#79b4d8", "#a26769", "#b5b95b")
-INK, QUIET, FRAME, GRID = "#333333", "#666666", "#bbbbbb", "#e6e6e6"
 TIME_UNITS = (("us", 1.0), ("ms", 1e3), ("s", 1e6))
 BANDWIDTH_UNITS = (("kB/s", 1e-6), ("MB/s", 1e-3), ("GB/s", 1.0))
 
@@ -92,13 +91,10 @@ def draw(rows: Sequence[Row], meta: Mapping[str, Any], path: Path) -> None:
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _, units=units: with_unit(value, units)))
         panel.yaxis.set_minor_formatter(NullFormatter())
         panel.set_xlabel("bytes (1K = 1024)", fontsize=9, color=QUIET)
-        panel.grid(True, which="major", color=GRID, linewidth=0.8)
-        panel.tick_params(which="both", labelsize=9, color=FRAME, labelcolor=INK)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.spines[["left", "bottom"]].set_color(FRAME)
+        tidy(panel, 9)
     figure.text(0.012, 0.945, title(rows, meta), fontsize=13, fontweight="bold")
     figure.text(0.012, 0.905, subtitle(rows, meta), fontsize=9, color=QUIET)
     legend_rows = -(-len(lines) // 5)
     figure.legend(loc="lower left", bbox_to_anchor=(0.005, 0.0), ncols=5, frameon=False, fontsize=9, labelcolor=INK)
     figure.tight_layout(rect=(0, 0.02 + 0.042 * legend_rows, 1, 0.90))
-    figure.savefig(path)
+    save(figure, path)

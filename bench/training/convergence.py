@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,8 +23,9 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire as hvd
-from gradwire.bench.meta import software_and_machine
-from gradwire.bench.options import count_from, picture
+from gradwire.bench.options import count_from, names_of, picture
+from gradwire.bench.results import software_and_machine, write_json
+from gradwire.bench.training.convergence_table import NOTES, ConvergenceRow, format_header, format_heading, format_row
 from gradwire.collectives.compression.matrices import MatrixCodec
 from gradwire.trainer.examples import bytes_gpt, digits_cnn
 from gradwire.trainer.examples.loop import Run, Task, choose_device
@@ -36,10 +36,6 @@ NONE = "none"
 #: The training loss at the end is the mean of so many steps, as a batch's depends on what is in it.
 LAST_STEPS = 20
 INTERRUPTED = 130
-
-NOTES = """\
-training: mean loss of the last steps; validation: loss on data not trained on, and that over no compression's.
-wire: bytes that a rank sends in a step, all in one buffer, 2(p-1)/p of it; ratio: of float32's to them."""
 
 
 @dataclass(frozen=True)
@@ -61,39 +57,6 @@ MODELS = {
     "bytes_gpt_13m": Model(large_gpt, bytes_gpt.task),
     "digits_cnn": Model(lambda size: digits_cnn.Config(batch=16 * size, lr=3e-3), digits_cnn.task),
 }
-
-
-@dataclass(frozen=True)
-class ConvergenceRow:
-    """One model trained with one codec. Field names are the keys of the JSON.
-
-    wire_bytes: what a rank sends in a step; ratio: of float32's to them. losses: of every step, averaged over the ranks.
-    replicas_identical: the ranks' weights at the end, to the bit.
-    """
-
-    model: str
-    codec: str
-    settings: str
-    world_size: int
-    parameters: int
-    steps: int
-    seed: int
-    training_loss: float
-    validation_loss: float
-    validation_over_none: float
-    accuracy: float | None
-    wire_bytes: float
-    ratio: float
-    replicas_identical: bool
-    losses: list[float]
-
-
-def names_of(known: Sequence[str], text: str) -> list[str]:
-    names = list(known) if text == "all" else text.split(",")
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(known)}, all")
-    return names
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -185,30 +148,6 @@ def train(name: str, codec: str, chosen: argparse.Namespace, before: Sequence[Co
     )
 
 
-def format_header(meta: Mapping[str, Any]) -> list[str]:
-    return [
-        f"# convergence: world size {meta['world_size']} backend {meta['backend']}, {meta['steps']} steps, seed {meta['seed']}",
-        f"# {meta['device']}, torch {meta['torch']}",
-        *(f"# {line}" for line in NOTES.splitlines()),
-    ]
-
-
-def format_heading(row: ConvergenceRow) -> list[str]:
-    return [
-        "#",
-        f"# {row.model}: {row.parameters / 1e6:.2f} M parameters",
-        "# codec      training validation  over none  accuracy   wire (B/step)    ratio  replicas",
-    ]
-
-
-def format_row(row: ConvergenceRow) -> str:
-    accuracy = "" if row.accuracy is None else f"{row.accuracy:.1%}"
-    return (
-        f"  {row.codec:10} {row.training_loss:8.4f} {row.validation_loss:10.4f} {row.validation_over_none:10.4f}"
-        f" {accuracy:>9} {row.wire_bytes:15.0f} {row.ratio:8.2f}  {'identical' if row.replicas_identical else 'differ'}"
-    )
-
-
 def main(arguments: Sequence[str]) -> int:
     """Exit code 1 if the ranks' replicas differ anywhere, on every rank."""
     chosen = parse_arguments(arguments)
@@ -236,15 +175,10 @@ def main(arguments: Sequence[str]) -> int:
             heading = format_heading(rows[-1]) if codec == NONE else []
             if speaks:
                 print("\n".join([*heading, format_row(rows[-1])]), flush=True)
-            if speaks and chosen.json:  # each time, for runs are long
-                chosen.json.parent.mkdir(parents=True, exist_ok=True)
-                chosen.json.write_text(
-                    json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
-                )
+                write_json(chosen.json, meta, rows)  # each time, for runs are long
     if speaks and chosen.plot:
-        from gradwire.bench.convergence_plot import draw
+        from gradwire.bench.training.convergence_plot import draw
 
-        chosen.plot.parent.mkdir(parents=True, exist_ok=True)
         draw(rows, meta, chosen.plot)
     hvd.shutdown()
     return 0 if all(row.replicas_identical for row in rows) else 1

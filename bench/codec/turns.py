@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.bench import codec_checks, timing
-from gradwire.bench.codec_peers import PEERS, Contender
-from gradwire.bench.compare import speedup_interval
-from gradwire.bench.timing import Machine, Times, median_and_p99, take_turns
+from gradwire.bench import timing
+from gradwire.bench.codec.checks import count_outside, count_unequal, relative_error
+from gradwire.bench.codec.peers import PEERS, Contender
+from gradwire.bench.timing import Machine, Times, median_and_p99, speedup_interval, take_turns
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.dgc import DGC
 from gradwire.collectives.compression.fp8 import Float8
@@ -148,16 +148,16 @@ class Turns:
         numbers, codec = self._numbers, self._codec
         values, out = numbers.values, numbers.out
         if operation == "decode":
-            return codec_checks.count_outside(codec, values, out)
+            return count_outside(codec, values, out)
         if operation == "decode_add":
             terms = numbers.old_out.abs().add_(self._decoded.abs())
-            return codec_checks.count_unequal(out, numbers.old_out + self._decoded, terms)
+            return count_unequal(out, numbers.old_out + self._decoded, terms)
         self._encoder.decode(out)
         if operation == "encode":
-            return codec_checks.count_outside(codec, values, out)
+            return count_outside(codec, values, out)
         corrected = values + numbers.old_residual
-        wrong = codec_checks.count_outside(codec, corrected, out)
-        return wrong + codec_checks.count_unequal(numbers.residual, corrected - out, corrected.abs().add_(out.abs()))
+        wrong = count_outside(codec, corrected, out)
+        return wrong + count_unequal(numbers.residual, corrected - out, corrected.abs().add_(out.abs()))
 
 
 class OnCore:
@@ -236,7 +236,7 @@ def error_of(codec: Codec, values: Tensor) -> tuple[float, int]:
     contender, decoded = Ours(codec, values.numel(), values.device), torch.empty_like(values)
     contender.encode(values)
     contender.decode(decoded)
-    return codec_checks.relative_error(values, decoded), codec_checks.count_outside(codec, values, decoded)
+    return relative_error(values, decoded), count_outside(codec, values, decoded)
 
 
 def measure(name: str, numbers: Numbers, protocol: timing.Protocol) -> tuple[list[CodecRow], float]:

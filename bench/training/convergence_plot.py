@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from gradwire.bench.plot import FRAME, GRID, INK, OTHERS, QUIET
+from gradwire.bench.style import INK, OTHERS, QUIET, save, tidy
+from gradwire.bench.training.convergence_table import ConvergenceRow
 from gradwire.trainer.examples.report import running_means
-
-if TYPE_CHECKING:
-    from gradwire.bench.convergence import ConvergenceRow
 
 #: A panel each; codecs that are not among them share one more.
 KINDS = (
@@ -71,7 +69,7 @@ def draw(rows: Sequence[ConvergenceRow], meta: Mapping[str, Any], path: Path) ->
             _draw_kind(panel, title, of_kind, of_model)
         for unused in panels.flat[len(kinds[model]) :]:
             unused.axis("off")
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _parts(figure: Figure, heights: Sequence[int]) -> list[Any]:
@@ -98,8 +96,5 @@ def _draw_kind(panel: Axes, title: str, of_kind: Sequence[ConvergenceRow], of_mo
     panel.yaxis.set_major_locator(LogLocator(subs=(1,) if wide else (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8), numticks=20))
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     panel.yaxis.set_minor_formatter(NullFormatter())
-    panel.grid(True, which="major", color=GRID, linewidth=0.8)
+    tidy(panel, 8)
     panel.set_axisbelow(True)
-    panel.tick_params(which="both", labelsize=8, color=FRAME, labelcolor=INK)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.spines[["left", "bottom"]].set_color(FRAME)

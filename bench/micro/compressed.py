@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.bench.cases import CASES, Buffers, Job
-from gradwire.bench.codec_checks import relative_error
-from gradwire.bench.compare import format_comparison
-from gradwire.bench.table import Row, format_heading, format_row, format_trailer
+from gradwire.bench.codec.checks import relative_error
+from gradwire.bench.micro.cases import CASES, Buffers, Job
+from gradwire.bench.micro.table import Row, format_comparison, format_heading, format_row, format_trailer
 from gradwire.bench.timing import (
     Protocol,
     Times,

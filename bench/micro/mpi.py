@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from gradwire.bench.cases import Buffers, Job, divide
+from gradwire.bench.micro.cases import Buffers, Job, divide
 
 MPI = "mpi"
 _DTYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
