@@ -5,7 +5,7 @@ from __future__ import annotations
 from numba import uint16
 
 from gradwire.collectives.kernels.cpu.blocks import clear_padding, corrected, loss, put
-from gradwire.collectives.kernels.cpu.calling import addresses, kernel_of
+from gradwire.collectives.kernels.cpu.calling import decoder, encoder
 from gradwire.collectives.kernels.cpu.intrinsics import (
     bfloat16_of,
     float32_at,
@@ -16,7 +16,7 @@ from gradwire.collectives.kernels.cpu.intrinsics import (
 )
 
 
-def _fp16_encode(values, residual, wire, numel):
+def _fp16_encode(values, residual, wire, numel, seed):
     v, r, codes = float32_at(values), float32_at(residual), uint16_at(wire)
     for i in range(numel):
         c = corrected(v, r, i, residual != 0)
@@ -33,7 +33,7 @@ def _fp16_decode(wire, out, numel, add, scale):
         put(o, i, float_of_half(codes[i]) * scale, add)
 
 
-def _bf16_encode(values, residual, wire, numel):
+def _bf16_encode(values, residual, wire, numel, seed):
     v, r, codes = float32_at(values), float32_at(residual), uint16_at(wire)
     for i in range(numel):
         c = corrected(v, r, i, residual != 0)
@@ -50,17 +50,5 @@ def _bf16_decode(wire, out, numel, add, scale):
         put(o, i, float_of_bfloat16(codes[i]) * scale, add)
 
 
-def fp16_encode(values, residual, wire, seed):
-    kernel_of(_fp16_encode)(*addresses(values, residual, wire), values.numel())
-
-
-def fp16_decode(wire, out, add, scale):
-    kernel_of(_fp16_decode)(*addresses(wire, out), out.numel(), add, scale)
-
-
-def bf16_encode(values, residual, wire, seed):
-    kernel_of(_bf16_encode)(*addresses(values, residual, wire), values.numel())
-
-
-def bf16_decode(wire, out, add, scale):
-    kernel_of(_bf16_decode)(*addresses(wire, out), out.numel(), add, scale)
+fp16_encode, fp16_decode = encoder(_fp16_encode), decoder(_fp16_decode)
+bf16_encode, bf16_decode = encoder(_bf16_encode), decoder(_bf16_decode)

@@ -23,7 +23,7 @@ from gradwire.collectives.kernels.cpu.blocks import (
     quotient,
     residual_at,
 )
-from gradwire.collectives.kernels.cpu.calling import addresses, kernel_of
+from gradwire.collectives.kernels.cpu.calling import decoder, encoder
 from gradwire.collectives.kernels.cpu.intrinsics import bits_of, float32_at, float_of, uint8_at
 
 _SIGN = np.int32(-(2**31))
@@ -66,7 +66,7 @@ def _float8_decoded(codes, out, n, e5m2, block_scale, scale, add):
         put(out, i, number * block_scale * scale, add)
 
 
-def _fp8_encode(values, residual, wire, numel, e5m2, block):
+def _fp8_encode(values, residual, wire, numel, e5m2, block, seed):
     limit = float32(57344) if e5m2 else float32(448)
     scales = float32_at(wire + pad16(numel))
     for index in range(count_blocks(numel, block)):
@@ -94,9 +94,12 @@ def _fp8_decode(wire, out, numel, e5m2, block, add, scale):
         _float8_decoded(wire + start, out + 4 * start, n, e5m2, scales[index], scale, add != 0)
 
 
+_encode, _decode = encoder(_fp8_encode), decoder(_fp8_decode)
+
+
 def fp8_encode(values, residual, wire, format, block, seed):
-    kernel_of(_fp8_encode)(*addresses(values, residual, wire), values.numel(), format == "e5m2", block)
+    _encode(values, residual, wire, format == "e5m2", block, seed)
 
 
 def fp8_decode(wire, out, format, block, add, scale):
-    kernel_of(_fp8_decode)(*addresses(wire, out), out.numel(), format == "e5m2", block, add, scale)
+    _decode(wire, out, format == "e5m2", block, add, scale)

@@ -20,7 +20,7 @@ from gradwire.collectives.kernels.cpu.blocks import (
     quotient,
     residual_at,
 )
-from gradwire.collectives.kernels.cpu.calling import addresses, kernel_of
+from gradwire.collectives.kernels.cpu.calling import decoder, encoder
 from gradwire.collectives.kernels.cpu.digits import decode_nibbles, pack_fours
 from gradwire.collectives.kernels.cpu.intrinsics import bits_of, float32_at, float_of_bfloat16, int8_at, uint16_at
 from gradwire.collectives.kernels.cpu.randomness import rounded_stochastically
@@ -119,17 +119,5 @@ def _int4_decode(wire, out, numel, block, add, scale):
         decode_nibbles(wire + start // 2, digits, out + 4 * start, n, block_scale, scale, add != 0)
 
 
-def int8_encode(values, residual, wire, block, stochastic, seed):
-    kernel_of(_int8_encode)(*addresses(values, residual, wire), values.numel(), block, stochastic, seed)
-
-
-def int8_decode(wire, out, block, add, scale):
-    kernel_of(_int8_decode)(*addresses(wire, out), out.numel(), block, add, scale)
-
-
-def int4_encode(values, residual, wire, block, stochastic, seed):
-    kernel_of(_int4_encode)(*addresses(values, residual, wire), values.numel(), block, stochastic, seed)
-
-
-def int4_decode(wire, out, block, add, scale):
-    kernel_of(_int4_decode)(*addresses(wire, out), out.numel(), block, add, scale)
+int8_encode, int8_decode = encoder(_int8_encode), decoder(_int8_decode)
+int4_encode, int4_decode = encoder(_int4_encode), decoder(_int4_decode)

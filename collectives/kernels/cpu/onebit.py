@@ -21,7 +21,7 @@ from gradwire.collectives.kernels.cpu.blocks import (
     put,
     residual_at,
 )
-from gradwire.collectives.kernels.cpu.calling import addresses, kernel_of
+from gradwire.collectives.kernels.cpu.calling import decoder, encoder
 from gradwire.collectives.kernels.cpu.intrinsics import FLOAT, I16, float32_at, instruction, splat, uint8_at, uint16_at
 from gradwire.collectives.kernels.cpu.stack import PIECE, room, settle, stream, streams
 
@@ -102,7 +102,7 @@ def _onebit_decoded(codes, out, n, magnitude, add):
         put(o, i, magnitude if (byte[i // 8] >> (i % 8)) & 1 else -magnitude, add)
 
 
-def _onebit_encode(values, residual, wire, numel, block):
+def _onebit_encode(values, residual, wire, numel, block, seed):
     code_bytes = (numel + 7) // 8
     scales = float32_at(wire + pad16(code_bytes))
     partials = room()
@@ -137,9 +137,4 @@ def _onebit_decode(wire, out, numel, block, add, scale):
         settle()
 
 
-def onebit_encode(values, residual, wire, block, seed):
-    kernel_of(_onebit_encode)(*addresses(values, residual, wire), values.numel(), block)
-
-
-def onebit_decode(wire, out, block, add, scale):
-    kernel_of(_onebit_decode)(*addresses(wire, out), out.numel(), block, add, scale)
+onebit_encode, onebit_decode = encoder(_onebit_encode), decoder(_onebit_decode)

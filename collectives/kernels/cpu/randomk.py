@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numba import float32, int64, njit
 
-from gradwire.collectives.kernels.cpu.calling import addresses, kernel_of
+from gradwire.collectives.kernels.cpu.blocks import pad16
+from gradwire.collectives.kernels.cpu.calling import decoder, encoder
 from gradwire.collectives.kernels.cpu.intrinsics import float32_at, int32_at
 from gradwire.collectives.kernels.cpu.keys import INFINITY_KEY, LANES, TILE, forget_non_finite, reaching
 from gradwire.collectives.kernels.cpu.randomness import random_bits
-from gradwire.collectives.kernels.wire import pad16
 
 
 @njit
@@ -26,11 +25,11 @@ def _drawn(j, k, n, seed, begins):
     return begins + begin + ((random_bits(j, seed) * ((j + 1) * n // k - begin)) >> 32)
 
 
-def _draw(values, residual, n, k, seed, wire, slots):
+def _draw(values, residual, wire, n, k, seed):
     v, r, out = float32_at(values), float32_at(residual), float32_at(wire)
     sums = residual if residual != 0 else values
     numbers = float32_at(sums)
-    for j in range(k, slots):
+    for j in range(k, pad16(4 * k) // 4):
         out[j] = 0
     # In the order of the indices, which begins with the first part beyond the end, they are read from the cache.
     begins = _begins(n, k, seed)
@@ -75,9 +74,4 @@ def _place(wire, out, n, k, seed, add, scale):
         to[i] += numbers[j] * scale
 
 
-def randomk_encode(values: torch.Tensor, residual: torch.Tensor | None, wire: torch.Tensor, k: int, seed: int) -> None:
-    kernel_of(_draw)(*addresses(values, residual), values.numel(), k, seed, wire.data_ptr(), pad16(4 * k) // 4)
-
-
-def randomk_decode(wire: torch.Tensor, out: torch.Tensor, k: int, seed: int, add: bool, scale: float) -> None:
-    kernel_of(_place)(*addresses(wire, out), out.numel(), k, seed, add, scale)
+randomk_encode, randomk_decode = encoder(_draw), decoder(_place)
