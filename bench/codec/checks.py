@@ -18,7 +18,7 @@ from gradwire.collectives.compression.randomk import RandomK
 from gradwire.collectives.compression.sparse import Sparse
 from gradwire.collectives.compression.stochastic import QSGD, Natural, TernGrad
 from gradwire.collectives.compression.threshold import Threshold
-from gradwire.collectives.kernels.reference.chunks import CHUNK
+from gradwire.collectives.kernels.reference.sparse import CHUNK
 
 #: Bounds are exact in real numbers; codes are computed in float32.
 _ROUNDING = 1 + 1e-3

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.kernels.reference.chunks import CHUNK
+from gradwire.collectives.kernels.reference.sparse import CHUNK
 
 #: Magnitudes are taken to be at least this, so that nothing is divided by 0.
 _LEAST = 1e-30

@@ -24,7 +24,7 @@ from gradwire.collectives.compression.stochastic import QSGD, Natural, TernGrad
 from gradwire.collectives.kernels.cuda import kernels as cuda
 from gradwire.collectives.kernels.reference import quantize as reference
 from gradwire.collectives.kernels.reference.blocks import block_sums
-from gradwire.collectives.kernels.reference.fp8 import FLOAT8
+from gradwire.collectives.kernels.reference.quantize import FLOAT8
 from gradwire.collectives.kernels.reference.randomness import random_bits
 
 pytest.importorskip("numba")

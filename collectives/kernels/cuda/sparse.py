@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwire.collectives.kernels.cuda.source import THREADS, Launch, literal
-from gradwire.collectives.kernels.reference.chunks import CHUNK
-from gradwire.collectives.kernels.reference.powersgd import powersgd_multiply, powersgd_orthonormalize
+from gradwire.collectives.kernels.reference.sparse import CHUNK, powersgd_multiply, powersgd_orthonormalize
 
 # As in sums.cuh.
 _CHUNK = 8192
