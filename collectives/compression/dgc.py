@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gradwire.collectives.compression.codec import State
 from gradwire.collectives.compression.sparse import Sparse
-from gradwire.collectives.kernels.wire import pad16
 
 #: Of the numbers, sent in the first stage of the ramp; each later stage sends a quarter of the one before.
 _FIRST_RATIO = 0.25
@@ -48,17 +47,12 @@ class DGC(Sparse):
             raise ValueError(f"dgc: ramp_steps must not be negative, not {self.ramp_steps}")
 
     def at(self, step: int) -> DGC:
-        """This codec in the step of that number, from 0, on all ranks: without a ramp, and with the ratio that it
-        has reached.
-        """
+        """Return the codec of the step of that number, from 0, on all ranks: without a ramp, with the ratio it has reached."""
         ratio = self.ratio
         if step < self.ramp_steps and ratio < _FIRST_RATIO:
             stages = math.ceil(math.log(_FIRST_RATIO / ratio, 4))
             ratio = max(ratio, _FIRST_RATIO / 4 ** (step * stages // self.ramp_steps))
         return replace(self, ratio=ratio, ramp_steps=0)
-
-    def wire_bytes(self, numel: int) -> int:
-        return 2 * pad16(4 * self.count(numel))
 
     def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
         momentum = None if state is None else state["momentum"]

@@ -6,9 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from gradwire.collectives.compression.codec import State
 from gradwire.collectives.compression.seeds import mixed
 from gradwire.collectives.compression.sparse import Sparse
 from gradwire.collectives.kernels.wire import pad16
@@ -39,18 +37,12 @@ class RandomK(Sparse):
     step: int = 0
 
     def at(self, step: int) -> RandomK:
-        """This codec in the step of that number, on all ranks."""
+        """Return the codec of the step of that number, the same on all ranks."""
         return replace(self, step=step)
 
     def wire_bytes(self, numel: int) -> int:
         return pad16(4 * self.count(numel))
 
-    def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
-        self._kernels(wire).randomk_encode(values, residual, wire, self.count(values.numel()), self._draw())
-
-    def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
-        self._kernels(wire).randomk_decode(wire, out, self.count(out.numel()), self._draw(), add, scale)
-
-    def _draw(self) -> int:
-        """The seed of this step's draw. Mixed, as otherwise the draws of neighbouring steps would be alike, shifted."""
-        return mixed(self.step, self.seed)
+    def _parameters(self, numel: int) -> tuple[int, ...]:
+        # The seed of the draw is mixed, as otherwise the draws of neighbouring steps would be alike, shifted.
+        return self.count(numel), mixed(self.step, self.seed)

@@ -42,10 +42,9 @@ class Threshold(Sparse):
     def new_state(self, numel: int, device: torch.device) -> State:
         return {"tau": torch.zeros(1, dtype=torch.float32, device=device)}
 
-    def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
-        numel, tau = values.numel(), None if state is None else state["tau"]
-        self._kernels(wire).threshold_encode(values, residual, wire, self.count(numel), self.slack(numel), tau)
+    def _parameters(self, numel: int) -> tuple[int, ...]:
+        return self.count(numel), self.slack(numel)
 
-    def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
-        numel = out.numel()
-        self._kernels(wire).threshold_decode(wire, out, self.count(numel), self.slack(numel), add, scale)
+    def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
+        tau = None if state is None else state["tau"]
+        self._kernels(wire).threshold_encode(values, residual, wire, *self._parameters(values.numel()), tau)

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from gradwire.collectives.compression.codec import State
 from gradwire.collectives.compression.sparse import Sparse
-from gradwire.collectives.kernels.wire import pad16
 
 
 @dataclass(frozen=True)
@@ -26,12 +22,3 @@ class TopK(Sparse):
     name: ClassVar[str] = "topk"
     needs_feedback: ClassVar[bool] = True
     ratio: float = 0.01
-
-    def wire_bytes(self, numel: int) -> int:
-        return 2 * pad16(4 * self.count(numel))
-
-    def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
-        self._kernels(wire).topk_encode(values, residual, wire, self.count(values.numel()))
-
-    def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
-        self._kernels(wire).topk_decode(wire, out, self.count(out.numel()), add, scale)

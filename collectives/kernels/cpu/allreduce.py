@@ -6,7 +6,6 @@ from __future__ import annotations
 from numba import int64, njit
 
 from gradwire.collectives.kernels.cpu.arithmetic import DIVIDE, combine
-from gradwire.collectives.kernels.cpu.atomics import load, monotonic_ns, store
 from gradwire.collectives.kernels.cpu.compiling import compiled
 from gradwire.collectives.kernels.cpu.context import (
     ABORTED,
@@ -41,11 +40,15 @@ from gradwire.collectives.kernels.cpu.context import (
     WHOLE,
     WHOLE_BYTES,
     field,
+    least_of,
     line_of,
+    note_wait_for_all,
+    rest,
     set_field,
+    wait_for_headers,
+    wait_for_line,
 )
-from gradwire.collectives.kernels.cpu.intrinsics import copy
-from gradwire.collectives.kernels.cpu.waiting import least_of, note_wait_for_all, rest, wait_for_headers, wait_for_line
+from gradwire.collectives.kernels.cpu.intrinsics import copy, load, monotonic_ns, store
 
 #: What of an allreduce is done: rank r reduces the r-th share; what all ranks have of their shares is spread to all.
 REDUCES, SPREADS = 1, 2

@@ -17,7 +17,7 @@ from gradwire.collectives.kernels.cpu.intrinsics import (
     uint16_at,
 )
 from gradwire.collectives.kernels.cpu.keys import INFINITY_KEY, LANES, NAN_KEY, bits_set, key_of, lowest_bit, reaching
-from gradwire.collectives.kernels.cpu.topk import clear
+from gradwire.collectives.kernels.cpu.stack import clear
 
 CHUNK = 4096
 

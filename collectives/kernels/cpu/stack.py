@@ -57,3 +57,18 @@ def stream(source, target, numel):
         _stream_vector(source + 4 * i, target + 4 * i)
     for i in range(whole, numel):
         float32_at(target)[i] = float32_at(source)[i]
+
+
+@njit
+def clear(out, n):
+    """Set numbers to zero, many of them past the caches."""
+    zeros, to = room(), float32_at(out)
+    if not streams(out, n):
+        for i in range(n):
+            to[i] = 0
+        return
+    for i in range(PIECE):
+        float32_at(zeros)[i] = 0
+    for begin in range(0, n, PIECE):
+        stream(zeros, out + 4 * begin, min(PIECE, n - begin))
+    settle()
