@@ -7,17 +7,21 @@ import math
 import torch
 from torch import Tensor
 
-from gradwire.collectives.compression.casts import BFloat16, Float16
 from gradwire.collectives.compression.chunktopk import ChunkTopK
 from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.dense import Blocked
-from gradwire.collectives.compression.fp8 import Float8
-from gradwire.collectives.compression.integers import Int4, Int8
-from gradwire.collectives.compression.onebit import OneBit
-from gradwire.collectives.compression.randomk import RandomK
-from gradwire.collectives.compression.sparse import Sparse
-from gradwire.collectives.compression.stochastic import QSGD, Natural, TernGrad
-from gradwire.collectives.compression.threshold import Threshold
+from gradwire.collectives.compression.dense import (
+    QSGD,
+    BFloat16,
+    Blocked,
+    Float8,
+    Float16,
+    Int4,
+    Int8,
+    Natural,
+    OneBit,
+    TernGrad,
+)
+from gradwire.collectives.compression.sparse import RandomK, Sparse, Threshold
 from gradwire.collectives.kernels.reference.sparse import CHUNK
 
 #: Bounds are exact in real numbers; codes are computed in float32.

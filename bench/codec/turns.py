@@ -16,11 +16,9 @@ from gradwire.bench.codec.checks import count_outside, count_unequal, relative_e
 from gradwire.bench.codec.peers import PEERS, Contender
 from gradwire.bench.timing import Machine, Times, median_and_p99, speedup_interval, take_turns
 from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.dgc import DGC
-from gradwire.collectives.compression.fp8 import Float8
-from gradwire.collectives.compression.integers import Int4, Int8
+from gradwire.collectives.compression.dense import Float8, Int4, Int8
 from gradwire.collectives.compression.registry import CODECS as REGISTRY
-from gradwire.collectives.compression.sparse import Sparse
+from gradwire.collectives.compression.sparse import DGC, Sparse
 
 _DEFAULTS: dict[str, Codec] = {name: codec() for name, codec in REGISTRY.items() if name != "none"}
 #: Settings that have kernels of their own.

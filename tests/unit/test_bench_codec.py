@@ -20,9 +20,9 @@ from gradwire.bench.codec import turns as codec_turns
 from gradwire.bench.codec.checks import count_outside, count_unequal, relative_error
 from gradwire.bench.codec.peers import PEERS, Contender
 from gradwire.bench.codec.turns import CODECS, OPERATIONS, CodecRow, gaussian, laplace, moved_bytes
-from gradwire.collectives.compression.integers import Int8
+from gradwire.collectives.compression.dense import Int8
 from gradwire.collectives.compression.registry import CODECS as REGISTRY
-from gradwire.collectives.compression.topk import TopK
+from gradwire.collectives.compression.sparse import TopK
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ pytest.importorskip("numba")
 
 from gradwire.bench.micro.compressed import Clock, blank, timed
 from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.integers import Int8
+from gradwire.collectives.compression.dense import Int8
 from gradwire.collectives.compression.registry import CODECS
 
 NUMEL = 3000
