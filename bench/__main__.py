@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 COLLECTIVES = ("allreduce", "reduce_scatter", "allgather", "broadcast", "alltoall")
+MODULES = {
+    "step": "gradwire.bench.training.step",
+    "convergence": "gradwire.bench.training.convergence",
+    "rules": "gradwire.bench.rules.run",
+    "codec": "gradwire.bench.codec.run",
+}
+#: What runs under torchrun, and so on simulated hosts.
 BENCHMARKS = (*COLLECTIVES, "step", "convergence", "rules")
 
 USAGE = """\
@@ -21,29 +29,15 @@ COLLECTIVE is one of {collectives}."""
 def main() -> int:
     name, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
     if name in COLLECTIVES:
-        from gradwire.bench import micro
+        from gradwire.bench.micro import run as micro
 
         return micro.main(name, arguments)
-    if name == "step":
-        from gradwire.bench import step
-
-        return step.main(arguments)
-    if name == "convergence":
-        from gradwire.bench import convergence
-
-        return convergence.main(arguments)
-    if name == "rules":
-        from gradwire.bench import rules
-
-        return rules.main(arguments)
-    if name == "codec":
-        from gradwire.bench import codec
-
-        return codec.main(arguments)
     if name == "hosts":
         from gradwire.bench import hosts
 
         return hosts.main(arguments, BENCHMARKS)
+    if name in MODULES:
+        return int(importlib.import_module(MODULES[name]).main(arguments))
     asked = name in ("-h", "--help")
     if not asked:
         print(f"there is no benchmark {name!r}", file=sys.stderr)

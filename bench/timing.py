@@ -22,6 +22,9 @@ import torch
 import torch.distributed as dist
 
 Times = npt.NDArray[np.float64]
+RESAMPLES = 2000
+FEWEST_TURNS = 8
+"""With fewer there is no telling how they scatter, and no interval is given."""
 
 
 @dataclass(frozen=True)
@@ -118,3 +121,21 @@ def over_ranks(counts: npt.NDArray[np.int64], device: torch.device) -> npt.NDArr
 def median_and_p99(seconds: Times) -> tuple[float, float]:
     """Of one competitor's turns. The p99 is a turn that happened: with fewer than 100, the slowest."""
     return float(np.median(seconds)), float(np.quantile(seconds, 0.99, method="higher"))
+
+
+def speedup_interval(seconds: Times, peer_seconds: Times) -> tuple[float, float] | None:
+    """Return the 95 % bootstrap interval of the peer's median over ours: where it would fall if the same turns were drawn again.
+
+    None for fewer than FEWEST_TURNS.
+    """
+    if len(seconds) < FEWEST_TURNS:
+        return None
+    draw = np.random.default_rng(0)
+    ours = np.median(draw.choice(seconds, (RESAMPLES, len(seconds))), axis=1)
+    peers = np.median(draw.choice(peer_seconds, (RESAMPLES, len(peer_seconds))), axis=1)
+    low, high = np.quantile(peers / ours, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def format_interval(interval: tuple[float, float] | None) -> str:
+    return "" if interval is None else f"[{interval[0]:.2f}, {interval[1]:.2f}]"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradwire.collectives.compression.codec import Codec, State
 from gradwire.collectives.compression.kernels_for import kernels_for
-from gradwire.collectives.kernels.reference.chunks import CHUNK
+from gradwire.collectives.kernels.reference.sparse import CHUNK
 from gradwire.collectives.kernels.wire import pad16
 
 _MOST = 1024  # for which a kernel on a GPU has room

@@ -1,9 +1,16 @@
-"""What the dense codecs share: one code for every number, written by the kernels of the codec's name."""
+"""The dense codecs: one code for every number, written by the kernels of the codec's name.
+
+Those that round stochastically are unbiased: right on average. They are not for error feedback where omega is 1 or more (QSGD and
+TernGrad with blocks as large as these): what is lost is then more than what was there, and the residual grows from step to step.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from gradwire.collectives.compression.codec import Codec, State
@@ -60,3 +67,174 @@ class Blocked(Dense):
 
     def _decoder(self) -> tuple[Any, ...]:
         return (self.block,)
+
+
+@dataclass(frozen=True)
+class Float16(Dense):
+    """IEEE half precision, rounded to nearest even. The largest is 65504, so numbers are divided before codes are added.
+
+    Biased by rounding only. Contraction: 1 - delta <= 2^-22 for magnitudes from 2^-14 to 65504 (relative error at most 2^-11);
+    below, the error is at most 2^-25. What is too large becomes Inf, and leaves no residual.
+    """
+
+    name: ClassVar[str] = "fp16"
+    summable: ClassVar[bool] = True
+    wire_dtype: ClassVar[torch.dtype] = torch.float16
+    bits: ClassVar[int] = 16
+
+    def headroom(self, size: int) -> float:
+        """Return a power of two of at most 1 / size. It costs numbers near half precision's smallest (6e-8, times the number
+        of ranks) some of their bits, and the others none."""
+        return 2.0 ** -(size - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class BFloat16(Dense):
+    """The upper half of a float32, rounded to nearest even: its range, 8 bits of precision.
+
+    Biased by rounding only. Contraction: 1 - delta <= 2^-16 (relative error at most 2^-8).
+    """
+
+    name: ClassVar[str] = "bf16"
+    summable: ClassVar[bool] = True
+    wire_dtype: ClassVar[torch.dtype] = torch.bfloat16
+    bits: ClassVar[int] = 16
+
+
+@dataclass(frozen=True)
+class Float8(Blocked):
+    """8-bit floats, scaled so that a block's largest magnitude becomes the format's (448 for e4m3, 57344 for e5m2).
+
+    Rounded to nearest even: biased by rounding only. Contraction: relative error at most 2^-4 (e4m3; e5m2: 2^-3), so
+    1 - delta <= 2^-8 (2^-6), but for subnormals, whose error is at most 2^-10 (2^-17) of a unit: under 1e-8 in all.
+    Formats: Micikevicius et al. 2022 (e4m3 without infinities).
+    """
+
+    name: ClassVar[str] = "fp8"
+    bits: ClassVar[int] = 8
+    format: Literal["e4m3", "e5m2"] = "e4m3"
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.format not in ("e4m3", "e5m2"):
+            raise ValueError(f"fp8: format must be 'e4m3' or 'e5m2', not {self.format!r}")
+
+    def _encoder(self) -> tuple[Any, ...]:
+        return (self.format, self.block)
+
+    def _decoder(self) -> tuple[Any, ...]:
+        return (self.format, self.block)
+
+
+@dataclass(frozen=True)
+class Int8(Blocked):
+    """round(c * 127 / m), m a block's largest magnitude.
+
+    Nearest (half to even): biased by rounding only; no error above m / 254, so 1 - delta <= block / (4 * 127^2): 0.004.
+    Stochastic: unbiased, omega <= block / (4 * 127^2) (a fraction's variance is at most 1/4).
+    """
+
+    name: ClassVar[str] = "int8"
+    bits: ClassVar[int] = 8
+    block: int = 256
+    stochastic: bool = False
+
+    @property
+    def omega(self) -> float:
+        return self.block / (4 * 127**2) if self.stochastic else 0.0
+
+    def _encoder(self) -> tuple[Any, ...]:
+        return (self.block, self.stochastic)
+
+
+@dataclass(frozen=True)
+class Int4(Blocked):
+    """round(c / s), where s = m / 7 is rounded up to bfloat16 so that nothing has to be clipped; m: largest magnitude.
+
+    Nearest (half to even): biased by rounding only; 1 - delta <= block * (1 + 2^-7)^2 / (4 * 7^2): 0.332.
+    Stochastic: unbiased, omega <= the same.
+    """
+
+    name: ClassVar[str] = "int4"
+    bits: ClassVar[int] = 4
+    scale_bytes: ClassVar[int] = 2
+    block: int = 64
+    stochastic: bool = False
+
+    @property
+    def omega(self) -> float:
+        return self.block * (1 + 2**-7) ** 2 / (4 * 7**2) if self.stochastic else 0.0
+
+    def _encoder(self) -> tuple[Any, ...]:
+        return (self.block, self.stochastic)
+
+
+@dataclass(frozen=True)
+class OneBit(Blocked):
+    """Signs, with the mean magnitude of a block as scale (1-bit SGD, Seide et al. 2014; this scale: Karimireddy et al. 2019).
+
+    Biased: converges with error feedback only. Contraction: delta = L1(c)^2 / (d * L2(c)^2) in a block of d elements, never
+    below 1/d; 2/pi for gaussian numbers. Zero among other numbers counts as positive; a block of zeros stays zero.
+    """
+
+    name: ClassVar[str] = "onebit"
+    needs_feedback: ClassVar[bool] = True
+    bits: ClassVar[int] = 1
+    block: int = 1024
+
+
+@dataclass(frozen=True)
+class QSGD(Blocked):
+    """|c| in units of norm / levels, rounded stochastically, and the sign; norm: L2 of a block (Alistarh et al. 2017).
+
+    Unbiased; omega <= min(d / levels^2, sqrt(d) / levels) for blocks of d elements (their Lemma 3.1).
+    """
+
+    name: ClassVar[str] = "qsgd"
+    bits: ClassVar[int] = 4
+    levels: int = 7
+    block: int = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.levels <= 7:
+            raise ValueError(f"qsgd: levels must be from 1 to 7, not {self.levels}")
+
+    @property
+    def omega(self) -> float:
+        return min(self.block / self.levels**2, math.sqrt(self.block) / self.levels)
+
+    def _encoder(self) -> tuple[Any, ...]:
+        return (self.levels, self.block)
+
+
+@dataclass(frozen=True)
+class TernGrad(Blocked):
+    """-m, 0 or m, m a block's largest magnitude: m * sign(c) with probability |c| / m (Wen et al. 2017).
+
+    Unbiased; omega = m * L1(c) / L2(c)^2 - 1 <= sqrt(d) - 1 for blocks of d elements.
+    """
+
+    name: ClassVar[str] = "terngrad"
+    bits: ClassVar[int] = 2
+    block: int = 512
+
+    @property
+    def omega(self) -> float:
+        return math.sqrt(self.block) - 1
+
+
+@dataclass(frozen=True)
+class Natural(Dense):
+    """The power of two below or above |c|, rounded stochastically, and the sign: one byte (Horvath et al. 2019).
+
+    Unbiased from 2^-76 to 2^49; omega <= 1/8 (their Theorem 1). Larger magnitudes become 2^49; smaller ones 2^-76 or zero.
+    """
+
+    name: ClassVar[str] = "natural"
+    bits: ClassVar[int] = 8
+
+    @property
+    def omega(self) -> float:
+        return 1 / 8

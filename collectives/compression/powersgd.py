@@ -46,14 +46,12 @@ class PowerSGD(MatrixCodec):
         return _LEAST_GAIN * self.rank * (rows + columns) <= rows * columns
 
     def wire_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
-        """Return how many bytes one exchange of float32 tensors of these shapes gives to allreduce."""
         return 4 * sum(
             self.rank * (shape[0] + math.prod(shape[1:])) if self.compresses(shape) else math.prod(shape)
             for shape in shapes
         )
 
     def new_state(self, shapes: Sequence[Sequence[int]], device: torch.device) -> PowerSGDState:
-        """Return the state of the exchanges of float32 tensors of these shapes, always given in this order."""
         return PowerSGDState(self, shapes, device)
 
 
@@ -93,15 +91,11 @@ class PowerSGDState(MatrixState):
         ]
 
     def exchange(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Replace the tensors, in place, by a low-rank approximation of their sums over the ranks, bit for bit the same
-        on all.
+        """Do what MatrixState says, by a low-rank approximation: two tensors are summed, one if nothing is compressed.
 
-        tensors: contiguous float32, of the shapes of the state; for this iterator alone until it ends, which it must, or
-        the state is to be restored. It yields two 1-D tensors (one if nothing is compressed): each is to be summed over
-        the ranks, in place, to the same bits on all, before the next is asked for. If all sums are multiplied by a
-        positive number, so is the result. The error of a rank is what its own matrix lost by the projection onto the
-        span of P, so that it stays small where ranks differ. A matrix in which any rank has a NaN or Inf becomes NaN in
-        whole; its error is cleared and its iteration begins anew. Raises ValueError for other tensors.
+        An iterator that does not end leaves a state that must be restored. The error of a rank is what its own matrix lost by
+        the projection onto the span of P, so that it stays small where ranks differ. A matrix in which any rank has a NaN or Inf
+        becomes NaN in whole; its error is cleared and its iteration begins anew. Raises ValueError for tensors of other shapes.
         """
         self._check(tensors)
         return self._sums(tensors)
@@ -135,9 +129,7 @@ class PowerSGDState(MatrixState):
             self._begin_next(batch, right)
 
     def kept(self, index: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
-        """Return this rank's error of a tensor, (rows, columns), and its "basis", (rank, columns), to read or to write; None
-        where it is summed as it is.
-        """
+        """Return the error of a tensor, (rows, columns), and its "basis", (rank, columns); see MatrixState."""
         for batch in self._batches:
             if index in batch.members:
                 place = batch.members.index(index)

@@ -5,20 +5,23 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from gradwire.collectives.compression.casts import BFloat16, Float16
 from gradwire.collectives.compression.chunktopk import ChunkTopK
 from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.dgc import DGC
-from gradwire.collectives.compression.fp8 import Float8
-from gradwire.collectives.compression.integers import Int4, Int8
+from gradwire.collectives.compression.dense import (
+    QSGD,
+    BFloat16,
+    Float8,
+    Float16,
+    Int4,
+    Int8,
+    Natural,
+    OneBit,
+    TernGrad,
+)
 from gradwire.collectives.compression.matrices import MatrixCodec
-from gradwire.collectives.compression.onebit import OneBit
 from gradwire.collectives.compression.powersgd import PowerSGD
-from gradwire.collectives.compression.randomk import RandomK
 from gradwire.collectives.compression.raw import Raw
-from gradwire.collectives.compression.stochastic import QSGD, Natural, TernGrad
-from gradwire.collectives.compression.threshold import Threshold
-from gradwire.collectives.compression.topk import TopK
+from gradwire.collectives.compression.sparse import DGC, RandomK, Threshold, TopK
 from gradwire.collectives.notation import check_name
 
 #: Those that write any buffer in fewer bytes, with their defaults.

@@ -1,18 +1,24 @@
-"""What the sparse codecs share: a fraction of the numbers is sent, the rest stays behind."""
+"""The sparse codecs of whole buffers: a fraction of the numbers is sent, the rest stays behind."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.codec import Codec, State
 from gradwire.collectives.compression.kernels_for import kernels_for
+from gradwire.collectives.compression.seeds import mixed
+from gradwire.collectives.kernels.wire import pad16
 
 
 class Sparse(Codec):
-    """ratio: of the numbers that are sent, at least one. Indices are 32 bits: a part has less than 2^31 numbers.
+    """ratio: of the numbers that are sent, at least one. Indices are 32 bits: a part has less than 2^31 numbers. The kernels of
+    the codec's name do the work; a wire is the indices, then the values, where the codec does not say otherwise.
 
     Biased: meant for error feedback. A number that is not finite is never left in the residual.
     """
@@ -31,5 +37,166 @@ class Sparse(Codec):
         """Return k, how many of numel numbers are sent."""
         return min(numel, max(1, math.ceil(self.ratio * numel)))
 
+    def wire_bytes(self, numel: int) -> int:
+        return 2 * pad16(4 * self.count(numel))
+
+    def _parameters(self, numel: int) -> tuple[int, ...]:
+        """Return the parameters of the kernels for so many numbers."""
+        return (self.count(numel),)
+
+    def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
+        encode = getattr(self._kernels(wire), f"{self.name}_encode")
+        encode(values, residual, wire, *self._parameters(values.numel()))
+
+    def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
+        getattr(self._kernels(wire), f"{self.name}_decode")(wire, out, *self._parameters(out.numel()), add, scale)
+
     def _kernels(self, wire: Tensor) -> ModuleType:
         return kernels_for(wire.device, "sparse")
+
+
+@dataclass(frozen=True)
+class TopK(Sparse):
+    """The k = ceil(ratio * n) numbers of largest magnitude, as indices and values; of equal ones those that come first.
+
+    Contraction: delta >= k / n (Stich et al. 2018). NaN and Inf are the largest, so that some reach every rank.
+
+    It needs no state to be fast: the k-th largest is guessed from a sample of c = values + residual before the one pass
+    that adds them, which gathers what reaches the guess; it is then found exactly among what was gathered. What is sent
+    does not depend on the guess.
+    """
+
+    name: ClassVar[str] = "topk"
+    needs_feedback: ClassVar[bool] = True
+    ratio: float = 0.01
+
+
+@dataclass(frozen=True)
+class Threshold(Sparse):
+    """All numbers of at least the magnitude tau (Strom 2015); tau is kept from one encoding to the next, and follows
+    the numbers.
+
+    With k = ceil(ratio * n), as many are sent as reach tau, if they are within 5 % of k; if not, and when there is no
+    tau yet, the k largest, exactly, and tau becomes the smallest of these. If m were sent, tau is multiplied by 1 + (m
+    - k) / (8 k): the count falls by the power tau * density(tau) * n / k of tau, about 7 for 1 % of gaussian numbers,
+    and below 16 this settles.
+
+    Contraction: delta >= (k - floor(k / 20)) / n, as what is sent are the largest numbers, however many.
+
+    State: tau, one number. Without it (the owner of a shard may do so) it is topk on a wire that is 5 % longer.
+    """
+
+    name: ClassVar[str] = "threshold"
+    needs_feedback: ClassVar[bool] = True
+    ratio: float = 0.01
+
+    def slack(self, numel: int) -> int:
+        """Return by how much the number of those that are sent may differ from count(numel)."""
+        return self.count(numel) // 20
+
+    def wire_bytes(self, numel: int) -> int:
+        return 16 + 2 * pad16(4 * (self.count(numel) + self.slack(numel)))
+
+    def new_state(self, numel: int, device: torch.device) -> State:
+        return {"tau": torch.zeros(1, dtype=torch.float32, device=device)}
+
+    def _parameters(self, numel: int) -> tuple[int, ...]:
+        return self.count(numel), self.slack(numel)
+
+    def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
+        tau = None if state is None else state["tau"]
+        self._kernels(wire).threshold_encode(values, residual, wire, *self._parameters(values.numel()), tau)
+
+
+@dataclass(frozen=True)
+class RandomK(Sparse):
+    """k = ceil(ratio * n) numbers, one from each of k parts of the buffer; which ones follows from n, seed and step
+    alone.
+
+    So no indices are sent, and codes of ranks that agree on the codec can be added as they are: a wire is k float32
+    (and zeros up to 16 bytes). The decoder must know what the encoder drew, which is why seed and step are settings and
+    encode's seed, which differs from rank to rank, is not used: call `at(step)` for the codec of a step.
+
+    Every number is drawn with probability k / n. As it stands biased, for error feedback, with contraction delta = k /
+    n on average; multiplied by n / k (decode's scale) unbiased, omega = n / k - 1 (Stich et al. 2018; Wangni et al.
+    2018). If any number is not finite, whether it was drawn or not, all that is sent is NaN, so that every rank sees
+    it.
+    """
+
+    name: ClassVar[str] = "randomk"
+    summable: ClassVar[bool] = True
+    needs_feedback: ClassVar[bool] = True
+    draws: ClassVar[bool] = True
+    wire_dtype: ClassVar[torch.dtype] = torch.float32
+    ratio: float = 0.01
+    seed: int = 0
+    step: int = 0
+
+    def at(self, step: int) -> RandomK:
+        """Return the codec of the step of that number, the same on all ranks."""
+        return replace(self, step=step)
+
+    def wire_bytes(self, numel: int) -> int:
+        return pad16(4 * self.count(numel))
+
+    def _parameters(self, numel: int) -> tuple[int, ...]:
+        # The seed of the draw is mixed, as otherwise the draws of neighbouring steps would be alike, shifted.
+        return self.count(numel), mixed(self.step, self.seed)
+
+
+#: Of the numbers, sent in the first stage of the ramp; each later stage sends a quarter of the one before.
+_FIRST_RATIO = 0.25
+
+
+@dataclass(frozen=True)
+class DGC(Sparse):
+    """Top-k with momentum correction, momentum factor masking and a ramp of the ratio (Lin et al. 2018, sections 3.1
+    to 3.3).
+
+    On each rank u = momentum * u + gradient; v += u; the largest of v are sent, and cleared in v and u. v is the
+    residual of error feedback, u the state. The momentum is thereby the codec's: the optimizer must have none. They
+    also clip gradients on each rank, to 1 / sqrt(ranks) of the usual norm, before this.
+
+    Only what a rank has computed has a momentum. Without state, as the owner of a shard must encode the sum, it is
+    topk.
+
+    ratio: after the ramp. ramp_steps: in that many steps the ratio falls from 25 %, by a factor of 4 in stages of
+    equal length. The size of a code depends on the codec alone, so `at(step)` gives the codec of a step; state and
+    residual serve all. Contraction: of v, delta >= k / n.
+    """
+
+    name: ClassVar[str] = "dgc"
+    needs_feedback: ClassVar[bool] = True
+    remembers: ClassVar[tuple[str, ...]] = ("momentum",)
+    ratio: float = 0.001
+    momentum: float = 0.9
+    ramp_steps: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"dgc: momentum must be at least 0 and below 1, not {self.momentum}")
+        if self.ramp_steps < 0:
+            raise ValueError(f"dgc: ramp_steps must not be negative, not {self.ramp_steps}")
+
+    def at(self, step: int) -> DGC:
+        """Return the codec of the step of that number, from 0, on all ranks: without a ramp, with the ratio it has reached."""
+        ratio = self.ratio
+        if step < self.ramp_steps and ratio < _FIRST_RATIO:
+            stages = math.ceil(math.log(_FIRST_RATIO / ratio, 4))
+            ratio = max(ratio, _FIRST_RATIO / 4 ** (step * stages // self.ramp_steps))
+        return replace(self, ratio=ratio, ramp_steps=0)
+
+    def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
+        momentum = None if state is None else state["momentum"]
+        self._check(wire, values, momentum)
+        kernels, k = self._kernels(wire), self.count(values.numel())
+        if momentum is None:
+            kernels.topk_encode(values, residual, wire, k)
+        elif residual is None:
+            raise ValueError("dgc: needs error feedback: what is not sent is gathered in the residual")
+        else:
+            kernels.dgc_encode(values, residual, wire, k, momentum, self.momentum)
+
+    def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
+        self._kernels(wire).topk_decode(wire, out, self.count(out.numel()), add, scale)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from gradwire.collectives.plan.program import Flight, Instruction, Kind, Program
+from gradwire.collectives.plan.program import Flight, Instruction, Kind, Program, blocks_of
 from gradwire.collectives.plan.schedule import Action, Round, Schedule
 from gradwire.collectives.plan.spans import Layout, Span
 
@@ -89,15 +89,7 @@ class CodedProgram(Program):
 
     def _receives(self, flight: Flight, index: int) -> list[Instruction]:
         return [
-            Instruction(
-                Kind.RECEIVE,
-                step.peer,
-                *_place_of(flight, block),
-                self._place(flight),
-                next(flight.numbers),
-                flight.segment,
-                block,
-            )
+            _about(flight, block, Kind.RECEIVE, step.peer, self._place(flight), next(flight.numbers))
             for step in self._schedule.rounds[index]
             if step.action is not Action.SEND
             for block in range(*step.span)
@@ -109,12 +101,10 @@ class CodedProgram(Program):
         for block in _blocks(flight, steps, Action.SEND):
             if block not in flight.codes:
                 yield self._encode(flight, block)
-            offset, length = _place_of(flight, block)
             for step in steps:
                 if step.action is Action.SEND and step.span.start <= block < step.span.stop:
-                    number, place = next(flight.numbers), flight.codes[block]
-                    flight.sent.append(number)
-                    yield Instruction(Kind.SEND, step.peer, offset, length, place, number, flight.segment, block)
+                    flight.sent.append(next(flight.numbers))
+                    yield _about(flight, block, Kind.SEND, step.peer, flight.codes[block], flight.sent[-1])
             if self._in_turn:
                 yield Instruction(Kind.POST, segment=flight.segment)
         for block in _blocks(flight, steps, Action.REDUCE):  # what the others' codes will be added to
@@ -162,9 +152,7 @@ class CodedProgram(Program):
 
     def _complete(self, flight: Flight, block: int) -> Iterator[Instruction]:
         """Encode the sum over all ranks, where that is done: every rank that has it does, also one that sends it to nobody."""
-        offset, length = _place_of(flight, block)
-        number = int(self._encodes_sums)
-        yield Instruction(Kind.COMPLETE, self._rank, offset, length, -1, number, flight.segment, block)
+        yield _about(flight, block, Kind.COMPLETE, self._rank, -1, int(self._encodes_sums))
         if self._encodes_sums:
             yield self._encode(flight, block)
             flight.unsettled.append(block)
@@ -178,32 +166,24 @@ class CodedProgram(Program):
     def _encode(self, flight: Flight, block: int) -> Instruction:
         """Return what encodes the present version of a block."""
         place = flight.codes[block] = self._place(flight)
-        version = flight.versions[block]
-        return Instruction(Kind.ENCODE, self._rank, *_place_of(flight, block), place, version, flight.segment, block)
+        return _about(flight, block, Kind.ENCODE, self._rank, place, flight.versions[block])
 
     def _decode(self, flight: Flight, block: int) -> Instruction:
         """Return what puts the code of a block in its place."""
-        place = flight.codes[block]
-        return Instruction(Kind.DECODE, self._rank, *_place_of(flight, block), place, 0, flight.segment, block)
+        return _about(flight, block, Kind.DECODE, self._rank, flight.codes[block], 0)
 
 
 def _last(rounds: Sequence[Round], action: Action) -> dict[int, int]:
     """Return for each block the last round in which something of the kind is done with it."""
-    return {
-        block: index
-        for index, steps in enumerate(rounds)
-        for step in steps
-        if step.action is action
-        for block in range(*step.span)
-    }
+    return {block: index for index, steps in enumerate(rounds) for block in blocks_of(steps, action)}
 
 
 def _blocks(flight: Flight, steps: Round, action: Action) -> list[int]:
     """Return the blocks with which something of the kind is done, each once, in the order of the steps; empty ones left out."""
-    found = (block for step in steps if step.action is action for block in range(*step.span))
-    return [block for block in dict.fromkeys(found) if flight.layout[block].length]
+    return [block for block in dict.fromkeys(blocks_of(steps, action)) if flight.layout[block].length]
 
 
-def _place_of(flight: Flight, block: int) -> tuple[int, int]:
+def _about(flight: Flight, block: int, kind: Kind, peer: int, place: int, number: int) -> Instruction:
+    """Return an instruction about one block. place: of its code in scratch memory."""
     span = flight.layout[block]
-    return span.start, span.length
+    return Instruction(kind, peer, span.start, span.length, place, number, flight.segment, block)

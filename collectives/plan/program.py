@@ -57,6 +57,11 @@ class Instruction(NamedTuple):
     block: int = 0
 
 
+def blocks_of(steps: Round, *actions: Action) -> list[int]:
+    """Return the blocks that the steps of these kinds name, in the order of the steps."""
+    return [block for step in steps if step.action in actions for block in range(*step.span)]
+
+
 class Flight:
     """One segment on its way through its rounds. layout, source: where its blocks lie where they arrive, and are sent from."""
 
@@ -176,7 +181,8 @@ class Program:
             yield from self._answer(numbers)
 
     def _answer(self, numbers: Iterator[int]) -> Iterator[Instruction]:
-        """Tell ranks of which this one has only received that it has, and hear it from those to which it has only sent."""
+        """Send an empty message to each rank of which this one has only received, and receive one from each to which it has only
+        sent."""
         steps = [step for steps in self._schedule.rounds for step in steps]
         sent_to = {step.peer for step in steps if step.action is Action.SEND}
         heard_of = {step.peer for step in steps if step.action is not Action.SEND}
@@ -217,10 +223,10 @@ class Program:
         """Return for every round the one in which its receives are posted: at most `lookahead` earlier, never while an
         unfinished round still uses the blocks that they overwrite, and in order of the rounds."""
         rounds = self._schedule.rounds
-        touched = [{b for step in steps for b in range(*step.span)} for steps in rounds]
+        touched = [set(blocks_of(steps, *Action)) for steps in rounds]
         post_at: list[int] = []
         for index, steps in enumerate(rounds):
-            overwritten = {b for step in steps if step.action is Action.RECEIVE for b in range(*step.span)}
+            overwritten = set(blocks_of(steps, Action.RECEIVE))
             earliest = index
             lowest = max(0, index - self._lookahead, post_at[-1] if post_at else 0)
             while earliest > lowest and not overwritten & touched[earliest - 1]:
@@ -231,23 +237,10 @@ class Program:
     def _room(self) -> int:
         """Return how much scratch memory each segment in flight needs."""
         self._regions = min(self._lookahead + 1, len(self._schedule.rounds))  # as many rounds as can be posted at once
-        self._region = max((self._reduced(layout) for layout in self._segments), default=0)
+        reduced = [blocks_of(steps, Action.REDUCE) for steps in self._schedule.rounds]
+        sums = (sum(layout[block].length for block in blocks) for layout in self._segments for blocks in reduced)
+        self._region = max(sums, default=0)  # of the largest round of any segment
         return self._regions * self._region
-
-    def _reduced(self, layout: Layout) -> int:
-        """Return how many elements the largest round of a segment receives to reduce them."""
-        return max(
-            (
-                sum(
-                    layout[block].length
-                    for step in steps
-                    if step.action is Action.REDUCE
-                    for block in range(*step.span)
-                )
-                for steps in self._schedule.rounds
-            ),
-            default=0,
-        )
 
     def _receives(self, flight: Flight, index: int) -> list[Instruction]:
         """Return the receives of a round."""

@@ -8,18 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.collectives.compression.casts import BFloat16, Float16
 from gradwire.collectives.compression.chunktopk import ChunkTopK
-from gradwire.collectives.compression.dense import Dense
-from gradwire.collectives.compression.dgc import DGC
-from gradwire.collectives.compression.fp8 import Float8
-from gradwire.collectives.compression.integers import Int4, Int8
-from gradwire.collectives.compression.onebit import OneBit
-from gradwire.collectives.compression.randomk import RandomK
-from gradwire.collectives.compression.sparse import Sparse
-from gradwire.collectives.compression.stochastic import QSGD, Natural, TernGrad
-from gradwire.collectives.compression.threshold import Threshold
-from gradwire.collectives.compression.topk import TopK
+from gradwire.collectives.compression.dense import (
+    QSGD,
+    BFloat16,
+    Dense,
+    Float8,
+    Float16,
+    Int4,
+    Int8,
+    Natural,
+    OneBit,
+    TernGrad,
+)
+from gradwire.collectives.compression.sparse import DGC, RandomK, Sparse, Threshold, TopK
 from gradwire.collectives.kernels.cuda.kernels import CudaKernels, TorchKernels
 from gradwire.collectives.kernels.reference import quantize as reference
 from gradwire.collectives.kernels.reference import sparse as reference_sparse

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from gradwire.collectives.compression.chunktopk import ChunkTopK
-from gradwire.collectives.compression.dense import Dense
-from gradwire.collectives.compression.integers import Int8
+from gradwire.collectives.compression.dense import Dense, Int8
 from gradwire.collectives.compression.sparse import Sparse
 from gradwire.collectives.kernels.cpu import quantize as cpu_quantize
 from gradwire.collectives.kernels.cuda.kernels import CudaKernels, TorchKernels, cuda_kernels

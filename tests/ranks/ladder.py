@@ -6,11 +6,9 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
-from gradwire.collectives.compression.dgc import DGC
-from gradwire.collectives.compression.integers import Int8
+from gradwire.collectives.compression.dense import Int8
 from gradwire.collectives.compression.powersgd import PowerSGD
-from gradwire.collectives.compression.threshold import Threshold
-from gradwire.collectives.compression.topk import TopK
+from gradwire.collectives.compression.sparse import DGC, Threshold, TopK
 from gradwire.trainer.gradients.buffers import CodedBuffer
 from gradwire.trainer.gradients.compression import Compressor, ErrorFeedback
 

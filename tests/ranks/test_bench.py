@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from gradwire.bench.__main__ import COLLECTIVES
-from gradwire.bench.options import parse_arguments
-from gradwire.bench.table import Row
+from gradwire.bench.micro.options import parse_arguments
+from gradwire.bench.micro.table import Row
 from tests.harness import wide
 
 ROOT = Path(__file__).parents[2]
@@ -118,7 +118,7 @@ def test_one_wrong_element_on_one_rank_fails_the_run() -> None:
     script = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from gradwire.bench import micro
+from gradwire.bench.micro import run as micro
 
 class Corrupt(micro.Communicator):
     def allreduce(self, tensor, op="sum", *, algorithm="auto", **rest):

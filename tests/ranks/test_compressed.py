@@ -11,13 +11,9 @@ import torch.distributed as dist
 from gradwire.collectives import Communicator, Mismatch, PeerLost
 from gradwire.collectives.compression.algorithms_for import shot_of
 from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.dgc import DGC
-from gradwire.collectives.compression.fp8 import Float8
-from gradwire.collectives.compression.integers import Int4, Int8
-from gradwire.collectives.compression.onebit import OneBit
-from gradwire.collectives.compression.randomk import RandomK
+from gradwire.collectives.compression.dense import Float8, Int4, Int8, OneBit
 from gradwire.collectives.compression.registry import CODECS, make_codec
-from gradwire.collectives.compression.topk import TopK
+from gradwire.collectives.compression.sparse import DGC, RandomK, TopK
 from gradwire.collectives.plan.algorithms import PLANNERS, hierarchical
 from gradwire.collectives.plan.schedule import Place, Schedule
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds, wide

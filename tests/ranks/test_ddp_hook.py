@@ -17,11 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
-from gradwire.collectives.compression.dgc import DGC
-from gradwire.collectives.compression.integers import Int8
+from gradwire.collectives.compression.dense import Int8
 from gradwire.collectives.compression.powersgd import PowerSGD
-from gradwire.collectives.compression.randomk import RandomK
-from gradwire.collectives.compression.topk import TopK
+from gradwire.collectives.compression.sparse import DGC, RandomK, TopK
 from gradwire.trainer.ddp import UNSETTLED_STEPS, CompressionHook
 from gradwire.trainer.gradients.compression import NAMES, ErrorFeedback
 from tests.harness import RUN_TIMEOUT_S, Worlds

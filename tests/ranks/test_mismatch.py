@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradwire.collectives import CollectiveError, Communicator, Mismatch
-from gradwire.collectives.compression.integers import Int8
+from gradwire.collectives.compression.dense import Int8
 from tests.harness import ON_EVERY_TRANSPORT, Worlds, wide
 
 pytestmark = ON_EVERY_TRANSPORT

@@ -9,9 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 import gradwire as hvd
-from gradwire.collectives.compression.dgc import DGC
-from gradwire.collectives.compression.integers import Int8
+from gradwire.collectives.compression.dense import Int8
 from gradwire.collectives.compression.powersgd import PowerSGD
+from gradwire.collectives.compression.sparse import DGC
 from gradwire.trainer.ddp import UNSETTLED_STEPS
 from gradwire.trainer.gradients.combination import ExchangeStats
 from gradwire.trainer.gradients.compression import Compressor

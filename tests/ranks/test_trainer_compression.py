@@ -8,12 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradwire as hvd
-from gradwire.collectives.compression.dgc import DGC
-from gradwire.collectives.compression.integers import Int8
-from gradwire.collectives.compression.onebit import OneBit
+from gradwire.collectives.compression.dense import Int8, OneBit
 from gradwire.collectives.compression.powersgd import PowerSGD
-from gradwire.collectives.compression.randomk import RandomK
-from gradwire.collectives.compression.topk import TopK
+from gradwire.collectives.compression.sparse import DGC, RandomK, TopK
 from gradwire.trainer.gradients.compression import NAMES, Compressor, ErrorFeedback
 from tests.harness import Worlds
 from tests.ranks.exact import on_host

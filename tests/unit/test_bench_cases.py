@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradwire.bench.cases import CASES, Buffers, Case, Job
-from gradwire.bench.options import DTYPES
-from gradwire.bench.verification import count_wrong
+from gradwire.bench.micro.cases import CASES, Buffers, Case, Job
+from gradwire.bench.micro.options import DTYPES
+from gradwire.bench.micro.verification import count_wrong
 
 CPU = torch.device("cpu")
 

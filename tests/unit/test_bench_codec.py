@@ -15,13 +15,14 @@ from torch import Tensor
 
 pytest.importorskip("numba")
 
-from gradwire.bench import codec, codec_turns
-from gradwire.bench.codec_checks import count_outside, count_unequal, relative_error
-from gradwire.bench.codec_peers import PEERS, Contender
-from gradwire.bench.codec_turns import CODECS, OPERATIONS, CodecRow, gaussian, laplace, moved_bytes
-from gradwire.collectives.compression.integers import Int8
+from gradwire.bench.codec import run as codec
+from gradwire.bench.codec import turns as codec_turns
+from gradwire.bench.codec.checks import count_outside, count_unequal, relative_error
+from gradwire.bench.codec.peers import PEERS, Contender
+from gradwire.bench.codec.turns import CODECS, OPERATIONS, CodecRow, gaussian, laplace, moved_bytes
+from gradwire.collectives.compression.dense import Int8
 from gradwire.collectives.compression.registry import CODECS as REGISTRY
-from gradwire.collectives.compression.topk import TopK
+from gradwire.collectives.compression.sparse import TopK
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

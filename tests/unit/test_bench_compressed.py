@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("numba")
 
-from gradwire.bench.compressed import Clock, blank, timed
+from gradwire.bench.micro.compressed import Clock, blank, timed
 from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.integers import Int8
+from gradwire.collectives.compression.dense import Int8
 from gradwire.collectives.compression.registry import CODECS
 
 NUMEL = 3000

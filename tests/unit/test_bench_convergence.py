@@ -10,8 +10,9 @@ from torch import nn
 
 pytest.importorskip("matplotlib")
 
-from gradwire.bench.convergence import MODELS, ConvergenceRow, format_row, parse_arguments, wire_bytes
-from gradwire.bench.convergence_plot import draw, kinds_of, smoothed
+from gradwire.bench.training.convergence import MODELS, parse_arguments, wire_bytes
+from gradwire.bench.training.convergence_plot import draw, kinds_of, smoothed
+from gradwire.bench.training.convergence_table import ConvergenceRow, format_row
 from gradwire.trainer.gradients.compression import NAMES
 
 

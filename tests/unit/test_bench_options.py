@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gradwire.bench import options
-from gradwire.bench.cases import CASES
-from gradwire.bench.micro import choose_algorithms, plan_jobs
-from gradwire.bench.options import DTYPES, OPS, parse_arguments
+from gradwire.bench.micro.cases import CASES
+from gradwire.bench.micro.options import DTYPES, OPS, parse_arguments
+from gradwire.bench.micro.run import choose_algorithms, plan_jobs
 
 
 def test_defaults_are_those_of_nccl_tests() -> None:

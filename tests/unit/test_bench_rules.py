@@ -10,10 +10,11 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from gradwire.bench.rules import RuleRow, format_header, format_row, parse_arguments, reached
-from gradwire.bench.rules_competitors import CODED, RULES, UNLIKE, Entry, entry
-from gradwire.bench.rules_plot import draw
-from gradwire.bench.rules_training import Point, Slowness
+from gradwire.bench.rules.competitors import CODED, RULES, UNLIKE, Entry, entry
+from gradwire.bench.rules.plot import draw
+from gradwire.bench.rules.run import parse_arguments, reached
+from gradwire.bench.rules.table import RuleRow, format_header, format_row
+from gradwire.bench.rules.training import Point, Slowness
 
 
 def test_a_competitor_is_a_rule_with_a_codec_and_a_share() -> None:

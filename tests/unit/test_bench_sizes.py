@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.bench.sizes import size_range
+from gradwire.bench.micro.options import size_range
 from gradwire.collectives.notation import format_size, parse_size
 
 

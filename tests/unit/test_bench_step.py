@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradwire.bench import step
-from gradwire.bench.step import Speedup, StepRow, builders, configured, format_table, parse_arguments
+from gradwire.bench.training import step
+from gradwire.bench.training.step import Speedup, StepRow, builders, configured, format_table, parse_arguments
 
 META = {
     "preset": "13m",

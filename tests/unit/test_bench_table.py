@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from gradwire.bench.cases import Job
-from gradwire.bench.compare import format_comparison, speedup_interval
-from gradwire.bench.table import Row, format_heading, format_row, format_trailer, format_us
+from gradwire.bench.micro.cases import Job
+from gradwire.bench.micro.table import Row, format_comparison, format_heading, format_row, format_trailer, format_us
+from gradwire.bench.timing import speedup_interval
 
 ROW = Row("allreduce", "ring", "none", "float32", "sum", 4, 4096, 1234.5, 2000.0, 0.0033, 0.005, 6144, 0)
 JOB = Job(0, 4, 1024, torch.float32, "sum", -1, torch.device("cpu"))

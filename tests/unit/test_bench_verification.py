@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradwire.bench import verification
-from gradwire.bench.cases import CASES, Case, Job, torch_takes
-from gradwire.bench.options import DTYPES, OPS
-from gradwire.bench.verification import (
+from gradwire.bench.micro import verification
+from gradwire.bench.micro.cases import CASES, Case, Job, torch_takes
+from gradwire.bench.micro.options import DTYPES, OPS
+from gradwire.bench.micro.verification import (
     PERIOD,
     contribution_tile,
     count_wrong,

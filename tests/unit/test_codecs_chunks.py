@@ -7,7 +7,7 @@ import torch
 
 from gradwire.collectives.compression import ChunkTopK, make_codec
 from gradwire.collectives.kernels.cpu import sparse as cpu
-from gradwire.collectives.kernels.reference.chunks import CHUNK
+from gradwire.collectives.kernels.reference.sparse import CHUNK
 from tests.cuda_machine.cases import CHUNK_NUMELS, CHUNKED, KINDS, check_chunks, numbers
 
 

@@ -14,17 +14,24 @@ from torch import Tensor
 
 from gradwire.collectives.compression import dense
 from gradwire.collectives.compression import kernels_for as kernels_for_module
-from gradwire.collectives.compression.casts import BFloat16, Float16
-from gradwire.collectives.compression.dense import Blocked, Dense
-from gradwire.collectives.compression.fp8 import Float8
-from gradwire.collectives.compression.integers import Int4, Int8
+from gradwire.collectives.compression.dense import (
+    QSGD,
+    BFloat16,
+    Blocked,
+    Dense,
+    Float8,
+    Float16,
+    Int4,
+    Int8,
+    Natural,
+    OneBit,
+    TernGrad,
+)
 from gradwire.collectives.compression.kernels_for import kernels_for
-from gradwire.collectives.compression.onebit import OneBit
-from gradwire.collectives.compression.stochastic import QSGD, Natural, TernGrad
 from gradwire.collectives.kernels.cuda import kernels as cuda
 from gradwire.collectives.kernels.reference import quantize as reference
 from gradwire.collectives.kernels.reference.blocks import block_sums
-from gradwire.collectives.kernels.reference.fp8 import FLOAT8
+from gradwire.collectives.kernels.reference.quantize import FLOAT8
 from gradwire.collectives.kernels.reference.randomness import random_bits
 
 pytest.importorskip("numba")

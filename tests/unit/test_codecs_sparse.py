@@ -14,12 +14,8 @@ from torch import Tensor
 
 from gradwire.collectives.compression import sparse
 from gradwire.collectives.compression.codec import State
-from gradwire.collectives.compression.dgc import DGC
 from gradwire.collectives.compression.kernels_for import kernels_for
-from gradwire.collectives.compression.randomk import RandomK
-from gradwire.collectives.compression.sparse import Sparse
-from gradwire.collectives.compression.threshold import Threshold
-from gradwire.collectives.compression.topk import TopK
+from gradwire.collectives.compression.sparse import DGC, RandomK, Sparse, Threshold, TopK
 from gradwire.collectives.kernels.reference import sparse as reference_sparse
 
 pytest.importorskip("gradwire.collectives.kernels.cpu.sparse")

@@ -16,8 +16,7 @@ import torch
 
 from gradwire.collectives.compression import kernels_for
 from gradwire.collectives.compression.chunktopk import ChunkTopK
-from gradwire.collectives.compression.dense import Dense
-from gradwire.collectives.compression.integers import Int8
+from gradwire.collectives.compression.dense import Dense, Int8
 from gradwire.collectives.compression.sparse import Sparse
 from gradwire.collectives.kernels.cuda import launch as cuda
 from gradwire.collectives.kernels.cuda.kernels import CudaKernels, TorchKernels, cuda_kernels

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.collectives.compression.integers import Int8
+from gradwire.collectives.compression.dense import Int8
 from gradwire.collectives.compression.partition import partition_of
 from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.errors import LinkError

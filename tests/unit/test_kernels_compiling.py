@@ -18,7 +18,7 @@ from gradwire.collectives.kernels.cpu import compiling
 SCRIPT = """
     import resource, sys
     import torch
-    from gradwire.collectives.compression.integers import Int8
+    from gradwire.collectives.compression.dense import Int8
     from gradwire.collectives.kernels import cpu_arithmetic, cpu_kernels
 
     if sys.argv[1] == "full disk":

@@ -9,13 +9,11 @@ import torch
 from torch import nn
 
 import gradwire as hvd
-from gradwire.collectives.compression.integers import Int4, Int8
-from gradwire.collectives.compression.onebit import OneBit
+from gradwire.collectives.compression.dense import QSGD, Int4, Int8, OneBit
 from gradwire.collectives.compression.powersgd import PowerSGD
 from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.compression.registry import CODECS, make_codec
-from gradwire.collectives.compression.stochastic import QSGD
-from gradwire.collectives.compression.topk import TopK
+from gradwire.collectives.compression.sparse import TopK
 from gradwire.trainer.gradients.checkpoint_format import KEY
 from gradwire.trainer.gradients.compression import (
     LEAST_NUMEL,

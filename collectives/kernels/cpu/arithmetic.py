@@ -15,35 +15,37 @@ from numba import cfunc, float32, float64, int8, int16, int32, int64, njit, type
 from numba.extending import intrinsic
 
 from gradwire.collectives.kernels.cpu.compiling import compiled
-from gradwire.collectives.kernels.cpu.intrinsics import bfloat16_of, float_of_bfloat16, float_of_half, half_of
-
-_I64 = ir.IntType(64)
-
+from gradwire.collectives.kernels.cpu.intrinsics import (
+    I64,
+    bfloat16_of,
+    float_of_bfloat16,
+    float_of_half,
+    half_of,
+    instruction,
+)
 
 SUM, PRODUCT, MIN, MAX, DIVIDE = range(5)
 OPS = {"sum": SUM, "average": SUM, "product": PRODUCT, "min": MIN, "max": MAX}
 
 
-@intrinsic
-def combine(context: Any, function: Any, destination: Any, source: Any, count: Any, op: Any, divisor: Any) -> Any:
+@instruction(types.void, *[int64] * 6)
+def combine(builder, function, destination, source, count, op, divisor):
     """Call a function of arithmetic() by its address."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [_I64] * 5)
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), generate
+    kind = ir.FunctionType(ir.VoidType(), [I64] * 5)
+    builder.call(builder.inttoptr(function, kind.as_pointer()), (destination, source, count, op, divisor))
 
 
 @intrinsic
-def _divide_toward_zero(context: Any, number: Any, divisor: Any) -> Any:
-    """Return the quotient of two int64, as C has it."""
+def _divided(context: Any, number: Any, divisor: Any) -> Any:
+    """Return the quotient of a number and an int64: of a float in its own precision, of an integer as C has it."""
+    is_float = isinstance(number, types.Float)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.sdiv(arguments[0], arguments[1])
+        if is_float:
+            return builder.fdiv(arguments[0], builder.sitofp(arguments[1], arguments[0].type))
+        return builder.sdiv(context.cast(builder, arguments[0], number, int64), arguments[1])
 
-    return types.int64(types.int64, types.int64), generate
+    return (number if is_float else int64)(number, int64), generate
 
 
 @njit
@@ -56,7 +58,7 @@ def _greatest(a, b):
     return a if a > b or a != a else b
 
 
-def _combine_integers(destination, source, count, op, divisor):
+def _combine(destination, source, count, op, divisor):
     if op == SUM:
         for i in range(count):
             destination[i] += source[i]
@@ -71,97 +73,51 @@ def _combine_integers(destination, source, count, op, divisor):
             destination[i] = _greatest(destination[i], source[i])
     else:
         for i in range(count):
-            destination[i] = _divide_toward_zero(int64(destination[i]), divisor)
+            destination[i] = _divided(destination[i], divisor)
 
 
-def _combine_float32(destination, source, count, op, divisor):
-    if op == SUM:
-        for i in range(count):
-            destination[i] += source[i]
-    elif op == PRODUCT:
-        for i in range(count):
-            destination[i] *= source[i]
-    elif op == MIN:
-        for i in range(count):
-            destination[i] = _least(destination[i], source[i])
-    elif op == MAX:
-        for i in range(count):
-            destination[i] = _greatest(destination[i], source[i])
-    else:
-        by = float32(divisor)
-        for i in range(count):
-            destination[i] /= by
+@njit
+def _wide(code, is_half):
+    return float_of_half(code) if is_half else float_of_bfloat16(code)
 
 
-def _combine_float64(destination, source, count, op, divisor):
-    if op == SUM:
-        for i in range(count):
-            destination[i] += source[i]
-    elif op == PRODUCT:
-        for i in range(count):
-            destination[i] *= source[i]
-    elif op == MIN:
-        for i in range(count):
-            destination[i] = _least(destination[i], source[i])
-    elif op == MAX:
-        for i in range(count):
-            destination[i] = _greatest(destination[i], source[i])
-    else:
-        by = float64(divisor)
-        for i in range(count):
-            destination[i] /= by
+@njit
+def _narrow(number, is_half):
+    return half_of(number) if is_half else bfloat16_of(number)
 
 
-def _combine_bfloat16(destination, source, count, op, divisor):
-    if op == SUM:
-        for i in range(count):
-            destination[i] = bfloat16_of(float_of_bfloat16(destination[i]) + float_of_bfloat16(source[i]))
-    elif op == PRODUCT:
-        for i in range(count):
-            destination[i] = bfloat16_of(float_of_bfloat16(destination[i]) * float_of_bfloat16(source[i]))
-    elif op == MIN:
-        for i in range(count):
-            least = _least(float_of_bfloat16(destination[i]), float_of_bfloat16(source[i]))
-            destination[i] = bfloat16_of(least)
-    elif op == MAX:
-        for i in range(count):
-            greatest = _greatest(float_of_bfloat16(destination[i]), float_of_bfloat16(source[i]))
-            destination[i] = bfloat16_of(greatest)
-    else:
-        by = float32(divisor)
-        for i in range(count):
-            destination[i] = bfloat16_of(float_of_bfloat16(destination[i]) / by)
+def _combine_16_bits(is_half: bool) -> Callable[..., None]:
+    def combine(destination, source, count, op, divisor):
+        if op == SUM:
+            for i in range(count):
+                destination[i] = _narrow(_wide(destination[i], is_half) + _wide(source[i], is_half), is_half)
+        elif op == PRODUCT:
+            for i in range(count):
+                destination[i] = _narrow(_wide(destination[i], is_half) * _wide(source[i], is_half), is_half)
+        elif op == MIN:
+            for i in range(count):
+                destination[i] = _narrow(_least(_wide(destination[i], is_half), _wide(source[i], is_half)), is_half)
+        elif op == MAX:
+            for i in range(count):
+                destination[i] = _narrow(_greatest(_wide(destination[i], is_half), _wide(source[i], is_half)), is_half)
+        else:
+            for i in range(count):
+                destination[i] = _narrow(_divided(_wide(destination[i], is_half), divisor), is_half)
 
-
-def _combine_float16(destination, source, count, op, divisor):
-    if op == SUM:
-        for i in range(count):
-            destination[i] = half_of(float_of_half(destination[i]) + float_of_half(source[i]))
-    elif op == PRODUCT:
-        for i in range(count):
-            destination[i] = half_of(float_of_half(destination[i]) * float_of_half(source[i]))
-    elif op == MIN:
-        for i in range(count):
-            destination[i] = half_of(_least(float_of_half(destination[i]), float_of_half(source[i])))
-    elif op == MAX:
-        for i in range(count):
-            destination[i] = half_of(_greatest(float_of_half(destination[i]), float_of_half(source[i])))
-    else:
-        by = float32(divisor)
-        for i in range(count):
-            destination[i] = half_of(float_of_half(destination[i]) / by)
+    combine.__name__ = "_combine_float16" if is_half else "_combine_bfloat16"
+    return combine
 
 
 _ARITHMETIC: dict[torch.dtype, tuple[Callable[..., None], Any]] = {
-    torch.float16: (_combine_float16, uint16),
-    torch.bfloat16: (_combine_bfloat16, uint16),
-    torch.float32: (_combine_float32, float32),
-    torch.float64: (_combine_float64, float64),
-    torch.uint8: (_combine_integers, uint8),
-    torch.int8: (_combine_integers, int8),
-    torch.int16: (_combine_integers, int16),
-    torch.int32: (_combine_integers, int32),
-    torch.int64: (_combine_integers, int64),
+    torch.float16: (_combine_16_bits(True), uint16),
+    torch.bfloat16: (_combine_16_bits(False), uint16),
+    torch.float32: (_combine, float32),
+    torch.float64: (_combine, float64),
+    torch.uint8: (_combine, uint8),
+    torch.int8: (_combine, int8),
+    torch.int16: (_combine, int16),
+    torch.int32: (_combine, int32),
+    torch.int64: (_combine, int64),
 }
 
 #: What can be reduced.

@@ -23,3 +23,27 @@ def kernel_of(function: Callable[..., Any]) -> Any:
 def addresses(*tensors: torch.Tensor | None) -> list[int]:
     """Return where tensors begin, 0 for one that is not there."""
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def encoder(function: Callable[..., Any]) -> Callable[..., None]:
+    """Return <codec>_encode, with the arguments of the reference, for a kernel (values, residual, wire, numel, <parameters>)."""
+
+    def encode(values: torch.Tensor, residual: torch.Tensor | None, wire: torch.Tensor, *parameters: Any) -> None:
+        kernel_of(function)(*addresses(values, residual, wire), values.numel(), *parameters)
+
+    return encode
+
+
+def decoder(function: Callable[..., Any]) -> Callable[..., None]:
+    """Return <codec>_decode, with the arguments of the reference, for a kernel (wire, out, numel, <parameters>).
+
+    It raises ValueError where the kernel returns how many indices on the wire are none of the result's.
+    """
+
+    def decode(wire: torch.Tensor, out: torch.Tensor, *parameters: Any) -> None:
+        if kernel_of(function)(*addresses(wire, out), out.numel(), *parameters):
+            raise ValueError(
+                f"the wire holds indices outside of [0, {out.numel()}): it was not encoded from as many numbers"
+            )
+
+    return decode

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numba import float32, int32, int64, njit, uint8
 
 from gradwire.collectives.kernels.cpu.blocks import INFINITY, NAN, ZERO, pad16, residual_at
-from gradwire.collectives.kernels.cpu.calling import addresses, kernel_of
+from gradwire.collectives.kernels.cpu.calling import decoder, encoder
 from gradwire.collectives.kernels.cpu.intrinsics import (
     bfloat16_of,
     bits_of,
@@ -18,7 +17,7 @@ from gradwire.collectives.kernels.cpu.intrinsics import (
     uint16_at,
 )
 from gradwire.collectives.kernels.cpu.keys import INFINITY_KEY, LANES, NAN_KEY, bits_set, key_of, lowest_bit, reaching
-from gradwire.collectives.kernels.cpu.topk import clear
+from gradwire.collectives.kernels.cpu.stack import clear
 
 CHUNK = 4096
 
@@ -165,12 +164,4 @@ def _chunktopk_decode(wire, out, numel, k, add, scale):
     return outside
 
 
-def chunktopk_encode(values: torch.Tensor, residual: torch.Tensor | None, wire: torch.Tensor, k: int) -> None:
-    kernel_of(_chunktopk_encode)(*addresses(values, residual, wire), values.numel(), k)
-
-
-def chunktopk_decode(wire: torch.Tensor, out: torch.Tensor, k: int, add: bool, scale: float) -> None:
-    if kernel_of(_chunktopk_decode)(*addresses(wire, out), out.numel(), k, add, scale):
-        raise ValueError(
-            f"the wire holds indices outside of [0, {out.numel()}): it was not encoded from as many numbers"
-        )
+chunktopk_encode, chunktopk_decode = encoder(_chunktopk_encode), decoder(_chunktopk_decode)

@@ -5,91 +5,97 @@ Addresses are plain integers, so that one compiled signature serves every dtype.
 
 from __future__ import annotations
 
+import inspect
+import platform
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import float32, int8, int32, njit, types, uint8, uint16, uint64
+from numba import float32, int8, int32, int64, njit, types, uint8, uint16, uint64
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-_I8, _I16, _I32, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
+I8, I16, I32, I64, FLOAT, HALF = *(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType(), ir.HalfType()
 
 
-def _pointer_to(kind: Any) -> Any:
-    @intrinsic
-    def pointer(context: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+def instruction(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Return what lets kernels call a function (builder, *arguments), which generates the LLVM code of the call.
 
-        return types.CPointer(kind)(types.int64), generate
+    result, kinds: Numba's types of what the call returns and takes. A function that returns None is for types.void.
+    """
 
-    return pointer
+    def finish(generate: Callable[..., Any]) -> Any:
+        def typed(context: Any, *_: Any) -> Any:
+            def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+                value = generate(builder, *arguments)
+                return context.get_dummy_value() if value is None else value
+
+            return result(*kinds), code
+
+        builder, *parameters = inspect.signature(generate).parameters.values()
+        typed.__name__, typed.__doc__ = generate.__name__, generate.__doc__
+        typed.__signature__ = inspect.Signature([builder.replace(name="context"), *parameters])  # type: ignore[attr-defined]
+        return intrinsic(typed)
+
+    return finish
+
+
+def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    """Generate a call of a function of C or LLVM by its name."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+def _numbers_at(kind: Any, stored: Any) -> Any:
+    def numbers_at(builder: Any, address: Any) -> Any:
+        return builder.inttoptr(address, stored.as_pointer())
+
+    return instruction(types.CPointer(kind), int64)(numbers_at)
 
 
 #: Return the numbers of a dtype that begin at an address, as something to index.
-uint8_at, int8_at, uint16_at, int32_at, float32_at, uint64_at = map(
-    _pointer_to, (uint8, int8, uint16, int32, float32, uint64)
-)
+uint8_at, int8_at = _numbers_at(uint8, I8), _numbers_at(int8, I8)
+uint16_at, int32_at, uint64_at = _numbers_at(uint16, I16), _numbers_at(int32, I32), _numbers_at(uint64, I64)
+float32_at = _numbers_at(float32, FLOAT)
 
 
 def splat(builder: Any, number: Any, lanes: int) -> Any:
     """Return what generates a vector that has the same number in all lanes."""
     first = builder.insert_element(
-        ir.Constant(ir.VectorType(number.type, lanes), ir.Undefined), number, ir.Constant(_I32, 0)
+        ir.Constant(ir.VectorType(number.type, lanes), ir.Undefined), number, ir.Constant(I32, 0)
     )
-    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
 
 
-@intrinsic
-def copy(context: Any, destination: Any, source: Any, nbytes: Any) -> Any:
+@instruction(types.void, int64, int64, int64)
+def copy(builder, destination, source, nbytes):
     """Copy bytes that do not overlap: memcpy."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointers = [builder.inttoptr(argument, _I8.as_pointer()) for argument in arguments[:2]]
-        cgutils.raw_memcpy(builder, pointers[0], pointers[1], arguments[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
+    to, from_ = (builder.inttoptr(address, I8.as_pointer()) for address in (destination, source))
+    cgutils.raw_memcpy(builder, to, from_, nbytes, 1)
 
 
-@intrinsic
-def bits_of(context: Any, number: Any) -> Any:
+@instruction(int32, float32)
+def bits_of(builder, number):
     """Return the bits of a float32 as an int32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], _I32)
-
-    return types.int32(types.float32), generate
+    return builder.bitcast(number, I32)
 
 
-@intrinsic
-def float_of(context: Any, bits: Any) -> Any:
+@instruction(float32, int32)
+def float_of(builder, bits):
     """Return the float32 that has the bits of an int32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], _FLOAT)
-
-    return types.float32(types.int32), generate
+    return builder.bitcast(bits, FLOAT)
 
 
-@intrinsic
-def half_of(context: Any, number: Any) -> Any:
+@instruction(uint16, float32)
+def half_of(builder, number):
     """Return a float32 as 16 bits of IEEE half precision, rounded to nearest even."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), _I16)
-
-    return types.uint16(types.float32), generate
+    return builder.bitcast(builder.fptrunc(number, HALF), I16)
 
 
-@intrinsic
-def float_of_half(context: Any, half: Any) -> Any:
+@instruction(float32, uint16)
+def float_of_half(builder, half):
     """Return the float32 that 16 bits of IEEE half precision stand for."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), _FLOAT)
-
-    return types.float32(types.uint16), generate
+    return builder.fpext(builder.bitcast(half, HALF), FLOAT)
 
 
 @njit
@@ -104,3 +110,52 @@ def bfloat16_of(number):
 def float_of_bfloat16(code):
     """Return the float32 that 16 bits of bfloat16 stand for."""
     return float_of(int32(int32(code) << int32(16)))
+
+
+#: What tells a waiting core to leave its power and its sibling's units alone.
+_PAUSE = {"x86_64": ("llvm.x86.sse2.pause",), "aarch64": ("llvm.aarch64.hint", ir.Constant(I32, 1))}
+
+
+def _word(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, I64.as_pointer())
+
+
+@instruction(int64, int64)
+def load(builder, address):
+    """Return the 64-bit word at an address, with acquire order: what was stored before it was released is seen."""
+    return builder.load_atomic(_word(builder, address), "acquire", 8)
+
+
+@instruction(types.void, int64, int64)
+def store(builder, address, value):
+    """Set the 64-bit word at an address, with release order: who loads it sees all that was stored before."""
+    builder.store_atomic(value, _word(builder, address), "release", 8)
+
+
+@instruction(types.void)
+def pause(builder):
+    """Let one beat of a spinning wait pass."""
+    name, *operands = _PAUSE.get(platform.machine(), ("llvm.donothing",))
+    call(builder, name, ir.VoidType(), *operands)
+
+
+@instruction(types.void)
+def give_way(builder):
+    """Offer the core to others: sched_yield."""
+    call(builder, "sched_yield", I32)
+
+
+@instruction(types.void, int64)
+def sleep_us(builder, microseconds):
+    """Sleep for so long: usleep."""
+    call(builder, "usleep", I32, builder.trunc(microseconds, I32))
+
+
+@instruction(int64)
+def monotonic_ns(builder):
+    """Return what the clock of time.monotonic() says, in nanoseconds."""
+    time = cgutils.alloca_once(builder, ir.ArrayType(I64, 2))
+    call(builder, "clock_gettime", I32, ir.Constant(I32, 1), time)
+    words = builder.load(time)
+    seconds = builder.mul(builder.extract_value(words, 0), ir.Constant(I64, 1_000_000_000))
+    return builder.add(seconds, builder.extract_value(words, 1))

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from llvmlite import ir
-from numba import int64, njit, types
+from numba import int64, njit
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from gradwire.collectives.kernels.cpu.intrinsics import float32_at, int32_at, splat
-
-_I32 = ir.IntType(32)
+from gradwire.collectives.kernels.cpu.intrinsics import I32, I64, float32_at, instruction, int32_at, splat
 
 LANES = 64  # numbers that are compared at once: the bits of a word
 TILE = 2048  # numbers that are added, then searched, while they are in the first-level cache
@@ -21,38 +16,26 @@ INFINITY_KEY = 0x7F800000
 NAN_KEY = 0x7F800001  # the key of every NaN
 
 
-@intrinsic
-def reaching(context: Any, address: Any, key: Any) -> Any:
+@instruction(int64, int64, int64)
+def reaching(builder, address, key):
     """Return which of the LANES float32 at an address have at least this key: one bit each, the first the lowest."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vector = ir.VectorType(_I32, LANES)
-        bits = builder.load(builder.inttoptr(arguments[0], vector.as_pointer()), align=4)
-        keys = builder.and_(bits, ir.Constant(vector, [ir.Constant(_I32, 0x7FFFFFFF)] * LANES))
-        least = splat(builder, builder.trunc(arguments[1], _I32), LANES)
-        return builder.bitcast(builder.icmp_signed(">=", keys, least), ir.IntType(64))
-
-    return types.int64(types.int64, types.int64), generate
+    vector = ir.VectorType(I32, LANES)
+    bits = builder.load(builder.inttoptr(address, vector.as_pointer()), align=4)
+    keys = builder.and_(bits, ir.Constant(vector, [ir.Constant(I32, 0x7FFFFFFF)] * LANES))
+    least = splat(builder, builder.trunc(key, I32), LANES)
+    return builder.bitcast(builder.icmp_signed(">=", keys, least), I64)
 
 
-@intrinsic
-def lowest_bit(context: Any, word: Any) -> Any:
+@instruction(int64, int64)
+def lowest_bit(builder, word):
     """Return the number of the lowest bit that is set; 64 for a word that is 0."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], cgutils.false_bit)
-
-    return types.int64(types.int64), generate
+    return builder.cttz(word, cgutils.false_bit)
 
 
-@intrinsic
-def bits_set(context: Any, word: Any) -> Any:
+@instruction(int64, int64)
+def bits_set(builder, word):
     """Return how many bits are set."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.ctpop(arguments[0])
-
-    return types.int64(types.int64), generate
+    return builder.ctpop(word)
 
 
 @njit

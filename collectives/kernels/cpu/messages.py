@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from numba import int64, njit
 
-from gradwire.collectives.kernels.cpu.atomics import load, monotonic_ns, store
 from gradwire.collectives.kernels.cpu.compiling import compiled
 from gradwire.collectives.kernels.cpu.context import (
     ABORTED,
@@ -25,10 +24,10 @@ from gradwire.collectives.kernels.cpu.context import (
     SIZE,
     STOPPED,
     field,
+    rest,
     set_field,
 )
-from gradwire.collectives.kernels.cpu.intrinsics import copy
-from gradwire.collectives.kernels.cpu.waiting import rest
+from gradwire.collectives.kernels.cpu.intrinsics import copy, load, monotonic_ns, store
 
 RING_LINE = 64
 HEAD, TAIL, RING_BYTES = 0, LINE, 2 * LINE  # of a ring: bytes written so far, bytes read so far, where its data begins

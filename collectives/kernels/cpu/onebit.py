@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import float32, int32, njit, types, uint8
-from numba.extending import intrinsic
+from numba import float32, int32, int64, njit, types, uint8, uint16
 
 from gradwire.collectives.kernels.cpu.blocks import (
     INFINITY,
@@ -22,29 +21,26 @@ from gradwire.collectives.kernels.cpu.blocks import (
     put,
     residual_at,
 )
-from gradwire.collectives.kernels.cpu.calling import addresses, kernel_of
-from gradwire.collectives.kernels.cpu.intrinsics import float32_at, splat, uint8_at, uint16_at
+from gradwire.collectives.kernels.cpu.calling import decoder, encoder
+from gradwire.collectives.kernels.cpu.intrinsics import FLOAT, I16, float32_at, instruction, splat, uint8_at, uint16_at
 from gradwire.collectives.kernels.cpu.stack import PIECE, room, settle, stream, streams
 
-_VECTOR = ir.VectorType(ir.FloatType(), 16)
+_VECTOR = ir.VectorType(FLOAT, 16)
 
 
 def _taking_signs(corrects: bool) -> Any:
-    @intrinsic
-    def take(context: Any, values: Any, residual: Any, magnitude: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            place, residual_place = (builder.inttoptr(address, _VECTOR.as_pointer()) for address in arguments[:2])
-            numbers = builder.load(place, align=4)
-            if corrects:
-                numbers = builder.fadd(numbers, builder.load(residual_place, align=4))
-            mask = builder.fcmp_ordered(">=", numbers, ir.Constant(_VECTOR, [0.0] * 16))
-            if corrects:
-                plus = splat(builder, arguments[2], 16)
-                lost = builder.fsub(numbers, builder.select(mask, plus, builder.fneg(plus)))
-                builder.store(lost, residual_place, align=4)
-            return builder.bitcast(mask, ir.IntType(16))
-
-        return types.uint16(types.int64, types.int64, types.float32), generate
+    @instruction(uint16, int64, int64, float32)
+    def take(builder, values, residual, magnitude):
+        place, residual_place = (builder.inttoptr(address, _VECTOR.as_pointer()) for address in (values, residual))
+        numbers = builder.load(place, align=4)
+        if corrects:
+            numbers = builder.fadd(numbers, builder.load(residual_place, align=4))
+        mask = builder.fcmp_ordered(">=", numbers, ir.Constant(_VECTOR, [0.0] * 16))
+        if corrects:
+            plus = splat(builder, magnitude, 16)
+            lost = builder.fsub(numbers, builder.select(mask, plus, builder.fneg(plus)))
+            builder.store(lost, residual_place, align=4)
+        return builder.bitcast(mask, I16)
 
     return take
 
@@ -54,19 +50,15 @@ _signs, _corrected_signs = _taking_signs(False), _taking_signs(True)
 
 
 def _putting_signs(add: bool) -> Any:
-    @intrinsic
-    def put(context: Any, address: Any, signs: Any, magnitude: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            place = builder.inttoptr(arguments[0], _VECTOR.as_pointer())
-            plus = splat(builder, arguments[2], 16)
-            mask = builder.bitcast(arguments[1], ir.VectorType(ir.IntType(1), 16))
-            numbers = builder.select(mask, plus, builder.fneg(plus))
-            if add:
-                numbers = builder.fadd(builder.load(place, align=4), numbers)
-            builder.store(numbers, place, align=4)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.uint16, types.float32), generate
+    @instruction(types.void, int64, uint16, float32)
+    def put(builder, address, signs, magnitude):
+        place = builder.inttoptr(address, _VECTOR.as_pointer())
+        plus = splat(builder, magnitude, 16)
+        mask = builder.bitcast(signs, ir.VectorType(ir.IntType(1), 16))
+        numbers = builder.select(mask, plus, builder.fneg(plus))
+        if add:
+            numbers = builder.fadd(builder.load(place, align=4), numbers)
+        builder.store(numbers, place, align=4)
 
     return put
 
@@ -110,7 +102,7 @@ def _onebit_decoded(codes, out, n, magnitude, add):
         put(o, i, magnitude if (byte[i // 8] >> (i % 8)) & 1 else -magnitude, add)
 
 
-def _onebit_encode(values, residual, wire, numel, block):
+def _onebit_encode(values, residual, wire, numel, block, seed):
     code_bytes = (numel + 7) // 8
     scales = float32_at(wire + pad16(code_bytes))
     partials = room()
@@ -145,9 +137,4 @@ def _onebit_decode(wire, out, numel, block, add, scale):
         settle()
 
 
-def onebit_encode(values, residual, wire, block, seed):
-    kernel_of(_onebit_encode)(*addresses(values, residual, wire), values.numel(), block)
-
-
-def onebit_decode(wire, out, block, add, scale):
-    kernel_of(_onebit_decode)(*addresses(wire, out), out.numel(), block, add, scale)
+onebit_encode, onebit_decode = encoder(_onebit_encode), decoder(_onebit_decode)

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba import float32, int32, njit, types, uint32
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import float32, int32, njit, uint32
+
+from gradwire.collectives.kernels.cpu.intrinsics import FLOAT, call, instruction
 
 _STEP = np.float32(2.0**-24)
 
 
-@intrinsic
-def _floor(context: Any, number: Any) -> Any:
+@instruction(float32, float32)
+def _floor(builder, number):
     """Return the largest integer that is not above, as a float (math.floor makes 64-bit integers)."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()])
-        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.floor.f32"), arguments)
-
-    return types.float32(types.float32), generate
+    return call(builder, "llvm.floor.f32", FLOAT, number)
 
 
 @njit

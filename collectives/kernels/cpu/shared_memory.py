@@ -1,37 +1,51 @@
-"""What moves data between the processes of a host: allreduce, messages, and the arithmetic of dtypes.
+"""What moves data between the processes of a host: the allreduce of the ranks that share a segment of memory, or one half of it,
+small, staged in chunks, or in place without a copy; and, for those who load this file, messages and the arithmetic of dtypes.
 
 All but the arithmetic is compiled, or loaded from the disk, when this file is loaded: no deadline runs yet.
 """
 
 from __future__ import annotations
 
-from gradwire.collectives.kernels.cpu.allreduce import REDUCES, SPREADS, allreduce
-from gradwire.collectives.kernels.cpu.arithmetic import DIVIDE, OPS, arithmetic
+from numba import int64, njit
+
+from gradwire.collectives.kernels.cpu.arithmetic import DIVIDE, OPS, arithmetic, combine
+from gradwire.collectives.kernels.cpu.compiling import compiled
 from gradwire.collectives.kernels.cpu.context import (
     ABORTED,
     ANNOUNCED,
     BASES,
     BLOCK,
     CHUNK_BYTES,
+    CHUNKS,
+    COPIED,
     DEPTH,
     DIRECT,
     DISAGREED,
+    DONE,
     FAILED,
     FIELDS,
+    FINISHED,
     FINISHED_WITH_NEWS,
     FOUND_NBYTES,
     FOUND_TAG,
     KNOWN,
     LINE,
+    MINE_COPIED,
+    MINE_REDUCED,
+    MINE_STAGED,
+    NEWS,
     PATIENT,
     PEER,
     PENDING,
+    PHASE,
     RANK,
     RANK_BYTES,
     RANKS,
+    REDUCED,
     SIZE,
     SLOTS,
     SPINS,
+    STAGED,
     STAGING,
     STATE,
     STOPPED,
@@ -41,8 +55,17 @@ from gradwire.collectives.kernels.cpu.context import (
     WHOLE,
     WHOLE_BYTES,
     YIELD_NS,
+    field,
+    least_of,
+    line_of,
+    note_wait_for_all,
     publish,
+    rest,
+    set_field,
+    wait_for_headers,
+    wait_for_line,
 )
+from gradwire.collectives.kernels.cpu.intrinsics import copy, load, monotonic_ns, store
 from gradwire.collectives.kernels.cpu.messages import (
     RING_BYTES,
     ROW_DONE,
@@ -53,3 +76,279 @@ from gradwire.collectives.kernels.cpu.messages import (
     move,
     next_sender,
 )
+
+#: What of an allreduce is done: rank r reduces the r-th share; what all ranks have of their shares is spread to all.
+REDUCES, SPREADS = 1, 2
+
+
+@njit
+def _start(context, rank, nbytes):
+    """Return where the share of a rank begins, in bytes: as split_aligned cuts them, at multiples of LINE."""
+    size = field(context, SIZE)
+    lines = (nbytes + LINE - 1) // LINE
+    return min(nbytes, LINE * (rank * (lines // size) + min(rank, lines % size)))
+
+
+@njit
+def _read_headers(context, header):
+    """Decide whether the operation goes without a copy, alike on all ranks.
+
+    It does if every tensor lies in an allocation that an earlier operation announced, and no rank failed to map one.
+    """
+    direct = 1
+    news = 0
+    for peer in range(field(context, SIZE)):
+        theirs = line_of(context, peer, header)
+        known = field(context, KNOWN) + 8 * peer
+        slot, born, version, failed = load(theirs + 8), load(theirs + 24), load(theirs + 32), load(theirs + 40)
+        if slot < 0 or failed != 0 or born > load(known):
+            direct = 0
+        if version != load(known):
+            news = 1
+        store(field(context, ANNOUNCED) + 8 * peer, version)
+    set_field(context, DIRECT, direct)
+    set_field(context, NEWS, news)
+
+
+@njit
+def _address(context, rank, header):
+    """Return where this process sees the tensor that a rank announced."""
+    theirs = line_of(context, rank, header)
+    slot = rank * field(context, SLOTS) + load(theirs + 8)
+    return load(field(context, BASES) + 8 * slot) + load(theirs + 16)
+
+
+@njit
+def _reduce_without_copy(context, header, parity, nbytes, itemsize, function, op, divisor, doing):
+    """Reduce this rank's share of all ranks' buffers in rank order; write the result to all, or where only that half is done,
+    to its own."""
+    rank, size, block = field(context, RANK), field(context, SIZE), field(context, BLOCK)
+    position, stop = _start(context, rank, nbytes), _start(context, rank + 1, nbytes)
+    first, own = _address(context, 0, header), _address(context, rank, header)
+    slot_bytes = field(context, WHOLE_BYTES)  # not less than a block has; and a large message leaves the slot free
+    slot = field(context, WHOLE) + (2 * rank + parity) * slot_bytes
+    while position < stop:
+        length = min(block, stop - position)
+        count = length // itemsize
+        total = first + position
+        if doing == REDUCES and rank != 0:
+            total = slot
+            copy(total, first + position, length)
+        for peer in range(1, size):
+            combine(function, total, _address(context, peer, header) + position, count, op, divisor)
+        if divisor != 1:
+            combine(function, total, total, count, DIVIDE, divisor)
+        if doing != REDUCES:
+            for peer in range(1, size):
+                copy(_address(context, peer, header) + position, total, length)
+        elif rank != 0:
+            copy(own + position, total, length)
+        position += length
+
+
+@njit
+def _gather_without_copy(context, header, nbytes):
+    """Take the others' shares out of their buffers."""
+    rank, size = field(context, RANK), field(context, SIZE)
+    own = _address(context, rank, header)
+    for step in range(1, size):
+        peer = (rank + step) % size
+        start, stop = _start(context, peer, nbytes), _start(context, peer + 1, nbytes)
+        copy(own + start, _address(context, peer, header) + start, stop - start)
+
+
+@njit
+def _reduce_whole(context, parity, data, nbytes, itemsize, function, op, divisor):
+    """Reduce all of a small message, as every rank does for itself."""
+    rank, size, slot_bytes = field(context, RANK), field(context, SIZE), field(context, WHOLE_BYTES)
+    slots = field(context, WHOLE) + parity * slot_bytes
+    count = nbytes // itemsize
+    if rank != 0:
+        copy(data, slots, nbytes)
+    for peer in range(1, size):
+        combine(function, data, slots + 2 * peer * slot_bytes, count, op, divisor)
+    if divisor != 1:
+        combine(function, data, data, count, DIVIDE, divisor)
+
+
+@njit
+def _gather_whole(context, parity, data, nbytes):
+    """Take the others' shares of a small message."""
+    rank, size, slot_bytes = field(context, RANK), field(context, SIZE), field(context, WHOLE_BYTES)
+    slots = field(context, WHOLE) + parity * slot_bytes
+    for peer in range(size):
+        start, stop = _start(context, peer, nbytes), _start(context, peer + 1, nbytes)
+        if peer != rank:
+            copy(data + start, slots + 2 * peer * slot_bytes + start, stop - start)
+
+
+@njit
+def _chunk(context, owner, number, sub):
+    """Return where the contribution of rank `sub` to a chunk of the owner's span is staged."""
+    size = field(context, SIZE)
+    place = (owner * field(context, DEPTH) + number % field(context, DEPTH)) * size + sub
+    return field(context, STAGING) + place * field(context, CHUNK_BYTES)
+
+
+@njit
+def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor, doing):
+    """Chunk by chunk, hand the others their share of this rank's tensor, reduce the own share, and take the results; or half of
+    that.
+
+    The result of a chunk is left in rank 0's place of it (the owner 0 uses rank 1's).
+    """
+    rank, size, depth = field(context, RANK), field(context, SIZE), field(context, DEPTH)
+    chunk_bytes, before, block = field(context, CHUNK_BYTES), field(context, CHUNKS), field(context, BLOCK)
+    chunks = (_start(context, 1, nbytes) + chunk_bytes - 1) // chunk_bytes  # of the first share: none is longer
+    staged, reduced, copied = field(context, MINE_STAGED), field(context, MINE_REDUCED), field(context, MINE_COPIED)
+    beats = 0
+    since = int64(0)
+    status = FINISHED
+    last_look = False
+    while copied < chunks:
+        moved = False
+        if copied < reduced and least_of(context, REDUCED) > before + copied:
+            for step in range(1, size if doing & SPREADS else 1):
+                owner = (rank + step) % size
+                start = _start(context, owner, nbytes) + copied * chunk_bytes
+                length = min(chunk_bytes, _start(context, owner + 1, nbytes) - start)
+                if length > 0:
+                    copy(data + start, _chunk(context, owner, before + copied, 1 if owner == 0 else 0), length)
+            copied += 1
+            store(line_of(context, rank, COPIED), before + copied)
+            moved = True
+        if reduced < staged and least_of(context, STAGED) > before + reduced:
+            start = _start(context, rank, nbytes) + reduced * chunk_bytes
+            stop = min(_start(context, rank + 1, nbytes), start + chunk_bytes)
+            offset = 0
+            while start < stop:
+                length = min(block, stop - start)
+                count = length // itemsize
+                own = data + start
+                number = before + reduced
+                if doing == SPREADS:
+                    copy(_chunk(context, rank, number, 1 if rank == 0 else 0) + offset, own, length)
+                elif rank == 0:
+                    result = _chunk(context, rank, number, 1) + offset
+                    for peer in range(1, size):
+                        combine(function, own, _chunk(context, rank, number, peer) + offset, count, op, divisor)
+                    if divisor != 1:
+                        combine(function, own, own, count, DIVIDE, divisor)
+                    if doing & SPREADS:
+                        copy(result, own, length)
+                else:
+                    result = _chunk(context, rank, number, 0) + offset
+                    for peer in range(1, size):
+                        theirs = own if peer == rank else _chunk(context, rank, number, peer) + offset
+                        combine(function, result, theirs, count, op, divisor)
+                    if divisor != 1:
+                        combine(function, result, result, count, DIVIDE, divisor)
+                    copy(own, result, length)
+                start += length
+                offset += length
+            reduced += 1
+            store(line_of(context, rank, REDUCED), before + reduced)
+            moved = True
+        if staged < chunks and (staged < depth or least_of(context, COPIED) > before + staged - depth):
+            for step in range(1, size if doing & REDUCES else 1):
+                owner = (rank + step) % size
+                start = _start(context, owner, nbytes) + staged * chunk_bytes
+                length = min(chunk_bytes, _start(context, owner + 1, nbytes) - start)
+                if length > 0:
+                    copy(_chunk(context, owner, before + staged, rank), data + start, length)
+            staged += 1
+            store(line_of(context, rank, STAGED), before + staged)
+            moved = True
+        if moved:
+            set_field(context, PATIENT, 0)
+            beats = 0
+            last_look = False
+            status = FINISHED
+        elif last_look:
+            break
+        elif copied < chunks:
+            if beats == 0:
+                since = monotonic_ns()
+            status = rest(context, beats, since)
+            if status != FINISHED:
+                if copied < reduced:
+                    note_wait_for_all(context, REDUCED, before + copied + 1)
+                elif reduced < staged:
+                    note_wait_for_all(context, STAGED, before + reduced + 1)
+                else:
+                    note_wait_for_all(context, COPIED, before + staged - depth + 1)
+                last_look = True  # what came before the end of the wait counts
+            beats += 1
+    set_field(context, MINE_STAGED, staged)
+    set_field(context, MINE_REDUCED, reduced)
+    set_field(context, MINE_COPIED, copied)
+    if status == FINISHED:
+        set_field(context, CHUNKS, before + chunks)
+    return status
+
+
+_START, _ANNOUNCED, _STAGING_NOW, _REDUCED_NOW = range(4)
+
+
+@compiled(njit, int64(*[int64] * 13), nogil=True)
+def allreduce(context, nbytes, itemsize, function, op, divisor, doing, data, sequence, tag, slot, offset, born):
+    """Reduce `nbytes` at `data` over the ranks of a segment, in place. After PENDING, call it again in the same way.
+
+    doing: REDUCES | SPREADS, or one of them: then only this rank's share holds the result, or is what it has of it.
+    sequence, tag: what all ranks must agree on, the operation's number and what is called. slot, offset, born: where
+    the tensor lies in this rank's shared allocations; slot is -1 for one that does not.
+    """
+    rank, phase = field(context, RANK), field(context, PHASE)
+    if field(context, ABORTED) != 0:
+        return STOPPED
+    parity = sequence & 1
+    header = parity * LINE
+    small = nbytes <= field(context, WHOLE_BYTES)
+    if phase == _START:
+        if small:
+            slots = field(context, WHOLE)
+            copy(slots + (2 * rank + parity) * field(context, WHOLE_BYTES), data, nbytes)
+        mine = line_of(context, rank, header)
+        store(mine + 8, slot)
+        store(mine + 16, offset)
+        store(mine + 24, born)
+        store(mine + 32, load(line_of(context, rank, VERSION)))
+        store(mine + 40, field(context, FAILED))
+        store(mine + 48, tag)
+        store(mine, sequence)
+        phase = _ANNOUNCED
+        set_field(context, PHASE, phase)
+    if phase == _ANNOUNCED:
+        status = wait_for_headers(context, header, sequence, tag)
+        if status != FINISHED:
+            return status
+        set_field(context, PATIENT, 0)
+        _read_headers(context, header)
+        if small:
+            if doing == SPREADS:
+                _gather_whole(context, parity, data, nbytes)
+            else:
+                _reduce_whole(context, parity, data, nbytes, itemsize, function, op, divisor)
+            set_field(context, PHASE, _START)
+            return FINISHED_WITH_NEWS if field(context, NEWS) != 0 else FINISHED
+        if field(context, DIRECT) == 1:
+            if doing == SPREADS:
+                _gather_without_copy(context, header, nbytes)
+            else:
+                _reduce_without_copy(context, header, parity, nbytes, itemsize, function, op, divisor, doing)
+            store(line_of(context, rank, DONE), sequence)
+            phase = _REDUCED_NOW
+        else:
+            set_field(context, MINE_STAGED, 0)
+            set_field(context, MINE_REDUCED, 0)
+            set_field(context, MINE_COPIED, 0)
+            phase = _STAGING_NOW
+        set_field(context, PHASE, phase)
+    if phase == _STAGING_NOW:
+        status = _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor, doing)
+    else:
+        status = wait_for_line(context, DONE, sequence)
+    if status == FINISHED:
+        set_field(context, PHASE, _START)
+        return FINISHED_WITH_NEWS if field(context, NEWS) != 0 else FINISHED
+    return status

@@ -5,13 +5,220 @@ Each is compiled, or loaded from the disk, when it is first called.
 
 from __future__ import annotations
 
+import numpy as np
+import torch
+from numba import float32, int64, njit
+
+from gradwire.collectives.kernels import wire as sections
+from gradwire.collectives.kernels.cpu.blocks import folded
+from gradwire.collectives.kernels.cpu.calling import addresses, decoder, encoder, kernel_of
 from gradwire.collectives.kernels.cpu.chunks import chunktopk_decode, chunktopk_encode
-from gradwire.collectives.kernels.cpu.powersgd import powersgd_multiply, powersgd_orthonormalize
-from gradwire.collectives.kernels.cpu.randomk import randomk_decode, randomk_encode
-from gradwire.collectives.kernels.cpu.topk import (
-    dgc_encode,
-    threshold_decode,
-    threshold_encode,
-    topk_decode,
-    topk_encode,
-)
+from gradwire.collectives.kernels.cpu.intrinsics import float32_at, int32_at
+from gradwire.collectives.kernels.cpu.keys import INFINITY_KEY, LANES, TILE, forget_non_finite, reaching
+from gradwire.collectives.kernels.cpu.randomness import random_bits
+from gradwire.collectives.kernels.cpu.selection import SAMPLES, SMALL, select
+from gradwire.collectives.kernels.cpu.stack import PIECE, clear, room, settle, stream, streams
+from gradwire.collectives.kernels.wire import pad16
+
+
+def _scatter(wire_indices, wire_values, count, out, n, add, scale):
+    """Put numbers where their indices say. Return how many lie outside."""
+    places, numbers, to = int32_at(wire_indices), float32_at(wire_values), float32_at(out)
+    outside = 0
+    if add == 0:
+        clear(out, n)
+    for e in range(count):
+        i = int64(places[e])
+        if i < 0 or i >= n:
+            outside += 1
+        else:
+            to[i] += numbers[e] * scale
+    return outside
+
+
+def _selected(
+    values: torch.Tensor,
+    residual: torch.Tensor | None,
+    k: int,
+    places: int,
+    entries: int,
+    *,
+    momentum: torch.Tensor | None = None,
+    decay: float = 0.0,
+    tau: torch.Tensor | None = None,
+) -> int:
+    """Select into the part of a wire that begins at an address and holds so many entries. Return how many were."""
+    n, slots = values.numel(), pad16(4 * entries) // 4
+    capacity = min(n, max(4 * k + SMALL, SAMPLES))
+    gathered = torch.empty((2, capacity + LANES), dtype=torch.int32)  # their indices, and they
+    parts = places, places + 4 * slots, slots
+    lists = gathered[0].data_ptr(), gathered[1].data_ptr(), capacity
+    *numbers, threshold = addresses(values, residual, momentum, tau)
+    return int(kernel_of(select)(*numbers, decay, n, k, threshold, entries - k, *parts, *lists))
+
+
+def _scattered(places: int, entries: int, count: int, out: torch.Tensor, add: bool, scale: float) -> None:
+    """Scatter from the part of a wire at an address that has room for so many entries, `count` of them used."""
+    n = out.numel()
+    if kernel_of(_scatter)(places, places + pad16(4 * entries), count, out.data_ptr(), n, add, scale):
+        raise ValueError(f"the wire holds indices outside of [0, {n}): it was not encoded from as many numbers")
+
+
+def topk_encode(values: torch.Tensor, residual: torch.Tensor | None, wire: torch.Tensor, k: int) -> None:
+    _selected(values, residual, k, wire.data_ptr(), k)
+
+
+def topk_decode(wire: torch.Tensor, out: torch.Tensor, k: int, add: bool, scale: float) -> None:
+    _scattered(wire.data_ptr(), k, k, out, add, scale)
+
+
+def dgc_encode(
+    values: torch.Tensor, residual: torch.Tensor, wire: torch.Tensor, k: int, momentum: torch.Tensor, decay: float
+) -> None:
+    _selected(values, residual, k, wire.data_ptr(), k, momentum=momentum, decay=decay)
+
+
+def threshold_encode(
+    values: torch.Tensor,
+    residual: torch.Tensor | None,
+    wire: torch.Tensor,
+    k: int,
+    slack: int,
+    tau: torch.Tensor | None,
+) -> None:
+    if tau is None:
+        tau = torch.zeros(1)
+    count = _selected(values, residual, k, wire.data_ptr() + 16, k + slack, tau=tau)
+    wire[:16].view(torch.int32).copy_(torch.tensor([count, 0, 0, 0], dtype=torch.int32))
+
+
+def threshold_decode(wire: torch.Tensor, out: torch.Tensor, k: int, slack: int, add: bool, scale: float) -> None:
+    count = int(wire[:4].view(torch.int32))
+    if not 0 <= count <= k + slack:
+        raise ValueError(f"the wire holds {count} numbers where there is room for {k + slack}")
+    _scattered(wire.data_ptr() + 16, k + slack, count, out, add, scale)
+
+
+@njit
+def _begins(n, k, seed):
+    """Return where the ring of n that random-k divides into k parts begins."""
+    return (random_bits(k, seed) * n) >> 32
+
+
+@njit
+def _drawn(j, k, n, seed, begins):
+    """Return the index, n too large if it lies beyond the end, that random-k takes from the j-th part."""
+    begin = j * n // k
+    return begins + begin + ((random_bits(j, seed) * ((j + 1) * n // k - begin)) >> 32)
+
+
+def _draw(values, residual, wire, n, k, seed):
+    v, r, out = float32_at(values), float32_at(residual), float32_at(wire)
+    sums = residual if residual != 0 else values
+    numbers = float32_at(sums)
+    for j in range(k, (k + 3) // 4 * 4):  # up to a multiple of 16 bytes
+        out[j] = 0
+    # In the order of the indices, which begins with the first part beyond the end, they are read from the cache.
+    begins = _begins(n, k, seed)
+    j = 0
+    while j < k and _drawn(j, k, n, seed, begins) < n:
+        j += 1
+    taken, j = 0, j % max(k, 1)
+    i = _drawn(j, k, n, seed, begins) % n if k > 0 else n
+    finite = True
+    for begin in range(0, n, TILE):
+        end = min(begin + TILE, n)
+        if residual != 0:
+            for e in range(begin, end):
+                r[e] += v[e]
+        for block in range(begin, end - LANES + 1, LANES):
+            finite &= reaching(sums + 4 * block, INFINITY_KEY) == 0
+        for e in range(end - (end - begin) % LANES, end):
+            finite &= int64(int32_at(sums)[e]) & 0x7FFFFFFF < INFINITY_KEY
+        while i < end and taken < k:
+            out[j] = numbers[i]
+            if residual != 0:
+                r[i] = 0
+            taken, j = taken + 1, (j + 1 if j + 1 < k else 0)
+            i = _drawn(j, k, n, seed, begins)
+            i = i - n if i >= n else i
+    if not finite:
+        for j in range(k):
+            out[j] = float32(np.nan)
+        if residual != 0:
+            forget_non_finite(residual, 0, n)
+
+
+def _place(wire, out, n, k, seed, add, scale):
+    numbers, to = float32_at(wire), float32_at(out)
+    if add == 0:
+        for i in range(n):
+            to[i] = 0
+    begins = _begins(n, k, seed)
+    for j in range(k):
+        i = _drawn(j, k, n, seed, begins)
+        i = i - n if i >= n else i
+        to[i] += numbers[j] * scale
+
+
+randomk_encode, randomk_decode = encoder(_draw), decoder(_place)
+
+
+@njit
+def _dot(a, b):
+    """Return the sum of a * b, of a length that 128 divides, in the order of reference.block_sums."""
+    sums = np.zeros(128)
+    for begin in range(0, len(a), 128):
+        for e in range(128):
+            sums[e] += a[begin + e] * b[begin + e]
+    return folded(sums)
+
+
+def _orthonormalize(vectors, batch, rank, length):
+    done = np.zeros((rank, (length + 127) // 128 * 128))
+    for b in range(batch):
+        for a in range(rank):
+            vector, left = float32_at(vectors + 4 * (b * rank + a) * length), done[a]
+            for e in range(length):
+                left[e] = vector[e]
+            before = _dot(left, left)
+            for other in done[:a]:
+                part = _dot(other, left)
+                for e in range(length):
+                    left[e] -= part * other[e]
+            after = _dot(left, left)
+            norm = np.sqrt(after)
+            lost = after <= 1e-12 * before and before < np.inf
+            for e in range(length):
+                left[e] = 0.0 if lost else left[e] / norm
+                vector[e] = left[e]
+
+
+def _multiply(left, right, out, rank, rows, columns):
+    streaming = streams(out, rows * columns) and columns % 16 == 0  # so that every row begins where a vector may
+    piece = room()
+    for begin in range(0, columns, PIECE):
+        n = min(PIECE, columns - begin)
+        for i in range(rows):
+            target = out + 4 * (i * columns + begin)
+            to = float32_at(piece if streaming else target)
+            for a in range(rank):
+                factor, row = float32_at(left)[a * rows + i], float32_at(right + 4 * (a * columns + begin))
+                if a == 0:
+                    for e in range(n):
+                        to[e] = factor * row[e]
+                else:
+                    for e in range(n):
+                        to[e] += factor * row[e]
+            if streaming:
+                stream(piece, target, n)
+    if streaming:
+        settle()
+
+
+def powersgd_orthonormalize(vectors: torch.Tensor) -> None:
+    kernel_of(_orthonormalize)(vectors.data_ptr(), *vectors.shape)
+
+
+def powersgd_multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    kernel_of(_multiply)(*addresses(left, right, out), *left.shape, right.shape[1])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from llvmlite import ir
-from numba import njit, types
+from numba import int64, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from gradwire.collectives.kernels.cpu.intrinsics import float32_at
+from gradwire.collectives.kernels.cpu.intrinsics import FLOAT, I32, I64, float32_at, instruction
 
 PIECE = 1024  # numbers for which there is room
 
@@ -19,44 +16,31 @@ _MANY = 1 << 18
 
 _LANES = 16
 _ALIGNMENT = 64
-_VECTOR = ir.VectorType(ir.FloatType(), _LANES)
+_VECTOR = ir.VectorType(FLOAT, _LANES)
 
 
-@intrinsic
-def room(context: Any) -> Any:
+@instruction(int64)
+def room(builder):
     """Return the address of 4 * PIECE bytes and a vector, aligned to vectors, until the function that asks returns.
 
     (An array gives its memory back after its last mention, whoever still has the address.)
     """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vectors = cgutils.alloca_once(builder, ir.ArrayType(_VECTOR, PIECE // _LANES + 1))
-        vectors.align = _ALIGNMENT
-        return builder.ptrtoint(vectors, ir.IntType(64))
-
-    return types.int64(), generate
+    vectors = cgutils.alloca_once(builder, ir.ArrayType(_VECTOR, PIECE // _LANES + 1))
+    vectors.align = _ALIGNMENT
+    return builder.ptrtoint(vectors, I64)
 
 
-@intrinsic
-def _stream_vector(context: Any, source: Any, target: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, target = (builder.inttoptr(address, _VECTOR.as_pointer()) for address in arguments)
-        store = builder.store(builder.load(source, align=4), target, align=_ALIGNMENT)
-        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+@instruction(types.void, int64, int64)
+def _stream_vector(builder, source, target):
+    source, target = (builder.inttoptr(address, _VECTOR.as_pointer()) for address in (source, target))
+    store = builder.store(builder.load(source, align=4), target, align=_ALIGNMENT)
+    store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(I32, 1)]))
 
 
-@intrinsic
-def settle(context: Any) -> Any:
+@instruction(types.void)
+def settle(builder):
     """Settle what was streamed before anybody else is told of it: such stores are not ordered with others."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    builder.fence("seq_cst")
 
 
 @njit
@@ -73,3 +57,18 @@ def stream(source, target, numel):
         _stream_vector(source + 4 * i, target + 4 * i)
     for i in range(whole, numel):
         float32_at(target)[i] = float32_at(source)[i]
+
+
+@njit
+def clear(out, n):
+    """Set numbers to zero, many of them past the caches."""
+    zeros, to = room(), float32_at(out)
+    if not streams(out, n):
+        for i in range(n):
+            to[i] = 0
+        return
+    for i in range(PIECE):
+        float32_at(zeros)[i] = 0
+    for begin in range(0, n, PIECE):
+        stream(zeros, out + 4 * begin, min(PIECE, n - begin))
+    settle()

@@ -25,7 +25,7 @@ from gradwire.collectives.kernels.cpu.blocks import (
     quotient,
     residual_at,
 )
-from gradwire.collectives.kernels.cpu.calling import addresses, kernel_of
+from gradwire.collectives.kernels.cpu.calling import decoder, encoder
 from gradwire.collectives.kernels.cpu.digits import decode_digits, decode_nibbles, pack_fours, pack_twos, unpack_twos
 from gradwire.collectives.kernels.cpu.intrinsics import bits_of, float32_at, float_of, int8_at, uint8_at
 from gradwire.collectives.kernels.cpu.randomness import random_bits, rounded_stochastically, uniform
@@ -185,25 +185,6 @@ def _natural_decode(wire, out, numel, add, scale):
         put(o, i, _float_of_natural(codes[i]) * scale, add)
 
 
-def qsgd_encode(values, residual, wire, levels, block, seed):
-    kernel_of(_qsgd_encode)(*addresses(values, residual, wire), values.numel(), levels, block, seed)
-
-
-def qsgd_decode(wire, out, block, add, scale):
-    kernel_of(_qsgd_decode)(*addresses(wire, out), out.numel(), block, add, scale)
-
-
-def terngrad_encode(values, residual, wire, block, seed):
-    kernel_of(_terngrad_encode)(*addresses(values, residual, wire), values.numel(), block, seed)
-
-
-def terngrad_decode(wire, out, block, add, scale):
-    kernel_of(_terngrad_decode)(*addresses(wire, out), out.numel(), block, add, scale)
-
-
-def natural_encode(values, residual, wire, seed):
-    kernel_of(_natural_encode)(*addresses(values, residual, wire), values.numel(), seed)
-
-
-def natural_decode(wire, out, add, scale):
-    kernel_of(_natural_decode)(*addresses(wire, out), out.numel(), add, scale)
+qsgd_encode, qsgd_decode = encoder(_qsgd_encode), decoder(_qsgd_decode)
+terngrad_encode, terngrad_decode = encoder(_terngrad_encode), decoder(_terngrad_decode)
+natural_encode, natural_decode = encoder(_natural_encode), decoder(_natural_decode)

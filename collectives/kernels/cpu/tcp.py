@@ -11,9 +11,8 @@ from __future__ import annotations
 from numba import int64, njit
 
 from gradwire.collectives.kernels.cpu.arithmetic import OPS, combine
-from gradwire.collectives.kernels.cpu.atomics import give_way, load, monotonic_ns, store
 from gradwire.collectives.kernels.cpu.compiling import compiled
-from gradwire.collectives.kernels.cpu.intrinsics import copy
+from gradwire.collectives.kernels.cpu.intrinsics import copy, give_way, load, monotonic_ns, store
 from gradwire.collectives.kernels.cpu.sockets import (
     EAGAIN,
     EINTR,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,8 +13,6 @@ from gradwire.collectives.kernels.reference import quantize as reference
 
 #: One tensor, or several that one launch works through.
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
-#: One for all of them, or one for each.
-Seeds: TypeAlias = int | Sequence[int]
 
 _TENSORS = 96  # of a launch: as in quantize.cu, so that the table stays below the 4 KB of a kernel's parameters
 _TENSOR = np.dtype(
@@ -24,131 +22,84 @@ _TABLE = np.dtype([("tensors", _TENSOR, _TENSORS), ("count", "i4"), ("tiles", "u
 _FRACTION = {"e4m3": 3, "e5m2": 2}  # bits of the mantissa
 _WARPS = THREADS // 32
 _BLOCKS = (16, 32, 64, 128, 256, 512, 1024)  # that a warp holds in registers
+_DEFAULTS = {"block": 512, "stochastic": False, "levels": 7}  # of what a function is not given
 
 
 def _several(tensors: Tensors) -> Sequence[torch.Tensor]:
     return (tensors,) if isinstance(tensors, torch.Tensor) else tensors
 
 
-class Quantizers:
-    """Functions of one tensor of values and one wire, or as many of both (and of residuals and seeds) in one launch.
+def _tile(name: str, block: int) -> int:
+    """Return how many elements a warp works on: Layout::TILE of codecs.cuh."""
+    return 1024 if block > 512 or name == "onebit" else 512
 
-    Blocks of another length than the powers of two from 16 to 1024 are left to the reference.
+
+def _instance(template: str, parameters: Mapping[str, Any]) -> str:
+    """Return a type of codecs.cuh with its arguments, as C++ writes them."""
+    written = {
+        name: literal(value) if isinstance(value, bool) else _FRACTION.get(value, value)
+        for name, value in (_DEFAULTS | dict(parameters)).items()
+    }
+    return template.format(**written)
+
+
+def _codec(
+    name: str, template: str, encoder: tuple[str, ...] = (), decoder: tuple[str, ...] = ()
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return <name>_encode and <name>_decode, with the arguments of the functions of reference.quantize.
+
+    template: the codec's type in codecs.cuh. encoder, decoder: the names of the parameters of both. Of values and wires there may
+    be one tensor, or as many of both (and of residuals, outputs and seeds) in one launch.
     """
 
-    def __init__(self, launch: Launch) -> None:
-        self._launch = launch
-
-    def fp16_encode(self, values: Tensors, residual: Tensors | None, wire: Tensors, seed: Seeds) -> None:
-        self._encode("fp16", "Fp16", (), values, residual, wire, seed)
-
-    def fp16_decode(self, wire: Tensors, out: Tensors, add: bool, scale: float) -> None:
-        self._decode("fp16", "Fp16", (), wire, out, add, scale)
-
-    def bf16_encode(self, values: Tensors, residual: Tensors | None, wire: Tensors, seed: Seeds) -> None:
-        self._encode("bf16", "Bf16", (), values, residual, wire, seed)
-
-    def bf16_decode(self, wire: Tensors, out: Tensors, add: bool, scale: float) -> None:
-        self._decode("bf16", "Bf16", (), wire, out, add, scale)
-
-    def fp8_encode(
-        self, values: Tensors, residual: Tensors | None, wire: Tensors, format: str, block: int, seed: Seeds
+    def encode(
+        self: Quantizers, values: Tensors, residual: Tensors | None, wire: Tensors, *parameters_and_seed: Any
     ) -> None:
-        codec = f"Fp8<{block}, {_FRACTION[format]}>"
-        self._encode("fp8", codec, (format, block), values, residual, wire, seed, block)
-
-    def fp8_decode(self, wire: Tensors, out: Tensors, format: str, block: int, add: bool, scale: float) -> None:
-        codec = f"Fp8<{block}, {_FRACTION[format]}>"
-        self._decode("fp8", codec, (format, block), wire, out, add, scale, block)
-
-    def int8_encode(
-        self, values: Tensors, residual: Tensors | None, wire: Tensors, block: int, stochastic: bool, seed: Seeds
-    ) -> None:
-        codec = f"Int8<{block}, {literal(stochastic)}>"
-        self._encode("int8", codec, (block, stochastic), values, residual, wire, seed, block)
-
-    def int8_decode(self, wire: Tensors, out: Tensors, block: int, add: bool, scale: float) -> None:
-        self._decode("int8", f"Int8<{block}, false>", (block,), wire, out, add, scale, block)
-
-    def int4_encode(
-        self, values: Tensors, residual: Tensors | None, wire: Tensors, block: int, stochastic: bool, seed: Seeds
-    ) -> None:
-        codec = f"Int4<{block}, {literal(stochastic)}>"
-        self._encode("int4", codec, (block, stochastic), values, residual, wire, seed, block)
-
-    def int4_decode(self, wire: Tensors, out: Tensors, block: int, add: bool, scale: float) -> None:
-        self._decode("int4", f"Int4<{block}, false>", (block,), wire, out, add, scale, block)
-
-    def onebit_encode(self, values: Tensors, residual: Tensors | None, wire: Tensors, block: int, seed: Seeds) -> None:
-        self._encode("onebit", f"OneBit<{block}>", (block,), values, residual, wire, seed, block)
-
-    def onebit_decode(self, wire: Tensors, out: Tensors, block: int, add: bool, scale: float) -> None:
-        self._decode("onebit", f"OneBit<{block}>", (block,), wire, out, add, scale, block)
-
-    def qsgd_encode(
-        self, values: Tensors, residual: Tensors | None, wire: Tensors, levels: int, block: int, seed: Seeds
-    ) -> None:
-        self._encode("qsgd", f"Qsgd<{block}, {levels}>", (levels, block), values, residual, wire, seed, block)
-
-    def qsgd_decode(self, wire: Tensors, out: Tensors, block: int, add: bool, scale: float) -> None:
-        self._decode("qsgd", f"Qsgd<{block}, 7>", (block,), wire, out, add, scale, block)
-
-    def terngrad_encode(
-        self, values: Tensors, residual: Tensors | None, wire: Tensors, block: int, seed: Seeds
-    ) -> None:
-        self._encode("terngrad", f"TernGrad<{block}>", (block,), values, residual, wire, seed, block)
-
-    def terngrad_decode(self, wire: Tensors, out: Tensors, block: int, add: bool, scale: float) -> None:
-        self._decode("terngrad", f"TernGrad<{block}>", (block,), wire, out, add, scale, block)
-
-    def natural_encode(self, values: Tensors, residual: Tensors | None, wire: Tensors, seed: Seeds) -> None:
-        self._encode("natural", "Natural", (), values, residual, wire, seed)
-
-    def natural_decode(self, wire: Tensors, out: Tensors, add: bool, scale: float) -> None:
-        self._decode("natural", "Natural", (), wire, out, add, scale)
-
-    def _encode(
-        self,
-        name: str,
-        codec: str,
-        parameters: tuple[Any, ...],
-        values: Tensors,
-        residual: Tensors | None,
-        wire: Tensors,
-        seed: Seeds,
-        block: int = 512,
-    ) -> None:
-        """Launch an encoder. codec: a type in codecs.cuh. parameters: of the reference's function."""
+        *given, seed = parameters_and_seed
+        parameters = dict(zip(encoder, given, strict=True))
+        block = parameters.get("block", _DEFAULTS["block"])
         inputs, wires = _several(values), _several(wire)
         residuals = [None] * len(inputs) if residual is None else _several(residual)
         seeds = [seed] * len(inputs) if isinstance(seed, int) else seed
         if block not in _BLOCKS:
             for v, r, w, s in zip(inputs, residuals, wires, seeds, strict=True):
-                getattr(reference, f"{name}_encode")(v, r, w, *parameters, s)
+                getattr(reference, f"{name}_encode")(v, r, w, *given, s)
             return
-        kernel = f"encode<{codec}, {literal(residual is not None)}>"
-        self._work_through(kernel, _tile(name, block), inputs, residuals, wires, seeds, 1.0)
+        kernel = f"encode<{_instance(template, parameters)}, {literal(residual is not None)}>"
+        self.work_through(kernel, _tile(name, block), inputs, residuals, wires, seeds, 1.0)
 
-    def _decode(
-        self,
-        name: str,
-        codec: str,
-        parameters: tuple[Any, ...],
-        wire: Tensors,
-        out: Tensors,
-        add: bool,
-        scale: float,
-        block: int = 512,
-    ) -> None:
+    def decode(self: Quantizers, wire: Tensors, out: Tensors, *parameters_and_how: Any) -> None:
+        *given, add, scale = parameters_and_how
+        parameters = dict(zip(decoder, given, strict=True))
+        block = parameters.get("block", _DEFAULTS["block"])
         outputs, wires = _several(out), _several(wire)
         if block not in _BLOCKS:
             for w, o in zip(wires, outputs, strict=True):
-                getattr(reference, f"{name}_decode")(w, o, *parameters, add, scale)
+                getattr(reference, f"{name}_decode")(w, o, *given, add, scale)
             return
-        nothing, kernel = [None] * len(outputs), f"decode<{codec}, {literal(add)}>"
-        self._work_through(kernel, _tile(name, block), outputs, nothing, wires, [0] * len(outputs), scale)
+        nothing, kernel = [None] * len(outputs), f"decode<{_instance(template, parameters)}, {literal(add)}>"
+        self.work_through(kernel, _tile(name, block), outputs, nothing, wires, [0] * len(outputs), scale)
 
-    def _work_through(
+    return encode, decode
+
+
+class Quantizers:
+    """Blocks of another length than the powers of two from 16 to 1024 are left to the reference."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+
+    fp16_encode, fp16_decode = _codec("fp16", "Fp16")
+    bf16_encode, bf16_decode = _codec("bf16", "Bf16")
+    fp8_encode, fp8_decode = _codec("fp8", "Fp8<{block}, {format}>", ("format", "block"), ("format", "block"))
+    int8_encode, int8_decode = _codec("int8", "Int8<{block}, {stochastic}>", ("block", "stochastic"), ("block",))
+    int4_encode, int4_decode = _codec("int4", "Int4<{block}, {stochastic}>", ("block", "stochastic"), ("block",))
+    onebit_encode, onebit_decode = _codec("onebit", "OneBit<{block}>", ("block",), ("block",))
+    qsgd_encode, qsgd_decode = _codec("qsgd", "Qsgd<{block}, {levels}>", ("levels", "block"), ("block",))
+    terngrad_encode, terngrad_decode = _codec("terngrad", "TernGrad<{block}>", ("block",), ("block",))
+    natural_encode, natural_decode = _codec("natural", "Natural")
+
+    def work_through(
         self,
         kernel: str,
         tile: int,
@@ -158,6 +109,7 @@ class Quantizers:
         seeds: Sequence[int],
         scale: float,
     ) -> None:
+        """Launch a kernel of quantize.cu on all tensors, a table of them at a time. tile: how many elements a warp works on."""
         entries = list(zip(values, residuals, wires, seeds, strict=True))
         for begin in range(0, len(entries), _TENSORS):
             table = np.zeros((), _TABLE)
@@ -171,8 +123,3 @@ class Quantizers:
             table["count"], table["tiles"], table["scale"] = min(_TENSORS, len(entries) - begin), tiles, scale
             if tiles:
                 self._launch("quantize", kernel, -(-tiles // _WARPS), table, touched)
-
-
-def _tile(name: str, block: int) -> int:
-    """Return how many elements a warp works on: Layout::TILE of codecs.cuh."""
-    return 1024 if block > 512 or name == "onebit" else 512

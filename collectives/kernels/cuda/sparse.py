@@ -8,10 +8,10 @@ from typing import ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gradwire.collectives.kernels.cuda.source import THREADS, Launch, literal
-from gradwire.collectives.kernels.reference.chunks import CHUNK
-from gradwire.collectives.kernels.reference.powersgd import powersgd_multiply, powersgd_orthonormalize
+from gradwire.collectives.kernels.reference.sparse import CHUNK, powersgd_multiply, powersgd_orthonormalize
 
 # As in sums.cuh.
 _CHUNK = 8192
@@ -34,44 +34,28 @@ class Sparse:
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
 
-    def topk_encode(self, values: torch.Tensor, residual: torch.Tensor | None, wire: torch.Tensor, k: int) -> None:
+    def topk_encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, k: int) -> None:
         self._select(values, residual, wire, k)
 
-    def topk_decode(self, wire: torch.Tensor, out: torch.Tensor, k: int, add: bool, scale: float) -> None:
+    def topk_decode(self, wire: Tensor, out: Tensor, k: int, add: bool, scale: float) -> None:
         self._scatter(f"scatter<{literal(add)}>", wire, out, add, k=k, slots=_slots(k), scale=scale)
 
     def dgc_encode(
-        self,
-        values: torch.Tensor,
-        residual: torch.Tensor,
-        wire: torch.Tensor,
-        k: int,
-        momentum: torch.Tensor,
-        decay: float,
+        self, values: Tensor, residual: Tensor, wire: Tensor, k: int, momentum: Tensor, decay: float
     ) -> None:
         self._select(values, residual, wire, k, momentum=momentum, decay=decay)
 
     def threshold_encode(
-        self,
-        values: torch.Tensor,
-        residual: torch.Tensor | None,
-        wire: torch.Tensor,
-        k: int,
-        slack: int,
-        tau: torch.Tensor | None,
+        self, values: Tensor, residual: Tensor | None, wire: Tensor, k: int, slack: int, tau: Tensor | None
     ) -> None:
         self._select(values, residual, wire, k, slack=slack, tau=tau, header=_HEADER)
 
-    def threshold_decode(
-        self, wire: torch.Tensor, out: torch.Tensor, k: int, slack: int, add: bool, scale: float
-    ) -> None:
+    def threshold_decode(self, wire: Tensor, out: Tensor, k: int, slack: int, add: bool, scale: float) -> None:
         room = k + slack
         kernel = f"scatter<{literal(add)}>"
         self._scatter(kernel, wire, out, add, k=room, slots=_slots(room), header=_HEADER, scale=scale)
 
-    def randomk_encode(
-        self, values: torch.Tensor, residual: torch.Tensor | None, wire: torch.Tensor, k: int, seed: int
-    ) -> None:
+    def randomk_encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, k: int, seed: int) -> None:
         if values.numel() == 0:
             wire.zero_()
             return
@@ -85,17 +69,17 @@ class Sparse:
         self._launch("sparse", f"examine<{feedback}>", blocks, parameters, touched)
         self._launch("sparse", f"draw<{feedback}>", blocks, parameters, touched)
 
-    def randomk_decode(self, wire: torch.Tensor, out: torch.Tensor, k: int, seed: int, add: bool, scale: float) -> None:
+    def randomk_decode(self, wire: Tensor, out: Tensor, k: int, seed: int, add: bool, scale: float) -> None:
         self._scatter(f"place<{literal(add)}>", wire, out, add, k=k, seed=seed & 0xFFFFFFFF, scale=scale)
 
-    def chunktopk_encode(self, values: torch.Tensor, residual: torch.Tensor | None, wire: torch.Tensor, k: int) -> None:
+    def chunktopk_encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, k: int) -> None:
         if values.numel() > 0:
             tensors = {"values": values, "residual": residual, "wire": wire}
             parameters = _parameters(tensors, numel=values.numel(), k=k)
             kernel = f"encode_chunk<{literal(residual is not None)}>"
             self._launch("sparse", kernel, -(-values.numel() // CHUNK), parameters, _present(tensors))
 
-    def chunktopk_decode(self, wire: torch.Tensor, out: torch.Tensor, k: int, add: bool, scale: float) -> None:
+    def chunktopk_decode(self, wire: Tensor, out: Tensor, k: int, add: bool, scale: float) -> None:
         entries = -(-out.numel() // CHUNK) * k
         self._scatter(f"scatter_chunks<{literal(add)}>", wire, out, add, k=k, entries=entries, scale=scale)
 
@@ -104,15 +88,15 @@ class Sparse:
 
     def _select(
         self,
-        values: torch.Tensor,
-        residual: torch.Tensor | None,
-        wire: torch.Tensor,
+        values: Tensor,
+        residual: Tensor | None,
+        wire: Tensor,
         k: int,
         *,
-        momentum: torch.Tensor | None = None,
+        momentum: Tensor | None = None,
         decay: float = 0.0,
         slack: int = 0,
-        tau: torch.Tensor | None = None,
+        tau: Tensor | None = None,
         header: int = 0,
     ) -> None:
         if values.numel() == 0:
@@ -153,14 +137,7 @@ class Sparse:
         return -(-chunks // each), each
 
     def _scatter(
-        self,
-        kernel: str,
-        wire: torch.Tensor,
-        out: torch.Tensor,
-        add: bool,
-        k: int,
-        entries: int | None = None,
-        **numbers: float,
+        self, kernel: str, wire: Tensor, out: Tensor, add: bool, k: int, entries: int | None = None, **numbers: float
     ) -> None:
         """Have every entry of the wire, k of them where `entries` does not say, put where it belongs."""
         if not add:
@@ -171,7 +148,7 @@ class Sparse:
             self._launch("sparse", kernel, -(-entries // THREADS), parameters, _present(tensors))
 
 
-def _parameters(tensors: Mapping[str, torch.Tensor | None], **numbers: float) -> NDArray[np.void]:
+def _parameters(tensors: Mapping[str, Tensor | None], **numbers: float) -> NDArray[np.void]:
     """Return what a kernel is given; what is not named is 0."""
     selection: NDArray[np.void] = np.zeros((), _SELECTION)
     for name, tensor in tensors.items():
@@ -181,7 +158,7 @@ def _parameters(tensors: Mapping[str, torch.Tensor | None], **numbers: float) ->
     return selection
 
 
-def _present(tensors: Mapping[str, torch.Tensor | None]) -> list[torch.Tensor]:
+def _present(tensors: Mapping[str, Tensor | None]) -> list[Tensor]:
     return [tensor for tensor in tensors.values() if tensor is not None]
 
 

@@ -1,1 +1,1 @@
-"""The codecs in plain torch, on any device. `quantize` and `sparse` gather what the other files define."""
+"""The codecs in plain torch, on any device."""

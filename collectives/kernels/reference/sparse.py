@@ -12,13 +12,272 @@ Sections of a wire: int32 indices, ascending, then float32 values, each filled u
 
 from __future__ import annotations
 
-from gradwire.collectives.kernels.reference.chunks import chunktopk_decode, chunktopk_encode
-from gradwire.collectives.kernels.reference.powersgd import powersgd_multiply, powersgd_orthonormalize
-from gradwire.collectives.kernels.reference.randomk import randomk_decode, randomk_encode
-from gradwire.collectives.kernels.reference.topk import (
-    dgc_encode,
-    threshold_decode,
-    threshold_encode,
-    topk_decode,
-    topk_encode,
-)
+import torch
+from torch import Tensor
+
+from gradwire.collectives.kernels.reference.blocks import block_sums, corrected, in_blocks
+from gradwire.collectives.kernels.reference.randomness import random_bits
+from gradwire.collectives.kernels.wire import pad16
+
+
+def _one_nan(numbers: Tensor) -> Tensor:
+    return torch.where(numbers.isnan(), torch.full_like(numbers, float("nan")), numbers)
+
+
+def write_entries(wire: Tensor, entries: int, indices: Tensor, values: Tensor) -> None:
+    """Write indices and values into a wire with room for so many entries."""
+    wire.zero_()
+    section = pad16(4 * entries)
+    wire[:section].view(torch.int32)[: len(indices)] = indices.to(torch.int32)
+    wire[section:].view(torch.float32)[: len(values)] = _one_nan(values)
+
+
+def read_entries(wire: Tensor, entries: int, count: int) -> tuple[Tensor, Tensor]:
+    section = pad16(4 * entries)
+    return wire[:section].view(torch.int32)[:count].to(torch.int64), wire[section:].view(torch.float32)[:count]
+
+
+def put_entries(out: Tensor, indices: Tensor, values: Tensor, add: bool, scale: float) -> None:
+    if not add:
+        out.zero_()
+    out[indices] += values * scale
+
+
+def keep_unsent(residual: Tensor | None, c: Tensor, sent: Tensor) -> None:
+    """Set the residual to c, without what was sent and what is not finite."""
+    if residual is not None:
+        residual.copy_(torch.where(c.isfinite(), c, torch.zeros_like(c)))
+        residual[sent] = 0
+
+
+#: The key of every NaN.
+_NAN = 0x7F800001
+
+#: How many numbers chunktopk chooses among.
+CHUNK = 4096
+
+#: powersgd: a vector of which so little is left once others are taken away from it is rounding errors: in squares of norms.
+LOST = 1e-12
+
+
+def _keys(numbers: Tensor) -> Tensor:
+    return (numbers.view(torch.int32) & 0x7FFFFFFF).clamp(max=_NAN)
+
+
+def _largest(numbers: Tensor, k: int) -> Tensor:
+    """Return (k,) indices of the largest keys, ascending."""
+    return _keys(numbers).sort(descending=True, stable=True).indices[:k].sort().values
+
+
+def topk_encode(values: Tensor, residual: Tensor | None, wire: Tensor, k: int) -> None:
+    """Send the k largest numbers, exactly."""
+    c = corrected(values, residual)
+    sent = _largest(c, k)
+    write_entries(wire, k, sent, c[sent])
+    keep_unsent(residual, c, sent)
+
+
+def topk_decode(wire: Tensor, out: Tensor, k: int, add: bool, scale: float) -> None:
+    put_entries(out, *read_entries(wire, k, k), add, scale)
+
+
+def dgc_encode(values: Tensor, residual: Tensor, wire: Tensor, k: int, momentum: Tensor, decay: float) -> None:
+    """Set momentum = decay * momentum + values, and send topk of momentum + residual.
+
+    What leaves the residual leaves the momentum too.
+    """
+    momentum.copy_(momentum * decay + values)
+    c = residual + momentum
+    sent = _largest(c, k)
+    write_entries(wire, k, sent, c[sent])
+    keep_unsent(residual, c, sent)
+    keep_unsent(momentum, torch.where(c.isfinite(), momentum, c), sent)
+
+
+def threshold_encode(
+    values: Tensor, residual: Tensor | None, wire: Tensor, k: int, slack: int, tau: Tensor | None
+) -> None:
+    """Send all that reach the magnitude `tau` ((1,), float32), if they are k - slack to k + slack; otherwise send topk.
+
+    So it is too without tau, and for tau = 0.
+
+    tau then moves: if m numbers were sent for it, it is multiplied by 1 + (m - k) / (8 k); if not, it becomes the
+    smallest magnitude that was sent, or 0 if that is not finite. The wire begins with m as int32 and 12 zero bytes, and
+    has k + slack entries.
+    """
+    c = corrected(values, residual)
+    keys = _keys(c)
+    reaching = keys >= _keys(tau) if tau is not None else torch.zeros_like(keys, dtype=torch.bool)
+    count = int(reaching.sum())
+    if tau is not None and float(tau) != 0 and abs(count - k) <= slack:
+        sent = reaching.nonzero().view(-1)
+        excess = torch.full_like(tau, count - k) / torch.full_like(tau, 8 * k) if k > 0 else torch.zeros_like(tau)
+        tau.mul_(1 + excess)
+    else:
+        sent = _largest(c, k)
+        if tau is not None and k > 0:
+            least = c[sent[keys[sent].argmin()]].abs()
+            tau.copy_(torch.where(least.isfinite(), least, torch.zeros_like(least)))
+    wire[:16].view(torch.int32).copy_(torch.tensor([len(sent), 0, 0, 0], dtype=torch.int32))
+    write_entries(wire[16:], k + slack, sent, c[sent])
+    keep_unsent(residual, c, sent)
+
+
+def threshold_decode(wire: Tensor, out: Tensor, k: int, slack: int, add: bool, scale: float) -> None:
+    put_entries(out, *read_entries(wire[16:], k + slack, int(wire[:4].view(torch.int32))), add, scale)
+
+
+def randomk_indices(n: int, k: int, seed: int, device: torch.device) -> Tensor:
+    """Return (k,) indices: n places on a ring are divided into k parts, and one is drawn from each.
+
+    With u(j) the 32 random bits of index j: the ring begins at floor(u(k) * n / 2^32), so that every index is drawn
+    with the same probability, k / n; part j is [floor(j * n / k), floor((j + 1) * n / k)), of which element floor(u(j)
+    * length / 2^32) is taken.
+    """
+    random = random_bits(k + 1, seed, device)
+    ends = torch.arange(k + 1, device=device) * n // max(k, 1)
+    drawn = ends[:-1] + (random[:-1] * ends.diff() >> 32) + (random[-1] * n >> 32)
+    return torch.where(drawn < n, drawn, drawn - n)
+
+
+def randomk_encode(values: Tensor, residual: Tensor | None, wire: Tensor, k: int, seed: int) -> None:
+    """Send the numbers at randomk_indices, in that order; all NaN if any number, sent or not, is not finite."""
+    c = corrected(values, residual)
+    sent = randomk_indices(len(c), k, seed, c.device)
+    wire.zero_()
+    wire.view(torch.float32)[:k] = c[sent] if c.isfinite().all() else torch.full((k,), float("nan"), device=c.device)
+    keep_unsent(residual, c, sent)
+
+
+def randomk_decode(wire: Tensor, out: Tensor, k: int, seed: int, add: bool, scale: float) -> None:
+    put_entries(out, randomk_indices(len(out), k, seed, out.device), wire.view(torch.float32)[:k], add, scale)
+
+
+def powersgd_orthonormalize(vectors: Tensor) -> None:
+    """Make the vectors of each set, (batch, rank, length) float32 and contiguous, orthonormal, in place.
+
+    Modified Gram-Schmidt in float64, in the order of the vectors, sums in the order of reference.block_sums. A vector
+    that lies in the span of those before it becomes zero. A set that is not finite becomes NaN somewhere.
+    """
+    done: list[Tensor] = []
+    for vector in vectors.to(torch.float64).unbind(1):
+        left = vector
+        for other in done:
+            left = left - block_sums(other * left) * other
+        before, after = block_sums(vector * vector), block_sums(left * left)
+        lost = (after <= LOST * before) & (before < float("inf"))
+        done.append(torch.where(lost, torch.zeros_like(left), left / after.sqrt()))
+    vectors.copy_(torch.stack(done, 1))
+
+
+def powersgd_multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Set out (rows, columns) to the transpose of left (rank, rows) times right (rank, columns), all contiguous.
+
+    The products are added in the order of the rank, each rounded: the same bits on every machine.
+    """
+    out.copy_(left[0][:, None] * right[0])
+    for p, q in zip(left[1:], right[1:], strict=True):
+        out.add_(p[:, None] * q)
+
+
+# chunktopk: of every chunk of numbers the largest, as indices of 12 bits and values of 2.
+
+
+def _counts(numel: int, k: int) -> Tensor:
+    """Return (chunks,): how many numbers of each chunk are sent, k of CHUNK, rounded up where the last one is shorter."""
+    lengths = torch.full((-(-numel // CHUNK),), CHUNK)
+    if numel % CHUNK:
+        lengths[-1] = numel % CHUNK
+    return -(-lengths * k // CHUNK)
+
+
+def _mean(magnitudes: Tensor, wanted: Tensor) -> Tensor:
+    """Return (chunks, 1): the mean of the magnitudes (chunks, k) that are wanted, summed one after the other; 0 of none."""
+    total = magnitudes.new_zeros(len(magnitudes))
+    for column, is_wanted in zip(magnitudes.unbind(1), wanted.unbind(1), strict=True):
+        total = torch.where(is_wanted, total + column, total)
+    number = wanted.sum(1)
+    return torch.where(number > 0, total / number.clamp(min=1).to(total.dtype), 0).unsqueeze(1)
+
+
+def _bfloat16(numbers: Tensor) -> Tensor:
+    """Return numbers rounded to bfloat16, all NaN alike."""
+    bits = numbers.to(torch.bfloat16).view(torch.int16)
+    return torch.where(numbers.isnan(), torch.full_like(bits, 0x7FC0), bits).view(torch.bfloat16)
+
+
+def _sections(wire: Tensor, chunks: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the bytes of indices (chunks, 3k / 2), of codes (chunks, k / 4) and of scales (chunks, 4)."""
+    parts, at = [], 0
+    for width in (3 * k // 2, k // 4, 4):
+        parts.append(wire[at : at + chunks * width].view(chunks, width))
+        at += pad16(chunks * width)
+    return parts[0], parts[1], parts[2]
+
+
+def chunktopk_encode(values: Tensor, residual: Tensor | None, wire: Tensor, k: int) -> None:
+    """Send the k largest magnitudes of every chunk, of equal ones those that come first: each as its place in the chunk,
+    its sign, and whether it reaches the mean magnitude of those that are sent. The scales are the mean magnitudes of
+    those that do not and of those that do, as bfloat16; both are NaN where a number is not finite.
+    """
+    wire.zero_()
+    numel = values.numel()
+    c = corrected(values, residual)
+    if numel == 0:
+        return
+    blocks, counts = in_blocks(c, CHUNK), _counts(numel, k)
+    chunks = len(blocks)
+    keys = _keys(blocks)
+    keys.view(-1)[numel:] = -1
+    largest = keys.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    unused = CHUNK  # what sorts behind all places
+    wanted = torch.arange(k) < counts.unsqueeze(1)
+    places = torch.where(wanted.to(largest.device), largest, unused).sort(dim=1).values
+    wanted = places < unused
+    places = torch.where(wanted, places, 0)
+    sent = torch.where(wanted, blocks.gather(1, places), 0)
+    mean = _mean(sent.abs(), wanted)
+    reaches = wanted & (sent.abs() >= mean)
+    scales = torch.cat([_mean(sent.abs(), wanted & ~reaches), _mean(sent.abs(), reaches)], 1)
+    scales = _bfloat16(torch.where(mean < float("inf"), scales, float("nan")))
+    codes = torch.where(wanted, (sent < 0).to(torch.int32) * 2 + reaches, 0)
+
+    index_bytes, code_bytes, scale_bytes = _sections(wire, chunks, k)
+    first, second = places.to(torch.int32)[:, 0::2], places.to(torch.int32)[:, 1::2]
+    packed = torch.stack([first & 0xFF, first >> 8 | (second & 0xF) << 4, second >> 4], 2)
+    index_bytes.copy_(packed.view(chunks, -1))
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.int32, device=codes.device)
+    code_bytes.copy_((codes.view(chunks, -1, 4) << shifts).sum(2))
+    scale_bytes.copy_(scales.contiguous().view(torch.uint8).view(chunks, 4))
+
+    if residual is not None:
+        decoded = _values(codes, scales)
+        lost = torch.where(decoded.isfinite(), sent - decoded, 0)
+        kept = torch.where(blocks.isfinite(), blocks, 0)
+        rows = torch.arange(chunks, device=places.device).unsqueeze(1).expand_as(places)
+        kept[rows[wanted], places[wanted]] = lost[wanted]
+        residual.copy_(kept.view(-1)[:numel])
+
+
+def _values(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return what codes (chunks, k) stand for. scales: (chunks, 2) bfloat16."""
+    magnitudes = scales.to(torch.float32).gather(1, (codes & 1).to(torch.int64))
+    return torch.where(codes >= 2, -magnitudes, magnitudes)
+
+
+def chunktopk_decode(wire: Tensor, out: Tensor, k: int, add: bool, scale: float) -> None:
+    numel = out.numel()
+    if numel == 0:
+        return
+    counts = _counts(numel, k)
+    index_bytes, code_bytes, scale_bytes = _sections(wire, len(counts), k)
+    triples = index_bytes.to(torch.int64).view(len(counts), -1, 3)
+    first = triples[:, :, 0] | (triples[:, :, 1] & 0xF) << 8
+    second = triples[:, :, 1] >> 4 | triples[:, :, 2] << 4
+    places = torch.stack([first, second], 2).view(len(counts), k)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.int32, device=wire.device)
+    codes = (code_bytes.to(torch.int32).unsqueeze(2) >> shifts & 3).view(len(counts), k)
+    scales = scale_bytes.contiguous().view(torch.bfloat16).view(len(counts), 2)
+    wanted = (torch.arange(k) < counts.unsqueeze(1)).to(wire.device)
+    starts = torch.arange(len(counts), device=wire.device).unsqueeze(1) * CHUNK
+    put_entries(out, (places + starts)[wanted], _values(codes, scales)[wanted], add, scale)

@@ -1,0 +1,108 @@
+"""What a codec promises of each number: no result of `python -m gradwire.bench codec` goes by without a look at this."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives.compression.chunktopk import ChunkTopK
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.dense import (
+    QSGD,
+    BFloat16,
+    Blocked,
+    Float8,
+    Float16,
+    Int4,
+    Int8,
+    Natural,
+    OneBit,
+    TernGrad,
+)
+from gradwire.collectives.compression.sparse import RandomK, Sparse, Threshold
+from gradwire.collectives.kernels.reference.sparse import CHUNK
+
+#: Bounds are exact in real numbers; codes are computed in float32.
+_ROUNDING = 1 + 1e-3
+#: Of a sum of two float32 numbers.
+_ULP = 2.0**-23
+
+
+def count_outside(codec: Codec, values: Tensor, decoded: Tensor) -> int:
+    """How many of the decoded numbers the codec cannot have made of `values` (float32, finite, whole blocks)."""
+    if isinstance(codec, ChunkTopK):
+        return _count_unlike_in_chunks(codec, values.view(-1, CHUNK), decoded.view(-1, CHUNK))
+    if isinstance(codec, Sparse):
+        return _count_unlike(codec, values, decoded)
+    if isinstance(codec, OneBit):
+        blocks, decoded = values.view(-1, codec.block), decoded.view(-1, codec.block)
+        mean = blocks.abs().mean(1, keepdim=True, dtype=torch.float64).to(torch.float32)
+        return _count_above((torch.copysign(mean, blocks) - decoded).abs_(), mean * (_ROUNDING - 1))
+    shape = (-1, codec.block if isinstance(codec, Blocked) else values.numel())
+    error, values = (values - decoded).abs_().view(shape), values.view(shape)
+    return _count_above(error, _largest_error(codec, values) * _ROUNDING)
+
+
+def count_unequal(result: Tensor, expected: Tensor, terms: Tensor) -> int:
+    """Elements further from each other than the rounding of a sum of `terms` (>= 0: their magnitudes, added)."""
+    return _count_above((result - expected).abs_(), terms * _ULP)
+
+
+def relative_error(values: Tensor, decoded: Tensor) -> float:
+    """|values - decoded| / |values| in L2 norms, in float64."""
+    exact = values.to(torch.float64)
+    return float(torch.linalg.vector_norm(exact - decoded) / torch.linalg.vector_norm(exact))
+
+
+def _count_above(errors: Tensor, bound: Tensor) -> int:
+    """NaN is above everything."""
+    return errors.numel() - int((errors <= bound).sum())
+
+
+def _largest_error(codec: Codec, blocks: Tensor) -> Tensor:
+    """Of numbers in rows of one block: (blocks, 1) where it is the same for a block, else as many as numbers."""
+    if isinstance(codec, Float16):
+        return blocks.abs().mul_(2.0**-11).add_(2.0**-25)
+    if isinstance(codec, BFloat16):
+        return blocks.abs().mul_(2.0**-8)
+    if isinstance(codec, Natural):
+        return blocks.abs().add_(2.0**-76)
+    if isinstance(codec, QSGD):
+        norm: Tensor = torch.linalg.vector_norm(blocks, dim=1, keepdim=True)
+        return norm / codec.levels
+    maximum = torch.maximum(blocks.amax(1, keepdim=True), -blocks.amin(1, keepdim=True))
+    if isinstance(codec, Float8):
+        relative, least = (2.0**-4, 2.0**-10 / 448) if codec.format == "e4m3" else (2.0**-3, 2.0**-17 / 57344)
+        return blocks.abs().mul_(relative).add_(maximum * least)
+    if isinstance(codec, TernGrad):
+        return maximum
+    if isinstance(codec, Int8 | Int4):
+        step = maximum / 127 if isinstance(codec, Int8) else maximum / 7 * (1 + 2**-7)
+        return step if codec.stochastic else step / 2
+    raise TypeError(f"no bound is known of {codec}")
+
+
+def _count_unlike(codec: Sparse, values: Tensor, decoded: Tensor) -> int:
+    """A number is sent as it is or not at all, as many as the codec says, and the largest unless they are drawn by lot."""
+    sent = decoded != 0
+    unlike = int((sent & (decoded != values)).sum())
+    k, slack = codec.count(values.numel()), codec.slack(values.numel()) if isinstance(codec, Threshold) else 0
+    slack += int((values == 0).sum())  # sent or not, they look alike
+    unlike += max(0, abs(int(sent.sum()) - k) - slack)
+    if isinstance(codec, RandomK):
+        return unlike
+    magnitudes = values.abs()
+    least = float(magnitudes.masked_fill(~sent, math.inf).min())
+    return unlike + int(((magnitudes > least) & ~sent).sum())
+
+
+def _count_unlike_in_chunks(codec: ChunkTopK, chunks: Tensor, decoded: Tensor) -> int:
+    """In each chunk k are sent, with their signs, none of them larger than the largest, and the others are no larger."""
+    sent, magnitudes = decoded != 0, chunks.abs()
+    unlike = int((sent.sum(1) - codec.k).abs().sum())
+    unlike += int((sent & (decoded.sign() != chunks.sign())).sum())
+    unlike += int((sent & ~(decoded.abs() <= magnitudes.amax(1, keepdim=True) * (1 + 2.0**-8))).sum())
+    least = magnitudes.masked_fill(~sent, math.inf).amin(1, keepdim=True)
+    return unlike + int(((magnitudes > least) & ~sent).sum())

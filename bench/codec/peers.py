@@ -1,0 +1,342 @@
+"""The codecs in torch's own operations: what one writes without kernels, and the other side of `python -m gradwire.bench codec`.
+
+As fast as we could write them: temporaries are kept from call to call, or else allocated as expressions do; maxima need no
+pass for magnitudes, bits are packed as the lanes of wider integers. Numbers are a multiple of the block. What ours do beyond
+that is left out where it would cost torch time: NaN survives only where it does so by itself, indices of sparse codes are not
+sorted.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.kernels.reference.sparse import CHUNK
+
+#: Magnitudes are taken to be at least this, so that nothing is divided by 0.
+_LEAST = 1e-30
+
+
+class Contender(ABC):
+    """A codec at work on `numel` numbers. It keeps the code of what it encoded last, and decodes that.
+
+    keeps: temporaries from call to call.
+    """
+
+    def __init__(self, codec: Any, numel: int, device: torch.device, *, keeps: bool = True) -> None:
+        self.codec, self.numel, self.device, self._keeps = codec, numel, device, keeps
+        self._tensors: dict[str, Tensor] = {}
+
+    def temporary(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Room for so many numbers."""
+        if name not in self._tensors or not self._keeps:
+            self._tensors[name] = torch.empty(numel, dtype=dtype, device=self.device)
+        return self._tensors[name]
+
+    def restart(self) -> None:  # noqa: B027 - most have nothing to forget
+        """Forget what belongs to the residual, as that begins anew."""
+
+    @abstractmethod
+    def encode(self, values: Tensor) -> None: ...
+
+    @abstractmethod
+    def encode_ef(self, values: Tensor, residual: Tensor) -> None:
+        """Encode values + residual; the residual becomes what was lost."""
+
+    @abstractmethod
+    def decode(self, out: Tensor) -> None: ...
+
+    @abstractmethod
+    def decode_add(self, out: Tensor) -> None: ...
+
+
+class DensePeer(Contender):
+    """Codes of all numbers, which stand for numbers times the scale of their block, `scales` (blocks, 1)."""
+
+    codes: Tensor
+    scales: Tensor | None = None
+
+    @abstractmethod
+    def numbers(self, out: Tensor) -> None:
+        """Write what the codes stand for, before it is scaled."""
+
+    def encode_ef(self, values: Tensor, residual: Tensor) -> None:
+        self.encode(residual.add_(values))
+        self._add(residual, -1)
+
+    def decode(self, out: Tensor) -> None:
+        self.numbers(out)
+        if self.scales is not None:
+            out.view(len(self.scales), -1).mul_(self.scales)
+
+    def decode_add(self, out: Tensor) -> None:
+        self._add(out, 1)
+
+    def _add(self, out: Tensor, sign: int) -> None:
+        numbers = self.temporary("numbers", self.numel)
+        self.numbers(numbers)
+        if self.scales is None:
+            out.add_(numbers, alpha=sign)
+        else:
+            blocks = len(self.scales)
+            out.view(blocks, -1).addcmul_(numbers.view(blocks, -1), self.scales, value=sign)
+
+    def scaled(self, values: Tensor, factors: Tensor) -> Tensor:
+        """values times the factor of their block, in a temporary."""
+        blocks = len(factors)
+        product = self.temporary("scaled", self.numel)
+        torch.mul(values.view(blocks, -1), factors, out=product.view(blocks, -1))
+        return product
+
+    def random(self) -> Tensor:
+        return self.temporary("random", self.numel).uniform_()
+
+
+def largest(blocks: Tensor) -> Tensor:
+    """(blocks, 1): faster than the amax of magnitudes, which have to be written first."""
+    return torch.maximum(blocks.amax(1, keepdim=True), -blocks.amin(1, keepdim=True)).clamp_(min=_LEAST)
+
+
+class CastPeer(DensePeer):
+    def encode(self, values: Tensor) -> None:
+        self.codes = self.temporary("codes", self.numel, self.codec.wire_dtype).copy_(values)
+
+    def numbers(self, out: Tensor) -> None:
+        out.copy_(self.codes)
+
+
+class Float8Peer(DensePeer):
+    def encode(self, values: Tensor) -> None:
+        dtype = torch.float8_e4m3fn if self.codec.format == "e4m3" else torch.float8_e5m2
+        maximum, limit = largest(values.view(-1, self.codec.block)), torch.finfo(dtype).max
+        self.scales = maximum / limit
+        numbers = self.scaled(values, limit / maximum).clamp_(-limit, limit)
+        self.codes = self.temporary("codes", self.numel, dtype).copy_(numbers)
+
+    def numbers(self, out: Tensor) -> None:
+        out.copy_(self.codes)
+
+
+class Int8Peer(DensePeer):
+    def encode(self, values: Tensor) -> None:
+        maximum = largest(values.view(-1, self.codec.block))
+        self.scales = maximum / 127
+        numbers = self.scaled(values, 127 / maximum)
+        numbers = numbers.add_(self.random()).floor_() if self.codec.stochastic else numbers.round_()
+        self.codes = self.temporary("codes", self.numel, torch.int8).copy_(numbers.clamp_(-127, 127))
+
+    def numbers(self, out: Tensor) -> None:
+        out.copy_(self.codes)
+
+
+class NibblePeer(DensePeer):
+    """Integers from -8 to 7, two a byte: packed and unpacked as the halves of 16-bit integers."""
+
+    def pack(self, numbers: Tensor) -> None:
+        pairs = self.temporary("integers", self.numel, torch.int8).copy_(numbers).view(torch.int16)
+        low = torch.bitwise_and(pairs, 15, out=self.temporary("low", self.numel // 2, torch.int16))
+        pairs.bitwise_right_shift_(4).bitwise_and_(0xF0).bitwise_or_(low)
+        self.codes = self.temporary("codes", self.numel // 2, torch.uint8).copy_(pairs)
+
+    def numbers(self, out: Tensor) -> None:
+        pairs = self.temporary("pairs", self.numel // 2, torch.int16).copy_(self.codes)
+        high = torch.bitwise_left_shift(pairs, 4, out=self.temporary("high", self.numel // 2, torch.int16))
+        pairs.bitwise_or_(high).bitwise_and_(0x0F0F)
+        out.copy_(pairs.view(torch.int8).bitwise_xor_(8).sub_(8))
+
+
+class Int4Peer(NibblePeer):
+    def encode(self, values: Tensor) -> None:
+        self.scales = (largest(values.view(-1, self.codec.block)) / 7).to(torch.bfloat16).to(torch.float32)
+        numbers = self.scaled(values, 1 / self.scales)
+        numbers = numbers.add_(self.random()).floor_() if self.codec.stochastic else numbers.round_()
+        self.pack(numbers.clamp_(-7, 7))
+
+
+class QSGDPeer(NibblePeer):
+    def encode(self, values: Tensor) -> None:
+        """Adding a random number and rounding down is as good for negative numbers, and saves their signs."""
+        norm = torch.linalg.vector_norm(values.view(-1, self.codec.block), dim=1, keepdim=True).clamp_(min=_LEAST)
+        self.scales = norm / self.codec.levels
+        numbers = self.scaled(values, self.codec.levels / norm).add_(self.random()).floor_()
+        self.pack(numbers.clamp_(-self.codec.levels, self.codec.levels))
+
+
+class OneBitPeer(DensePeer):
+    """Eight bits a byte: gathered and spread by products of 64-bit integers."""
+
+    _GATHER = 0x0102040810204080
+    _SPREAD = 0x0101010101010101
+    _BITS = 0x8040201008040201 - 2**64
+
+    def encode(self, values: Tensor) -> None:
+        magnitudes = torch.abs(values, out=self.temporary("magnitudes", self.numel))
+        self.scales = magnitudes.view(-1, self.codec.block).mean(1, keepdim=True)
+        signs = torch.ge(values, 0, out=self.temporary("signs", self.numel, torch.bool)).view(torch.int64)
+        gathered = torch.mul(signs, self._GATHER, out=self.temporary("gathered", self.numel // 8, torch.int64))
+        gathered.bitwise_right_shift_(56)
+        self.codes = self.temporary("codes", self.numel // 8, torch.uint8).copy_(gathered)
+
+    def numbers(self, out: Tensor) -> None:
+        spread = self.temporary("spread", self.numel // 8, torch.int64).copy_(self.codes)
+        spread.mul_(self._SPREAD).bitwise_and_(self._BITS)
+        signs = self.temporary("integers", self.numel, torch.int8)
+        torch.ne(spread.view(torch.uint8), 0, out=signs.view(torch.bool))
+        out.copy_(signs.mul_(2).sub_(1))
+
+
+class TernGradPeer(DensePeer):
+    """Four numbers a byte: packed and unpacked as the bytes of 32-bit integers."""
+
+    _LANES = 0x03030303
+
+    def encode(self, values: Tensor) -> None:
+        """Adding a random number and rounding down leaves -1, 0 or 1: faster than torch.bernoulli and a sign."""
+        self.scales = largest(values.view(-1, self.codec.block))
+        numbers = self.scaled(values, 1 / self.scales).add_(self.random()).floor_().clamp_(-1, 1)
+        fours = self.temporary("integers", self.numel, torch.int8).copy_(numbers).view(torch.int32)
+        self._fold(fours.bitwise_and_(self._LANES), torch.bitwise_right_shift)
+        self.codes = self.temporary("codes", self.numel // 4, torch.uint8).copy_(fours.bitwise_and_(0xFF))
+
+    def numbers(self, out: Tensor) -> None:
+        fours = self.temporary("fours", self.numel // 4, torch.int32).copy_(self.codes)
+        self._fold(fours, torch.bitwise_left_shift)
+        out.copy_(fours.bitwise_and_(self._LANES).view(torch.int8).bitwise_xor_(2).sub_(2))
+
+    def _fold(self, fours: Tensor, shift: Callable[..., Tensor]) -> None:
+        """fours |= all of them shifted by 6, 12 and 18 bits."""
+        shifted = self.temporary("shifted", self.numel // 4, torch.int32)
+        for bits in (6, 12):
+            fours.bitwise_or_(shift(fours, bits, out=shifted))
+
+
+class NaturalPeer(DensePeer):
+    """The bits of a float are its exponent, which a random number in place of the mantissa's bits carries into."""
+
+    def __init__(self, codec: Codec, numel: int, device: torch.device, *, keeps: bool = True) -> None:
+        super().__init__(codec, numel, device, keeps=keeps)
+        powers = torch.arange(-77, 51, device=device, dtype=torch.float64).exp2().to(torch.float32)
+        powers[0] = 0
+        self.table = torch.cat([powers, -powers])
+
+    def encode(self, values: Tensor) -> None:
+        bits = values.view(torch.int32)
+        codes = torch.bitwise_and(bits, 0x7FFFFFFF, out=self.temporary("magnitudes", self.numel, torch.int32))
+        codes.add_(self.temporary("random", self.numel, torch.int32).random_(0, 1 << 23))
+        codes.bitwise_right_shift_(23).sub_(50).clamp_(0, 126)
+        signs = torch.bitwise_right_shift(bits, 24, out=self.temporary("signs", self.numel, torch.int32))
+        codes.bitwise_or_(signs.bitwise_and_(128))
+        self.codes = self.temporary("codes", self.numel, torch.uint8).copy_(codes)
+
+    def numbers(self, out: Tensor) -> None:
+        places = self.temporary("places", self.numel, torch.int32).copy_(self.codes)
+        torch.index_select(self.table, 0, places, out=out)
+
+
+class SparsePeer(Contender):
+    """Indices and values; of the largest, for topk and threshold alike."""
+
+    indices: Tensor
+    sent: Tensor
+
+    def choose(self, values: Tensor) -> Tensor:
+        """(k,) indices."""
+        magnitudes = torch.abs(values, out=self.temporary("magnitudes", self.numel))
+        return torch.topk(magnitudes, self.codec.count(self.numel), sorted=False).indices
+
+    def encode(self, values: Tensor) -> None:
+        self.indices = self.choose(values)
+        self.sent = values.index_select(0, self.indices)
+
+    def encode_ef(self, values: Tensor, residual: Tensor) -> None:
+        self.encode(residual.add_(values))
+        residual.index_fill_(0, self.indices, 0)
+
+    def decode(self, out: Tensor) -> None:
+        out.zero_().index_copy_(0, self.indices, self.sent)
+
+    def decode_add(self, out: Tensor) -> None:
+        out.index_add_(0, self.indices, self.sent)
+
+
+class RandomKPeer(SparsePeer):
+    """One number of each of k parts."""
+
+    def choose(self, values: Tensor) -> Tensor:
+        k: int = self.codec.count(self.numel)
+        ends = torch.arange(k + 1, device=values.device) * self.numel // k
+        random = torch.rand(k, device=values.device, dtype=torch.float64)
+        return ends[:-1] + (random * ends.diff()).to(torch.int64)
+
+    def encode(self, values: Tensor) -> None:
+        """NaN if any number is not finite: ours says so too, and that takes a look at all of them."""
+        super().encode(values)
+        low, high = torch.aminmax(values)
+        self.sent = torch.where(low.isfinite() & high.isfinite(), self.sent, math.nan)
+
+
+class DGCPeer(SparsePeer):
+    def __init__(self, codec: Codec, numel: int, device: torch.device, *, keeps: bool = True) -> None:
+        super().__init__(codec, numel, device, keeps=keeps)
+        self.momentum = torch.zeros(numel, device=device)
+
+    def restart(self) -> None:
+        self.momentum.zero_()
+
+    def encode_ef(self, values: Tensor, residual: Tensor) -> None:
+        self.momentum.mul_(self.codec.momentum).add_(values)
+        super().encode_ef(self.momentum, residual)
+        self.momentum.index_fill_(0, self.indices, 0)
+
+
+class ChunkTopKPeer(Contender):
+    """Of every chunk of 4096 the largest, each as one of two magnitudes a chunk, with its sign."""
+
+    places: Tensor
+    sent: Tensor
+
+    def encode(self, values: Tensor) -> None:
+        chunks = values.view(-1, CHUNK)
+        largest = torch.topk(chunks.abs(), self.codec.k, dim=1, sorted=False)
+        self.places, magnitudes = largest.indices, largest.values
+        reaches = magnitudes >= magnitudes.mean(1, keepdim=True)
+        scales = [
+            (magnitudes * part).sum(1, keepdim=True) / part.sum(1, keepdim=True).clamp(min=1)
+            for part in (~reaches, reaches)
+        ]
+        low, high = (scale.to(torch.bfloat16).to(torch.float32) for scale in scales)
+        self.sent = torch.where(reaches, high, low).copysign(chunks.gather(1, self.places))
+
+    def encode_ef(self, values: Tensor, residual: Tensor) -> None:
+        self.encode(residual.add_(values))
+        residual.view(-1, CHUNK).scatter_add_(1, self.places, -self.sent)
+
+    def decode(self, out: Tensor) -> None:
+        out.zero_().view(-1, CHUNK).scatter_(1, self.places, self.sent)
+
+    def decode_add(self, out: Tensor) -> None:
+        out.view(-1, CHUNK).scatter_add_(1, self.places, self.sent)
+
+
+PEERS: dict[str, type[Contender]] = {
+    "fp16": CastPeer,
+    "bf16": CastPeer,
+    "fp8": Float8Peer,
+    "int8": Int8Peer,
+    "int4": Int4Peer,
+    "onebit": OneBitPeer,
+    "qsgd": QSGDPeer,
+    "terngrad": TernGradPeer,
+    "natural": NaturalPeer,
+    "topk": SparsePeer,
+    "threshold": SparsePeer,
+    "randomk": RandomKPeer,
+    "dgc": DGCPeer,
+    "chunktopk": ChunkTopKPeer,
+}

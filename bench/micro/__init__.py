@@ -1,0 +1,1 @@
+"""One collective with all its algorithms, and with codecs, beside torch.distributed and MPI."""

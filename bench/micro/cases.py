@@ -1,0 +1,244 @@
+"""All that the driver knows of each collective: size, data, bandwidth factor, call (nccl-tests' idea).
+
+`bytes` is the whole array, as nccl-tests counts it: what one rank holds after an allgather, before a reduce_scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gradwire.bench.micro.verification import contribution_tile, expand, own_tile, reduced_tile
+from gradwire.collectives import Communicator
+
+#: torch.distributed's names since 2.13, and before.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Job:
+    """One measurement of one collective, as one rank sees it.
+
+    `count`: elements, one rank's share of them where they are shared out. `op` is "none" where nothing is reduced,
+    `root` -1 where there is none.
+    """
+
+    rank: int
+    size: int
+    count: int
+    dtype: torch.dtype
+    op: str
+    root: int
+    device: torch.device
+
+    def expand(self, tile: torch.Tensor, start: int, count: int) -> torch.Tensor:
+        return expand(tile, start, count, self.dtype, self.device)
+
+    def unwritten(self, count: int) -> torch.Tensor:
+        """Zeros, which no correct result contains, in no memory."""
+        return torch.zeros(1, dtype=self.dtype, device=self.device).expand(count)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """`output` is filled from `initial` before each call; in place, it is the input too."""
+
+    initial: torch.Tensor
+    output: torch.Tensor
+    expected: torch.Tensor
+    input: torch.Tensor
+
+    def reset(self) -> None:
+        self.output.copy_(self.initial)
+
+
+def in_place(initial: torch.Tensor, expected: torch.Tensor) -> Buffers:
+    output = torch.empty_like(expected)
+    return Buffers(initial, output, expected, output)
+
+
+def out_of_place(job: Job, tensor: torch.Tensor, expected: torch.Tensor) -> Buffers:
+    return Buffers(job.unwritten(expected.numel()), torch.empty_like(expected), expected, tensor)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`shared_out`: bytes are divided over the ranks. `busbw_factor`: world size -> busbw / algbw.
+
+    `run` is our call, `run_torch` the one that a user of torch.distributed without us would write.
+    """
+
+    name: str
+    reduces: bool
+    rooted: bool
+    in_place: bool
+    shared_out: bool
+    busbw_factor: Callable[[int], float]
+    prepare: Callable[[Job], Buffers]
+    run: Callable[[Communicator, Buffers, Job, str], None]
+    run_torch: Callable[[Buffers, Job], None]
+
+    def count(self, nbytes: int, size: int, dtype: torch.dtype) -> int:
+        """Elements for about `nbytes`: never more, but for the one element a rank at least has."""
+        return max(1, nbytes // dtype.itemsize // (size if self.shared_out else 1))
+
+    def nbytes(self, job: Job) -> int:
+        return job.count * job.dtype.itemsize * (job.size if self.shared_out else 1)
+
+
+TORCH_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "average": dist.ReduceOp.SUM,  # gloo's AVG is wrong on some paths
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+def torch_takes(job: Job) -> bool:
+    """Whether torch.distributed has the job's dtype: gloo lacks int16, and backends differ in what bools add up to."""
+    return job.dtype not in (torch.int16, torch.bool)
+
+
+def divide(total: torch.Tensor, job: Job) -> None:
+    if job.op == "average":
+        total.div_(job.size, rounding_mode=None if job.dtype.is_floating_point else "trunc")
+
+
+def _share(size: int) -> float:
+    return (size - 1) / size
+
+
+def _prepare_allreduce(job: Job) -> Buffers:
+    mine = job.expand(contribution_tile(job.rank, job.size, job.op, job.dtype), 0, job.count)
+    return in_place(mine, job.expand(reduced_tile(job.size, job.op, job.dtype), 0, job.count))
+
+
+def _run_allreduce(comm: Communicator, buffers: Buffers, job: Job, algorithm: str) -> None:
+    comm.allreduce(buffers.output, job.op, algorithm=algorithm)
+
+
+def _torch_allreduce(buffers: Buffers, job: Job) -> None:
+    dist.all_reduce(buffers.output, TORCH_OPS[job.op])
+    divide(buffers.output, job)
+
+
+def _prepare_reduce_scatter(job: Job) -> Buffers:
+    mine = job.expand(contribution_tile(job.rank, job.size, job.op, job.dtype), 0, job.size * job.count)
+    reduced = reduced_tile(job.size, job.op, job.dtype)
+    return out_of_place(job, mine, job.expand(reduced, job.rank * job.count, job.count))
+
+
+def _run_reduce_scatter(comm: Communicator, buffers: Buffers, job: Job, algorithm: str) -> None:
+    comm.reduce_scatter(buffers.output, buffers.input, job.op, algorithm=algorithm)
+
+
+def _torch_reduce_scatter(buffers: Buffers, job: Job) -> None:
+    _reduce_scatter_single(buffers.output, buffers.input, TORCH_OPS[job.op])
+    divide(buffers.output, job)
+
+
+def _prepare_allgather(job: Job) -> Buffers:
+    blocks = [job.expand(own_tile(rank, job.dtype), rank * job.count, job.count) for rank in range(job.size)]
+    return out_of_place(job, blocks[job.rank], torch.cat(blocks))
+
+
+def _run_allgather(comm: Communicator, buffers: Buffers, job: Job, algorithm: str) -> None:
+    comm.allgather(buffers.output, buffers.input, algorithm=algorithm)
+
+
+def _torch_allgather(buffers: Buffers, job: Job) -> None:
+    _all_gather_single(buffers.output, buffers.input)
+
+
+def _prepare_broadcast(job: Job) -> Buffers:
+    expected = job.expand(own_tile(job.root, job.dtype), 0, job.count)
+    return in_place(expected if job.rank == job.root else job.unwritten(job.count), expected)
+
+
+def _run_broadcast(comm: Communicator, buffers: Buffers, job: Job, algorithm: str) -> None:
+    comm.broadcast(buffers.output, src=job.root, algorithm=algorithm)
+
+
+def _torch_broadcast(buffers: Buffers, job: Job) -> None:
+    dist.broadcast(buffers.output, job.root)
+
+
+def _prepare_alltoall(job: Job) -> Buffers:
+    mine = job.expand(own_tile(job.rank, job.dtype), 0, job.size * job.count)
+    sources = [job.expand(own_tile(rank, job.dtype), job.rank * job.count, job.count) for rank in range(job.size)]
+    return out_of_place(job, mine, torch.cat(sources))
+
+
+def _run_alltoall(comm: Communicator, buffers: Buffers, job: Job, algorithm: str) -> None:
+    comm.alltoall(buffers.output, buffers.input, algorithm=algorithm)
+
+
+def _torch_alltoall(buffers: Buffers, job: Job) -> None:
+    dist.all_to_all_single(buffers.output, buffers.input)
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case(
+            "allreduce",
+            reduces=True,
+            rooted=False,
+            in_place=True,
+            shared_out=False,
+            busbw_factor=lambda size: 2 * _share(size),
+            prepare=_prepare_allreduce,
+            run=_run_allreduce,
+            run_torch=_torch_allreduce,
+        ),
+        Case(
+            "reduce_scatter",
+            reduces=True,
+            rooted=False,
+            in_place=False,
+            shared_out=True,
+            busbw_factor=_share,
+            prepare=_prepare_reduce_scatter,
+            run=_run_reduce_scatter,
+            run_torch=_torch_reduce_scatter,
+        ),
+        Case(
+            "allgather",
+            reduces=False,
+            rooted=False,
+            in_place=False,
+            shared_out=True,
+            busbw_factor=_share,
+            prepare=_prepare_allgather,
+            run=_run_allgather,
+            run_torch=_torch_allgather,
+        ),
+        Case(
+            "broadcast",
+            reduces=False,
+            rooted=True,
+            in_place=True,
+            shared_out=False,
+            busbw_factor=lambda size: 1.0,
+            prepare=_prepare_broadcast,
+            run=_run_broadcast,
+            run_torch=_torch_broadcast,
+        ),
+        Case(
+            "alltoall",
+            reduces=False,
+            rooted=False,
+            in_place=False,
+            shared_out=True,
+            busbw_factor=_share,
+            prepare=_prepare_alltoall,
+            run=_run_alltoall,
+            run_torch=_torch_alltoall,
+        ),
+    )
+}

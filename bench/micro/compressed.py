@@ -1,0 +1,265 @@
+"""`bench allreduce --codec`: compressed allreduces beside an uncompressed one and torch.distributed's, in the same turns.
+
+All reduce gaussian float32, unlike on every rank. What is compressed is not exact: instead, its relative error is stated,
+and what counts as wrong is an element that differs from rank 0's by a bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.bench.codec.checks import relative_error
+from gradwire.bench.micro.cases import CASES, Buffers, Job
+from gradwire.bench.micro.table import Row, format_comparison, format_heading, format_row, format_trailer
+from gradwire.bench.timing import (
+    Protocol,
+    Times,
+    distributed_machine,
+    median_and_p99,
+    most_bytes,
+    over_ranks,
+    slowest_rank,
+    take_turns,
+)
+from gradwire.collectives import Communicator
+from gradwire.collectives.compression.algorithms_for import shot_of
+from gradwire.collectives.compression.codec import Codec, State
+
+Codecs = Mapping[str, tuple[Codec, bool]]
+Measured = tuple[Job, Row, Times]
+Call = Callable[[], None]
+NONE, TORCH, AUTO = "none", "torch", "auto"
+ALLREDUCE = CASES["allreduce"]
+
+
+class Clock:
+    """Seconds spent in encoding and in decoding since the last reading."""
+
+    def __init__(self) -> None:
+        self.encode_s = self.decode_s = 0.0
+
+    def read(self) -> tuple[float, float]:
+        seen = self.encode_s, self.decode_s
+        self.encode_s = self.decode_s = 0.0
+        return seen
+
+
+def timed(codec: Codec, clock: Clock) -> Codec:
+    """The same codes; `clock` is told how long each took. On a GPU nothing overlaps then."""
+
+    def elapsed(start: float, device: torch.device) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    class Timed(_Stand):
+        def at(self, step: int) -> Codec:
+            return Timed(self.real.at(step))
+
+        def _encode(
+            self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None
+        ) -> None:
+            start = time.perf_counter()
+            self.real.encode(values, wire, residual=residual, seed=seed, state=state)
+            clock.encode_s += elapsed(start, values.device)
+
+        def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
+            start = time.perf_counter()
+            self.real.decode(wire, out, add=add, scale=scale)
+            clock.decode_s += elapsed(start, out.device)
+
+    return Timed(codec)
+
+
+def blank(codec: Codec) -> Codec:
+    """As many bytes, and no work: what is left of the time is the wire's."""
+
+    class Blank(_Stand):
+        def at(self, step: int) -> Codec:
+            return Blank(self.real.at(step))
+
+        def _encode(self, *tensors_and_settings: object) -> None:
+            pass
+
+        def _decode(self, *tensors_and_settings: object) -> None:
+            pass
+
+    return Blank(codec)
+
+
+class _Stand(Codec):
+    """Takes the place of a codec. Two stands are equal only where they are one, as caches need it."""
+
+    name = "stand"
+
+    def __init__(self, real: Codec) -> None:
+        self.real = real
+        # Constants of a codec's class, here of each stand.
+        vars(self).update(name=real.name, summable=real.summable, wire_dtype=real.wire_dtype)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.real!r})"
+
+    @property
+    def identity(self) -> str:
+        return f"{type(self).__name__}({self.real.identity})"
+
+    @property
+    def alignment(self) -> int:
+        return self.real.alignment
+
+    def wire_bytes(self, numel: int) -> int:
+        return self.real.wire_bytes(numel)
+
+    def new_state(self, numel: int, device: torch.device) -> State | None:
+        return self.real.new_state(numel, device)
+
+
+def contribution(rank: int, job: Job) -> Tensor:
+    generator = torch.Generator(job.device).manual_seed(rank)
+    return torch.randn(job.count, generator=generator, device=job.device)
+
+
+def exact(job: Job) -> Tensor:
+    """float64, (count,)."""
+    total = torch.zeros(job.count, dtype=torch.float64, device=job.device)
+    for rank in range(job.size):
+        total += contribution(rank, job)
+    return total / job.size if job.op == "average" else total
+
+
+def compressed(comm: Communicator, job: Job, output: Tensor, codec: Codec, with_feedback: bool) -> Call:
+    """A call of allreduce; with error feedback, which then goes on from call to call."""
+    feedback = comm.new_feedback(codec, job.count, job.device) if with_feedback else None
+    steps = itertools.count()
+
+    def call() -> None:
+        comm.allreduce(output, job.op, codec=codec, feedback=feedback, step=next(steps))
+
+    return call
+
+
+def differing(output: Tensor) -> int:
+    """From rank 0's, to the bit."""
+    first = output.clone()
+    dist.broadcast(first, 0)
+    return int((first.view(torch.int32) != output.view(torch.int32)).sum())
+
+
+def measure(
+    jobs: Sequence[Job], comm: Communicator, codecs: Codecs, protocol: Protocol, device: torch.device
+) -> list[Measured]:
+    """All that was measured, job by job, the same on every rank: torch's, ours, then by codec."""
+    return [one for job in jobs for one in _measure(job, comm, codecs, protocol, device)]
+
+
+def _measure(job: Job, comm: Communicator, codecs: Codecs, protocol: Protocol, device: torch.device) -> list[Measured]:
+    machine, initial = distributed_machine(device, comm.barrier), contribution(comm.rank, job)
+    buffers = Buffers(initial, torch.empty_like(initial), initial, initial)
+    makers: list[Callable[[], Call]] = [
+        lambda: partial(ALLREDUCE.run_torch, buffers, job),
+        lambda: partial(ALLREDUCE.run, comm, buffers, job, AUTO),
+        *(partial(compressed, comm, job, buffers.output, *codec) for codec in codecs.values()),
+    ]
+    expected, errors = exact(job), []
+    for maker in makers:
+        buffers.reset()
+        maker()()  # a first call, before error feedback has anything to add
+        errors.append(relative_error(expected, buffers.output))
+    seconds, wrong = take_turns(
+        [maker() for maker in makers], buffers.reset, partial(differing, buffers.output), machine, protocol
+    )
+    slowest, wrong_anywhere = slowest_rank(seconds, device), over_ranks(np.array(wrong), device)
+
+    names = [(TORCH, NONE), (AUTO, NONE), *((AUTO, label) for label in codecs)]
+    measured: list[Measured] = []
+    for index, (algorithm, label) in enumerate(names):
+        median_s, p99_s = median_and_p99(slowest[index])
+        codec, with_feedback = codecs.get(label, (None, False))
+        parts = _parts(comm, job, buffers, codec, with_feedback, protocol, device) if codec is not None else None
+        sent = comm.wire_bytes("allreduce", 4 * job.count, codec=codec) if algorithm != TORCH else None
+        most = most_bytes(sent, device)
+        nbytes = 4 * job.count
+        uncompressed = ALLREDUCE.busbw_factor(job.size) * nbytes
+        row = Row(
+            collective=ALLREDUCE.name,
+            algorithm=algorithm,
+            codec=label,
+            dtype="float32",
+            op=job.op,
+            world_size=job.size,
+            bytes=nbytes,
+            time_us=median_s * 1e6,
+            p99_us=p99_s * 1e6,
+            algbw_GBps=nbytes / median_s / 1e9,
+            busbw_GBps=uncompressed / median_s / 1e9,
+            wire_bytes=most,
+            wrong=int(wrong_anywhere[index]) if protocol.check_iters > 0 else None,
+            ratio=uncompressed / most if most else None,
+            relative_error=errors[index],
+            encode_us=parts[0] if parts else None,
+            wire_us=parts[1] if parts else None,
+            decode_us=parts[2] if parts else None,
+        )
+        measured.append((job, row, slowest[index]))
+    return measured
+
+
+def _parts(
+    comm: Communicator,
+    job: Job,
+    buffers: Buffers,
+    codec: Codec,
+    with_feedback: bool,
+    protocol: Protocol,
+    device: torch.device,
+) -> tuple[float, float, float]:
+    """Microseconds of encoding, of the wire and of decoding, each by itself, in turns of their own."""
+    clock, readings = Clock(), list[tuple[float, float]]()
+    whole = compressed(comm, job, buffers.output, timed(codec, clock), with_feedback)
+
+    def read() -> None:
+        whole()
+        readings.append(clock.read())
+
+    wire = compressed(comm, job, buffers.output, blank(codec), with_feedback)
+    unchecked = Protocol(protocol.iters, max(1, protocol.warmup_iters), check_iters=0)
+    seconds, _ = take_turns(
+        [read, wire], buffers.reset, lambda: 0, distributed_machine(device, comm.barrier), unchecked
+    )
+    of_codec = np.array(readings[-protocol.iters :]).T
+    encode_s, decode_s, wire_s = slowest_rank(np.stack([*of_codec, seconds[1]]), device)
+    return float(np.median(encode_s)) * 1e6, float(np.median(wire_s)) * 1e6, float(np.median(decode_s)) * 1e6
+
+
+def report(comm: Communicator, measured: Sequence[Measured], codecs: Codecs) -> list[Row]:
+    """Print a block for each codec, and its time over torch.distributed's; the rows in the order printed."""
+    rows: list[Row] = []
+    for label in (NONE, *codecs):
+        block = [one for one in measured if one[1].codec == label]
+        print(f"# Codec {label}{f': {codecs[label][0]!r}' if label in codecs else ''}")
+        print("\n".join(format_heading(in_place=True, codecs=True)))
+        print("\n".join(format_row(row, job.count, job.root) + f"  {row.algorithm}" for job, row, _ in block))
+        print("\n".join(format_trailer([row for _, row, _ in block])))
+        rows += [row for _, row, _ in block]
+    torchs = [one for one in measured if one[1].algorithm == TORCH]
+    for label in (NONE, *codecs):
+        ours = [one for one in measured if one[1].algorithm == AUTO and one[1].codec == label]
+        print("\n".join(format_comparison([*ours, *torchs], AUTO, TORCH, partial(_ridden, comm, label, codecs))))
+    return rows
+
+
+def _ridden(comm: Communicator, label: str, codecs: Codecs, nbytes: int) -> str:
+    """What a comparison's line is of."""
+    if label == NONE:
+        return comm.chosen("allreduce", nbytes)
+    codec = codecs[label][0]
+    return f"{label}, {comm.chosen('allreduce', codec.wire_bytes(nbytes // 4)) if codec.summable else shot_of(codec)}"

@@ -1,0 +1,67 @@
+"""MPI as a competitor, under mpirun: its ranks, and its own collectives on the same buffers (extra `peers`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from gradwire.bench.micro.cases import Buffers, Job, divide
+
+MPI = "mpi"
+_DTYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
+def under_mpirun() -> bool:
+    return "OMPI_COMM_WORLD_RANK" in os.environ
+
+
+def join_world(timeout_s: float) -> None:
+    """Initialise torch.distributed over gloo among the ranks that mpirun started."""
+    from mpi4py import MPI as library  # noqa: N811
+
+    world = library.COMM_WORLD
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if world.rank == 0 else None
+    port = world.bcast(store.port if store is not None else None)
+    store = store or TCPStore("localhost", port)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+
+
+def takes(job: Job) -> bool:
+    """Whether MPI has the job's dtype."""
+    return job.dtype in _DTYPES and job.device.type == "cpu"
+
+
+def call(name: str, buffers: Buffers, job: Job) -> Callable[[], None]:
+    """The collective `name` as MPI has it."""
+    from mpi4py import MPI as library  # noqa: N811
+
+    world = library.COMM_WORLD
+    operations = {
+        "sum": library.SUM,
+        "average": library.SUM,
+        "min": library.MIN,
+        "max": library.MAX,
+        "product": library.PROD,
+    }
+    output, source = buffers.output.numpy(), buffers.input.numpy()
+    op = operations.get(job.op, library.OP_NULL)
+    calls: dict[str, Callable[[], None]] = {
+        "allreduce": lambda: world.Allreduce(library.IN_PLACE, output, op),
+        "reduce_scatter": lambda: world.Reduce_scatter_block(source, output, op),
+        "allgather": lambda: world.Allgather(source, output),
+        "broadcast": lambda: world.Bcast(output, job.root),
+        "alltoall": lambda: world.Alltoall(source, output),
+    }
+    started = calls[name]
+
+    def run() -> None:
+        started()
+        divide(buffers.output, job)
+
+    return run

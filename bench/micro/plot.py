@@ -1,0 +1,100 @@
+"""Time and bus bandwidth over size, one line per algorithm."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
+
+from gradwire.bench.micro.table import Row
+from gradwire.bench.style import INK, OTHERS, OURS, QUIET, REFERENCE, save, tidy
+from gradwire.collectives.notation import format_size
+
+STYLES: dict[str, dict[str, Any]] = {
+    # Broad and pale, for it lies over the line of the algorithm that it has chosen.
+    "auto": {"color": OURS, "linewidth": 7, "alpha": 0.35, "solid_capstyle": "round", "zorder": 3},
+    "native": {
+        "color": REFERENCE,
+        "linewidth": 1.8,
+        "linestyle": (0, (4, 2)),
+        "marker": "s",
+        "markersize": 3.5,
+        "zorder": 6,
+    },
+    "torch": {"color": "#777777", "linewidth": 1.8, "linestyle": (0, (1, 1.2)), "zorder": 6},
+}
+TIME_UNITS = (("us", 1.0), ("ms", 1e3), ("s", 1e6))
+BANDWIDTH_UNITS = (("kB/s", 1e-6), ("MB/s", 1e-3), ("GB/s", 1.0))
+
+
+def with_unit(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """`value` in the largest unit in which it is at least 1."""
+    name, scale = next(((name, scale) for name, scale in reversed(units) if value >= scale * 0.999), units[0])
+    return f"{value / scale:g} {name}"
+
+
+def line_name(row: Row, rows: Sequence[Row], backend: str) -> str:
+    """The algorithm, with what else tells it from the other lines."""
+    told = {"native": f"native ({backend})", "torch": "torch.distributed"}.get(row.algorithm, row.algorithm)
+    dtype = [row.dtype] if len({other.dtype for other in rows}) > 1 else []
+    op = [row.op] if len({other.op for other in rows}) > 1 else []
+    return " ".join([told if row.codec == "none" else row.codec, *dtype, *op])
+
+
+def title(rows: Sequence[Row], meta: Mapping[str, Any]) -> str:
+    hosts = len(meta["hosts"])
+    return f"{rows[0].collective}, {rows[0].world_size} ranks on {f'{hosts} hosts' if hosts > 1 else 'one host'}"
+
+
+def subtitle(rows: Sequence[Row], meta: Mapping[str, Any]) -> str:
+    dtypes, ops = {row.dtype for row in rows}, {row.op for row in rows}
+    single = [name for group in (dtypes, ops - {"none"}) if len(group) == 1 for name in group]
+    network = [meta["network"]] if meta["network"] else []
+    return " · ".join([*single, *network, meta["device"], f"median of {meta['iters']} interleaved turns"])
+
+
+def draw(rows: Sequence[Row], meta: Mapping[str, Any], path: Path) -> None:
+    """Write a PNG of the rows of one collective."""
+    lines: dict[str, list[Row]] = {}
+    for row in rows:
+        lines.setdefault(line_name(row, rows, meta["backend"]), []).append(row)
+    figure = Figure(figsize=(10.5, 5), dpi=160)
+    time_panel, bandwidth_panel = figure.subplots(1, 2)
+    unlike = itertools.product(("-", (0, (3, 1.5)), (0, (1, 1))), OTHERS)
+    for name, line in lines.items():
+        known = STYLES.get(line[0].algorithm) if line[0].codec == "none" else None
+        if known is None:
+            linestyle, color = next(unlike)
+            known = {"color": color, "linestyle": linestyle, "linewidth": 1.3, "marker": ".", "zorder": 4}
+        sizes = [row.bytes for row in line]
+        time_panel.plot(sizes, [row.time_us for row in line], label=name, **known)
+        bandwidth_panel.plot(sizes, [row.busbw_GBps for row in line], **known)
+
+    sizes = sorted({row.bytes for row in rows})
+    every = -(-len(sizes) // 9)
+    panels = (
+        (time_panel, "time, lower is better", TIME_UNITS),
+        (bandwidth_panel, "bus bandwidth, higher is better", BANDWIDTH_UNITS),
+    )
+    for panel, says, units in panels:
+        panel.set_title(says, loc="left", fontsize=10, color=QUIET)
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log", nonpositive="mask")
+        panel.xaxis.set_major_locator(FixedLocator(sizes[::every]))
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_size(round(size))))
+        low, high = panel.get_ylim()
+        panel.yaxis.set_major_locator(LogLocator(subs=(1,) if high / low > 300 else (1, 2, 5), numticks=20))
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _, units=units: with_unit(value, units)))
+        panel.yaxis.set_minor_formatter(NullFormatter())
+        panel.set_xlabel("bytes (1K = 1024)", fontsize=9, color=QUIET)
+        tidy(panel, 9)
+    figure.text(0.012, 0.945, title(rows, meta), fontsize=13, fontweight="bold")
+    figure.text(0.012, 0.905, subtitle(rows, meta), fontsize=9, color=QUIET)
+    legend_rows = -(-len(lines) // 5)
+    figure.legend(loc="lower left", bbox_to_anchor=(0.005, 0.0), ncols=5, frameon=False, fontsize=9, labelcolor=INK)
+    figure.tight_layout(rect=(0, 0.02 + 0.042 * legend_rows, 1, 0.90))
+    save(figure, path)

@@ -1,0 +1,266 @@
+"""`torchrun --nproc-per-node 4 -m gradwire.bench allreduce`: one collective, all its algorithms, nccl-tests' way."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gradwire.bench.micro import compressed, mpi
+from gradwire.bench.micro.cases import CASES, Buffers, Case, Job, torch_takes
+from gradwire.bench.micro.options import DTYPES, parse_arguments
+from gradwire.bench.micro.table import Row, format_comparison, format_heading, format_row, format_trailer
+from gradwire.bench.micro.verification import count_wrong
+from gradwire.bench.results import device_name, software_and_machine, write_json
+from gradwire.bench.timing import (
+    Protocol,
+    Times,
+    distributed_machine,
+    median_and_p99,
+    most_bytes,
+    over_ranks,
+    slowest_rank,
+    take_turns,
+)
+from gradwire.collectives import Communicator
+from gradwire.trainer.world.launch import read_launch
+from gradwire.trainer.world.world import start_torch_distributed
+
+TORCH = "torch"
+"""The competitor that is not ours: torch.distributed, called without a Communicator."""
+PEERS = ("native", TORCH, mpi.MPI)
+Measured = tuple[Job, Row, Times]
+
+
+def join_world(backend: str | None, timeout_s: float) -> torch.device:
+    """Initialise torch.distributed from the launcher's environment, alone without it; this rank's device."""
+    launch = read_launch(os.environ)
+    a_gpu_each = torch.cuda.device_count() >= (launch.local_size or 1)
+    backend = backend or ("nccl" if a_gpu_each else "gloo")
+    device = torch.device("cuda", launch.local_rank or 0) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if mpi.under_mpirun():
+        mpi.join_world(timeout_s)
+    else:
+        start_torch_distributed(launch, timeout_s, backend)
+    return device
+
+
+def choose_algorithms(asked: Sequence[str] | None, legal: Sequence[str], *, peers: bool = False) -> list[str]:
+    """As asked; else all, what one compares first: auto, the backend's own, torch.distributed without us, and MPI.
+
+    Raises:
+        ValueError: a name that is not legal.
+    """
+    native = [name for name in legal if name == "native"]
+    known = ["auto", *native, TORCH, *([mpi.MPI] if peers else []), *(name for name in legal if name not in native)]
+    unknown = [name for name in asked or () if name not in known]
+    if unknown:
+        raise ValueError(f"algorithm {unknown[0]!r} is not one of {', '.join(known)}")
+    return list(dict.fromkeys([*(asked or known), *([mpi.MPI] if peers else [])]))
+
+
+def plan_jobs(case: Case, chosen: argparse.Namespace, rank: int, size: int, device: torch.device) -> list[Job]:
+    """All that is to be measured, once each: small sizes that round to the same count are one."""
+    jobs: dict[Job, None] = {}
+    for dtype_name in chosen.datatype:
+        dtype = DTYPES[dtype_name]
+        for op in chosen.op if case.reduces else ["none"]:
+            if op == "average" and dtype == torch.bool:
+                continue
+            root = chosen.root if case.rooted else -1
+            for nbytes in chosen.sizes:
+                jobs[Job(rank, size, case.count(nbytes, size, dtype), dtype, op, root, device)] = None
+    return list(jobs)
+
+
+def competitor(case: Case, comm: Communicator, buffers: Buffers, job: Job, algorithm: str) -> Callable[[], None]:
+    if algorithm == TORCH:
+        return partial(case.run_torch, buffers, job)
+    if algorithm == mpi.MPI:
+        return mpi.call(case.name, buffers, job)
+    return partial(case.run, comm, buffers, job, algorithm)
+
+
+def has(algorithm: str, job: Job) -> bool:
+    """Whether a competitor can do a job at all."""
+    limits = {TORCH: torch_takes, mpi.MPI: mpi.takes}
+    return algorithm not in limits or limits[algorithm](job)
+
+
+def measure(
+    case: Case,
+    jobs: Sequence[Job],
+    comm: Communicator,
+    algorithms: Sequence[str],
+    protocol: Protocol,
+    device: torch.device,
+    *,
+    shared: bool = False,
+) -> list[Measured]:
+    """All that was measured, job by job, the same on every rank. shared: in-place buffers are the Communicator's."""
+    machine = distributed_machine(device, comm.barrier)
+    turns: list[tuple[Job, str]] = []
+    seconds: list[Times] = []
+    wrong: list[int] = []
+    for job in jobs:
+        buffers = case.prepare(job)
+        if shared and case.in_place and device.type == "cpu":
+            output = comm.empty(buffers.output.numel(), dtype=job.dtype)
+            buffers = Buffers(buffers.initial, output, buffers.expected, output)
+        present = [algorithm for algorithm in algorithms if has(algorithm, job)]
+        competitors = [competitor(case, comm, buffers, job, algorithm) for algorithm in present]
+        check = partial(count_wrong, buffers.output, buffers.expected)
+        job_seconds, job_wrong = take_turns(competitors, buffers.reset, check, machine, protocol)
+        turns += [(job, algorithm) for algorithm in present]
+        seconds += list(job_seconds)
+        wrong += job_wrong
+    slowest, wrong_anywhere = slowest_rank(np.stack(seconds), device), over_ranks(np.array(wrong), device)
+
+    measured: list[Measured] = []
+    for (job, algorithm), times, wrong_elements in zip(turns, slowest, wrong_anywhere, strict=True):
+        nbytes = case.nbytes(job)
+        median_s, p99_s = median_and_p99(times)
+        algbw = nbytes / median_s / 1e9
+        sent = None if algorithm in (TORCH, mpi.MPI) else comm.wire_bytes(case.name, nbytes, algorithm)
+        row = Row(
+            collective=case.name,
+            algorithm=algorithm,
+            codec="none",
+            dtype=str(job.dtype).removeprefix("torch."),
+            op=job.op,
+            world_size=job.size,
+            bytes=nbytes,
+            time_us=median_s * 1e6,
+            p99_us=p99_s * 1e6,
+            algbw_GBps=algbw,
+            busbw_GBps=algbw * case.busbw_factor(job.size),
+            wire_bytes=most_bytes(sent, device),
+            wrong=int(wrong_elements) if protocol.check_iters > 0 else None,
+        )
+        measured.append((job, row, times))
+    return measured
+
+
+def describe_run(chosen: argparse.Namespace, comm: Communicator, device: torch.device) -> dict[str, Any]:
+    return {
+        **software_and_machine(device),
+        "backend": dist.get_backend(),
+        "world_size": comm.size,
+        "hosts": [list(ranks) for ranks in comm.topology.hosts],
+        "iters": chosen.iters,
+        "warmup_iters": chosen.warmup_iters,
+        "check_iters": chosen.check,
+        "time": "median over interleaved turns, each as long as on its slowest rank",
+    }
+
+
+def describe_rank(comm: Communicator, device: torch.device) -> str:
+    who = f"Rank {comm.rank:2} Host {comm.topology.host_of(comm.rank):2} Pid {os.getpid():6}"
+    return f"{who} on {socket.gethostname()} device {device} [{device_name(device)}]"
+
+
+def format_header(name: str, chosen: argparse.Namespace, meta: dict[str, Any], ranks: Sequence[str]) -> list[str]:
+    step = f"{chosen.stepfactor}(factor)" if chosen.stepfactor else f"{chosen.stepbytes}(bytes)"
+    return [
+        f"# {name} world size {meta['world_size']} hosts {len(meta['hosts'])} backend {meta['backend']}"
+        f" minBytes {chosen.minbytes} maxBytes {chosen.maxbytes} step: {step}"
+        f" warmup iters: {chosen.warmup_iters} iters: {chosen.iters} validation: {chosen.check}",
+        *([f"# Network: {meta['network']}"] if meta["network"] else []),
+        "#",
+        "# Using devices",
+        *(f"#  {rank}" for rank in ranks),
+        "#",
+    ]
+
+
+def format_block(case: Case, algorithm: str, measured: Sequence[Measured]) -> list[str]:
+    return [
+        f"# Algorithm {algorithm}",
+        *format_heading(case.in_place),
+        *(format_row(row, job.count, job.root) for job, row, _ in measured),
+        *format_trailer([row for _, row, _ in measured]),
+    ]
+
+
+def plan(
+    case: Case, chosen: argparse.Namespace, comm: Communicator, device: torch.device
+) -> tuple[list[Job], list[str]]:
+    """What to measure, and with which algorithms.
+
+    Raises:
+        ValueError: an algorithm that is not legal, a root that is no rank, or flags that leave nothing.
+    """
+    if chosen.root >= comm.size:
+        raise ValueError(f"root {chosen.root} is not one of {comm.size} ranks")
+    algorithms = choose_algorithms(chosen.algorithm, comm.algorithms(case.name), peers=chosen.peers)
+    jobs = plan_jobs(case, chosen, comm.rank, comm.size, device)
+    jobs = [job for job in jobs if any(has(algorithm, job) for algorithm in algorithms)]
+    if not jobs:
+        raise ValueError("these dtypes and ops leave nothing to measure")
+    return jobs, algorithms
+
+
+def report(case: Case, comm: Communicator, measured: Sequence[Measured], algorithms: Sequence[str]) -> list[Row]:
+    """Print a block for each algorithm, then the comparisons; the rows in the order printed."""
+    rows: list[Row] = []
+    for algorithm in algorithms:
+        block = [one for one in measured if one[1].algorithm == algorithm]
+        if block:
+            print("\n".join(format_block(case, algorithm, block)))
+            rows += [row for _, row, _ in block]
+    for peer in PEERS:
+        for line in format_comparison(measured, "auto", peer, partial(comm.chosen, case.name)):
+            print(line)
+    return rows
+
+
+def save(chosen: argparse.Namespace, rows: Sequence[Row], meta: dict[str, Any]) -> None:
+    write_json(chosen.json, meta, rows)
+    if chosen.plot:
+        from gradwire.bench.micro.plot import draw
+
+        draw(rows, meta, chosen.plot)
+
+
+def main(name: str, arguments: Sequence[str]) -> int:
+    """Exit code 1 if any element was wrong anywhere, on every rank; 2 for wrong arguments."""
+    chosen = parse_arguments(name, arguments)
+    case = CASES[name]
+    if chosen.peers and not mpi.under_mpirun():
+        print(f"bench {name}: --peers needs mpirun -n N python -m gradwire.bench {name} ...", file=sys.stderr)
+        return 2
+    device = join_world(chosen.backend, chosen.timeout)
+    try:
+        with Communicator(timeout_s=chosen.timeout) as comm:
+            try:
+                jobs, algorithms = plan(case, chosen, comm, device)
+            except ValueError as error:
+                if comm.rank == 0:
+                    print(f"bench {name}: {error}", file=sys.stderr)
+                return 2
+            ranks = comm.allgather_object(describe_rank(comm, device))
+            meta = describe_run(chosen, comm, device)
+            if comm.rank == 0:
+                print("\n".join(format_header(name, chosen, meta, ranks)), flush=True)
+            protocol = Protocol(chosen.iters, chosen.warmup_iters, chosen.check)
+            if chosen.codec:
+                measured = compressed.measure(jobs, comm, chosen.codec, protocol, device)
+                rows = partial(compressed.report, comm, measured, chosen.codec)
+            else:
+                measured = measure(case, jobs, comm, algorithms, protocol, device, shared=chosen.shared)
+                rows = partial(report, case, comm, measured, algorithms)
+            if comm.rank == 0:
+                save(chosen, rows(), meta)
+            return 1 if any(row.wrong for _, row, _ in measured) else 0
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,143 @@
+"""Rows of results, and their text: nccl-tests' columns, then p99 and wire bytes; and two competitors of a run compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from gradwire.bench.micro.cases import Job
+from gradwire.bench.timing import Times, format_interval, speedup_interval
+from gradwire.collectives.notation import format_size
+
+
+@dataclass(frozen=True)
+class Row:
+    """One algorithm at one size. Field names are the keys of the JSON.
+
+    bytes: of the whole array. time_us, p99_us: median and 99th percentile of turns, each as long as on its slowest
+    rank. algbw_GBps, busbw_GBps: 1e9 bytes a second. wire_bytes: what the rank that sends most sends; None where the
+    backend decides. wrong: elements, over all ranks and checked turns; None where nothing was checked. ratio: of the bytes
+    that float32 needs, 2(p-1)/p of the array, to wire_bytes; relative_error: in L2, against float64. encode_us, decode_us:
+    what all encodings and decodings of a call take; wire_us: what a call takes whose codec does nothing, with codes as long.
+    As these overlap, they add up to more than time_us. All None without --codec, the times also for codec "none".
+    """
+
+    collective: str
+    algorithm: str
+    codec: str
+    dtype: str
+    op: str
+    world_size: int
+    bytes: int
+    time_us: float
+    p99_us: float
+    algbw_GBps: float  # noqa: N815
+    busbw_GBps: float  # noqa: N815
+    wire_bytes: int | None
+    wrong: int | None
+    ratio: float | None = None
+    relative_error: float | None = None
+    encode_us: float | None = None
+    wire_us: float | None = None
+    decode_us: float | None = None
+
+
+COLUMNS = (
+    # name, unit, width
+    ("size", "(B)", 12),
+    ("count", "(elements)", 12),
+    ("type", "", 8),
+    ("redop", "", 8),
+    ("root", "", 6),
+    ("time", "(us)", 9),
+    ("algbw", "(GB/s)", 8),
+    ("busbw", "(GB/s)", 8),
+    ("#wrong", "", 7),
+    ("p99", "(us)", 9),
+    ("wire", "(B)", 12),
+)
+CODEC_COLUMNS = (
+    ("ratio", "", 7),
+    ("t_encode", "(us)", 9),
+    ("t_wire", "(us)", 9),
+    ("t_decode", "(us)", 9),
+    ("error", "", 9),
+)
+
+
+def _line(cells: Iterable[str], mark: str) -> str:
+    """With or without CODEC_COLUMNS, as there are cells."""
+    columns = (*COLUMNS, *CODEC_COLUMNS)
+    return mark + "".join(f" {cell:>{width}}" for cell, (_, _, width) in zip(cells, columns, strict=False))
+
+
+def format_heading(in_place: bool, *, codecs: bool = False) -> list[str]:
+    place = "in-place" if in_place else "out-of-place"
+    left = sum(width + 1 for _, _, width in COLUMNS[:5])
+    measured = sum(width + 1 for _, _, width in COLUMNS[5:9])
+    columns = (*COLUMNS, *CODEC_COLUMNS) if codecs else COLUMNS
+    names, units = [name for name, _, _ in columns], [unit for _, unit, _ in columns]
+    return ["#", f"#{'':{left}}{place:^{measured}}".rstrip(), _line(names, "#"), _line(units, "#").rstrip()]
+
+
+def format_us(time_us: float) -> str:
+    """Microseconds in at most 9 characters, three or more digits of them significant."""
+    decimals = 2 if time_us < 1e3 else 1 if time_us < 1e5 else 0
+    return f"{time_us:.{decimals}f}"
+
+
+def format_row(row: Row, count: int, root: int) -> str:
+    """`count`: elements as nccl-tests counts them; `root`: -1 where there is none."""
+    cells = (
+        str(row.bytes),
+        str(count),
+        row.dtype,
+        row.op,
+        str(root),
+        format_us(row.time_us),
+        f"{row.algbw_GBps:.3f}",
+        f"{row.busbw_GBps:.3f}",
+        "N/A" if row.wrong is None else str(row.wrong),
+        format_us(row.p99_us),
+        "N/A" if row.wire_bytes is None else str(row.wire_bytes),
+    )
+    if row.relative_error is None:
+        return _line(cells, " ")
+    parts = ("N/A" if part is None else format_us(part) for part in (row.encode_us, row.wire_us, row.decode_us))
+    ratio = "N/A" if row.ratio is None else f"{row.ratio:.2f}"
+    return _line((*cells, ratio, *parts, f"{row.relative_error:.2e}"), " ")
+
+
+def format_trailer(rows: Sequence[Row]) -> list[str]:
+    wrong = [row.wrong for row in rows if row.wrong is not None]
+    verdict = f"{sum(wrong)} {'FAILED' if sum(wrong) else 'OK'}" if wrong else "N/A"
+    average = sum(row.busbw_GBps for row in rows) / len(rows)
+    return [f"# Out of bounds values : {verdict}", f"# Avg bus bandwidth    : {average:.4f}", "#"]
+
+
+def format_comparison(
+    measured: Sequence[tuple[Job, Row, Times]], algorithm: str, peer: str, chosen: Callable[[int], str]
+) -> list[str]:
+    """Return lines that say how many times as fast `algorithm` is as `peer`, job by job; none where one of them did not run.
+
+    `chosen`: bytes -> what `algorithm` ran as there.
+    """
+    peers = {job: (row, seconds) for job, row, seconds in measured if row.algorithm == peer}
+    ours = [
+        (row, seconds, *peers[job]) for job, row, seconds in measured if row.algorithm == algorithm and job in peers
+    ]
+    if not ours:
+        return []
+    lines = [
+        f"# How many times as fast {algorithm} is as {peer} in this run, with the 95 % interval",
+        f"#{'size':>12} {'type':>8} {'redop':>8} {algorithm + ' us':>10} {peer + ' us':>10} {'times':>7}",
+    ]
+    speedups = [peer_row.time_us / row.time_us for row, _, peer_row, _ in ours]
+    for (row, seconds, peer_row, peer_seconds), speedup in zip(ours, speedups, strict=True):
+        what = f"#{format_size(row.bytes):>12} {row.dtype:>8} {row.op:>8}"
+        times = f"{format_us(row.time_us):>10} {format_us(peer_row.time_us):>10}"
+        interval = format_interval(speedup_interval(seconds, peer_seconds))
+        lines.append(f"{what} {times} {speedup:7.2f}  {interval:16}  {chosen(row.bytes)}")
+    mean = math.exp(sum(map(math.log, speedups)) / len(speedups))
+    return [*lines, f"# Geometric mean       : {mean:.2f}  (best {max(speedups):.2f}, worst {min(speedups):.2f})", "#"]

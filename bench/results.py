@@ -1,0 +1,53 @@
+"""Results in a file, with what they must carry to be compared with others: software, machine, network, protocol."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def processor_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{processor_name()}, {os.cpu_count()} cores"
+
+
+def commit() -> str | None:
+    """Of the tree that holds this file, `-dirty` if it was changed since; None outside a repository."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
+    try:
+        done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def software_and_machine(device: torch.device) -> dict[str, Any]:
+    return {
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": device_name(device),
+        "network": os.environ.get("BENCH_NETWORK"),
+    }
+
+
+def write_json(path: Path | None, meta: Mapping[str, Any], rows: Sequence[Any]) -> None:
+    """Write meta and rows, which are dataclasses, where a path is given; its folder is made."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")

@@ -1,0 +1,1 @@
+"""Training by several update rules, at equal steps or in equal time."""

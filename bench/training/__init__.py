@@ -1,0 +1,1 @@
+"""Training: how long a step takes, and what codecs do to the loss."""

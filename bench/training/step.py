@@ -1,0 +1,303 @@
+"""`torchrun --nproc-per-node 2 -m gradwire.bench step`: a training step of bytes_gpt with our optimizer, beside DDP's and none.
+
+All train the same model from the same weights on the same data, in turns of a few steps each (see `gradwire.bench.timing`).
+`compute` exchanges nothing: what a step costs at least, and what the others' replicas drift apart without. With codecs, ours
+takes part with each of them too, and DDP with torch's fp16 hook. With --reports, ours also takes part with on_step, with a
+check of replicas after every step, and while a timeline is recorded. With --shard-states, ours also takes part with that,
+and DDP with torch's ZeroRedundancyOptimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire as hvd
+from gradwire.bench.options import count_from
+from gradwire.bench.results import software_and_machine, write_json
+from gradwire.bench.timing import (
+    Protocol,
+    distributed_machine,
+    format_interval,
+    median_and_p99,
+    slowest_rank,
+    speedup_interval,
+    take_turns,
+)
+from gradwire.collectives import Communicator
+from gradwire.collectives.diagnostics.timeline import Timeline
+from gradwire.trainer.examples import bytes_gpt
+from gradwire.trainer.examples.loop import (
+    Task,
+    Trainee,
+    adamw,
+    choose_device,
+    ddp_trainee,
+    digest,
+    our_trainee,
+    share_cores,
+)
+from gradwire.trainer.examples.report import Record
+from gradwire.trainer.gradients.compression import NAMES
+
+PRESETS: dict[str, dict[str, Any]] = {"small": {}, **bytes_gpt.PRESETS}
+LR = 1e-3
+OURS, DDP, DDP_FP16, DDP_ZERO, COMPUTE = "gradwire", "ddp", "ddp+fp16", "ddp+zero", "compute"
+ONE_WAY = {"dgc", "powersgd"}
+"""Codecs of gradients only, not of the way that parameters come back."""
+CODECS = tuple(name for name in NAMES if name != "none")
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One competitor. step_ms, p99_ms: median and 99th percentile of the turns, per step, on the slowest rank.
+
+    as_ddp, as_compute: how many times as fast it is. beyond_compute_as_ddp: how many times as fast it does what it does longer
+    than `compute` in the same round, by the medians; None where it takes no longer. loss: of the last step, averaged over the
+    ranks. replicas_identical: the ranks' weights at the end, to the bit.
+    """
+
+    competitor: str
+    world_size: int
+    step_ms: float
+    p99_ms: float
+    tokens_per_s: float
+    as_ddp: float
+    as_compute: float
+    beyond_compute_as_ddp: float | None
+    loss: float
+    replicas_identical: bool
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """Says how many times as fast a competitor is as a peer in the same run. interval: 95 %, where there were turns enough."""
+
+    competitor: str
+    peer: str
+    times: float
+    interval: tuple[float, float] | None
+
+
+def fp16_trainee(module: nn.Module) -> Trainee:
+    """DDP as its users make it faster."""
+    trainee = ddp_trainee(module)
+    assert isinstance(trainee.forward, DistributedDataParallel)
+    trainee.forward.register_comm_hook(None, fp16_compress_hook)
+    return trainee
+
+
+def telling_trainee(module: nn.Module, **options: Any) -> Trainee:
+    """Ours, with options of DistributedOptimizer."""
+    optimizer = hvd.DistributedOptimizer(adamw(module), named_parameters=module.named_parameters(), **options)
+    return Trainee(module, module, optimizer, lambda: optimizer.communication_wait_s, Record())
+
+
+def zero_trainee(module: nn.Module) -> Trainee:
+    """DDP, with an AdamW whose state is spread over the ranks."""
+    whole = adamw(module)
+    settings = {name: value for name, value in whole.defaults.items() if name in ("lr", "betas")}
+    optimizer = ZeroRedundancyOptimizer(whole.param_groups, torch.optim.AdamW, **settings)
+    return replace(ddp_trainee(module), optimizer=optimizer)
+
+
+def recorded_trainee(module: nn.Module) -> Trainee:
+    """Ours, with everything that it does recorded for a timeline, which is not written."""
+    communicator = Communicator()
+    trainee = telling_trainee(module, process_set=communicator)
+    communicator.record(Timeline(), OURS)
+    return trainee
+
+
+def compute_trainee(module: nn.Module) -> Trainee:
+    """A model whose gradients stay where they are."""
+    return Trainee(module, module, adamw(module), lambda: 0.0, Record())
+
+
+class Competitor:
+    """A model in training; calling it trains for one turn."""
+
+    def __init__(self, trainee: Trainee, task: Task, config: bytes_gpt.Config, steps: int) -> None:
+        self.trainee = trainee
+        self.loss = 0.0
+        self._task = task
+        self._share = config.batch // hvd.size()
+        self._steps = steps
+        self._done = 0
+
+    def __call__(self) -> None:
+        mine = slice(hvd.rank() * self._share, (hvd.rank() + 1) * self._share)
+        device = next(self.trainee.module.parameters()).device
+        for step in range(self._done, self._done + self._steps):
+            inputs, targets = self._task.batch(step)
+            self.loss = self.trainee.step(inputs[mine].to(device), targets[mine].to(device), LR)
+        self._done += self._steps
+
+
+def codecs(text: str) -> tuple[str, ...]:
+    names = CODECS if text == "all" else tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in CODECS:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(CODECS)}, all; none always takes part")
+    return names
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m gradwire.bench step",
+        description="Time a training step of bytes_gpt: our optimizer, torch's DDP, and no exchange. Run under torchrun.",
+    )
+    add = parser.add_argument
+    add("--preset", choices=tuple(PRESETS), default="small", help="the model (default small)")
+    add("--batch", type=partial(count_from, 1), default=4, help="sequences a rank and step (default 4)")
+    add("--context", type=partial(count_from, 1), help="bytes of a sequence (default as the model has it)")
+    add("--compression", type=codecs, default=(), metavar="NAMES", help="comma-separated codecs to compare, or all")
+    add("--reports", action="store_true", help="compare what it costs to tell of a step, too")
+    add("--shard-states", action="store_true", help="compare optimizers whose state is spread over the ranks, too")
+    add("--steps", type=partial(count_from, 1), default=5, help="steps in one turn (default 5)")
+    add("--rounds", type=partial(count_from, 1), default=20, help="timed turns of each competitor (default 20)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (default auto)")
+    add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
+    return parser.parse_args(arguments)
+
+
+def configured(chosen: argparse.Namespace) -> bytes_gpt.Config:
+    settings = {**PRESETS[chosen.preset], "batch": chosen.batch * hvd.size()}
+    return bytes_gpt.Config(**settings, **({"context": chosen.context} if chosen.context else {}))
+
+
+def builders(
+    compression: Sequence[str], reports: bool = False, shard_states: bool = False
+) -> dict[str, Callable[[nn.Module], Trainee]]:
+    """What makes each competitor of its model."""
+    telling: dict[str, Callable[[nn.Module], Trainee]] = {
+        f"{OURS}+on_step": partial(telling_trainee, on_step=lambda metrics: None),
+        f"{OURS}+check": partial(telling_trainee, check_replicas_every=1),
+        f"{OURS}+timeline": recorded_trainee,
+    }
+    compressed = {f"{OURS}+{name}": partial(our_trainee, compression=name) for name in compression}
+    sharded = {f"{OURS}+shards": partial(telling_trainee, shard_states=True)} | {
+        f"{OURS}+shards+{name}": partial(
+            telling_trainee, shard_states=True, compression=name, parameter_compression=name
+        )
+        for name in compression
+        if name not in ONE_WAY
+    }
+    return {
+        OURS: partial(our_trainee, compression="none"),
+        **compressed,
+        **(telling if reports else {}),
+        **(sharded if shard_states else {}),
+        DDP: ddp_trainee,
+        **({DDP_FP16: fp16_trainee} if compression else {}),
+        **({DDP_ZERO: zero_trainee} if shard_states else {}),
+        COMPUTE: compute_trainee,
+    }
+
+
+def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[StepRow], list[Speedup], int]:
+    """Return the rows, how many times as fast ours are as DDP, and how many parameters the model has; the same on all ranks."""
+    config = configured(chosen)
+    task = bytes_gpt.task(config)
+    competitors: dict[str, Competitor] = {}
+    for name, build in builders(chosen.compression, chosen.reports, chosen.shard_states).items():
+        torch.manual_seed(config.seed)
+        competitors[name] = Competitor(build(task.build().to(device)), task, config, chosen.steps)
+    protocol = Protocol(chosen.rounds, warmup_iters=2, check_iters=0)
+    turns, _ = take_turns(list(competitors.values()), lambda: None, lambda: 0, distributed_machine(device), protocol)
+    seconds = dict(zip(competitors, slowest_rank(turns / chosen.steps, device), strict=True))
+    median = {name: median_and_p99(times)[0] for name, times in seconds.items()}
+    beyond = {name: float(np.median(times - seconds[COMPUTE])) for name, times in seconds.items()}  # in the same round
+    rows: list[StepRow] = []
+    for name, competitor in competitors.items():
+        loss = hvd.allreduce(torch.tensor(competitor.loss, dtype=torch.float64, device=device), op=hvd.Average)
+        digests = hvd.allgather_object(digest(competitor.trainee.module))
+        rows.append(
+            StepRow(
+                competitor=name,
+                world_size=hvd.size(),
+                step_ms=median[name] * 1e3,
+                p99_ms=median_and_p99(seconds[name])[1] * 1e3,
+                tokens_per_s=task.items_per_step / median[name],
+                as_ddp=median[DDP] / median[name],
+                as_compute=median[COMPUTE] / median[name],
+                beyond_compute_as_ddp=beyond[DDP] / beyond[name] if beyond[name] > 0 else None,
+                loss=float(loss),
+                replicas_identical=len(set(digests)) == 1,
+            )
+        )
+    parameters = sum(parameter.numel() for parameter in competitors[OURS].trainee.module.parameters())
+    speedups = [
+        Speedup(ours, peer, median[peer] / median[ours], speedup_interval(seconds[ours], seconds[peer]))
+        for ours in seconds
+        if ours.startswith(OURS)
+        for peer in (DDP, DDP_FP16, DDP_ZERO)
+        if peer in seconds
+    ]
+    return rows, speedups, parameters
+
+
+def format_table(rows: Sequence[StepRow], speedups: Sequence[Speedup], meta: dict[str, Any]) -> list[str]:
+    width = max(8, *(len(row.competitor) for row in rows))
+    shape = f"{meta['batch']} sequences of {meta['context']} bytes a rank"
+    return [
+        f"# step of bytes_gpt {meta['preset']}: {meta['parameters'] / 1e6:.2f} M parameters, {shape},"
+        f" world size {rows[0].world_size} backend {meta['backend']}, {meta['rounds']} turns of {meta['steps']} steps",
+        *([f"# Network: {meta['network']}"] if meta["network"] else []),
+        "#",
+        f"# {'':{width}}     step      p99            times as fast as  beyond compute,",
+        f"# {'':{width}}     (ms)     (ms)  tokens/s      ddp   compute  as fast as ddp      loss  replicas",
+        *(
+            f"  {row.competitor:{width}} {row.step_ms:8.2f} {row.p99_ms:8.2f} {row.tokens_per_s:9.0f}"
+            f" {row.as_ddp:8.2f} {row.as_compute:9.2f} {_times(row.beyond_compute_as_ddp):>15} {row.loss:9.4f}"
+            f"  {'identical' if row.replicas_identical else 'differ'}"
+            for row in rows
+        ),
+        *(
+            f"# {speedup.competitor} is {speedup.times:.2f} times as fast as {speedup.peer}"
+            f"  {format_interval(speedup.interval)}".rstrip()
+            for speedup in speedups
+        ),
+    ]
+
+
+def _times(speedup: float | None) -> str:
+    return "-" if speedup is None else f"{speedup:.2f}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code 1 if replicas that exchange gradients are not identical, on every rank."""
+    chosen = parse_arguments(arguments)
+    hvd.init()
+    share_cores()
+    device = choose_device(chosen.device)
+    rows, speedups, parameters = measure(chosen, device)
+    if hvd.rank() == 0:
+        meta = {
+            **software_and_machine(device),
+            "backend": dist.get_backend(),
+            "preset": chosen.preset,
+            "parameters": parameters,
+            "batch": chosen.batch,
+            "context": configured(chosen).context,
+            "steps": chosen.steps,
+            "rounds": chosen.rounds,
+            "speedups": [asdict(speedup) for speedup in speedups],
+            "time": "median over interleaved turns, per step, each as long as on its slowest rank",
+        }
+        print("\n".join(format_table(rows, speedups, meta)), flush=True)
+        write_json(chosen.json, meta, rows)
+    hvd.shutdown()
+    return 0 if all(row.replicas_identical for row in rows if row.competitor != COMPUTE) else 1
