@@ -275,3 +275,13 @@ def test_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["bench", "codec"]) == 2
     assert "bench needs matplotlib and rich: pip install 'gradwire[bench]'" in capsys.readouterr().err
+
+
+def test_info_and_precompile_are_those_of_collectives(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr("gradwire.collectives.precompile.precompile", lambda: 3)
+    assert main(["precompile"]) == 3
+    assert main(["info", "--help"]) == 0
+    assert "gradwire precompile" in capsys.readouterr().out

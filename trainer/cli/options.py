@@ -22,42 +22,21 @@ Every host needs the same folder, the same script and the same Python at the sam
 its variables begin with COLLECTIVES_, GLOO_, HOROVOD_ or NCCL_, or are given with -x.
 """
 
-#: horovodrun's flags that nothing here has a use for, and how many values each takes.
-_WITHOUT_MEANING = {
-    **dict.fromkeys(
-        (
-            "--autotune",
-            "--no-autotune",
-            "--disable-cache",
-            "--gloo",
-            "--hierarchical-allgather",
-            "--no-hierarchical-allgather",
-            "--hierarchical-allreduce",
-            "--no-hierarchical-allreduce",
-            "--mpi-threads-disable",
-            "--no-mpi-threads-disable",
-            "--tcp",
-        ),
-        0,
-    ),
-    **dict.fromkeys(
-        (
-            "--autotune-bayes-opt-max-samples",
-            "--autotune-gaussian-process-noise",
-            "--autotune-log-file",
-            "--autotune-steps-per-sample",
-            "--autotune-warmup-samples",
-            "--binding-args",
-            "--cache-capacity",
-            "--cycle-time-ms",
-            "--gloo-timeout-seconds",
-            "--num-nccl-streams",
-            "--thread-affinity",
-        ),
-        1,
-    ),
-}
+#: horovodrun's flags that nothing here has a use for: those that stand alone, and those that take a value.
+_SWITCHES = """
+--autotune --no-autotune --disable-cache --gloo --hierarchical-allgather --no-hierarchical-allgather --hierarchical-allreduce
+--no-hierarchical-allreduce --mpi-threads-disable --no-mpi-threads-disable --tcp
+""".split()
+_VALUES = """
+--autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --autotune-log-file --autotune-steps-per-sample
+--autotune-warmup-samples --binding-args --cache-capacity --cycle-time-ms --gloo-timeout-seconds --num-nccl-streams
+--thread-affinity
+""".split()
 
+_OF_ELASTIC = """
+--min-np --min-num-proc --max-np --max-num-proc --slots-per-host --slots --elastic-timeout --reset-limit
+--blacklist-cooldown-range --host-discovery-script
+""".split()
 _ELASTIC = (
     "the number of ranks is fixed while a job runs; torchrun --nnodes 1:4 --max-restarts 3 starts it again with fewer"
 )
@@ -65,21 +44,7 @@ _MPI = "to start ranks by MPI, write mpirun -n 4 python train.py: gradwire.init(
 
 #: horovodrun's flags that would change what happens, and why they cannot be had.
 _REFUSED = {
-    **dict.fromkeys(
-        (
-            "--min-np",
-            "--min-num-proc",
-            "--max-np",
-            "--max-num-proc",
-            "--slots-per-host",
-            "--slots",
-            "--elastic-timeout",
-            "--reset-limit",
-            "--blacklist-cooldown-range",
-            "--host-discovery-script",
-        ),
-        _ELASTIC,
-    ),
+    **dict.fromkeys(_OF_ELASTIC, _ELASTIC),
     **dict.fromkeys(("--mpi", "--mpi-args", "--jsrun"), _MPI),
     "--config-file": "write its settings as flags",
 }
@@ -128,9 +93,7 @@ def parse_job(arguments: list[str]) -> Job:
         settings = _settings(told)
     except ValueError as error:
         parser.error(str(error))
-    without = (
-        f"gradwire: no meaning here, and ignored: {', '.join(told.without_meaning)}" if told.without_meaning else None
-    )
+    ignored = ", ".join(told.without_meaning)
     return Job(
         command=_full_command(command, is_module=told.module),
         hosts=hosts,
@@ -142,7 +105,7 @@ def parse_job(arguments: list[str]) -> Job:
         start_timeout_s=told.start_timeout,
         output_folder=told.output_filename,
         verbose=told.verbose,
-        notice=without,
+        notice=f"gradwire: no meaning here, and ignored: {ignored}" if ignored else None,
     )
 
 
@@ -271,8 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--verbose", action="store_true", help="print the commands, and what torchrun's agents and ssh say")
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(without_meaning=[])
-    for name, values in _WITHOUT_MEANING.items():
-        add(name, nargs=values if values == 0 else None, action=_WithoutMeaning, help=argparse.SUPPRESS)
-    for name in _REFUSED:
-        add(name, nargs="?", action=_Refused, help=argparse.SUPPRESS)
+    add(*_SWITCHES, nargs=0, dest="without_meaning", action=_WithoutMeaning, help=argparse.SUPPRESS)
+    add(*_VALUES, dest="without_meaning", action=_WithoutMeaning, help=argparse.SUPPRESS)
+    add(*_REFUSED, nargs="?", dest="refused", action=_Refused, help=argparse.SUPPRESS)
     return parser

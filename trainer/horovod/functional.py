@@ -13,7 +13,7 @@ Only those of allreduce and alltoall are the adjoints, which are the gradients o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from torch import Tensor
 from gradwire.collectives import Communicator, Work
 from gradwire.collectives.compression.codec import Codec
 from gradwire.trainer.gradients.arguments import Adasum, Average, Sum
-from gradwire.trainer.horovod.scaling import scaled, scales_integers, unscaled
 from gradwire.trainer.rules.adasum import adasum_
 
 Rows = list[int]
@@ -214,3 +213,35 @@ def begin_scaled_reducescatter(
     contributions = [scaled(tensor, prescale) for tensor in tensors]
     works, outputs = begin_reducescatter(communicator, rows, op, contributions, async_op=async_op)
     return works, outputs, lambda reduced: [scaled(tensor, postscale, divisor) for tensor in reduced]
+
+
+def scaled(tensor: Tensor, factor: float, divisor: int = 1) -> Tensor:
+    """Return tensor * factor / divisor in the tensor's dtype, without history; the tensor itself where both are 1.
+
+    Integers are multiplied and divided in float64 and then truncated toward zero, as Horovod does; those beyond 2**53
+    are rounded to float64 first.
+    """
+    tensor = tensor.detach()
+    if factor == divisor == 1:
+        return tensor
+    if tensor.dtype.is_floating_point:
+        return tensor * (factor / divisor)
+    return tensor.double().mul_(factor).div_(divisor).to(tensor.dtype)
+
+
+def scales_integers(tensors: Iterable[Tensor], prescale: float, postscale: float) -> bool:
+    """Return whether factors other than 1 meet integers, which a Communicator does not multiply."""
+    return (prescale, postscale) != (1, 1) and any(is_integer(tensor) for tensor in tensors)
+
+
+def unscaled(op: str, postscale: float, size: int) -> tuple[str, float, int]:
+    """Return the op whose result, times a factor and divided by a divisor, is that of op and postscale; and these two.
+
+    So an average of integers times a factor is truncated once.
+    """
+    return (Sum, postscale, size) if op == Average else (op, postscale, 1)
+
+
+def is_integer(tensor: Tensor) -> bool:
+    """Return whether a tensor has whole numbers."""
+    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype is not torch.bool

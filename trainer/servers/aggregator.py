@@ -8,7 +8,7 @@ it, the slowest are not waited for (backup workers, Chen et al. 2016); at 1 ever
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, get_args
 
@@ -54,21 +54,48 @@ class Counts:
     @staticmethod
     def total(counts: Sequence[Counts]) -> Counts:
         """Return what became of the contributions that were counted in several places."""
-        staleness: Counter[int] = Counter()
-        contributions: Counter[int] = Counter()
-        for each in counts:
-            staleness.update(each.staleness)
-            contributions.update(each.contributions)
         return Counts(
             updates=sum(each.updates for each in counts),
-            staleness=dict(sorted(staleness.items())),
-            contributions=dict(sorted(contributions.items())),
+            staleness=_added(each.staleness for each in counts),
+            contributions=_added(each.contributions for each in counts),
             late=sum(each.late for each in counts),
             dropped=sum(each.dropped for each in counts),
             pending=sum(each.pending for each in counts),
             lead=max((each.lead for each in counts), default=0),
             lost=tuple(sorted({worker for each in counts for worker in each.lost})),
         )
+
+
+@dataclass(frozen=True)
+class ServerReport:
+    """Says what became of all contributions, counted at every server: a rank's step is one contribution to each.
+
+    servers: how many there are. updates: how many they have made together. The others are those of Counts.
+    """
+
+    servers: int
+    updates: int
+    staleness: dict[int, int]
+    contributions: dict[int, int]
+    late: int
+    dropped: int
+    lead: int
+    lost: tuple[int, ...]
+
+    def __str__(self) -> str:
+        ages = ", ".join(f"{count} of age {age}" for age, count in self.staleness.items())
+        ranks = ", ".join(f"{count} from rank {rank}" for rank, count in self.contributions.items())
+        left_out = f"; without {', '.join(f'rank {rank}' for rank in self.lost)}" if self.lost else ""
+        return (
+            f"{self.updates} updates at {self.servers} servers, of contributions {ranks}; {ages}; {self.late} late, "
+            f"{self.dropped} dropped{left_out}"
+        )
+
+    @staticmethod
+    def of(counts: Sequence[Counts]) -> ServerReport:
+        """Return the report of what each server has counted."""
+        total = vars(Counts.total(counts))
+        return ServerReport(servers=len(counts), **{name: count for name, count in total.items() if name != "pending"})
 
 
 @dataclass(frozen=True)
@@ -199,8 +226,8 @@ class Aggregator(Generic[_Value]):
         """Return what became of all contributions."""
         return Counts(
             updates=self._updates,
-            staleness=dict(sorted(self._ages.items())),
-            contributions=dict(sorted(self._contributed.items())),
+            staleness=_added([self._ages]),
+            contributions=_added([self._contributed]),
             late=self._late,
             dropped=self._dropped,
             pending=len(self._pending),
@@ -222,3 +249,11 @@ class Aggregator(Generic[_Value]):
     def _ahead(self, worker: int) -> bool:
         bound = self._scheme.staleness
         return bound is None or self._clocks[worker] - min(self._clocks.values()) <= bound
+
+
+def _added(tables: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    """Return the sum of tables of counts, in the order of their keys."""
+    total: Counter[int] = Counter()
+    for table in tables:
+        total.update(table)
+    return dict(sorted(total.items()))

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.trainer.servers.aggregator import Counts
 from gradwire.trainer.servers.key_value.catalogue import Catalogue, check_updatable, described, lists_of_rows, rows_of
@@ -58,7 +59,7 @@ class KVStore:
         self._optimizer_name = ""
         self._encoder: Encoder | None = None
         self._group = KeyGroup(alone=type in ("local", "device"), asynchronous=type == "dist_async", servers=servers)
-        self._catalogue = Catalogue(self._group.servers)
+        self._catalogue = Catalogue(self._group.clients)
 
     @property
     def type(self) -> str:
@@ -82,18 +83,15 @@ class KVStore:
         other keys, shapes or dtypes than rank 0.
         """
         self._check_open()
-        named: dict[Name, Tensor] = {}
-        said: list[Any] = []
-        error: Exception | None = None
-        try:
+
+        def given() -> tuple[dict[Name, Tensor], Any]:
             named = {name: dense(tensor).cpu() for name, tensor in self._catalogue.new_values(key, value).items()}
             if self._factory is not None:
                 for name, tensor in named.items():
                     check_updatable(name, tensor.shape, tensor.dtype, self._factory)
-            said = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named.items()]
-        except Exception as caught:  # told to the others, who would wait
-            error = caught
-        self._group.agree(error, said)
+            return named, [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named.items()]
+
+        named = self._group.agreed(given)
         for name, first in zip(named, self._group.share(list(named.values())), strict=True):
             spec = self._catalogue.add(name, first)
             if spec.server == self._group.rank and self._group.keys is not None:
@@ -114,12 +112,12 @@ class KVStore:
         given = self._catalogue.tensors(key, value, "value")
         pushes = [(spec, summed([dense(tensor) for tensor in tensors]).cpu()) for spec, tensors in given]
         for spec, total in pushes:
-            server = self._group.servers[spec.server]
+            client = self._group.clients[spec.server]
             if self._encoder is not None and spec.travels_coded:
                 step, code = self._encoder.encode(spec, total)
-                server.push(spec, code, step)
+                client.push(spec, code, step)
             else:
-                server.push(spec, total, None)
+                client.push(spec, total, None)
 
     def pull(self, key: Key, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Fill tensors with the newest values, in which all is that this rank has pushed before.
@@ -138,7 +136,7 @@ class KVStore:
             wanted.append((spec, [tensor for tensor in tensors if not is_sparse(tensor)]))
         for spec, tensors in wanted:
             if tensors:
-                fill(tensors, self._group.servers[spec.server].pull(spec))
+                fill(tensors, self._group.clients[spec.server].pull(spec))
 
     def pushpull(self, key: Key, value: Any, out: Any = None, priority: int = 0) -> None:
         """Push values, and pull into out, or else into the values themselves."""
@@ -173,7 +171,7 @@ class KVStore:
             for tensor, rows in zip(tensors, ids, strict=True)
         ]
         for spec, tensor, rows in wanted:
-            fill_rows(tensor, rows, self._group.servers[spec.server].pull(spec, rows))
+            fill_rows(tensor, rows, self._group.clients[spec.server].pull(spec, rows))
 
     def set_optimizer(self, optimizer: Factory) -> None:
         """Update every key, also those to come, by an optimizer of its own, made at its server. Collective.
@@ -185,16 +183,16 @@ class KVStore:
         Raises TypeError for anything else, ValueError where ranks differ, and for keys that are no floating-point tensors.
         """
         self._check_open()
-        name, settings, error = "", "", None
-        try:
+
+        def given() -> tuple[str, Any]:
             name, settings = described(optimizer)
             for spec in self._catalogue:
                 check_updatable(spec.name, spec.shape, spec.dtype, optimizer)
-        except Exception as caught:
-            error = caught
+            return name, f"{name} {settings}"
+
         self.barrier()  # what was pushed before is for what was there before
-        self._group.agree(error, f"{name} {settings}")
-        self._factory, self._optimizer_name = optimizer, name
+        self._optimizer_name = self._group.agreed(given)
+        self._factory = optimizer
         if self._group.keys is not None:
             self._group.keys.set_optimizer(optimizer)
         self._group.meet()
@@ -215,14 +213,15 @@ class KVStore:
             raise ValueError(f"{here()}nothing travels with type {self._type!r} that could be compressed")
         if self._encoder is not None:
             raise ValueError(f"{here()}gradient compression is set already, and cannot be changed")
-        codec, said, error = None, "", None
-        try:
-            codec = codec_of(compression_params)
-            said = codec.identity
-        except Exception as caught:
-            error = ValueError(f"{here()}gradient compression by {compression_params!r}: {caught}")
-        self._group.agree(error, said)
-        assert codec is not None
+
+        def given() -> tuple[Codec, Any]:
+            try:
+                codec = codec_of(compression_params)
+                return codec, codec.identity
+            except Exception as error:
+                raise ValueError(f"{here()}gradient compression by {compression_params!r}: {error}") from error
+
+        codec = self._group.agreed(given)
         rehearse(codec, torch.device("cpu"), with_feedback=codec.needs_feedback)  # compiles now, not in the first push
         if self._group.keys is not None:
             self._group.keys.codec = codec
@@ -256,15 +255,20 @@ class KVStore:
             raise ValueError(
                 f"{here()}{fname} has no state of key {missing[0]!r}; it has {', '.join(map(repr, states))}"
             )
-        keys, error = self._group.keys, None
+        keys = self._group.keys
         before = {} if keys is None else keys.state_dict()
+
+        def load() -> tuple[None, Any]:
+            try:
+                if keys is not None:
+                    keys.load_state_dict(states)
+            except Exception as error:
+                said = f"{here()}{fname} has a state that {self._optimizer_name} cannot load: {error!r}"
+                raise ValueError(said) from error
+            return None, None
+
         try:
-            if keys is not None:
-                keys.load_state_dict(states)
-        except Exception as caught:  # told to the others, who would wait
-            error = ValueError(f"{here()}{fname} has a state that {self._optimizer_name} cannot load: {caught!r}")
-        try:
-            self._group.agree(error, None)
+            self._group.agreed(load)
         except ValueError:
             if keys is not None:
                 keys.load_state_dict(before)
@@ -287,7 +291,7 @@ class KVStore:
         """Return what became of all pushes so far, summed over keys: how many updates, whose pushes, and how many updates
         each came late. It answers when all that this rank has pushed has come there."""
         self._check_open()
-        return Counts.total([server.counts() for server in self._group.servers.values()])
+        return Counts.total([client.counts() for client in self._group.clients.values()])
 
     def close(self, timeout_s: float | None = None) -> None:
         """Say that nothing more comes from this rank, serve the others until they say so too, and end the threads.
@@ -306,13 +310,15 @@ class KVStore:
         self._check_open()
         if self._factory is None:
             raise ValueError(f"{here()}{method}() needs an optimizer: call set_optimizer() first")
-        path, error = Path(), None
-        try:
-            path = Path(fname)
-        except TypeError:
-            error = TypeError(f"{here()}{method}() needs the path of a file, a str or os.PathLike, not {fname!r}")
-        self._group.agree(error, None)
-        return path
+
+        def given() -> tuple[Path, Any]:
+            try:
+                return Path(fname), None
+            except TypeError:
+                said = f"{here()}{method}() needs the path of a file, a str or os.PathLike, not {fname!r}"
+                raise TypeError(said) from None
+
+        return self._group.agreed(given)
 
     def __repr__(self) -> str:
         return f"KVStore({self._type!r}), rank {self._group.rank} of {self._group.size}, {len(self._catalogue)} keys"

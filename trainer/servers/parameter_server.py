@@ -21,11 +21,10 @@ from gradwire.trainer.gradients.replicas import hash_of
 from gradwire.trainer.gradients.uncompiled import uncompiled
 from gradwire.trainer.optimizers.copies import copied_attributes
 from gradwire.trainer.optimizers.wrapped import WrappingOptimizer
-from gradwire.trainer.servers.aggregator import Late, Scheme
+from gradwire.trainer.servers.aggregator import Late, Scheme, ServerReport
 from gradwire.trainer.servers.connection import open_pairs, text_of
-from gradwire.trainer.servers.messages import Local, Remote, Server
+from gradwire.trainer.servers.messages import LocalUpdater, RemoteUpdater, Server
 from gradwire.trainer.servers.pushed import Packing, encodings_of
-from gradwire.trainer.servers.report import ServerReport
 from gradwire.trainer.servers.roles import checked_ranks, checked_scheme, roles_of
 from gradwire.trainer.servers.serving import end
 from gradwire.trainer.servers.updater import Updater, cut
@@ -174,7 +173,7 @@ class ParameterServer(WrappingOptimizer):
         if len(ranks) != self._communicator.size:
             raise ValueError(f"{here()}process_set is a Communicator of ranks that are not in this world")
         token = self._communicator.allgather_record(secrets.token_hex(8))[0]
-        parts: list[tuple[Remote | Local, Sequence[int]]] = []
+        parts: list[tuple[RemoteUpdater | LocalUpdater, Sequence[int]]] = []
         shares = cut(parameters, roles.servers)
         trains = {member for members in roles.groups for member in members}
         for server, numbers in shares.items():
@@ -190,10 +189,10 @@ class ParameterServer(WrappingOptimizer):
                 self._updater = Updater(rank, roles.workers, shares, part, self.optimizer, self._scheme, update_s)
                 self._server = Server(self._updater, packing, pairs)
                 if rank in roles.workers:
-                    parts.append((Local(rank, self._updater, packing), numbers))
+                    parts.append((LocalUpdater(self._updater, packing), numbers))
             elif rank in roles.workers:
                 settings = None if server in trains else self.optimizer
-                parts.append((Remote(rank, server, packing, pairs[rank], settings), numbers))
+                parts.append((RemoteUpdater(rank, server, packing, pairs[rank], settings), numbers))
         worker_here = Worker(rank, parameters, parts) if rank in roles.workers else None
         self._worker = worker_here if group is None else Member(rank, group, parameters, worker_here, len(shares))
 

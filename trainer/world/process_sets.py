@@ -1,4 +1,4 @@
-"""Sets of ranks that run collectives among themselves, as Horovod names them."""
+"""Sets of ranks that run collectives among themselves, as Horovod names them, and the errors of calls that do not fit one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,21 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradwire.collectives import Communicator
+from gradwire.collectives import CollectiveError, Communicator
+
+
+class Refused(CollectiveError, ValueError):
+    """Tells that a verb cannot do what it was given: its arguments, or how they fit those of other ranks. No data has moved, and
+    the Communicator goes on."""
+
+
+class NotIncluded(Refused):
+    """Tells that a verb was called with a process set that this rank is not in."""
+
+
+def refused(communicator: Communicator, verb: str, message: str) -> Refused:
+    """Return the error of a verb that cannot do what it was given."""
+    return Refused(message, rank=communicator.rank, operation=verb)
 
 
 class ProcessSet:

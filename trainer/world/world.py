@@ -26,10 +26,10 @@ from gradwire.collectives.link.membership import Membership, membership_of
 from gradwire.collectives.plan.topology import host_id
 from gradwire.collectives.torch_internals import HashStore
 from gradwire.trainer.world.environment import DYNAMIC_TIMELINE, Settings, notice, read_settings
-from gradwire.trainer.world.errors import NotIncluded
 from gradwire.trainer.world.launch import ALONE, Launch, read_launch, slurm_hint
 from gradwire.trainer.world.meeting import Meeting, agreed_ranks, meet
 from gradwire.trainer.world.process_sets import (
+    NotIncluded,
     ProcessSet,
     ProcessSetLike,
     check_new_set,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -21,13 +21,15 @@ from gradwire.trainer.servers.serving import end
 from gradwire.trainer.world.process_sets import global_process_set
 from gradwire.trainer.world.world import current_settings, current_world, here
 
+_Result = TypeVar("_Result")
+
 
 class KeyGroup:
     """Joins a worker with the servers of a key-value store, one of which may be its own. Collective, unless it is alone.
 
     alone: whether it is of this process only. asynchronous: whether every push makes an update. servers: the ranks that
     serve. Attributes: rank and size among the workers; communicator, of all of them, None if alone; keys, those of this
-    rank's server, None if it does not serve; servers, by which those of each rank are reached.
+    rank's server, None if it does not serve; clients, by the rank of the server that each asks.
     """
 
     def __init__(self, *, alone: bool, asynchronous: bool, servers: Sequence[int] | None) -> None:
@@ -35,7 +37,7 @@ class KeyGroup:
         self.rank = 0 if self.communicator is None else self.communicator.rank
         self.size = 1 if self.communicator is None else self.communicator.size
         self.keys: Keys | None = None
-        self.servers: dict[int, RemoteKeys | LocalKeys] = {}
+        self.clients: dict[int, RemoteKeys | LocalKeys] = {}
         self.is_closed = False
         self._pairs: list[Communicator] = []
         self._server: KeyServer | None = None
@@ -62,18 +64,25 @@ class KeyGroup:
             self._pairs += pairs.values()
             if server == rank:
                 self.keys, serving = Keys(rank, everyone, scheme, self._timeout_s), pairs
-                self.servers[server] = LocalKeys(rank, self.keys)
+                self.clients[server] = LocalKeys(self.keys)
             else:
-                self.servers[server] = RemoteKeys(rank, server, pairs[rank])
+                self.clients[server] = RemoteKeys(rank, server, pairs[rank])
         if self.keys is not None:
             self._server = KeyServer(self.keys, serving)
 
-    def agree(self, error: Exception | None, said: Any) -> None:
-        """Raise this rank's error; that of another, or a ValueError where ranks do not say the same, on all ranks alike.
-        Collective. said: as JSON can have it."""
-        everyones = [[None, said]]
+    def agreed(self, compute: Callable[[], tuple[_Result, Any]]) -> _Result:
+        """Return the first of what compute() returns, when all ranks have got the same second, as JSON can have it. Collective.
+
+        Raises this rank's error; where another rank has one, or ranks have got different things, ValueError on all ranks.
+        """
+        result, record, error = None, None, None
+        try:
+            result, record = compute()
+        except Exception as caught:  # the others wait for a record of this rank
+            error = caught
+        everyones = [[None, record]]
         if self.communicator is not None:
-            everyones = self.communicator.allgather_record([None if error is None else str(error), said])
+            everyones = self.communicator.allgather_record([None if error is None else str(error), record])
         if error is not None:
             raise error
         for rank, (fault, theirs) in enumerate(everyones):
@@ -83,6 +92,7 @@ class KeyGroup:
                 raise ValueError(
                     f"{here()}the ranks do not give the same: {everyones[0][1]} on rank 0; {theirs} on rank {rank}"
                 )
+        return cast(_Result, result)
 
     def share(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return rank 0's tensors, on the CPU; the others give some of the same shapes and dtypes. Collective."""
@@ -107,8 +117,8 @@ class KeyGroup:
         end(self._server, deadline, leave=self._leave, close=self._close_communicators)
 
     def _leave(self) -> None:
-        for server in self.servers.values():
-            server.leave()
+        for client in self.clients.values():
+            client.leave()
 
     def _close_communicators(self) -> None:
         self.is_closed = True
