@@ -1,4 +1,4 @@
-"""Collectives that autograd can differentiate, with the gradients that Horovod gives them.
+"""Collectives that autograd can differentiate, with the gradients that Horovod gives them, and with factors.
 
 With g(r) for the gradient that rank r has of its result, and n ranks, the gradient of a rank's input is
 
@@ -71,7 +71,7 @@ class Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         communicator, rows = ctx.call
-        return (None, None, *begin_reducescatter(communicator, rows, Average, gradients)[1])
+        return (None, None, *begin_reducescatter(communicator, rows, Average, gradients)[1]())
 
 
 class ReduceScatter(torch.autograd.Function):
@@ -89,8 +89,8 @@ class ReduceScatter(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.call = communicator, rows, op, prescale * postscale
-        _, outputs, finish = begin_scaled_reducescatter(communicator, rows, op, prescale, postscale, tensors)
-        return tuple(finish(outputs))
+        _, finish = begin_reducescatter(communicator, rows, op, tensors, prescale, postscale)
+        return tuple(finish())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -185,34 +185,25 @@ def begin_allgather(
 
 
 def begin_reducescatter(
-    communicator: Communicator, rows: Sequence[Rows], op: str, tensors: Sequence[Tensor], *, async_op: bool = False
-) -> tuple[list[Work], list[Tensor]]:
-    """Reduce tensors and divide their rows; return what goes on, and this rank's rows."""
-    works, outputs = [], []
-    for given, tensor in zip(rows, tensors, strict=True):
-        outputs.append(tensor.new_empty((given[communicator.rank], *tensor.shape[1:])))
-        chunks = list(tensor.detach().split(given))
-        works.append(communicator.reduce_scatter(outputs[-1], chunks, op, async_op=async_op))
-    return [work for work in works if work is not None], outputs
-
-
-def begin_scaled_reducescatter(
     communicator: Communicator,
     rows: Sequence[Rows],
     op: str,
-    prescale: float,
-    postscale: float,
     tensors: Sequence[Tensor],
+    prescale: float = 1.0,
+    postscale: float = 1.0,
     *,
     async_op: bool = False,
-) -> tuple[list[Work], list[Tensor], Callable[[list[Tensor]], list[Tensor]]]:
-    """Do as begin_reducescatter, with factors; return also what is to be done with the rows when all is done."""
+) -> tuple[list[Work], Callable[[], list[Tensor]]]:
+    """Reduce tensors and divide their rows; return what goes on, and what returns this rank's rows when that is done."""
     divisor = 1
     if scales_integers(tensors, prescale, postscale):
         op, postscale, divisor = unscaled(op, postscale, communicator.size)
-    contributions = [scaled(tensor, prescale) for tensor in tensors]
-    works, outputs = begin_reducescatter(communicator, rows, op, contributions, async_op=async_op)
-    return works, outputs, lambda reduced: [scaled(tensor, postscale, divisor) for tensor in reduced]
+    works, outputs = [], []
+    for given, tensor in zip(rows, tensors, strict=True):
+        outputs.append(tensor.new_empty((given[communicator.rank], *tensor.shape[1:])))
+        chunks = list(scaled(tensor, prescale).split(given))
+        works.append(communicator.reduce_scatter(outputs[-1], chunks, op, async_op=async_op))
+    return [work for work in works if work is not None], lambda: [scaled(o, postscale, divisor) for o in outputs]
 
 
 def scaled(tensor: Tensor, factor: float, divisor: int = 1) -> Tensor:

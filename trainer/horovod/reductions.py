@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ from gradwire.trainer.horovod.functional import (
     ReduceScatter,
     Rows,
     begin_allreduce,
-    begin_scaled_reducescatter,
+    begin_reducescatter,
     copied,
     is_integer,
 )
@@ -272,7 +272,7 @@ def _allreduce_async_(
     postscale: float,
     process_set: ProcessSetLike,
 ) -> Handle[T]:
-    """Return the handle of what is `result` of the tensors, once these are reduced."""
+    """Return the handle of `result` of the tensors, once these are reduced."""
     communicator = communicator_of(process_set)
     with (call := Call(verb, name, communicator)):
         reduction = resolve_op(op, average)
@@ -299,11 +299,9 @@ def _reducescatter(
 ) -> list[Tensor]:
     communicator = communicator_of(process_set)
     with Call(verb, name, communicator):
-        reduction = _resolve_op(communicator, verb, op)
+        tensors, reduction, rows = _scatterable(communicator, verb, tensors, op, prescale, postscale)
         if not isinstance(compression, Cast):
             raise ValueError(f"{here()}{verb} has no codecs: compression must be Compression.none, .fp16 or .bf16")
-        tensors = _checked(communicator, verb, tensors, reduction, prescale, postscale)
-        rows = _even_rows(communicator, verb, tensors)
         codecs = [_summing_codec(compression, tensor, reduction) for tensor in tensors]
         headrooms = [1.0 if codec is None else codec.headroom(communicator.size) for codec in codecs]
         sent = [
@@ -325,43 +323,42 @@ def _reducescatter_async(
     prescale: float,
     postscale: float,
 ) -> Handle[T]:
-    """Return the handle of what is `result` of this rank's rows."""
+    """Return the handle of `result` of this rank's rows."""
     communicator = communicator_of(process_set)
     with (call := Call(verb, name, communicator)):
-        reduction = _resolve_op(communicator, verb, op)
-        tensors = _checked(communicator, verb, tensors, reduction, prescale, postscale)
-        rows = _even_rows(communicator, verb, tensors)
-        works, outputs, finish = begin_scaled_reducescatter(
-            communicator, rows, reduction, prescale, postscale, tensors, async_op=True
-        )
-        return Handle(call, works, lambda: result(finish(outputs)))
+        tensors, reduction, rows = _scatterable(communicator, verb, tensors, op, prescale, postscale)
+        works, finish = begin_reducescatter(communicator, rows, reduction, tensors, prescale, postscale, async_op=True)
+        return Handle(call, works, lambda: result(finish()))
 
 
-def _resolve_op(communicator: Communicator, verb: str, op: str) -> str:
-    """Return the reduction, which computes each element from that element alone. Raises Refused for Adasum, ValueError for what
-    is no reduction."""
+def _scatterable(
+    communicator: Communicator, verb: str, tensors: Sequence[Tensor], op: str, prescale: float, postscale: float
+) -> tuple[list[Tensor], str, list[Rows]]:
+    """Return the tensors, the reduction, and how many rows of each tensor every rank gets. Raises Refused for Adasum, which
+    does not compute each element from that element alone, and for scalars; ValueError or TypeError as _checked() does."""
     if op == Adasum:
         raise refused(communicator, verb, f"op must be one of {', '.join(OPS_BY_ELEMENT)}, not {op!r}")
-    return resolve_op(op, allowed=OPS_BY_ELEMENT)
-
-
-def _even_rows(communicator: Communicator, verb: str, tensors: Sequence[Tensor]) -> list[Rows]:
-    """Return the rows of dimension 0 for every rank, of each tensor."""
+    reduction = resolve_op(op, allowed=OPS_BY_ELEMENT)
+    tensors = _checked(communicator, verb, tensors, reduction, prescale, postscale)
     rows = []
     for tensor in tensors:
         if tensor.dim() == 0:
             raise refused(communicator, verb, "needs tensors of at least one dimension, not a scalar")
         fewer, longer = divmod(tensor.shape[0], communicator.size)
         rows.append([fewer + (rank < longer) for rank in range(communicator.size)])
-    return rows
+    return tensors, reduction, rows
 
 
 def _checked(
     communicator: Communicator, verb: str, tensors: Sequence[Tensor], op: str, prescale: float, postscale: float
 ) -> list[Tensor]:
-    """Return the tensors of a reduction. Raises TypeError or ValueError for what cannot be reduced."""
+    """Return the tensors of a reduction. Raises TypeError or ValueError for those that cannot be reduced by op, and factors that
+    do not fit their dtypes."""
     checked = check_group(communicator.rank, verb, tensors)
-    _check_scaling(communicator.rank, checked, op, prescale, postscale)
+    are_numbers = isinstance(prescale, int | float) and isinstance(postscale, int | float)
+    for tensor in checked:
+        factors = (1.0, 1.0) if are_numbers and is_integer(tensor) else (prescale, postscale)
+        check_arithmetic(communicator.rank, tensor.dtype, op, *factors)
     if op == Adasum:
         check_adasum(checked)
     return checked
@@ -377,11 +374,3 @@ def _summing_codec(compression: Cast | Codec, tensor: Tensor, op: str) -> Codec 
             f"{tensor.dtype}"
         )
     return compression
-
-
-def _check_scaling(rank: int, tensors: Iterable[Tensor], op: str, prescale: float, postscale: float) -> None:
-    """Raise TypeError where op or a factor means nothing for a tensor's dtype."""
-    are_numbers = isinstance(prescale, int | float) and isinstance(postscale, int | float)
-    for tensor in tensors:
-        factors = (1.0, 1.0) if are_numbers and is_integer(tensor) else (prescale, postscale)
-        check_arithmetic(rank, tensor.dtype, op, *factors)

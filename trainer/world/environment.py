@@ -10,25 +10,13 @@ from typing import TypeVar
 
 PREFIX = "HOROVOD_"
 
-FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
-STALL_CHECK_TIME = "HOROVOD_STALL_CHECK_TIME_SECONDS"
-STALL_CHECK_DISABLE = "HOROVOD_STALL_CHECK_DISABLE"
-STALL_SHUTDOWN_TIME = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
-LOG_LEVEL = "HOROVOD_LOG_LEVEL"
-TIMELINE = "HOROVOD_TIMELINE"
-INTERFACE = "HOROVOD_GLOO_IFACE"
-MARK_CYCLES = "HOROVOD_TIMELINE_MARK_CYCLES"
-
-_HONOURED = (
-    FUSION_THRESHOLD,
-    STALL_CHECK_TIME,
-    STALL_CHECK_DISABLE,
-    STALL_SHUTDOWN_TIME,
-    LOG_LEVEL,
-    TIMELINE,
-    MARK_CYCLES,
-    INTERFACE,
-)
+_HONOURED = {
+    *(
+        f"HOROVOD_{name}"
+        for name in ("FUSION_THRESHOLD", "LOG_LEVEL", "TIMELINE", "TIMELINE_MARK_CYCLES", "GLOO_IFACE")
+    ),
+    *(f"HOROVOD_STALL_{name}" for name in ("CHECK_TIME_SECONDS", "CHECK_DISABLE", "SHUTDOWN_TIME_SECONDS")),
+}
 
 #: What horovodrun tells a process of itself, which trainer.world.launch reads or nobody needs, and what concerns its building.
 _OF_THE_LAUNCHER = (
@@ -105,18 +93,19 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         except (ValueError, KeyError):
             raise ValueError(f"{name} must be {allowed}, not {text!r}") from None
 
-    fusion_bytes = value(FUSION_THRESHOLD, _size, "a whole number of bytes >= 0", -1)
-    stall_warning_s = value(STALL_CHECK_TIME, _seconds, "a number of seconds >= 0", 60.0)
-    if value(STALL_CHECK_DISABLE, _flag, "0 or 1", False):
+    seconds = "a number of seconds >= 0"
+    fusion_bytes = value("HOROVOD_FUSION_THRESHOLD", _size, "a whole number of bytes >= 0", -1)
+    stall_warning_s = value("HOROVOD_STALL_CHECK_TIME_SECONDS", _seconds, seconds, 60.0)
+    if value("HOROVOD_STALL_CHECK_DISABLE", _flag, "0 or 1", False):
         stall_warning_s = 0.0
     return Settings(
         fusion_bytes=None if fusion_bytes < 0 else max(1, fusion_bytes),  # 0 is every gradient by itself
         stall_warning_s=stall_warning_s or None,
-        stall_shutdown_s=value(STALL_SHUTDOWN_TIME, _seconds, "a number of seconds >= 0", 0.0) or None,
-        log_level=value(LOG_LEVEL, lambda text: _LEVELS[text.lower()], f"one of {', '.join(_LEVELS)}", None),
-        timeline=environment.get(TIMELINE) or None,
-        marks_cycles=value(MARK_CYCLES, _flag, "0 or 1", False),
-        interface=environment.get(INTERFACE) or None,
+        stall_shutdown_s=value("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _seconds, seconds, 0.0) or None,
+        log_level=value("HOROVOD_LOG_LEVEL", lambda text: _LEVELS[text.lower()], f"one of {', '.join(_LEVELS)}", None),
+        timeline=environment.get("HOROVOD_TIMELINE") or None,
+        marks_cycles=value("HOROVOD_TIMELINE_MARK_CYCLES", _flag, "0 or 1", False),
+        interface=environment.get("HOROVOD_GLOO_IFACE") or None,
     )
 
 

@@ -6,14 +6,14 @@ import atexit
 import logging
 import os
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -71,8 +71,9 @@ class World:
         self._registered = 0
         self.recorder = Recorder()
         """What has a timeline made of all that the Communicators of this world do."""
-        self._opened: list[weakref.ref[Communicator]] = []
-        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._opened: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
+        self._optimizers: WeakValueDictionary[int, torch.optim.Optimizer] = WeakValueDictionary()
+        self._numbers = count()  # in the order of which those two list what they hold
         self._communicators: dict[ProcessSet | dist.ProcessGroup, Communicator] = {}
         self._times_opened: Counter[int] = Counter()
         try:
@@ -121,26 +122,25 @@ class World:
         """Return a new Communicator for one user, closed with the world at the latest. Collective over the process set;
         a rank outside of it gets one that joins it with nobody. timeout_s: by default that of the world."""
         members = self._checked(process_set)
-        settings = self.settings
-        patience: dict[str, Any] = {
-            "timeout_s": settings.timeout_s if timeout_s is None else timeout_s,
-            "stall_warning_s": settings.stall_warning_s,
-            "stall_shutdown_s": settings.stall_shutdown_s,
-        }
+        joined: Membership | dist.ProcessGroup
         if isinstance(members, ProcessSet):
             identity = members.process_set_id
             assert identity is not None
             self._times_opened[identity] += 1
             name = f"process set {identity}/{self._times_opened[identity]}"
             if members.included():
-                subset = self._membership.subset(members.ranks, name)
+                joined = self._membership.subset(members.ranks, name)
             else:
-                subset = self._membership.subset([self.rank], f"{name}/without rank {self.rank}")
-            communicator = Communicator(subset, **patience)
+                joined = self._membership.subset([self.rank], f"{name}/without rank {self.rank}")
         else:
-            communicator = Communicator(members, **patience)
+            joined = members
+        communicator = self._opened[next(self._numbers)] = Communicator(
+            joined,
+            timeout_s=self.settings.timeout_s if timeout_s is None else timeout_s,
+            stall_warning_s=self.settings.stall_warning_s,
+            stall_shutdown_s=self.settings.stall_shutdown_s,
+        )
         self.recorder.add(communicator)
-        self._note_opened(communicator)
         return communicator
 
     def open_pair(self, first: int, second: int, name: str, timeout_s: float | None = None) -> Communicator:
@@ -150,11 +150,8 @@ class World:
         pair = replace(self._membership.subset([first, second], name), beside_others=True)
         patience_s = self.settings.timeout_s if timeout_s is None else timeout_s
         communicator = Communicator(pair, timeout_s=patience_s, stall_warning_s=None)
-        self._note_opened(communicator)
+        self._opened[next(self._numbers)] = communicator
         return communicator
-
-    def _note_opened(self, communicator: Communicator) -> None:
-        self._opened = [opened for opened in self._opened if opened() is not None] + [weakref.ref(communicator)]
 
     def add(self, process_sets: Sequence[ProcessSet]) -> None:
         """Register process sets. Collective over the world. Raises ValueError, on all ranks, where one cannot be, and
@@ -185,16 +182,16 @@ class World:
     @property
     def communicators(self) -> list[Communicator]:
         """Return those that were opened here and that somebody still uses, in the order in which they were opened."""
-        return [communicator for reference in self._opened if (communicator := reference()) is not None]
+        return list(self._opened.values())
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the distributed optimizers in use, in the order in which they were made."""
-        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+        return list(self._optimizers.values())
 
     def enrol(self, optimizer: torch.optim.Optimizer) -> None:
         """Let join() know of a distributed optimizer."""
-        self._optimizers = [known for known in self._optimizers if known() is not None] + [weakref.ref(optimizer)]
+        self._optimizers[next(self._numbers)] = optimizer
 
     def start_timeline(self, file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
         """Record, on this rank, what is going to be written there by rank 0: see gradwire.start_timeline."""
@@ -221,7 +218,7 @@ class World:
                 self.recorder.stop(self.communicator(), _TIMELINE_S)
             except (CollectiveError, OSError) as error:
                 _log.warning("gradwire: rank %d: there is no timeline of all ranks: %s", self.rank, error)
-        close_all(communicator for reference in self._opened if (communicator := reference()) is not None)
+        close_all(self.communicators)
         for process_set in self.process_sets:
             process_set.unregister()
         if self._owns_process_group and dist.is_initialized():
