@@ -195,14 +195,16 @@ class Aggregator(Generic[_Value]):
         self._updates += 1
         total = sum(each.weight for each in pending)
         return [
-            (each.value, each.weight / total * self._discount(each.age))
+            (each.value, each.weight / total * (1 / (1 + each.age) if self._scheme.late == "weight" else 1.0))
             for each in sorted(pending, key=lambda each: each.worker)
         ]
 
     def may_go(self, worker: int) -> bool:
         """Return whether a worker may take the newest parameters and go on: an update was made since the version to which it
         contributed, and it is not too far ahead."""
-        return self.version > self._versions.get(worker, -1) and self._ahead(worker)
+        bound = self._scheme.staleness
+        is_near = bound is None or self._clocks[worker] - min(self._clocks.values()) <= bound
+        return is_near and self.version > self._versions.get(worker, -1)
 
     def went(self, worker: int) -> None:
         """Note that a worker goes on."""
@@ -242,13 +244,6 @@ class Aggregator(Generic[_Value]):
         """Note when the quorum is there."""
         if self._complete_at is None and self._pending and len(self._contributors()) >= self._quorum:
             self._complete_at = now
-
-    def _discount(self, age: int) -> float:
-        return 1 / (1 + age) if self._scheme.late == "weight" else 1.0
-
-    def _ahead(self, worker: int) -> bool:
-        bound = self._scheme.staleness
-        return bound is None or self._clocks[worker] - min(self._clocks.values()) <= bound
 
 
 def _added(tables: Iterable[Mapping[int, int]]) -> dict[int, int]:

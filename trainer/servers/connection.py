@@ -60,16 +60,21 @@ def receive(communicator: Communicator, nbytes: int, sender: int) -> Any:
 
 
 class Flat:
-    """Lays tensors out one after the other, on the CPU, in one buffer for each dtype."""
+    """Lays tensors out one after the other, on the CPU, in one buffer for each dtype. Attribute numel: how many elements."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._shapes = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        self._dtypes = list(dict.fromkeys(dtype for dtype, _ in self._shapes))
+        self._sizes: dict[torch.dtype, int] = {}
+        for dtype, shape in self._shapes:
+            self._sizes[dtype] = self._sizes.get(dtype, 0) + shape.numel()
+        self.numel = sum(self._sizes.values())
+
+    def __len__(self) -> int:
+        return len(self._sizes)
 
     def empty(self) -> list[Tensor]:
         """Return new buffers."""
-        sizes = {dtype: sum(shape.numel() for its, shape in self._shapes if its == dtype) for dtype in self._dtypes}
-        return [torch.empty(sizes[dtype], dtype=dtype) for dtype in self._dtypes]
+        return [torch.empty(size, dtype=dtype) for dtype, size in self._sizes.items()]
 
     def pack(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """Return new buffers with these tensors, zeros for None."""
@@ -83,13 +88,11 @@ class Flat:
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that lie in buffers."""
-        by_dtype = dict(zip(self._dtypes, buffers, strict=True))
-        begun = dict.fromkeys(self._dtypes, 0)
+        rests = dict(zip(self._sizes, buffers, strict=True))
         views = []
         for dtype, shape in self._shapes:
-            start = begun[dtype]
-            begun[dtype] += shape.numel()
-            views.append(by_dtype[dtype][start : begun[dtype]].view(shape))
+            view, rests[dtype] = rests[dtype].tensor_split([shape.numel()])
+            views.append(view.view(shape))
         return views
 
 

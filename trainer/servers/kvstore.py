@@ -13,8 +13,17 @@ from torch import Tensor
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.trainer.servers.aggregator import Counts
-from gradwire.trainer.servers.key_value.catalogue import Catalogue, check_updatable, described, lists_of_rows, rows_of
-from gradwire.trainer.servers.key_value.compression import Encoder, codec_of, dense, fill, fill_rows, is_sparse
+from gradwire.trainer.servers.key_value.catalogue import (
+    Catalogue,
+    check_updatable,
+    dense,
+    described,
+    fill_rows,
+    is_sparse,
+    lists_of_rows,
+    rows_of,
+)
+from gradwire.trainer.servers.key_value.compression import Encoder, codec_of
 from gradwire.trainer.servers.key_value.group import KeyGroup
 from gradwire.trainer.servers.key_value.keys import Factory, Name, summed
 from gradwire.trainer.servers.key_value.state_files import read_states, write_states
@@ -136,7 +145,10 @@ class KVStore:
             wanted.append((spec, [tensor for tensor in tensors if not is_sparse(tensor)]))
         for spec, tensors in wanted:
             if tensors:
-                fill(tensors, self._group.clients[spec.server].pull(spec))
+                value = self._group.clients[spec.server].pull(spec)
+                with torch.no_grad():
+                    for tensor in tensors:
+                        tensor.copy_(value)
 
     def pushpull(self, key: Key, value: Any, out: Any = None, priority: int = 0) -> None:
         """Push values, and pull into out, or else into the values themselves."""
