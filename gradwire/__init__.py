@@ -36,6 +36,7 @@ from gradwire.trainer.gradients.compression import Compression as Compression
 from gradwire.trainer.gradients.compression import ErrorFeedback as ErrorFeedback
 from gradwire.trainer.horovod import elastic as elastic
 from gradwire.trainer.horovod.alias import alias_horovod as alias_horovod
+from gradwire.trainer.horovod.elastic import ElasticSampler as ElasticSampler
 from gradwire.trainer.horovod.handles import Handle as Handle
 from gradwire.trainer.horovod.handles import poll as poll
 from gradwire.trainer.horovod.handles import synchronize as synchronize
@@ -74,7 +75,6 @@ from gradwire.trainer.horovod.reductions import grouped_reducescatter as grouped
 from gradwire.trainer.horovod.reductions import grouped_reducescatter_async as grouped_reducescatter_async
 from gradwire.trainer.horovod.reductions import reducescatter as reducescatter
 from gradwire.trainer.horovod.reductions import reducescatter_async as reducescatter_async
-from gradwire.trainer.horovod.sampler import ElasticSampler as ElasticSampler
 from gradwire.trainer.horovod.schedules import WarmupLR as WarmupLR
 from gradwire.trainer.horovod.sparse import sparse_allreduce_async as sparse_allreduce_async
 from gradwire.trainer.horovod.state import allgather_object as allgather_object

@@ -26,25 +26,24 @@ its variables begin with COLLECTIVES_, GLOO_, HOROVOD_ or NCCL_, or are given wi
 _SWITCHES = """
 --autotune --no-autotune --disable-cache --gloo --hierarchical-allgather --no-hierarchical-allgather --hierarchical-allreduce
 --no-hierarchical-allreduce --mpi-threads-disable --no-mpi-threads-disable --tcp
-""".split()
+"""
 _VALUES = """
 --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --autotune-log-file --autotune-steps-per-sample
 --autotune-warmup-samples --binding-args --cache-capacity --cycle-time-ms --gloo-timeout-seconds --num-nccl-streams
 --thread-affinity
-""".split()
+"""
 
+#: horovodrun's flags that would change what happens, and why they cannot be had.
 _OF_ELASTIC = """
 --min-np --min-num-proc --max-np --max-num-proc --slots-per-host --slots --elastic-timeout --reset-limit
 --blacklist-cooldown-range --host-discovery-script
-""".split()
+"""
 _ELASTIC = (
     "the number of ranks is fixed while a job runs; torchrun --nnodes 1:4 --max-restarts 3 starts it again with fewer"
 )
 _MPI = "to start ranks by MPI, write mpirun -n 4 python train.py: gradwire.init() finds its way there too"
-
-#: horovodrun's flags that would change what happens, and why they cannot be had.
 _REFUSED = {
-    **dict.fromkeys(_OF_ELASTIC, _ELASTIC),
+    **dict.fromkeys(_OF_ELASTIC.split(), _ELASTIC),
     **dict.fromkeys(("--mpi", "--mpi-args", "--jsrun"), _MPI),
     "--config-file": "write its settings as flags",
 }
@@ -152,19 +151,16 @@ class _Refused(argparse.Action):
         parser.error(f"{option_string} is not to be had: {_REFUSED[option_string]}")
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    def whole_number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {least} on, not {text}")
+def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return what converts the value of a flag that takes whole numbers, or ports where there is a greatest one."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+            wanted = f"a whole number from {least} on" if most is None else f"a port from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"must be {wanted}, not {text}")
         return int(text)
 
-    return whole_number
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
-        raise argparse.ArgumentTypeError(f"must be a port from 1 to 65535, not {text}")
-    return int(text)
+    return number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -175,11 +171,11 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add, port, seconds = parser.add_argument, _whole(1, 65535), _whole(1)
     add(
         "-np",
         "--num-proc",
-        type=_at_least(1),
+        type=_whole(1),
         metavar="N",
         help="how many ranks; without it, as many as the hosts have slots",
     )
@@ -192,17 +188,12 @@ def _parser() -> argparse.ArgumentParser:
         help="the same in a file: a line 'a slots=2' for each host",
     )
     add("-m", "--module", action="store_true", help="what to run is a Python module")
-    add("-p", "--ssh-port", type=_port, metavar="PORT", help="ssh's port on all hosts")
+    add("-p", "--ssh-port", type=port, metavar="PORT", help="ssh's port on all hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="the private key for ssh")
     add("-x", "--export", action="append", default=[], metavar="NAME[=VALUE]", help="hand a variable on to all hosts")
     add(
-        "--master-port",
-        type=_port,
-        default=29500,
-        metavar="PORT",
-        help="where several hosts meet, on the first (29500)",
+        "--master-port", type=port, default=29500, metavar="PORT", help="where several hosts meet, on the first (29500)"
     )
-    seconds = _at_least(1)
     add("--start-timeout", type=seconds, default=30, metavar="S", help="what hosts have to start and to meet (30)")
     add("--network-interfaces", metavar="NAME", help="the network interface between hosts (GLOO_SOCKET_IFNAME)")
     add("--output-filename", type=Path, metavar="DIR", help="also write what ranks print: DIR/rank.0/stdout, ...")
@@ -213,28 +204,18 @@ def _parser() -> argparse.ArgumentParser:
         default=False,
         help="show where exchanges begin",
     )
-    add(
-        "--fusion-threshold-mb",
-        type=_at_least(0),
-        metavar="MB",
-        help="the size of buckets (HOROVOD_FUSION_THRESHOLD)",
-    )
+    add("--fusion-threshold-mb", type=_whole(0), metavar="MB", help="the size of buckets (HOROVOD_FUSION_THRESHOLD)")
     stalls = parser.add_mutually_exclusive_group()
     stalls.add_argument("--no-stall-check", action="store_true", help="say nothing of ranks that wait for each other")
     stalls.add_argument("--stall-check", action="store_false", dest="no_stall_check", help=argparse.SUPPRESS)
     add("--stall-check-warning-time-seconds", type=seconds, metavar="S", help="when a wait is worth a warning")
-    add(
-        "--stall-check-shutdown-time-seconds",
-        type=_at_least(0),
-        metavar="S",
-        help="when it is an error; 0 for never",
-    )
+    add("--stall-check-shutdown-time-seconds", type=_whole(0), metavar="S", help="when it is an error; 0 for never")
     levels = ["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"]
     add("--log-level", type=str.upper, choices=levels, metavar="LEVEL", help=f"one of {', '.join(levels)}")
     add("--verbose", action="store_true", help="print the commands, and what torchrun's agents and ssh say")
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(without_meaning=[])
-    add(*_SWITCHES, nargs=0, dest="without_meaning", action=_WithoutMeaning, help=argparse.SUPPRESS)
-    add(*_VALUES, dest="without_meaning", action=_WithoutMeaning, help=argparse.SUPPRESS)
+    add(*_SWITCHES.split(), nargs=0, dest="without_meaning", action=_WithoutMeaning, help=argparse.SUPPRESS)
+    add(*_VALUES.split(), dest="without_meaning", action=_WithoutMeaning, help=argparse.SUPPRESS)
     add(*_REFUSED, nargs="?", dest="refused", action=_Refused, help=argparse.SUPPRESS)
     return parser

@@ -22,8 +22,8 @@ from gradwire.trainer.world.world import here
 
 @dataclass(frozen=True)
 class _Group:
-    """Holds the numbers of parameters whose gradients travel together: as they are, in one buffer for each dtype, where the encoding
-    is None; else as one code of float32 values. flat: the layout of these buffers or values."""
+    """Holds the numbers of parameters whose gradients travel together: where encoding is None as they are, in one buffer for each
+    dtype; else as one code of float32 values. flat: the layout of these buffers or values."""
 
     encoding: Encoding | None
     members: tuple[int, ...]

@@ -36,7 +36,7 @@ _MPICH_RANK = "PMI_RANK"
 _HOROVODRUN_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 
 #: What srun alone sets, and not the shell or the script of a job.
-_OF_SRUN = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+_OF_SRUN = {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"}
 
 #: Where ports that ranks derive begin, and how many there are: outside of the range that Linux gives to clients.
 _FIRST_PORT, _PORTS = 15000, 16384
@@ -79,7 +79,11 @@ def meeting_point(environment: Mapping[str, str], launch: Launch) -> tuple[str, 
     train.py`. Raises ValueError, saying what to set or how to start, where that leaves one unknown, and for the one
     process of a Slurm job that srun has not started.
     """
-    if launch.launcher == SLURM and not {MASTER_ADDR, MASTER_PORT} <= environment.keys() and not _by_srun(environment):
+    if (
+        launch.launcher == SLURM
+        and not {MASTER_ADDR, MASTER_PORT} <= environment.keys()
+        and not _OF_SRUN & environment.keys()
+    ):
         raise ValueError(
             f"this is a Slurm job of {launch.size} tasks, but srun has not started this process, so nobody starts the "
             f"others: start them with `srun python train.py`, or this one alone with `SLURM_NTASKS=1 python train.py`"
@@ -109,10 +113,6 @@ def slurm_hint(environment: Mapping[str, str], program: str) -> str | None:
     if "SLURM_JOB_ID" in environment and tasks.isdecimal() and int(tasks) > 1:
         return f"this process is alone in a Slurm job of {tasks} tasks; to start them all: srun python {program}"
     return None
-
-
-def _by_srun(environment: Mapping[str, str]) -> bool:
-    return any(name in environment for name in _OF_SRUN)
 
 
 def _whole_number(environment: Mapping[str, str], name: str) -> int:

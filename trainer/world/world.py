@@ -84,7 +84,9 @@ class World:
 
     def _join(self, launch: Launch, comm: Sequence[int] | None) -> None:
         if self.meeting is None:
-            launched = membership_of(torch_world(), host_id(), self.settings.timeout_s)
+            group = dist.group.WORLD
+            assert group is not None
+            launched = membership_of(group, host_id(), self.settings.timeout_s)
         else:
             launched = self.meeting.membership
         self._launched = launched
@@ -258,13 +260,6 @@ class World:
                     f"rank {self.rank}: {call} must be called with the same ranks on all ranks of the world: rank 0 called "
                     f"{said[0][0]} with {said[0][1]}, rank {rank} {other_call} with {other_ranks}"
                 )
-
-
-def torch_world() -> dist.ProcessGroup:
-    """Return torch.distributed's default group."""
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def cross_position(rank: int, local_ranks: list[int]) -> tuple[int, int]:

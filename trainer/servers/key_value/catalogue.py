@@ -1,4 +1,4 @@
-"""The keys of a key-value store as all ranks know them, and checks of what callers give for them: keys, tensors, rows, optimizers."""
+"""The keys of a key-value store as all ranks know them, and the checks of keys, tensors, rows and optimizers from callers."""
 
 from __future__ import annotations
 
