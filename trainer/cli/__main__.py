@@ -21,8 +21,8 @@ _FOR_BENCH = ("matplotlib", "rich")
 
 def main(arguments: list[str] | None = None) -> int:
     """Do what the arguments say, and return the exit status."""
-    told = sys.argv[1:] if arguments is None else arguments
-    name, rest = (told[0], told[1:]) if told else ("--help", [])
+    given = sys.argv[1:] if arguments is None else arguments
+    name, rest = (given[0], given[1:]) if given else ("--help", [])
     if name == "run":
         return _run(rest)
     if name in ("info", "precompile"):

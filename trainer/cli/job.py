@@ -1,4 +1,4 @@
-"""How a job runs: its agents are started, heard and ended together."""
+"""How a job runs: starts its agents, copies what they print, and ends them together."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OF_A_RANK = re.compile(rb"\[(\d+)\]<(stdout|stderr)>: (.*)", re.DOTALL)
 
 
 class _Agent:
-    """Holds the agent of one host, and what has been heard of it."""
+    """Holds the agent of one host, and its output so far."""
 
     def __init__(self, host: Host, command: list[str], environment: dict[str, str]) -> None:
         self.host = host

@@ -1,4 +1,4 @@
-"""What `gradwire run` is told, in the flags that horovodrun has."""
+"""The flags of `gradwire run`, which are those of horovodrun, and the job that they describe."""
 
 from __future__ import annotations
 
@@ -72,38 +72,38 @@ class Job:
 def parse_job(arguments: list[str]) -> Job:
     """Return the job that the arguments of `gradwire run` describe. Leaves with status 2 and a message where they are wrong."""
     parser = _parser()
-    told = parser.parse_args(arguments)
-    command = told.command[1:] if told.command[:1] == ["--"] else told.command
+    flags = parser.parse_args(arguments)
+    command = flags.command[1:] if flags.command[:1] == ["--"] else flags.command
     if not command or command[0].startswith("-"):
         unknown = f"there is no flag {command[0]}" if command else "what is to run?"
         parser.error(f"{unknown}: gradwire run -np 4 train.py")
     try:
-        if told.hosts is not None and told.hostfile is not None:
+        if flags.hosts is not None and flags.hostfile is not None:
             raise ValueError("-H and --hostfile both name hosts: give one of them")
-        if told.hosts is not None:
-            slots = parse_hosts(told.hosts)
-        elif told.hostfile is not None:
-            slots = read_hostfile(told.hostfile)
-        elif told.num_proc is None:
+        if flags.hosts is not None:
+            slots = parse_hosts(flags.hosts)
+        elif flags.hostfile is not None:
+            slots = read_hostfile(flags.hostfile)
+        elif flags.num_proc is None:
             raise ValueError("how many ranks? Give -np, or hosts with their slots: -np 4, -H a:2,b:2")
         else:
-            slots = {"localhost": told.num_proc}
-        hosts = place(told.num_proc, slots)
-        settings = _settings(told)
+            slots = {"localhost": flags.num_proc}
+        hosts = place(flags.num_proc, slots)
+        settings = _settings(flags)
     except ValueError as error:
         parser.error(str(error))
-    ignored = ", ".join(told.without_meaning)
+    ignored = ", ".join(flags.without_meaning)
     return Job(
-        command=_full_command(command, is_module=told.module),
+        command=_full_command(command, is_module=flags.module),
         hosts=hosts,
         settings=settings,
-        names=[entry for entry in told.export if "=" not in entry],
-        ssh_port=told.ssh_port,
-        ssh_identity_file=told.ssh_identity_file,
-        master_port=told.master_port,
-        start_timeout_s=told.start_timeout,
-        output_folder=told.output_filename,
-        verbose=told.verbose,
+        names=[entry for entry in flags.export if "=" not in entry],
+        ssh_port=flags.ssh_port,
+        ssh_identity_file=flags.ssh_identity_file,
+        master_port=flags.master_port,
+        start_timeout_s=flags.start_timeout,
+        output_folder=flags.output_filename,
+        verbose=flags.verbose,
         notice=f"gradwire: no meaning here, and ignored: {ignored}" if ignored else None,
     )
 
@@ -115,19 +115,19 @@ def _full_command(command: list[str], *, is_module: bool) -> list[str]:
     return [sys.executable, *command] if command[0].endswith(".py") else command
 
 
-def _settings(told: argparse.Namespace) -> dict[str, str]:
+def _settings(flags: argparse.Namespace) -> dict[str, str]:
     """Return the environment variables that flags stand for, under the names that Horovod has for them."""
     settings = {
-        "HOROVOD_TIMELINE": told.timeline_filename,
-        "HOROVOD_TIMELINE_MARK_CYCLES": "1" if told.timeline_mark_cycles else None,
-        "HOROVOD_FUSION_THRESHOLD": None if told.fusion_threshold_mb is None else told.fusion_threshold_mb << 20,
-        "HOROVOD_STALL_CHECK_DISABLE": 1 if told.no_stall_check else None,
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": told.stall_check_warning_time_seconds,
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": told.stall_check_shutdown_time_seconds,
-        "HOROVOD_LOG_LEVEL": None if told.log_level is None else told.log_level.lower(),
-        "GLOO_SOCKET_IFNAME": told.network_interfaces,
+        "HOROVOD_TIMELINE": flags.timeline_filename,
+        "HOROVOD_TIMELINE_MARK_CYCLES": "1" if flags.timeline_mark_cycles else None,
+        "HOROVOD_FUSION_THRESHOLD": None if flags.fusion_threshold_mb is None else flags.fusion_threshold_mb << 20,
+        "HOROVOD_STALL_CHECK_DISABLE": 1 if flags.no_stall_check else None,
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": flags.stall_check_warning_time_seconds,
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": flags.stall_check_shutdown_time_seconds,
+        "HOROVOD_LOG_LEVEL": None if flags.log_level is None else flags.log_level.lower(),
+        "GLOO_SOCKET_IFNAME": flags.network_interfaces,
     }
-    given = dict(entry.split("=", 1) for entry in told.export if "=" in entry)
+    given = dict(entry.split("=", 1) for entry in flags.export if "=" in entry)
     if wrong := next((name for name in given if not name.isidentifier()), None):
         raise ValueError(f"-x {wrong}=...: {wrong!r} is no name of a variable")
     return {name: str(value) for name, value in settings.items() if value is not None} | given

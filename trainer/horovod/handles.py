@@ -12,7 +12,7 @@ from gradwire.trainer.world.world import here, names_in_flight
 
 T = TypeVar("T")
 
-#: Under which a rank posts the verb and the name that it refused last.
+#: The topic under which a rank posts the verb and the name that it refused last.
 _REFUSED = "refused names"
 
 

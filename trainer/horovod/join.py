@@ -34,7 +34,7 @@ def join(device: int = -1) -> int:
     device: index of the CUDA device for the zeros; -1 for the CPU, or any device where the others' tensors need one.
 
     It takes as long as the others go on, but waits for their next operation no longer than operations may take. Raises
-    CollectiveError where the ranks could not finish together, ValueError for a device that cannot be meant.
+    CollectiveError where the ranks could not finish together, ValueError for an invalid device.
     """
     if isinstance(device, bool) or not isinstance(device, int) or device < -1:
         raise ValueError(f"{here()}device must be the index of a CUDA device, or -1, not {device!r}")

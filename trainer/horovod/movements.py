@@ -1,4 +1,4 @@
-"""Horovod's verbs that move. What holds for all verbs stands in the package's docstring."""
+"""Horovod's verbs that move. The docstring of gradwire says what holds for all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Horovod's verbs that reduce. What holds for all verbs stands in the package's docstring."""
+"""Horovod's verbs that reduce. The docstring of gradwire says what holds for all of them."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Counts:
-    """Says what became of all contributions to one server.
+    """Counts what became of all contributions to one server.
 
     updates: how many were made. staleness: how many contributions came how many versions late; those of age 0 were in time.
     contributions: how many came from each worker. late: how many were late, the dropped ones among them. dropped: how many
-    of those were not used. pending: how many wait for their update. lead: how many steps a worker that went on was ahead of
-    the slowest at most. lost: the workers that are left out.
+    of those were not used. pending: how many wait for their update. lead: the most steps by which a worker that went on was
+    ahead of the slowest. lost: the workers that are left out.
     """
 
     updates: int
@@ -38,7 +38,7 @@ class Counts:
     lost: tuple[int, ...]
 
     def to_record(self) -> dict[str, Any]:
-        """Return it as JSON can have it."""
+        """Return a record, as JSON can have it."""
         return {
             **vars(self),
             "staleness": list(self.staleness.items()),
@@ -47,7 +47,7 @@ class Counts:
 
     @staticmethod
     def from_record(record: dict[str, Any]) -> Counts:
-        """Return what to_record() was made of."""
+        """Return the Counts of which to_record() made a record."""
         tables = {name: dict(map(tuple, record[name])) for name in ("staleness", "contributions")}
         return Counts(**{**record, **tables, "lost": tuple(record["lost"])})
 
@@ -177,7 +177,7 @@ class Aggregator(Generic[_Value]):
         self._look(now)
 
     def due_at(self, now: float) -> float | None:
-        """Return when the next update is to be made, as things stand; None where more has to come first."""
+        """Return when the next update is due if nothing more is pushed; None where it needs another contribution first."""
         if self._complete_at is None:
             return None
         return now if not self.awaited else self._complete_at + self._scheme.grace_s

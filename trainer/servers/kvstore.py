@@ -88,7 +88,7 @@ class KVStore:
     def init(self, key: Key, value: Any) -> None:
         """Give keys that are new their values: those of rank 0. Collective.
 
-        Raises ValueError or TypeError, on all ranks, where one gives what cannot be meant, a key that is known already, or
+        Raises ValueError or TypeError, on all ranks, where one gives invalid values, a key that is known already, or
         other keys, shapes or dtypes than rank 0.
         """
         self._check_open()
@@ -212,10 +212,10 @@ class KVStore:
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
         """Push codes from now on. Collective, once.
 
-        compression_params: {"type": "2bit", "threshold": 0.5} as in MXNet, which sends threshold, 0 or -threshold; or the
-        name of a codec of collectives.compression, with its settings, such as {"type": "topk", "ratio": 0.01}. What a code
-        has lost is added to this rank's next push to the key, where the codec needs that. Floating-point values are
-        encoded, as float32; others travel as they are, and so does what is pulled.
+        compression_params: {"type": "2bit", "threshold": 0.5} as in MXNet, which sends threshold, 0 or -threshold; or the name
+        of a codec of gradwire.collectives.compression, with its settings, such as {"type": "topk", "ratio": 0.01}. What a code
+        has lost is added to this rank's next push to the key, where the codec needs that. Floating-point values are encoded, as
+        float32; others travel as they are, and so does what is pulled.
 
         Raises ValueError, which lists types and settings, for others; where ranks differ; and with "local" and "device", where
         nothing travels.

@@ -68,9 +68,9 @@ class RemoteUpdater(Client):
         settings = None if self._settings is None else _settings_of(self._settings)
         with self._reached("step"):
             if settings is not None and (self._sent is None or not torch.equal(settings, self._sent)):
-                self._say(SETTINGS, settings.numel(), tensors=[settings])
+                self._request(SETTINGS, settings.numel(), tensors=[settings])
                 self._sent = settings
-            self._say(PUSH, weight, version, step, tensors=pushed)
+            self._request(PUSH, weight, version, step, tensors=pushed)
         self.is_answer_due = True
 
     def pull(self, timeout_s: float | None = None) -> tuple[int, list[Tensor]]:
@@ -78,7 +78,7 @@ class RemoteUpdater(Client):
         the Communicator. Raises what Updater.exchange() does; PeerLost, with the server's rank, where that is lost."""
         buffers = self.packing.flat.empty()
         with self._reached("step"):
-            return int(self._hear(buffers, timeout_s)), buffers
+            return int(self._receive(buffers, timeout_s)), buffers
 
     def settle(self, deadline: float) -> None:
         """Take the server's answer, if one is due, which must begin before the deadline (time.monotonic())."""

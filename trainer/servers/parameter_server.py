@@ -35,9 +35,9 @@ from gradwire.trainer.world.world import current_world, here
 KEY = "gradwire_server"
 """In the state_dict() of an optimizer at a parameter server."""
 
-_TELL_S = 3.0
-"""How much longer each waits than the one before, so that who does not answer is known there, and told: a server for the word
-of a worker, it for an update, a worker for its server, members of a group for their first rank."""
+_REPORT_S = 3.0
+"""How much longer each rank waits than the one that it waits for, which so can report first which rank does not answer: a server
+waits for a worker, an update for all of them, a worker for its server, the members of a group for their first rank."""
 
 _LOOK_S = 1.0
 """How often serve() looks whether Ctrl-C was pressed."""
@@ -80,7 +80,7 @@ class ParameterServer(WrappingOptimizer):
     ranks. Messages go through shared memory or TCP as those of Communicators do. CUDA parameters travel through the CPU,
     and servers compute there.
 
-    Collective. Raises ValueError or TypeError for arguments that cannot be meant.
+    Collective. Raises ValueError or TypeError for invalid arguments.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ParameterServer(WrappingOptimizer):
             }
             described = {name: repr(ranks) for name, ranks in asked.items()}
             check_settings(self._communicator, "ParameterServer", {**described, "compression": encodings.described[0]})
-            group = None if inner is None else self._open(inner, self._timeout_s + 3 * _TELL_S)
+            group = None if inner is None else self._open(inner, self._timeout_s + 3 * _REPORT_S)
             self._roles = roles_of(
                 asked["servers"], asked["workers"], self._communicator.allgather_record(self._numbers(group))
             )
@@ -179,13 +179,13 @@ class ParameterServer(WrappingOptimizer):
         for server, numbers in shares.items():
             part = [parameters[number] for number in numbers]
             packing = Packing([names[number] for number in numbers], part, encodings)
-            patience_s = self._timeout_s + (0 if rank == server else 2 * _TELL_S)
+            patience_s = self._timeout_s + (0 if rank == server else 2 * _REPORT_S)
             pairs = open_pairs(
                 f"server {token}", server, roles.workers, rank=rank, world_ranks=ranks, timeout_s=patience_s
             )
             self._owned += pairs.values()
             if server == rank:
-                update_s = self._timeout_s + _TELL_S
+                update_s = self._timeout_s + _REPORT_S
                 self._updater = Updater(rank, roles.workers, shares, part, self.optimizer, self._scheme, update_s)
                 self._server = Server(self._updater, packing, pairs)
                 if rank in roles.workers:

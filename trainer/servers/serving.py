@@ -170,24 +170,24 @@ class Client:
     def counts(self) -> Counts:
         """Return what became of all contributions so far, once all that this worker has sent has arrived."""
         with self._reached("report"):
-            self._say(COUNTS)
-            return Counts.from_record(receive(self._communicator, int(self._hear()), 1))
+            self._request(COUNTS)
+            return Counts.from_record(receive(self._communicator, int(self._receive()), 1))
 
     def leave(self) -> None:
         """Announce that nothing more comes. Where a message was broken off, end the Communicator, which the server notices."""
         if self._is_between_messages:
             with suppress(CollectiveError):  # a server that is lost need not know
-                self._say(LEAVE)
+                self._request(LEAVE)
         else:
             self._communicator.close()
 
-    def _say(self, kind: int, *numbers: float, tensors: Sequence[Tensor] = ()) -> None:
+    def _request(self, kind: int, *numbers: float, tensors: Sequence[Tensor] = ()) -> None:
         """Send a request, with up to three numbers."""
         head = [kind, *numbers, *[0.0] * (3 - len(numbers))]
         for tensor in (torch.tensor(head, dtype=torch.float64), *tensors):
             self._communicator.send(tensor, 1)
 
-    def _hear(self, tensors: Sequence[Tensor] = (), timeout_s: float | None = None) -> float:
+    def _receive(self, tensors: Sequence[Tensor] = (), timeout_s: float | None = None) -> float:
         """Receive an answer into tensors, and return its number. timeout_s: until it begins; None for that of the Communicator.
         Raises _Failed."""
         head = torch.empty(2, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What Horovod's environment variables, as horovodrun and job scripts set them, mean here."""
+"""The settings of a world that Horovod's environment variables give, as horovodrun and job scripts set them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HONOURED = {
     *(f"HOROVOD_STALL_{name}" for name in ("CHECK_TIME_SECONDS", "CHECK_DISABLE", "SHUTDOWN_TIME_SECONDS")),
 }
 
-#: What horovodrun tells a process of itself, which trainer.world.launch reads or nobody needs, and what concerns its building.
+#: Variables that horovodrun sets, which gradwire.trainer.world.launch reads or nothing needs, and those for building Horovod.
 _OF_THE_LAUNCHER = (
     *(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")),
     *(f"HOROVOD_{name}" for name in ("HOSTNAME", "CONTROLLER", "CPU_OPERATIONS", "SECRET_KEY")),
@@ -45,7 +45,7 @@ DYNAMIC_TIMELINE = "DYNAMIC"
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds what the environment, or an argument of init() instead, says of a world.
+    """Holds the settings of a world, from the environment or the arguments of init().
 
     fusion_bytes: size of the buckets of optimizers that are not given one; None: their default. stall_warning_s,
     stall_shutdown_s: after which a rank that waits for others says so, and gives up; None: never. log_level: of the
@@ -67,7 +67,7 @@ class Settings:
         self, timeout_s: float | None, stall_warning_s: float | None, stall_shutdown_s: float | None
     ) -> Settings:
         """Return these settings with those that are not None instead; a stall after 0 seconds is never. Raises ValueError
-        for what cannot be meant."""
+        for invalid ones."""
         if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"timeout_s must be a finite number of seconds > 0, not {timeout_s!r}")
         for name, seconds in (("stall_warning_s", stall_warning_s), ("stall_shutdown_s", stall_shutdown_s)):
@@ -82,7 +82,7 @@ class Settings:
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
-    """Return what the variables say. An empty variable is none. Raises ValueError for values that cannot be meant."""
+    """Return what the variables say. An empty variable is none. Raises ValueError for invalid values."""
 
     def value(name: str, convert: Callable[[str], _T], allowed: str, default: _T) -> _T:
         text = environment.get(name)

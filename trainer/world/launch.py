@@ -1,4 +1,4 @@
-"""Where this process stands in its world, as the environment of whatever launched it tells."""
+"""The place of this process in its world, as the environment variables of its launcher say."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MASTER_PORT = "MASTER_PORT"
 
 @dataclass(frozen=True)
 class Launch:
-    """Places one process among `size`. local_rank and local_size are None where the launcher does not tell them. variable: which
-    tells the rank."""
+    """Places one process among `size`. local_rank and local_size are None where the launcher does not set them. variable: the
+    name of the one that holds the rank."""
 
     launcher: str
     rank: int
@@ -107,7 +107,7 @@ def meeting_point(environment: Mapping[str, str], launch: Launch) -> tuple[str, 
 
 
 def slurm_hint(environment: Mapping[str, str], program: str) -> str | None:
-    """Return what to tell a process that is ALONE in a Slurm job of several tasks; None elsewhere. program: what Python
+    """Return a hint for the user of a process that is ALONE in a Slurm job of several tasks; None elsewhere. program: what Python
     was given to run."""
     tasks = environment.get("SLURM_NTASKS", "")
     if "SLURM_JOB_ID" in environment and tasks.isdecimal() and int(tasks) > 1:

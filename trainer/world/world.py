@@ -1,4 +1,7 @@
-"""The world of ranks this process belongs to: init(), shutdown(), and who it is among the others."""
+"""The world of ranks that this process belongs to: the class World, and the public functions that join, ask and leave it.
+
+Horovod's functions take no handle of a world, so one object of this module, _holder, keeps the one between init() and shutdown().
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ _TIMELINE_S = 10.0
 
 
 class NotInitialized(RuntimeError, ValueError):
-    """Tells that a world was needed before init() or after shutdown(). Horovod's programs catch a ValueError."""
+    """Is raised where a world is needed before init() or after shutdown(). Horovod's programs catch a ValueError."""
 
 
 class World:
@@ -314,7 +317,7 @@ def init(
     stall_warning_s: float | None = None,
     stall_shutdown_s: float | None = None,
 ) -> None:
-    """Join the world that the launcher's environment describes (trainer.world.launch); without a launcher, a world of one.
+    """Join the world that the launcher's environment variables describe; without a launcher, a world of one.
 
     Where torch.distributed is already initialized, its default group is the world, with whatever backend it has.
     Otherwise it is initialized here: gloo, with NCCL for CUDA tensors where torch has both. Collective over all

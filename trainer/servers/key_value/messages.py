@@ -54,17 +54,17 @@ class RemoteKeys(Client):
     def push(self, spec: KeySpec, payload: Tensor, step: int | None) -> None:
         """Send what Keys.push() takes."""
         with self._reached(f"push of key {spec.name!r}"):
-            self._say(PUSH, spec.number, _UNCODED if step is None else step, tensors=[payload])
+            self._request(PUSH, spec.number, _UNCODED if step is None else step, tensors=[payload])
 
     def pull(self, spec: KeySpec, rows: Tensor | None = None) -> Tensor:
         """Wait for what Keys.pull() returns. Raises what that does."""
         value = torch.empty(spec.shape if rows is None else (len(rows), *spec.shape[1:]), dtype=spec.dtype)
         with self._reached(f"pull of key {spec.name!r}"):
             if rows is None:
-                self._say(PULL, spec.number)
+                self._request(PULL, spec.number)
             else:
-                self._say(ROWS, spec.number, len(rows), tensors=[rows])
-            self._hear([value])
+                self._request(ROWS, spec.number, len(rows), tensors=[rows])
+            self._receive([value])
         return value
 
 
