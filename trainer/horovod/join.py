@@ -14,7 +14,8 @@ from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.run.absences import Wanted
 from gradwire.trainer.horovod.state import share_optimizer_state
 from gradwire.trainer.optimizer import DistributedOptimizer
-from gradwire.trainer.world.world import World, current_world, here
+from gradwire.trainer.world.joined import World
+from gradwire.trainer.world.world import current_world, here
 
 
 def join(device: int = -1) -> int:

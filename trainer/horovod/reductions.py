@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from gradwire.trainer.gradients.compression import Cast, Compression, Compressor
 from gradwire.trainer.horovod.functional import (
     Allreduce,
     ReduceScatter,
+    Reduction,
     Rows,
     begin_allreduce,
     begin_reducescatter,
@@ -36,6 +37,18 @@ from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_s
 from gradwire.trainer.world.world import communicator_of, here
 
 T = TypeVar("T")
+
+
+class _Given(NamedTuple):
+    """Holds the arguments that all verbs here have."""
+
+    verb: str
+    name: str | None
+    process_set: ProcessSetLike
+    op: str | None
+    prescale: float
+    postscale: float
+    average: bool | None = None
 
 
 def allreduce(
@@ -60,10 +73,8 @@ def allreduce(
 
     The gradient is allreduce() of the result's gradients, with the same op (Average or Sum), compression and factors.
     """
-    reduced = _allreduce(
-        "allreduce", [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
-    )
-    return reduced[0]
+    given = _Given("allreduce", name, process_set, op, prescale_factor, postscale_factor, average)
+    return _allreduce(given, [tensor], compression)[0]
 
 
 def allreduce_async(
@@ -107,9 +118,8 @@ def allreduce_async_(
 
     Of Adasum, all is done when this returns.
     """
-    return _allreduce_async_(
-        "allreduce", [tensor], itemgetter(0), average, name, op, prescale_factor, postscale_factor, process_set
-    )
+    given = _Given("allreduce", name, process_set, op, prescale_factor, postscale_factor, average)
+    return _allreduce_async_(given, [tensor], itemgetter(0))
 
 
 def grouped_allreduce(
@@ -123,9 +133,8 @@ def grouped_allreduce(
     process_set: ProcessSetLike = global_process_set,
 ) -> list[Tensor]:
     """Run allreduce() of several tensors as one operation (those with a codec one by one); return new tensors."""
-    return _allreduce(
-        "grouped_allreduce", tensors, average, name, compression, op, prescale_factor, postscale_factor, process_set
-    )
+    given = _Given("grouped_allreduce", name, process_set, op, prescale_factor, postscale_factor, average)
+    return _allreduce(given, tensors, compression)
 
 
 def grouped_allreduce_async(
@@ -166,9 +175,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSetLike = global_process_set,
 ) -> Handle[list[Tensor]]:
     """Run grouped_allreduce() in place, in the background: leave the tensors alone until synchronize() returns them."""
-    return _allreduce_async_(
-        "grouped_allreduce", tensors, list, average, name, op, prescale_factor, postscale_factor, process_set
-    )
+    given = _Given("grouped_allreduce", name, process_set, op, prescale_factor, postscale_factor, average)
+    return _allreduce_async_(given, tensors, list)
 
 
 def reducescatter(
@@ -188,10 +196,8 @@ def reducescatter(
     The gradient is that of Horovod: all ranks' gradients of their rows, one after the other, times the factors; times the
     number of ranks too where op is Sum, not where it is Average.
     """
-    scattered = _reducescatter(
-        "reducescatter", [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
-    )
-    return scattered[0]
+    given = _Given("reducescatter", name, process_set, op, prescale_factor, postscale_factor)
+    return _reducescatter(given, [tensor], compression)[0]
 
 
 def reducescatter_async(
@@ -203,9 +209,8 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle[Tensor]:
     """Run reducescatter() in the background; synchronize() returns the new tensor."""
-    return _reducescatter_async(
-        "reducescatter", [tensor], itemgetter(0), name, op, process_set, prescale_factor, postscale_factor
-    )
+    given = _Given("reducescatter", name, process_set, op, prescale_factor, postscale_factor)
+    return _reducescatter_async(given, [tensor], itemgetter(0))
 
 
 def grouped_reducescatter(
@@ -218,9 +223,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Run reducescatter() of several tensors, which are checked together before any is sent; return new tensors."""
-    return _reducescatter(
-        "grouped_reducescatter", tensors, name, compression, op, process_set, prescale_factor, postscale_factor
-    )
+    given = _Given("grouped_reducescatter", name, process_set, op, prescale_factor, postscale_factor)
+    return _reducescatter(given, tensors, compression)
 
 
 def grouped_reducescatter_async(
@@ -232,53 +236,31 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle[list[Tensor]]:
     """Run grouped_reducescatter() in the background; synchronize() returns the new tensors."""
-    return _reducescatter_async(
-        "grouped_reducescatter", tensors, list, name, op, process_set, prescale_factor, postscale_factor
-    )
+    given = _Given("grouped_reducescatter", name, process_set, op, prescale_factor, postscale_factor)
+    return _reducescatter_async(given, tensors, list)
 
 
-def _allreduce(
-    verb: str,
-    tensors: Sequence[Tensor],
-    average: bool | None,
-    name: str | None,
-    compression: Compressor,
-    op: str | None,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSetLike,
-) -> list[Tensor]:
-    communicator = communicator_of(process_set)
-    with Call(verb, name, communicator):
-        reduction = resolve_op(op, average)
+def _allreduce(given: _Given, tensors: Sequence[Tensor], compression: Compressor) -> list[Tensor]:
+    communicator = communicator_of(given.process_set)
+    with Call(given.verb, given.name, communicator):
+        reduction = Reduction(resolve_op(given.op, given.average), given.prescale, given.postscale)
         meant = verb_codec(compression)
-        tensors = _checked(communicator, verb, tensors, reduction, prescale, postscale)
+        tensors = _checked(communicator, given.verb, tensors, reduction)
         cast = meant if isinstance(meant, Cast) else Compression.none
-        codecs = [_summing_codec(meant, tensor, reduction) for tensor in tensors]
+        codecs = [_summing_codec(meant, tensor, reduction.op) for tensor in tensors]
         pairs = zip(tensors, codecs, strict=True)
         sent = [cast.compress(tensor)[0] if codec is None else tensor for tensor, codec in pairs]
-        reduced = Allreduce.apply(communicator, reduction, codecs, prescale, postscale, *sent)
+        reduced = Allreduce.apply(communicator, reduction, codecs, *sent)
         return [cast.decompress(output, tensor.dtype) for output, tensor in zip(reduced, tensors, strict=True)]
 
 
-def _allreduce_async_(
-    verb: str,
-    tensors: Sequence[Tensor],
-    result: Callable[[Sequence[Tensor]], T],
-    average: bool | None,
-    name: str | None,
-    op: str | None,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSetLike,
-) -> Handle[T]:
+def _allreduce_async_(given: _Given, tensors: Sequence[Tensor], result: Callable[[Sequence[Tensor]], T]) -> Handle[T]:
     """Return the handle of `result` of the tensors, once these are reduced."""
-    communicator = communicator_of(process_set)
-    with (call := Call(verb, name, communicator)):
-        reduction = resolve_op(op, average)
-        tensors = _checked(communicator, verb, tensors, reduction, prescale, postscale)
-        memories = [tensor.detach() for tensor in tensors]
-        works, finish = begin_allreduce(communicator, memories, reduction, prescale, postscale, async_op=True)
+    communicator = communicator_of(given.process_set)
+    with (call := Call(given.verb, given.name, communicator)):
+        reduction = Reduction(resolve_op(given.op, given.average), given.prescale, given.postscale)
+        tensors = _checked(communicator, given.verb, tensors, reduction)
+        works, finish = begin_allreduce(communicator, reduction, [each.detach() for each in tensors], async_op=True)
 
         def finished() -> T:
             finish()
@@ -287,78 +269,62 @@ def _allreduce_async_(
         return Handle(call, works, finished)
 
 
-def _reducescatter(
-    verb: str,
-    tensors: Sequence[Tensor],
-    name: str | None,
-    compression: Cast,
-    op: str,
-    process_set: ProcessSetLike,
-    prescale: float,
-    postscale: float,
-) -> list[Tensor]:
-    communicator = communicator_of(process_set)
-    with Call(verb, name, communicator):
-        tensors, reduction, rows = _scatterable(communicator, verb, tensors, op, prescale, postscale)
+def _reducescatter(given: _Given, tensors: Sequence[Tensor], compression: Cast) -> list[Tensor]:
+    communicator = communicator_of(given.process_set)
+    with Call(given.verb, given.name, communicator):
+        tensors, reduction, rows = _scatterable(communicator, given, tensors)
         if not isinstance(compression, Cast):
-            raise ValueError(f"{here()}{verb} has no codecs: compression must be Compression.none, .fp16 or .bf16")
-        codecs = [_summing_codec(compression, tensor, reduction) for tensor in tensors]
+            said = "has no codecs: compression must be Compression.none, .fp16 or .bf16"
+            raise ValueError(f"{here()}{given.verb} {said}")
+        codecs = [_summing_codec(compression, tensor, reduction.op) for tensor in tensors]
         headrooms = [1.0 if codec is None else codec.headroom(communicator.size) for codec in codecs]
         sent = [
             compression.compress(tensor if headroom == 1 else tensor * headroom)[0]
             for tensor, headroom in zip(tensors, headrooms, strict=True)
         ]
-        outputs = ReduceScatter.apply(communicator, rows, reduction, prescale, postscale, *sent)
+        outputs = ReduceScatter.apply(communicator, reduction, rows, *sent)
         wide = [compression.decompress(o, tensor.dtype) for o, tensor in zip(outputs, tensors, strict=True)]
         return [o if headroom == 1 else o / headroom for o, headroom in zip(wide, headrooms, strict=True)]
 
 
 def _reducescatter_async(
-    verb: str,
-    tensors: Sequence[Tensor],
-    result: Callable[[Sequence[Tensor]], T],
-    name: str | None,
-    op: str,
-    process_set: ProcessSetLike,
-    prescale: float,
-    postscale: float,
+    given: _Given, tensors: Sequence[Tensor], result: Callable[[Sequence[Tensor]], T]
 ) -> Handle[T]:
     """Return the handle of `result` of this rank's rows."""
-    communicator = communicator_of(process_set)
-    with (call := Call(verb, name, communicator)):
-        tensors, reduction, rows = _scatterable(communicator, verb, tensors, op, prescale, postscale)
-        works, finish = begin_reducescatter(communicator, rows, reduction, tensors, prescale, postscale, async_op=True)
+    communicator = communicator_of(given.process_set)
+    with (call := Call(given.verb, given.name, communicator)):
+        tensors, reduction, rows = _scatterable(communicator, given, tensors)
+        works, finish = begin_reducescatter(communicator, reduction, rows, tensors, async_op=True)
         return Handle(call, works, lambda: result(finish()))
 
 
 def _scatterable(
-    communicator: Communicator, verb: str, tensors: Sequence[Tensor], op: str, prescale: float, postscale: float
-) -> tuple[list[Tensor], str, list[Rows]]:
+    communicator: Communicator, given: _Given, tensors: Sequence[Tensor]
+) -> tuple[list[Tensor], Reduction, list[Rows]]:
     """Return the tensors, the reduction, and how many rows of each tensor every rank gets. Raises Refused for Adasum, which
     does not compute each element from that element alone, and for scalars; ValueError or TypeError as _checked() does."""
-    if op == Adasum:
-        raise refused(communicator, verb, f"op must be one of {', '.join(OPS_BY_ELEMENT)}, not {op!r}")
-    reduction = resolve_op(op, allowed=OPS_BY_ELEMENT)
-    tensors = _checked(communicator, verb, tensors, reduction, prescale, postscale)
+    if given.op == Adasum:
+        raise refused(communicator, given.verb, f"op must be one of {', '.join(OPS_BY_ELEMENT)}, not {given.op!r}")
+    reduction = Reduction(resolve_op(given.op, allowed=OPS_BY_ELEMENT), given.prescale, given.postscale)
+    tensors = _checked(communicator, given.verb, tensors, reduction)
     rows = []
     for tensor in tensors:
         if tensor.dim() == 0:
-            raise refused(communicator, verb, "needs tensors of at least one dimension, not a scalar")
+            raise refused(communicator, given.verb, "needs tensors of at least one dimension, not a scalar")
         fewer, longer = divmod(tensor.shape[0], communicator.size)
         rows.append([fewer + (rank < longer) for rank in range(communicator.size)])
     return tensors, reduction, rows
 
 
-def _checked(
-    communicator: Communicator, verb: str, tensors: Sequence[Tensor], op: str, prescale: float, postscale: float
-) -> list[Tensor]:
-    """Return the tensors of a reduction. Raises TypeError or ValueError for those that cannot be reduced by op, and factors that
-    do not fit their dtypes."""
+def _checked(communicator: Communicator, verb: str, tensors: Sequence[Tensor], reduction: Reduction) -> list[Tensor]:
+    """Return the tensors of a reduction. Raises TypeError or ValueError for those that cannot be reduced by its op, and factors
+    that do not fit their dtypes."""
     checked = check_group(communicator.rank, verb, tensors)
-    are_numbers = isinstance(prescale, int | float) and isinstance(postscale, int | float)
+    op, *factors = reduction
+    are_numbers = all(isinstance(factor, int | float) for factor in factors)
     for tensor in checked:
-        factors = (1.0, 1.0) if are_numbers and is_integer(tensor) else (prescale, postscale)
-        check_arithmetic(communicator.rank, tensor.dtype, op, *factors)
+        prescale, postscale = (1.0, 1.0) if are_numbers and is_integer(tensor) else factors
+        check_arithmetic(communicator.rank, tensor.dtype, op, prescale, postscale)
     if op == Adasum:
         check_adasum(checked)
     return checked
