@@ -311,10 +311,10 @@ class KVStore:
         timeout_s: how long others are waited for at most, by default the timeout_s of init(); after that they are left
         alone, and a warning says so. Calling it again does nothing.
         """
-        self._group.close(timeout_s)
+        self._group.part.close(timeout_s)
 
     def _check_open(self) -> None:
-        if self._group.is_closed:
+        if self._group.part.is_closed:
             raise RuntimeError(f"{here()}this key-value store is closed")
 
     def _agreed_path(self, method: str, fname: str | os.PathLike[str]) -> Path:

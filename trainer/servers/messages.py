@@ -80,11 +80,12 @@ class RemoteUpdater(Client):
         with self._reached("step"):
             return int(self._receive(buffers, timeout_s)), buffers
 
-    def settle(self, deadline: float) -> None:
-        """Take the server's answer, if one is due, which must begin before the deadline (time.monotonic())."""
+    def leave(self, deadline: float = 0.0) -> None:
+        """Do as Client.leave(), once the server's answer has been taken, if one is due and begins before the deadline."""
         if self.is_answer_due:
             with suppress(CollectiveError):
                 self.pull(max(0.0, deadline - time.monotonic()))
+        super().leave(deadline)
 
 
 class LocalUpdater(LocalClient[Updater]):
@@ -102,9 +103,6 @@ class LocalUpdater(LocalClient[Updater]):
     def pull(self) -> tuple[int, list[Tensor]]:
         """Do as Updater.exchange()."""
         return self._served.exchange(self.server, *self._pushed)
-
-    def settle(self, deadline: float) -> None:
-        """Do nothing: no answer is ever due."""
 
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> Tensor:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import CollectiveError, Communicator
-from gradwire.collectives.communicator import close_all
 from gradwire.collectives.torch_internals import share_hooks
 from gradwire.trainer.gradients.agreement import agree_on_parameters, check_settings
 from gradwire.trainer.gradients.arguments import check_named_parameters
@@ -26,7 +25,7 @@ from gradwire.trainer.servers.connection import open_pairs, text_of
 from gradwire.trainer.servers.messages import LocalUpdater, RemoteUpdater, Server
 from gradwire.trainer.servers.pushed import Packing, encodings_of
 from gradwire.trainer.servers.roles import checked_ranks, checked_scheme, roles_of
-from gradwire.trainer.servers.serving import end
+from gradwire.trainer.servers.serving import Part
 from gradwire.trainer.servers.updater import Updater, cut
 from gradwire.trainer.servers.worker import Member, Worker
 from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, global_process_set
@@ -108,16 +107,13 @@ class ParameterServer(WrappingOptimizer):
         named = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
         names = [named.get(parameter, f"parameter {number}") for number, parameter in enumerate(parameters)]
         encodings = encodings_of(compression)
-        world = current_world()
-        self._owned: list[Communicator] = []  # by this optimizer
+        self._timeout_s = current_world().settings.timeout_s
+        self._part = Part(self._timeout_s)
         self._communicator = self._open(process_set)
         self._updater: Updater | None = None
-        self._server: Server | None = None
         self._worker: Worker | Member | None = None
-        self._timeout_s = world.settings.timeout_s
         self._failure: BaseException | None = None
         self._taken_over: dict[str, int] | None = None  # hashes of what the servers have, until the first step
-        self._is_closed = False
         self.optimizer = optimizer
         share_hooks(self, optimizer)
         try:
@@ -145,15 +141,15 @@ class ParameterServer(WrappingOptimizer):
             self._layout = [*place, self._roles.servers, self._roles.groups, encodings.described[0], len(self._trained)]
             self._taken_over = self._hashes()
         except BaseException:
-            self._close_communicators()
+            self._part.break_off()
             raise
 
     def _open(self, process_set: ProcessSetLike, timeout_s: float | None = None) -> Communicator:
         """Return what joins the ranks of a process set. timeout_s: where it is opened here; None for that of init()."""
         if isinstance(process_set, Communicator):
             return process_set
-        self._owned.append(current_world().open_communicator(process_set, timeout_s))
-        return self._owned[-1]
+        self._part.communicators.append(current_world().open_communicator(process_set, timeout_s))
+        return self._part.communicators[-1]
 
     def _numbers(self, group: Communicator | None) -> list[int] | None:
         """Return the ranks of a group by their numbers in the process set. Raises ValueError for others."""
@@ -183,16 +179,17 @@ class ParameterServer(WrappingOptimizer):
             pairs = open_pairs(
                 f"server {token}", server, roles.workers, rank=rank, world_ranks=ranks, timeout_s=patience_s
             )
-            self._owned += pairs.values()
+            self._part.communicators += pairs.values()
             if server == rank:
                 update_s = self._timeout_s + _REPORT_S
                 self._updater = Updater(rank, roles.workers, shares, part, self.optimizer, self._scheme, update_s)
-                self._server = Server(self._updater, packing, pairs)
+                self._part.serving = Server(self._updater, packing, pairs)
                 if rank in roles.workers:
                     parts.append((LocalUpdater(self._updater, packing), numbers))
             elif rank in roles.workers:
                 settings = None if server in trains else self.optimizer
                 parts.append((RemoteUpdater(rank, server, packing, pairs[rank], settings), numbers))
+        self._part.clients += [client for client, _ in parts]
         worker_here = Worker(rank, parameters, parts) if rank in roles.workers else None
         self._worker = worker_here if group is None else Member(rank, group, parameters, worker_here, len(shares))
 
@@ -244,7 +241,7 @@ class ParameterServer(WrappingOptimizer):
         if self._worker is not None:
             raise ValueError(f"{here()}serve() is for ranks that serve only; this one is one of workers=, and trains")
         self._check_taken_over()
-        while self._server is not None and not self._server.join(time.monotonic() + _LOOK_S):
+        while (server := self._part.serving) is not None and not server.join(time.monotonic() + _LOOK_S):
             pass
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -325,21 +322,10 @@ class ParameterServer(WrappingOptimizer):
         timeout_s: how long others are waited for at most, by default the timeout_s of init(); after that they are left
         alone, and a warning says so. The parameters and the wrapped optimizer live on. Calling it again does nothing.
         """
-        if self._is_closed:
-            return
-        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        end(self._server, deadline, leave=lambda: self._leave(deadline), close=self._close_communicators)
-
-    def _leave(self, deadline: float) -> None:
-        if self._worker is not None:
-            self._worker.leave(deadline)
-
-    def _close_communicators(self) -> None:
-        self._is_closed = True
-        close_all(reversed(self._owned))
+        self._part.close(timeout_s)
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self._part.is_closed:
             raise RuntimeError(f"{here()}this optimizer is closed")
 
     def _check_unbroken(self) -> None:

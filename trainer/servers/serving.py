@@ -17,12 +17,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import CollectiveError, Communicator
+from gradwire.collectives.communicator import close_all
 from gradwire.trainer.servers.aggregator import Counts
 from gradwire.trainer.servers.connection import from_record, of_pair, receive, to_bytes, to_record
 from gradwire.trainer.world.world import here
@@ -59,11 +60,11 @@ class Served(Protocol):
 class Serving(ABC):
     """Answers workers of other ranks, each with a thread and a Communicator of its own.
 
-    name: in messages. served: learns which workers have left and which are lost.
+    served: learns which workers have left and which are lost. Attribute name: of the server, in messages.
     """
 
     def __init__(self, name: str, served: Served, communicators: Mapping[int, Communicator]) -> None:
-        self._name = name
+        self.name = name
         self._served = served
         self._threads = [
             threading.Thread(target=self._serve, args=each, name=f"gradwire-server-{each[0]}", daemon=True)
@@ -79,7 +80,7 @@ class Serving(ABC):
         return not any(thread.is_alive() for thread in self._threads)
 
     def _serve(self, worker: int, communicator: Communicator) -> None:
-        rank, operation = self._served.rank, f"serving at {self._name}"
+        rank, operation = self._served.rank, f"serving at {self.name}"
         try:
             while (kind := int((head := _received(communicator, 4))[0])) != LEAVE:
                 answer = self._counts if kind == COUNTS else self._answer(worker, communicator, kind, head[1:])
@@ -96,7 +97,7 @@ class Serving(ABC):
             communicator.close()
 
     def _lose(self, worker: int, error: CollectiveError) -> None:
-        _log.warning("gradwire: %s goes on without rank %d: %s", self._name, worker, error)
+        _log.warning("gradwire: %s goes on without rank %d: %s", self.name, worker, error)
         self._served.lose(worker, error)
 
     def _counts(self) -> Answer:
@@ -111,23 +112,6 @@ class Serving(ABC):
 
         What that raises, the worker raises.
         """
-
-
-def end(serving: Serving | None, deadline: float, *, leave: Callable[[], None], close: Callable[[], None]) -> None:
-    """End this rank's part in serving and being served.
-
-    It announces by `leave` that this rank sends nothing more, and serves the others until they have announced the same. At the
-    deadline (time.monotonic()) it warns, and leaves them alone. Then it closes the Communicators, by `close`, and waits until
-    the threads that used them have ended. serving: None where this rank does not serve.
-    """
-    try:
-        leave()
-        if serving is not None and not serving.join(deadline):
-            _log.warning("gradwire: %s%s closes while other ranks still use it", here(), serving._name)
-    finally:
-        close()
-        if serving is not None:
-            serving.join(time.monotonic() + _LET_GO_S)
 
 
 def _received(communicator: Communicator, count: int) -> list[float]:
@@ -173,8 +157,9 @@ class Client:
             self._request(COUNTS)
             return Counts.from_record(receive(self._communicator, int(self._receive()), 1))
 
-    def leave(self) -> None:
-        """Announce that nothing more comes. Where a message was broken off, end the Communicator, which the server notices."""
+    def leave(self, deadline: float = 0.0) -> None:
+        """Announce that nothing more comes. Where a message was broken off, end the Communicator, which the server notices.
+        deadline (time.monotonic()): of answers that are due."""
         if self._is_between_messages:
             with suppress(CollectiveError):  # a server that is lost need not know
                 self._request(LEAVE)
@@ -235,6 +220,46 @@ class LocalClient(Generic[_Held]):
         """Return what became of all contributions so far."""
         return self._served.counts()
 
-    def leave(self) -> None:
+    def leave(self, deadline: float = 0.0) -> None:
         """Announce that nothing more comes."""
         self._served.leave(self.server)
+
+
+class Part:
+    """Holds this rank's part in serving and being served, until close(). timeout_s: of init().
+
+    Attributes: communicators, which it closes in reverse order; clients, one for each server that this rank asks; serving, the
+    threads of its own server, None where it does not serve; is_closed.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.communicators: list[Communicator] = []
+        self.clients: list[Client | LocalClient[Any]] = []
+        self.serving: Serving | None = None
+        self.is_closed = False
+        self._timeout_s = timeout_s
+
+    def close(self, timeout_s: float | None) -> None:
+        """Announce to all servers that nothing more comes from this rank, serve the other ranks until they have announced the
+        same, close the Communicators, and end the threads. Again does nothing.
+
+        It announces last to servers whose answer is due, for which other ranks may have to leave first. timeout_s: after which
+        others are left alone with a warning; None for that of init().
+        """
+        if self.is_closed:
+            return
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        try:
+            for client in sorted(self.clients, key=lambda client: client.is_answer_due):
+                client.leave(deadline)
+            if self.serving is not None and not self.serving.join(deadline):
+                _log.warning("gradwire: %s%s closes while other ranks still use it", here(), self.serving.name)
+        finally:
+            self.break_off()
+            if self.serving is not None:
+                self.serving.join(time.monotonic() + _LET_GO_S)
+
+    def break_off(self) -> None:
+        """Close the Communicators at once."""
+        self.is_closed = True
+        close_all(reversed(self.communicators))

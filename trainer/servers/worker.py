@@ -59,13 +59,6 @@ class Worker:
         """Return what became of all contributions so far, at each server."""
         return [client.counts() for client, _ in self._parts]
 
-    def leave(self, deadline: float) -> None:
-        """Announce to all servers that nothing more comes from this rank; last to those whose answer is due, for which other
-        ranks may have to leave first. Wait for answers until the deadline (time.monotonic())."""
-        for client, _ in sorted(self._parts, key=lambda part: part[0].is_answer_due):
-            client.settle(deadline)
-            client.leave()
-
     def state_dict(self) -> dict[str, Any]:
         """Return how many contributions were made, and what encodings have lost, by server."""
         return {"steps": self.steps, "senders": [sender.state_dict() for sender in self._senders]}
@@ -144,11 +137,6 @@ class Member:
                 f"only the first rank of a group may ask its servers, not rank {self._communicator.rank} of it"
             )
         return self._worker.counts()
-
-    def leave(self, deadline: float) -> None:
-        """Do as Worker.leave(), on the first rank."""
-        if self._worker is not None:
-            self._worker.leave(deadline)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the Worker does; nothing on ranks that have none."""
