@@ -50,9 +50,9 @@ class Call:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(error, Mismatch):
-            self._tell_refused(error)
+            self._add_refusals(error)
         if error is not None:
-            self._tell_name(error)
+            self._add_name(error)
         if error is not None or not self.goes_on:
             self.release_name()
 
@@ -61,7 +61,7 @@ class Call:
         if self._names.get(self._key) is self:
             del self._names[self._key]
 
-    def _tell_refused(self, error: Mismatch) -> None:
+    def _add_refusals(self, error: Mismatch) -> None:
         """Say which ranks have refused a call that others may have made: then these are not at the same call any more."""
         communicator = self._communicator()
         posted = {} if communicator is None else communicator.posted(_REFUSED)
@@ -72,7 +72,7 @@ class Call:
         if said and said not in str(error):
             error.args = (str(error) + said, *error.args[1:])
 
-    def _tell_name(self, error: BaseException) -> None:
+    def _add_name(self, error: BaseException) -> None:
         verb, name = self._key
         said = f" ({verb}, name={name!r})"
         if name is not None and isinstance(error, (ValueError, TypeError, CollectiveError)):

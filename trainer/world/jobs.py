@@ -1,4 +1,4 @@
-"""Which processes belong to one job: ranks of two jobs may meet at one port, and must not become one world."""
+"""The admission of processes to a job: ranks of two jobs may meet at one port, and must not become one world."""
 
 from __future__ import annotations
 
