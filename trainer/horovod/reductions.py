@@ -274,8 +274,9 @@ def _reducescatter(given: _Given, tensors: Sequence[Tensor], compression: Cast) 
     with Call(given.verb, given.name, communicator):
         tensors, reduction, rows = _scatterable(communicator, given, tensors)
         if not isinstance(compression, Cast):
-            said = "has no codecs: compression must be Compression.none, .fp16 or .bf16"
-            raise ValueError(f"{here()}{given.verb} {said}")
+            raise ValueError(
+                f"{here()}{given.verb} has no codecs: compression must be Compression.none, .fp16 or .bf16"
+            )
         codecs = [_summing_codec(compression, tensor, reduction.op) for tensor in tensors]
         headrooms = [1.0 if codec is None else codec.headroom(communicator.size) for codec in codecs]
         sent = [
