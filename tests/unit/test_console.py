@@ -13,8 +13,8 @@ import pytest
 from gradwire.trainer.cli.__main__ import main
 from gradwire.trainer.cli.failure import Failure, LastWords, exit_status, told_failures
 from gradwire.trainer.cli.hosts import Host, parse_hosts, place, read_hostfile
+from gradwire.trainer.cli.job import commands
 from gradwire.trainer.cli.options import Job, parse_job
-from gradwire.trainer.cli.start import commands
 
 SCRIPT = ["train.py", "--lr", "0.1"]
 

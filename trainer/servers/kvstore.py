@@ -40,22 +40,22 @@ class KVStore:
 
     type: "dist_sync" (or "dist_device_sync"): an update of a key is made of one push of every rank, in the order of
     ranks, so runs repeat to the bit; a rank's pull waits for all that it has pushed. "dist_async": every push makes an
-    update at once, one at a time for a key, and nobody waits for other ranks. "local" (or "device"): of this process alone,
-    with or without init(). Servers compute on the CPU, in all of them; tensors on GPUs are copied.
+    update at once, one at a time for a key, and no rank waits for others. "local" (or "device"): of this process alone, with or
+    without init(). Servers compute on the CPU; tensors on GPUs are copied.
     servers: the ranks that hold keys beside their own training; by default all of them. A key lies at one server as a whole.
 
     A key is an int or a str; all methods that take a key take a list of keys, with a list of what goes with each. A value
     or out is a tensor or a list of tensors. Sparse values are made dense. priority must be 0: a call is done when it returns, so
-    none waits that another could overtake.
+    the queue is empty, and priority has no effect.
 
     All ranks make it, and call init(), broadcast(), set_optimizer(), set_gradient_compression(), barrier() and the two methods of
     optimizer states, in the same order (collective); push, pull, pushpull and row_sparse_pull they call as they like. One
     thread of a rank may use it.
 
-    A rank that dies is left out: with "dist_async" the others go on, but for collective methods and the keys that it held,
-    for which they get PeerLost; so name servers= where ranks may be lost. With "dist_sync" a pull that
-    waits for it raises QuorumLost, and one that waits longer than about the timeout_s of init() raises CollectiveTimeout. A rank
-    that calls nothing for timeout_s counts as lost; one that calls close() is waited for no more.
+    The others go on without a rank that dies: with "dist_async" but for collective methods and the keys that it held, which
+    raise PeerLost; so name servers= where ranks may be lost. With "dist_sync" a pull that waits for it raises QuorumLost, and
+    one that waits longer than about the timeout_s of init() CollectiveTimeout. A rank that calls nothing for timeout_s counts as
+    lost; one that calls close() is waited for no more.
 
     Raises ValueError for another type, and servers that are no ranks.
     """
@@ -91,7 +91,7 @@ class KVStore:
         Raises ValueError or TypeError, on all ranks, where one gives invalid values, a key that is known already, or
         other keys, shapes or dtypes than rank 0.
         """
-        self._check_open()
+        self._check()
 
         def given() -> tuple[dict[Name, Tensor], Any]:
             named = {name: dense(tensor).cpu() for name, tensor in self._catalogue.new_values(key, value).items()}
@@ -116,8 +116,7 @@ class KVStore:
         Raises KeyError for a key that init() was never given, ValueError for another shape or dtype, before anything is
         sent; PeerLost where the rank that holds a key is lost.
         """
-        self._check_open()
-        _check_priority(priority)
+        self._check(priority)
         given = self._catalogue.tensors(key, value, "value")
         pushes = [(spec, summed([dense(tensor) for tensor in tensors]).cpu()) for spec, tensors in given]
         for spec, total in pushes:
@@ -136,8 +135,7 @@ class KVStore:
         Raises as push() does; QuorumLost, CollectiveTimeout where an update cannot be made; CollectiveError where the
         optimizer has failed.
         """
-        self._check_open()
-        _check_priority(priority)
+        self._check(priority)
         wanted = []
         for spec, tensors in self._catalogue.tensors(key, out, "out"):
             if not ignore_sparse and any(is_sparse(tensor) for tensor in tensors):
@@ -152,7 +150,7 @@ class KVStore:
 
     def pushpull(self, key: Key, value: Any, out: Any = None, priority: int = 0) -> None:
         """Push values, and pull into out, or else into the values themselves."""
-        _check_priority(priority)
+        self._check(priority)
         out = value if out is None else out
         self._catalogue.tensors(key, out, "out")  # what is wrong with it is found before anything is pushed
         self.push(key, value)
@@ -160,7 +158,7 @@ class KVStore:
 
     def broadcast(self, key: Key, value: Any, out: Any, priority: int = 0) -> None:
         """Give keys that are new the values of rank 0, and fill out with them. Collective."""
-        _check_priority(priority)
+        self._check(priority)
         self.init(key, value)
         self.pull(key, out)
 
@@ -173,8 +171,7 @@ class KVStore:
 
         Raises as pull() does; TypeError and ValueError for row_ids that are no rows.
         """
-        self._check_open()
-        _check_priority(priority)
+        self._check(priority)
         outs = self._catalogue.tensors(key, out, "out")
         chosen = lists_of_rows(key, [tensors for _, tensors in outs], row_ids)
         wanted = [
@@ -194,7 +191,7 @@ class KVStore:
 
         Raises TypeError for anything else, ValueError where ranks differ, and for keys that are no floating-point tensors.
         """
-        self._check_open()
+        self._check()
 
         def given() -> tuple[str, Any]:
             name, settings = described(optimizer)
@@ -220,7 +217,7 @@ class KVStore:
         Raises ValueError, which lists types and settings, for others; where ranks differ; and with "local" and "device", where
         nothing travels.
         """
-        self._check_open()
+        self._check()
         if self._group.communicator is None:
             raise ValueError(f"{here()}nothing travels with type {self._type!r} that could be compressed")
         if self._encoder is not None:
@@ -302,7 +299,7 @@ class KVStore:
     def report(self) -> Counts:
         """Return what became of all pushes so far, summed over keys: how many updates, whose pushes, and how many updates
         each came late. It answers when all that this rank has pushed has come there."""
-        self._check_open()
+        self._check()
         return Counts.total([client.counts() for client in self._group.clients.values()])
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -313,13 +310,19 @@ class KVStore:
         """
         self._group.part.close(timeout_s)
 
-    def _check_open(self) -> None:
+    def _check(self, priority: int = 0) -> None:
+        """Raise RuntimeError once it is closed, ValueError for a priority, by which nothing could be ordered."""
         if self._group.part.is_closed:
             raise RuntimeError(f"{here()}this key-value store is closed")
+        if priority != 0:
+            raise ValueError(
+                f"{here()}priority={priority!r}: 0 is allowed alone, since a call is done when it returns and none waits that "
+                "another could overtake"
+            )
 
     def _agreed_path(self, method: str, fname: str | os.PathLike[str]) -> Path:
         """Return what a method of optimizer states is given, once all ranks have given a path. Collective."""
-        self._check_open()
+        self._check()
         if self._factory is None:
             raise ValueError(f"{here()}{method}() needs an optimizer: call set_optimizer() first")
 
@@ -339,12 +342,3 @@ class KVStore:
 def create(name: Type = "local", *, servers: Sequence[int] | None = None) -> KVStore:
     """Return a KVStore of a type, as mxnet.kvstore.create() does."""
     return KVStore(name, servers=servers)
-
-
-def _check_priority(priority: int) -> None:
-    """Raise ValueError for a priority, by which nothing could be ordered."""
-    if priority != 0:
-        raise ValueError(
-            f"{here()}priority={priority!r}: 0 is allowed alone, since a call is done when it returns and none waits that "
-            "another could overtake"
-        )

@@ -43,41 +43,40 @@ _LOOK_S = 1.0
 
 
 class ParameterServer(WrappingOptimizer):
-    """Wraps an optimizer so that it runs at servers inside the ranks, which hold a part of the parameters each.
+    """Wraps an optimizer so that it runs at servers inside the ranks, each of which holds a part of the parameters.
 
-    step() pushes this rank's gradients to all servers, waits until each lets it go on, and fills the parameters with what
-    is newest there. A server makes an update when contributions of `quorum` ranks to it have come and grace_s seconds have
-    passed since, or all have come. It steps with their average, by their weights.
+    step() pushes this rank's gradients to all servers, waits until each lets it go on, and fills the parameters with the newest
+    there. A server makes an update when contributions of `quorum` ranks have arrived and grace_s seconds have passed since, or
+    all have arrived. It steps with their average, by their weights.
 
     optimizer, named_parameters, process_set: as DistributedOptimizer takes them; every parameter belongs to one server as a
-    whole, so any torch optimizer will do that treats parameters one by one. The settings of the param groups, such as the
-    learning rate, count as they are on the server's rank when it makes an update; where that serves only, as the lowest-numbered
-    worker that takes part had them at its last step(), which raises TypeError for others than numbers, strings and tuples.
+    whole, so any torch optimizer will do that treats parameters one by one. An update uses the settings of the param groups,
+    such as the learning rate, that the server's rank has at that time; where that rank serves only, those that the
+    lowest-numbered worker that takes part had at its last step(), which raises TypeError for others than numbers, strings and
+    tuples.
     quorum: by default all that push: synchronous. Less: the slowest are not waited for (Chen et al. 2016). 1: asynchronous (Dean
     et al. 2012). staleness: how many steps a rank may be ahead of the slowest, which it then waits for (Ho et al. 2013);
-    None for any number. late: what becomes of gradients of an old version: "weight", they are part of the next update by
-    1 / (1 + age); "next", like any other; "drop", they are counted, and not used. Those that are used count towards the
-    quorum. servers: the ranks of the process set, by their numbers in it, that serve; by default those that do not train, or
-    where all do, all that push. workers: the ranks that train, by default all; any other serves only, by serve().
+    None for any number. late: what happens to gradients of an old version: "weight", the next update uses them times
+    1 / (1 + age); "next", like any other; "drop", they are counted, and not used. Those that are used count towards the quorum.
+    servers: the ranks of the process set, by their numbers in it, that serve; by default those that do not train, or where all
+    do, all that push. workers: the ranks that train, by default all; any other serves only, by serve().
     inner: a process set, such as the ranks of a host, that averages its gradients at every step; its first rank pushes and
     pulls for it, and the quorum counts such groups (hybrid; Kurth et al. 2017). Different ranks name different ones. A
     Communicator as inner= waits for its own timeout_s: let it be 10 seconds longer than that of init(). compression: what
-    gradients are pushed as, as DistributedOptimizer takes it, but for codecs of sums (PowerSGD); what encodings lose is kept
-    at the worker. Parameters come back as they are.
+    gradients are pushed as, as DistributedOptimizer takes it, but for codecs of sums (PowerSGD), with error feedback at the
+    worker. Parameters are pulled as they are.
 
-    Replicas must start equal. Load and broadcast the parameters (broadcast_parameters) before making it: the servers take them
-    over then, and the first step() and serve() raise RuntimeError where they have changed since. A parameter without a gradient
-    contributes zeros. Runs with quorum=all repeat to the bit, whoever serves; otherwise what arrives first decides.
+    Replicas must start equal. Load and broadcast the parameters (broadcast_parameters) before making it: the servers copy them
+    then, and the first step() and serve() raise RuntimeError where they have changed since. A parameter without a gradient
+    contributes zeros. Runs with quorum=all repeat to the bit, whoever serves; otherwise the order of arrival decides.
 
-    A rank that dies is left out, and the others go on, as long as they are `quorum` and it was not one that serves:
-    else their step() raises QuorumLost or PeerLost, on all ranks of a group alike; a group ends with any of its ranks. So
-    name servers= where ranks may be lost. It cannot come back. One
-    that calls close() has no more to contribute, and is waited for no more; one that only stops to step may leave the others
-    short of the quorum. A rank that pushes nothing for the timeout_s of init() counts as lost.
+    The others go on without a rank that dies, as long as they are `quorum` and it was not one that serves: else their step()
+    raises QuorumLost or PeerLost, on all ranks of a group alike; a group ends with any of its ranks. So name servers= where
+    ranks may be lost. A lost rank cannot come back. One that calls close() is waited for no more; one that only stops to step
+    may leave the others short of the quorum. A rank that pushes nothing for the timeout_s of init() counts as lost.
 
-    Each rank has a small Communicator with every server, and so each server a thread for every rank: this is for some dozens of
-    ranks. Messages go through shared memory or TCP as those of Communicators do. CUDA parameters travel through the CPU,
-    and servers compute there.
+    Each server has a small Communicator and a thread for every rank: this is for some dozens of ranks. Messages go through
+    shared memory or TCP as those of Communicators do. CUDA parameters travel through the CPU, and servers compute there.
 
     Collective. Raises ValueError or TypeError for invalid arguments.
     """
