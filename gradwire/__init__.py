@@ -16,188 +16,107 @@ Verbs that are neither in place nor asynchronous can be differentiated, and have
 and broadcast the average of all ranks' gradients, through reducescatter with op=Sum the number of ranks times what was
 gathered. Each verb says its own.
 
-All raise ValueError or TypeError for arguments that cannot be meant, before anything is sent, and
-collectives.CollectiveError, which is HorovodInternalError here, where the ranks could not finish together. What the ranks give
-to allgather and alltoall is compared before it is sent: where it does not fit, all ranks raise what is both. Of
-docs/guides/from-horovod.md, the table of errors has what Horovod raises, and what is raised here.
+All raise ValueError or TypeError for invalid arguments, before anything is sent, and gradwire.collectives.CollectiveError,
+which is HorovodInternalError here, where the ranks could not finish together. What the ranks give to allgather and alltoall is
+compared before it is sent: where it does not fit, all ranks raise what is both. The table of errors in
+docs/guides/from-horovod.md has what Horovod raises, and what is raised here.
 """
 
-from gradwire.collectives.errors import CollectiveError as HorovodInternalError
-from gradwire.trainer.ddp import ddp_comm_hook
-from gradwire.trainer.gradients.arguments import Adasum, Average, Max, Min, Product, Sum
-from gradwire.trainer.gradients.compression import Compression, ErrorFeedback
+import types as _types
+
+from gradwire.collectives.errors import CollectiveError as _CollectiveError
+from gradwire.trainer.ddp import ddp_comm_hook as ddp_comm_hook
+from gradwire.trainer.gradients.arguments import Adasum as Adasum
+from gradwire.trainer.gradients.arguments import Average as Average
+from gradwire.trainer.gradients.arguments import Max as Max
+from gradwire.trainer.gradients.arguments import Min as Min
+from gradwire.trainer.gradients.arguments import Product as Product
+from gradwire.trainer.gradients.arguments import Sum as Sum
+from gradwire.trainer.gradients.compression import Compression as Compression
+from gradwire.trainer.gradients.compression import ErrorFeedback as ErrorFeedback
 from gradwire.trainer.horovod import elastic as elastic
-from gradwire.trainer.horovod.alias import alias_horovod
-from gradwire.trainer.horovod.handles import Handle, poll, synchronize
-from gradwire.trainer.horovod.join import join
-from gradwire.trainer.horovod.movements import (
-    allgather,
-    allgather_async,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-)
-from gradwire.trainer.horovod.probes import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    is_homogeneous,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from gradwire.trainer.horovod.reductions import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
-from gradwire.trainer.horovod.sampler import ElasticSampler
-from gradwire.trainer.horovod.scatterings import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
-from gradwire.trainer.horovod.schedules import WarmupLR
-from gradwire.trainer.horovod.sparse import sparse_allreduce_async
-from gradwire.trainer.horovod.state import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from gradwire.trainer.horovod.sync_batch_norm import SyncBatchNorm
-from gradwire.trainer.local_updates import LocalReport, LocalUpdates
-from gradwire.trainer.optimizer import DistributedOptimizer
-from gradwire.trainer.optimizers.delayed_nesterov import DelayedNesterov
-from gradwire.trainer.optimizers.layerwise import LAMB, LARS
-from gradwire.trainer.reports.metrics import StepMetrics
-from gradwire.trainer.reports.stragglers import Stragglers
-from gradwire.trainer.reports.timeline import start_timeline, stop_timeline
-from gradwire.trainer.rules.rule import Rule
+from gradwire.trainer.horovod.alias import alias_horovod as alias_horovod
+from gradwire.trainer.horovod.elastic import ElasticSampler as ElasticSampler
+from gradwire.trainer.horovod.handles import Handle as Handle
+from gradwire.trainer.horovod.handles import poll as poll
+from gradwire.trainer.horovod.handles import synchronize as synchronize
+from gradwire.trainer.horovod.join import join as join
+from gradwire.trainer.horovod.movements import allgather as allgather
+from gradwire.trainer.horovod.movements import allgather_async as allgather_async
+from gradwire.trainer.horovod.movements import alltoall as alltoall
+from gradwire.trainer.horovod.movements import alltoall_async as alltoall_async
+from gradwire.trainer.horovod.movements import barrier as barrier
+from gradwire.trainer.horovod.movements import broadcast as broadcast
+from gradwire.trainer.horovod.movements import broadcast_ as broadcast_
+from gradwire.trainer.horovod.movements import broadcast_async as broadcast_async
+from gradwire.trainer.horovod.movements import broadcast_async_ as broadcast_async_
+from gradwire.trainer.horovod.movements import grouped_allgather as grouped_allgather
+from gradwire.trainer.horovod.movements import grouped_allgather_async as grouped_allgather_async
+from gradwire.trainer.horovod.probes import ccl_built as ccl_built
+from gradwire.trainer.horovod.probes import cuda_built as cuda_built
+from gradwire.trainer.horovod.probes import ddl_built as ddl_built
+from gradwire.trainer.horovod.probes import gloo_built as gloo_built
+from gradwire.trainer.horovod.probes import gloo_enabled as gloo_enabled
+from gradwire.trainer.horovod.probes import is_homogeneous as is_homogeneous
+from gradwire.trainer.horovod.probes import mpi_built as mpi_built
+from gradwire.trainer.horovod.probes import mpi_enabled as mpi_enabled
+from gradwire.trainer.horovod.probes import mpi_threads_supported as mpi_threads_supported
+from gradwire.trainer.horovod.probes import nccl_built as nccl_built
+from gradwire.trainer.horovod.probes import rocm_built as rocm_built
+from gradwire.trainer.horovod.reductions import allreduce as allreduce
+from gradwire.trainer.horovod.reductions import allreduce_ as allreduce_
+from gradwire.trainer.horovod.reductions import allreduce_async as allreduce_async
+from gradwire.trainer.horovod.reductions import allreduce_async_ as allreduce_async_
+from gradwire.trainer.horovod.reductions import grouped_allreduce as grouped_allreduce
+from gradwire.trainer.horovod.reductions import grouped_allreduce_ as grouped_allreduce_
+from gradwire.trainer.horovod.reductions import grouped_allreduce_async as grouped_allreduce_async
+from gradwire.trainer.horovod.reductions import grouped_allreduce_async_ as grouped_allreduce_async_
+from gradwire.trainer.horovod.reductions import grouped_reducescatter as grouped_reducescatter
+from gradwire.trainer.horovod.reductions import grouped_reducescatter_async as grouped_reducescatter_async
+from gradwire.trainer.horovod.reductions import reducescatter as reducescatter
+from gradwire.trainer.horovod.reductions import reducescatter_async as reducescatter_async
+from gradwire.trainer.horovod.schedules import WarmupLR as WarmupLR
+from gradwire.trainer.horovod.sparse import sparse_allreduce_async as sparse_allreduce_async
+from gradwire.trainer.horovod.state import allgather_object as allgather_object
+from gradwire.trainer.horovod.state import broadcast_object as broadcast_object
+from gradwire.trainer.horovod.state import broadcast_optimizer_state as broadcast_optimizer_state
+from gradwire.trainer.horovod.state import broadcast_parameters as broadcast_parameters
+from gradwire.trainer.horovod.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+from gradwire.trainer.local_updates import LocalReport as LocalReport
+from gradwire.trainer.local_updates import LocalUpdates as LocalUpdates
+from gradwire.trainer.optimizer import DistributedOptimizer as DistributedOptimizer
+from gradwire.trainer.optimizers.delayed_nesterov import DelayedNesterov as DelayedNesterov
+from gradwire.trainer.optimizers.layerwise import LAMB as LAMB
+from gradwire.trainer.optimizers.layerwise import LARS as LARS
+from gradwire.trainer.reports.metrics import StepMetrics as StepMetrics
+from gradwire.trainer.reports.stragglers import Stragglers as Stragglers
+from gradwire.trainer.reports.timeline import start_timeline as start_timeline
+from gradwire.trainer.reports.timeline import stop_timeline as stop_timeline
+from gradwire.trainer.rules.rule import Rule as Rule
 from gradwire.trainer.servers import kvstore as kvstore
-from gradwire.trainer.servers.connection import QuorumLost
-from gradwire.trainer.servers.hogwild import Hogwild
-from gradwire.trainer.servers.kvstore import KVStore
-from gradwire.trainer.servers.parameter_server import ParameterServer
-from gradwire.trainer.servers.report import ServerReport
-from gradwire.trainer.world.process_sets import ProcessSet, global_process_set
-from gradwire.trainer.world.world import (
-    add_process_set,
-    cross_rank,
-    cross_size,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    remove_process_set,
-    shutdown,
-    size,
-)
+from gradwire.trainer.servers.aggregator import ServerReport as ServerReport
+from gradwire.trainer.servers.connection import QuorumLost as QuorumLost
+from gradwire.trainer.servers.hogwild import Hogwild as Hogwild
+from gradwire.trainer.servers.kvstore import KVStore as KVStore
+from gradwire.trainer.servers.parameter_server import ParameterServer as ParameterServer
+from gradwire.trainer.world.process_sets import ProcessSet as ProcessSet
+from gradwire.trainer.world.process_sets import global_process_set as global_process_set
+from gradwire.trainer.world.world import add_process_set as add_process_set
+from gradwire.trainer.world.world import cross_rank as cross_rank
+from gradwire.trainer.world.world import cross_size as cross_size
+from gradwire.trainer.world.world import init as init
+from gradwire.trainer.world.world import is_initialized as is_initialized
+from gradwire.trainer.world.world import local_rank as local_rank
+from gradwire.trainer.world.world import local_size as local_size
+from gradwire.trainer.world.world import rank as rank
+from gradwire.trainer.world.world import remove_process_set as remove_process_set
+from gradwire.trainer.world.world import shutdown as shutdown
+from gradwire.trainer.world.world import size as size
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "LAMB",
-    "LARS",
-    "Adasum",
-    "Average",
-    "Compression",
-    "DelayedNesterov",
-    "DistributedOptimizer",
-    "ElasticSampler",
-    "ErrorFeedback",
-    "Handle",
-    "Hogwild",
-    "HorovodInternalError",
-    "KVStore",
-    "LocalReport",
-    "LocalUpdates",
-    "Max",
-    "Min",
-    "ParameterServer",
-    "ProcessSet",
-    "Product",
-    "QuorumLost",
-    "Rule",
-    "ServerReport",
-    "StepMetrics",
-    "Stragglers",
-    "Sum",
-    "SyncBatchNorm",
-    "WarmupLR",
-    "add_process_set",
-    "alias_horovod",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "ddp_comm_hook",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
-]
+HorovodInternalError = _CollectiveError
+
+__all__ = sorted(
+    name for name, value in globals().items() if not name.startswith("_") and not isinstance(value, _types.ModuleType)
+)

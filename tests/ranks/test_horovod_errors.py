@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import gradwire as hvd
 from gradwire.collectives import Mismatch, PeerJoined, PeerLost
-from gradwire.trainer.world.errors import NotIncluded, Refused
+from gradwire.trainer.world.process_sets import NotIncluded, Refused
 from gradwire.trainer.world.world import NotInitialized
 from tests.harness import Worlds
 from tests.pages import ROOT

@@ -13,8 +13,8 @@ import pytest
 from gradwire.trainer.cli.__main__ import main
 from gradwire.trainer.cli.failure import Failure, LastWords, exit_status, told_failures
 from gradwire.trainer.cli.hosts import Host, parse_hosts, place, read_hostfile
+from gradwire.trainer.cli.job import commands
 from gradwire.trainer.cli.options import Job, parse_job
-from gradwire.trainer.cli.start import commands
 
 SCRIPT = ["train.py", "--lr", "0.1"]
 
@@ -275,3 +275,13 @@ def test_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["bench", "codec"]) == 2
     assert "bench needs matplotlib and rich: pip install 'gradwire[bench]'" in capsys.readouterr().err
+
+
+def test_info_and_precompile_are_those_of_collectives(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr("gradwire.collectives.precompile.precompile", lambda: 3)
+    assert main(["precompile"]) == 3
+    assert main(["info", "--help"]) == 0
+    assert "gradwire precompile" in capsys.readouterr().out

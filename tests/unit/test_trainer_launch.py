@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.trainer.world.joined import cross_position
 from gradwire.trainer.world.launch import ALONE, Launch, meeting_point, read_launch, slurm_hint
-from gradwire.trainer.world.world import cross_position
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import gradwire as hvd
 from gradwire.collectives import Communicator
 from gradwire.collectives.errors import CollectiveError
-from gradwire.trainer.world.world import World
+from gradwire.trainer.world.joined import World
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ USAGE = """\
 usage: gradwire run -np 4 [-H a:2,b:2] train.py ...   start a training script, here and on other hosts
        gradwire info                                  what is installed here, and which algorithm runs for which size
        gradwire check [--host H]                      what works here, and between here and another host
+       gradwire precompile                            compile all kernels for the CPU now, so that no first run has to
        gradwire bench ...                             measure; `gradwire bench --help` lists what
 
 Each of them has a --help of its own."""
@@ -20,16 +21,19 @@ _FOR_BENCH = ("matplotlib", "rich")
 
 def main(arguments: list[str] | None = None) -> int:
     """Do what the arguments say, and return the exit status."""
-    told = sys.argv[1:] if arguments is None else arguments
-    name, rest = (told[0], told[1:]) if told else ("--help", [])
+    given = sys.argv[1:] if arguments is None else arguments
+    name, rest = (given[0], given[1:]) if given else ("--help", [])
     if name == "run":
         return _run(rest)
-    if name == "info":
-        return _module("collectives", ["info", *rest])
+    if name in ("info", "precompile"):
+        return _module("gradwire.collectives", [name, *rest])
     if name == "check":
         return _module("gradwire.trainer.cli.check", rest)
     if name == "bench":
-        return _bench(rest)
+        if missing := [package for package in _FOR_BENCH if importlib.util.find_spec(package) is None]:
+            print(f"gradwire: bench needs {' and '.join(missing)}: pip install 'gradwire[bench]'", file=sys.stderr)
+            return 2
+        return _module("gradwire.bench", rest)
     asked = name in ("-h", "--help")
     if not asked:
         print(f"gradwire: there is no command {name!r}", file=sys.stderr)
@@ -46,14 +50,6 @@ def _run(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"gradwire: {error}", file=sys.stderr)
         return 2
-
-
-def _bench(arguments: list[str]) -> int:
-    missing = [name for name in _FOR_BENCH if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f"gradwire: bench needs {' and '.join(missing)}: pip install 'gradwire[bench]'", file=sys.stderr)
-        return 2
-    return _module("bench", arguments)
 
 
 def _module(name: str, arguments: list[str]) -> int:

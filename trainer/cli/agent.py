@@ -1,4 +1,4 @@
-"""The agent of one host: starts the host's ranks with torchrun's agent, and tells the launcher what they print and how they end.
+"""The agent of one host, which starts its ranks with torchrun's agent, and reports what they print and how they end.
 
 The launcher starts it, by ssh on other hosts, and both speak through its standard streams. On stdout it writes lines: READY
 when it has been loaded, `[3]<stdout>: text` for what rank 3 prints, REPORT with JSON when it ends. What comes on stderr is
@@ -91,7 +91,9 @@ def _end_with_the_launcher() -> None:
         with suppress(OSError):
             while os.read(stdin, 1):
                 pass
-        os.kill(os.getpid(), signal.SIGTERM)  # torch's agent ends the ranks; it may be waiting where no signal is heard
+        os.kill(
+            os.getpid(), signal.SIGTERM
+        )  # torch's agent ends the ranks; it may be waiting where no signal is handled
         time.sleep(_END_S)
         os._exit(1)
 
@@ -105,46 +107,46 @@ def main() -> int:
     for name in ("--nodes", "--node", "--slots", "--first-rank", "--timeout"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    told = parser.parse_args()
+    flags = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTHONUNBUFFERED"] = "1"  # lines are to appear when they are printed
     _end_with_the_launcher()
     say(READY)
     with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
-        output = _Output(Path(folder), told.first_rank)
+        output = _Output(Path(folder), flags.first_rank)
         try:
-            report = _run(told, folder)
+            report = _run(flags, folder)
         finally:
             output.finish()
     say(REPORT + json.dumps(report).encode())
     return 1 if report else 0
 
 
-def _run(told: argparse.Namespace, folder: str) -> dict[str, Any]:
+def _run(flags: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Run the ranks to their end, and return what went wrong: exit codes of ranks, or an error of the agent."""
     logs = DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL)
-    alone = told.endpoint is None
+    alone = flags.endpoint is None
     config = LaunchConfig(
-        min_nodes=told.nodes,
-        max_nodes=told.nodes,
-        nproc_per_node=told.slots,
+        min_nodes=flags.nodes,
+        max_nodes=flags.nodes,
+        nproc_per_node=flags.slots,
         logs_specs=logs,
         run_id=str(uuid.uuid4()) if alone else "gradwire",
         rdzv_backend="c10d" if alone else "static",
-        rdzv_endpoint="localhost:0" if alone else told.endpoint,
-        rdzv_configs={"timeout": told.timeout} if alone else {"timeout": told.timeout, "rank": told.node},
+        rdzv_endpoint="localhost:0" if alone else flags.endpoint,
+        rdzv_configs={"timeout": flags.timeout} if alone else {"timeout": flags.timeout, "rank": flags.node},
         local_addr="127.0.0.1" if alone else None,  # whatever this host's name resolves to
         max_restarts=0,
         monitor_interval=0.1,
         start_method="spawn",
     )
     try:
-        elastic_launch(config, told.command[0])(*told.command[1:])
+        elastic_launch(config, flags.command[0])(*flags.command[1:])
     except ChildFailedError as error:
         return {"failures": [[rank, failure.exitcode] for rank, failure in sorted(error.failures.items())]}
     except SignalException as error:
         return {"signal": int(error.sigval)}
-    except Exception as error:  # whatever torch's agent raises is told to the launcher
+    except Exception as error:  # whatever torch's agent raises goes to the launcher
         return {"error": f"{type(error).__name__}: {error}"}
     return {}
 

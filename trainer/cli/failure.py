@@ -1,4 +1,4 @@
-"""What is told of a rank or a host that failed, in one line."""
+"""The failures of ranks and hosts, and the lines that report them."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Failure:
 
     @property
     def common(self) -> tuple[str | None, int | None, str]:
-        """Return what is equal for failures that people would call the same, and are told on one line: None, the exit code, and
-        the words without the rank's own number. In place of None the host's name where the host itself failed, which is
+        """Return what is equal for failures that one line reports together: None, the exit code, and the words without the rank's
+        own number. In place of None the host's name where the host itself failed, which is
         like no other failure."""
         if self.rank is None:
             return self.host, self.exit_code, self.words
@@ -81,8 +81,8 @@ def ending(exit_code: int) -> str:
     return f"was killed by {name} ({-exit_code})"
 
 
-def told(alike: Sequence[Failure]) -> str:
-    """Return what is told of a failure, or of several that have all in common."""
+def _line(alike: Sequence[Failure]) -> str:
+    """Return the report of a failure, or of several that have all in common."""
     first = alike[0]
     by_host: dict[str, list[str]] = {}
     for failure in alike:
@@ -102,7 +102,7 @@ def told_failures(failures: list[Failure]) -> list[str]:
     alike: dict[tuple[str | None, int | None, str], list[Failure]] = {}
     for failure in causes:
         alike.setdefault(failure.common, []).append(failure)
-    lines = [f"gradwire: {told(group)}" for group in alike.values()]
+    lines = [f"gradwire: {_line(group)}" for group in alike.values()]
     if others := [str(failure.rank) for failure in failures if failure not in causes]:
         lines.append(f"gradwire: {_numbered(others)} ended because of that")
     return lines

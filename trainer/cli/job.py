@@ -1,4 +1,4 @@
-"""How a job runs: its agents are started, heard and ended together."""
+"""How a job runs: starts an agent on each host, here as a child process and elsewhere by ssh, and ends them together."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+from gradwire.collectives.environment import HOST_ID
+from gradwire.collectives.link.own_address import own_address
 from gradwire.trainer.cli.agent import READY, REPORT
 from gradwire.trainer.cli.failure import Failure, LastWords, exit_status, told_failures
 from gradwire.trainer.cli.hosts import Host
 from gradwire.trainer.cli.options import Job
-from gradwire.trainer.cli.start import commands
 
 _LOOK_S = 0.1
 #: What the ranks of other hosts have to say themselves that a rank is lost, before they are ended.
@@ -30,9 +31,14 @@ _END_S = 45.0
 
 _OF_A_RANK = re.compile(rb"\[(\d+)\]<(stdout|stderr)>: (.*)", re.DOTALL)
 
+#: What of the environment goes to other hosts. The id of a host is its own.
+_PREFIXES = ("COLLECTIVES_", "GLOO_", "HOROVOD_", "NCCL_")
+_NAMES = ("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "PATH", "PYTHONPATH", "VIRTUAL_ENV")
+_NOT = (HOST_ID,)
+
 
 class _Agent:
-    """Holds the agent of one host, and what has been heard of it."""
+    """Holds the agent of one host, and its output so far."""
 
     def __init__(self, host: Host, command: list[str], environment: dict[str, str]) -> None:
         self.host = host
@@ -226,6 +232,48 @@ class _Run:
 
     def _note(self, number: int, frame: object) -> None:
         self._signals.append(number)
+
+
+def commands(job: Job, environment: Mapping[str, str]) -> list[list[str]]:
+    """Return what starts the agent of each host. Raises ValueError where this host has no address for the others."""
+    return [_command(job, node, environment) for node in range(len(job.hosts))]
+
+
+def handed_on(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that go to other hosts. Raises ValueError for a name given with -x that is not set here."""
+    if missing := next((name for name in job.names if name not in environment), None):
+        raise ValueError(f"-x {missing}: it is not set here; write -x {missing}=VALUE")
+    names = {name for name in environment if name.startswith(_PREFIXES)} | {*_NAMES, *job.names}
+    return {name: environment[name] for name in sorted(names - {*_NOT}) if name in environment} | job.settings
+
+
+def _command(job: Job, node: int, environment: Mapping[str, str]) -> list[str]:
+    host = job.hosts[node]
+    agent = [sys.executable, "-m", "gradwire.trainer.cli.agent"]
+    numbers = {"nodes": len(job.hosts), "node": node, "slots": host.slots, "first-rank": host.first_rank}
+    for name, number in (numbers | {"timeout": job.start_timeout_s}).items():
+        agent += [f"--{name}", str(number)]
+    if len(job.hosts) > 1:
+        agent += ["--endpoint", f"{_master(job, environment)}:{job.master_port}"]
+    agent += job.command
+    return agent if host.is_here else _by_ssh(job, host, agent, environment)
+
+
+def _master(job: Job, environment: Mapping[str, str]) -> str:
+    """Return the address of the first host, as all hosts know it."""
+    first = job.hosts[0]
+    address = own_address({**environment, **job.settings}) if first.is_here else first.name
+    return f"[{address}]" if ":" in address else address
+
+
+def _by_ssh(job: Job, host: Host, agent: list[str], environment: Mapping[str, str]) -> list[str]:
+    settings = [f"{name}={value}" for name, value in handed_on(job, environment).items()]
+    ssh = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={job.start_timeout_s}", "-o", "ServerAliveInterval=15"]
+    if job.ssh_port is not None:
+        ssh += ["-p", str(job.ssh_port)]
+    if job.ssh_identity_file is not None:
+        ssh += ["-i", job.ssh_identity_file]
+    return [*ssh, host.name, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *settings, *agent])}"]
 
 
 def run_job(job: Job) -> int:

@@ -1,4 +1,4 @@
-"""What `gradwire run` is told, in the flags that horovodrun has."""
+"""The flags of `gradwire run`, which are those of horovodrun, and the job that they describe."""
 
 from __future__ import annotations
 
@@ -22,64 +22,28 @@ Every host needs the same folder, the same script and the same Python at the sam
 its variables begin with COLLECTIVES_, GLOO_, HOROVOD_ or NCCL_, or are given with -x.
 """
 
-#: horovodrun's flags that nothing here has a use for, and how many values each takes.
-_WITHOUT_MEANING = {
-    **dict.fromkeys(
-        (
-            "--autotune",
-            "--no-autotune",
-            "--disable-cache",
-            "--gloo",
-            "--hierarchical-allgather",
-            "--no-hierarchical-allgather",
-            "--hierarchical-allreduce",
-            "--no-hierarchical-allreduce",
-            "--mpi-threads-disable",
-            "--no-mpi-threads-disable",
-            "--tcp",
-        ),
-        0,
-    ),
-    **dict.fromkeys(
-        (
-            "--autotune-bayes-opt-max-samples",
-            "--autotune-gaussian-process-noise",
-            "--autotune-log-file",
-            "--autotune-steps-per-sample",
-            "--autotune-warmup-samples",
-            "--binding-args",
-            "--cache-capacity",
-            "--cycle-time-ms",
-            "--gloo-timeout-seconds",
-            "--num-nccl-streams",
-            "--thread-affinity",
-        ),
-        1,
-    ),
-}
+#: horovodrun's flags that nothing here has a use for: those that stand alone, and those that take a value.
+_SWITCHES = """
+--autotune --no-autotune --disable-cache --gloo --hierarchical-allgather --no-hierarchical-allgather --hierarchical-allreduce
+--no-hierarchical-allreduce --mpi-threads-disable --no-mpi-threads-disable --tcp
+"""
+_VALUES = """
+--autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --autotune-log-file --autotune-steps-per-sample
+--autotune-warmup-samples --binding-args --cache-capacity --cycle-time-ms --gloo-timeout-seconds --num-nccl-streams
+--thread-affinity
+"""
 
+#: horovodrun's flags that would change what happens, and why they cannot be had.
+_OF_ELASTIC = """
+--min-np --min-num-proc --max-np --max-num-proc --slots-per-host --slots --elastic-timeout --reset-limit
+--blacklist-cooldown-range --host-discovery-script
+"""
 _ELASTIC = (
     "the number of ranks is fixed while a job runs; torchrun --nnodes 1:4 --max-restarts 3 starts it again with fewer"
 )
 _MPI = "to start ranks by MPI, write mpirun -n 4 python train.py: gradwire.init() finds its way there too"
-
-#: horovodrun's flags that would change what happens, and why they cannot be had.
 _REFUSED = {
-    **dict.fromkeys(
-        (
-            "--min-np",
-            "--min-num-proc",
-            "--max-np",
-            "--max-num-proc",
-            "--slots-per-host",
-            "--slots",
-            "--elastic-timeout",
-            "--reset-limit",
-            "--blacklist-cooldown-range",
-            "--host-discovery-script",
-        ),
-        _ELASTIC,
-    ),
+    **dict.fromkeys(_OF_ELASTIC.split(), _ELASTIC),
     **dict.fromkeys(("--mpi", "--mpi-args", "--jsrun"), _MPI),
     "--config-file": "write its settings as flags",
 }
@@ -108,41 +72,39 @@ class Job:
 def parse_job(arguments: list[str]) -> Job:
     """Return the job that the arguments of `gradwire run` describe. Leaves with status 2 and a message where they are wrong."""
     parser = _parser()
-    told = parser.parse_args(arguments)
-    command = told.command[1:] if told.command[:1] == ["--"] else told.command
+    flags = parser.parse_args(arguments)
+    command = flags.command[1:] if flags.command[:1] == ["--"] else flags.command
     if not command or command[0].startswith("-"):
         unknown = f"there is no flag {command[0]}" if command else "what is to run?"
         parser.error(f"{unknown}: gradwire run -np 4 train.py")
     try:
-        if told.hosts is not None and told.hostfile is not None:
+        if flags.hosts is not None and flags.hostfile is not None:
             raise ValueError("-H and --hostfile both name hosts: give one of them")
-        if told.hosts is not None:
-            slots = parse_hosts(told.hosts)
-        elif told.hostfile is not None:
-            slots = read_hostfile(told.hostfile)
-        elif told.num_proc is None:
+        if flags.hosts is not None:
+            slots = parse_hosts(flags.hosts)
+        elif flags.hostfile is not None:
+            slots = read_hostfile(flags.hostfile)
+        elif flags.num_proc is None:
             raise ValueError("how many ranks? Give -np, or hosts with their slots: -np 4, -H a:2,b:2")
         else:
-            slots = {"localhost": told.num_proc}
-        hosts = place(told.num_proc, slots)
-        settings = _settings(told)
+            slots = {"localhost": flags.num_proc}
+        hosts = place(flags.num_proc, slots)
+        settings = _settings(flags)
     except ValueError as error:
         parser.error(str(error))
-    without = (
-        f"gradwire: no meaning here, and ignored: {', '.join(told.without_meaning)}" if told.without_meaning else None
-    )
+    ignored = ", ".join(flags.without_meaning)
     return Job(
-        command=_full_command(command, is_module=told.module),
+        command=_full_command(command, is_module=flags.module),
         hosts=hosts,
         settings=settings,
-        names=[entry for entry in told.export if "=" not in entry],
-        ssh_port=told.ssh_port,
-        ssh_identity_file=told.ssh_identity_file,
-        master_port=told.master_port,
-        start_timeout_s=told.start_timeout,
-        output_folder=told.output_filename,
-        verbose=told.verbose,
-        notice=without,
+        names=[entry for entry in flags.export if "=" not in entry],
+        ssh_port=flags.ssh_port,
+        ssh_identity_file=flags.ssh_identity_file,
+        master_port=flags.master_port,
+        start_timeout_s=flags.start_timeout,
+        output_folder=flags.output_filename,
+        verbose=flags.verbose,
+        notice=f"gradwire: no meaning here, and ignored: {ignored}" if ignored else None,
     )
 
 
@@ -153,19 +115,19 @@ def _full_command(command: list[str], *, is_module: bool) -> list[str]:
     return [sys.executable, *command] if command[0].endswith(".py") else command
 
 
-def _settings(told: argparse.Namespace) -> dict[str, str]:
+def _settings(flags: argparse.Namespace) -> dict[str, str]:
     """Return the environment variables that flags stand for, under the names that Horovod has for them."""
     settings = {
-        "HOROVOD_TIMELINE": told.timeline_filename,
-        "HOROVOD_TIMELINE_MARK_CYCLES": "1" if told.timeline_mark_cycles else None,
-        "HOROVOD_FUSION_THRESHOLD": None if told.fusion_threshold_mb is None else told.fusion_threshold_mb << 20,
-        "HOROVOD_STALL_CHECK_DISABLE": 1 if told.no_stall_check else None,
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": told.stall_check_warning_time_seconds,
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": told.stall_check_shutdown_time_seconds,
-        "HOROVOD_LOG_LEVEL": None if told.log_level is None else told.log_level.lower(),
-        "GLOO_SOCKET_IFNAME": told.network_interfaces,
+        "HOROVOD_TIMELINE": flags.timeline_filename,
+        "HOROVOD_TIMELINE_MARK_CYCLES": "1" if flags.timeline_mark_cycles else None,
+        "HOROVOD_FUSION_THRESHOLD": None if flags.fusion_threshold_mb is None else flags.fusion_threshold_mb << 20,
+        "HOROVOD_STALL_CHECK_DISABLE": 1 if flags.no_stall_check else None,
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": flags.stall_check_warning_time_seconds,
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": flags.stall_check_shutdown_time_seconds,
+        "HOROVOD_LOG_LEVEL": None if flags.log_level is None else flags.log_level.lower(),
+        "GLOO_SOCKET_IFNAME": flags.network_interfaces,
     }
-    given = dict(entry.split("=", 1) for entry in told.export if "=" in entry)
+    given = dict(entry.split("=", 1) for entry in flags.export if "=" in entry)
     if wrong := next((name for name in given if not name.isidentifier()), None):
         raise ValueError(f"-x {wrong}=...: {wrong!r} is no name of a variable")
     return {name: str(value) for name, value in settings.items() if value is not None} | given
@@ -189,19 +151,16 @@ class _Refused(argparse.Action):
         parser.error(f"{option_string} is not to be had: {_REFUSED[option_string]}")
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    def whole_number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {least} on, not {text}")
+def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return what converts the value of a flag that takes whole numbers, or ports where there is a greatest one."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+            wanted = f"a whole number from {least} on" if most is None else f"a port from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"must be {wanted}, not {text}")
         return int(text)
 
-    return whole_number
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
-        raise argparse.ArgumentTypeError(f"must be a port from 1 to 65535, not {text}")
-    return int(text)
+    return number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -212,11 +171,11 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add, port, seconds = parser.add_argument, _whole(1, 65535), _whole(1)
     add(
         "-np",
         "--num-proc",
-        type=_at_least(1),
+        type=_whole(1),
         metavar="N",
         help="how many ranks; without it, as many as the hosts have slots",
     )
@@ -229,17 +188,12 @@ def _parser() -> argparse.ArgumentParser:
         help="the same in a file: a line 'a slots=2' for each host",
     )
     add("-m", "--module", action="store_true", help="what to run is a Python module")
-    add("-p", "--ssh-port", type=_port, metavar="PORT", help="ssh's port on all hosts")
+    add("-p", "--ssh-port", type=port, metavar="PORT", help="ssh's port on all hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="the private key for ssh")
     add("-x", "--export", action="append", default=[], metavar="NAME[=VALUE]", help="hand a variable on to all hosts")
     add(
-        "--master-port",
-        type=_port,
-        default=29500,
-        metavar="PORT",
-        help="where several hosts meet, on the first (29500)",
+        "--master-port", type=port, default=29500, metavar="PORT", help="where several hosts meet, on the first (29500)"
     )
-    seconds = _at_least(1)
     add("--start-timeout", type=seconds, default=30, metavar="S", help="what hosts have to start and to meet (30)")
     add("--network-interfaces", metavar="NAME", help="the network interface between hosts (GLOO_SOCKET_IFNAME)")
     add("--output-filename", type=Path, metavar="DIR", help="also write what ranks print: DIR/rank.0/stdout, ...")
@@ -250,29 +204,18 @@ def _parser() -> argparse.ArgumentParser:
         default=False,
         help="show where exchanges begin",
     )
-    add(
-        "--fusion-threshold-mb",
-        type=_at_least(0),
-        metavar="MB",
-        help="the size of buckets (HOROVOD_FUSION_THRESHOLD)",
-    )
+    add("--fusion-threshold-mb", type=_whole(0), metavar="MB", help="the size of buckets (HOROVOD_FUSION_THRESHOLD)")
     stalls = parser.add_mutually_exclusive_group()
     stalls.add_argument("--no-stall-check", action="store_true", help="say nothing of ranks that wait for each other")
     stalls.add_argument("--stall-check", action="store_false", dest="no_stall_check", help=argparse.SUPPRESS)
     add("--stall-check-warning-time-seconds", type=seconds, metavar="S", help="when a wait is worth a warning")
-    add(
-        "--stall-check-shutdown-time-seconds",
-        type=_at_least(0),
-        metavar="S",
-        help="when it is an error; 0 for never",
-    )
+    add("--stall-check-shutdown-time-seconds", type=_whole(0), metavar="S", help="when it is an error; 0 for never")
     levels = ["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"]
     add("--log-level", type=str.upper, choices=levels, metavar="LEVEL", help=f"one of {', '.join(levels)}")
     add("--verbose", action="store_true", help="print the commands, and what torchrun's agents and ssh say")
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(without_meaning=[])
-    for name, values in _WITHOUT_MEANING.items():
-        add(name, nargs=values if values == 0 else None, action=_WithoutMeaning, help=argparse.SUPPRESS)
-    for name in _REFUSED:
-        add(name, nargs="?", action=_Refused, help=argparse.SUPPRESS)
+    add(*_SWITCHES.split(), nargs=0, dest="without_meaning", action=_WithoutMeaning, help=argparse.SUPPRESS)
+    add(*_VALUES.split(), dest="without_meaning", action=_WithoutMeaning, help=argparse.SUPPRESS)
+    add(*_REFUSED, nargs="?", dest="refused", action=_Refused, help=argparse.SUPPRESS)
     return parser

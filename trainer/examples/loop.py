@@ -97,9 +97,7 @@ def adamw(module: nn.Module) -> torch.optim.AdamW:
 def our_trainee(module: nn.Module, compression: str) -> Trainee:
     """Return a model whose gradients gradwire averages."""
     optimizer = hvd.DistributedOptimizer(
-        adamw(module),
-        named_parameters=module.named_parameters(),
-        compression=compression,
+        adamw(module), named_parameters=module.named_parameters(), compression=compression
     )
     return Trainee(module, module, optimizer, lambda: optimizer.communication_wait_s, Record())
 

@@ -4,9 +4,89 @@ Jobs that go on without a rank that was lost, or with one that is new, are start
 docs/guides/checkpoints.md.
 """
 
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
-from gradwire.trainer.horovod.sampler import ElasticSampler as ElasticSampler
+from torch.utils.data import Sampler
+
+from gradwire.trainer.world.world import here, rank, size
+
+
+class ElasticSampler(Sampler[int]):
+    """Yields this rank's share of the samples of an epoch that are not processed yet; the interface is Horovod's.
+
+    Call record_batch() or record_indices() after each step, and set_epoch() at the end of each epoch. When the number
+    of ranks changes within an epoch, or a checkpoint is loaded, what was processed is left out, and the rest divided
+    among the ranks of now: load_state_dict() does that, or reset(). As in DistributedSampler, every rank has equally
+    many samples, for which some may be given twice.
+
+    processed_indices knows what this rank has recorded. Before a change, unite it over the ranks:
+    sampler.record_indices(set().union(*hvd.allgather_object(sampler.processed_indices))).
+
+    dataset: anything with a length. shuffle: whether in an order drawn from seed and epoch, the same on all ranks.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_indices: set[int] = set()
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, of which nothing is processed."""
+        self.epoch = epoch
+        self.processed_indices = set()
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Note that this rank's batch of this number, counted from 0 since the last reset, was processed."""
+        self.record_indices(self.get_indices(batch_idx, batch_size))
+
+    def record_indices(self, indices: Iterable[int]) -> None:
+        """Note that these samples of the dataset were processed."""
+        self.processed_indices.update(indices)
+
+    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
+        """Return the samples of this rank's batch of this number. Raises ValueError where there can be none such."""
+        if batch_idx < 0 or batch_size < 1:
+            raise ValueError(
+                f"{here()}batch_idx must be >= 0 and batch_size >= 1, not {batch_idx!r} and {batch_size!r}"
+            )
+        return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch, and what this rank knows to be processed of it."""
+        return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where state_dict() was taken, with as many ranks as there are now."""
+        self.epoch = state_dict["epoch"]
+        self.processed_indices = set(state_dict["processed_indices"])
+        self.reset()
+
+    def reset(self) -> None:
+        """Divide what is not processed yet among the ranks there are now."""
+        self.rank, self.num_replicas = rank(), size()
+        self.remaining_indices = [i for i in range(len(self.dataset)) if i not in self.processed_indices]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+        order = list(self.remaining_indices)
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        filled = itertools.islice(itertools.cycle(order), self.total_size)
+        self.indices = list(filled)[self.rank :: self.num_replicas]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return self.num_samples
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Collectives that autograd can differentiate, with the gradients that Horovod gives them.
+"""Collectives that autograd can differentiate, with the gradients that Horovod gives them, and with factors.
 
 With g(r) for the gradient that rank r has of its result, and n ranks, the gradient of a rank's input is
 
@@ -13,8 +13,8 @@ Only those of allreduce and alltoall are the adjoints, which are the gradients o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,32 +22,43 @@ from torch import Tensor
 from gradwire.collectives import Communicator, Work
 from gradwire.collectives.compression.codec import Codec
 from gradwire.trainer.gradients.arguments import Adasum, Average, Sum
-from gradwire.trainer.horovod.scaling import scaled, scales_integers, unscaled
 from gradwire.trainer.rules.adasum import adasum_
 
 Rows = list[int]
 """How many rows of dimension 0 each rank has of a tensor."""
 
 
+class Reduction(NamedTuple):
+    """Holds an op, and the factors by which tensors are multiplied before and after it."""
+
+    op: str
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+    def scales_integers(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether factors other than 1 meet integers, which a Communicator does not multiply."""
+        return (self.prescale, self.postscale) != (1, 1) and any(is_integer(tensor) for tensor in tensors)
+
+    def undivided(self, size: int) -> tuple[str, int]:
+        """Return an op, and the divisor by which its result becomes that of this op: so an average of integers times a factor
+        is truncated once."""
+        return (Sum, size) if self.op == Average else (self.op, 1)
+
+
 class Allreduce(torch.autograd.Function):
-    """Maps (communicator, op, codecs, prescale, postscale, *tensors) to the reduced tensors. codecs: one for each
-    tensor, or None, which encode their gradients too. Differentiable for Sum and Average."""
+    """Maps (communicator, reduction, codecs, *tensors) to the reduced tensors. codecs: one for each tensor, or None, which
+    encode their gradients too. Differentiable for Sum and Average."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        communicator: Communicator,
-        op: str,
-        codecs: list[Codec | None],
-        prescale: float,
-        postscale: float,
-        *tensors: Tensor,
+        ctx: Any, communicator: Communicator, reduction: Reduction, codecs: list[Codec | None], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.call = communicator, op, codecs, prescale, postscale
+        ctx.call = communicator, reduction, codecs
+        op, prescale, postscale = reduction
         outputs = [copied(tensor) for tensor in tensors]
         pairs = list(zip(outputs, codecs, strict=True))
         if plain := [output for output, codec in pairs if codec is None]:
-            _, finish = begin_allreduce(communicator, plain, op, prescale, postscale, async_op=False)
+            _, finish = begin_allreduce(communicator, reduction, plain, async_op=False)
             finish()
         for number, (output, codec) in enumerate(pairs):
             if codec is not None:
@@ -56,8 +67,8 @@ class Allreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        check_differentiable("allreduce", ctx.call[1])
-        return (None, None, None, None, None, *Allreduce.forward(ctx, *ctx.call, *gradients))
+        check_differentiable("allreduce", ctx.call[1].op)
+        return (None, None, None, *Allreduce.forward(ctx, *ctx.call, *gradients))
 
 
 class Allgather(torch.autograd.Function):
@@ -72,35 +83,27 @@ class Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         communicator, rows = ctx.call
-        return (None, None, *begin_reducescatter(communicator, rows, Average, gradients)[1])
+        return (None, None, *begin_reducescatter(communicator, Reduction(Average), rows, gradients)[1]())
 
 
 class ReduceScatter(torch.autograd.Function):
-    """Maps (communicator, rows of every tensor, op, prescale, postscale, *tensors) to this rank's rows of the
-    reductions. Differentiable for Sum and Average."""
+    """Maps (communicator, reduction, rows of every tensor, *tensors) to this rank's rows of the reduced tensors. Differentiable
+    for Sum and Average."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        communicator: Communicator,
-        rows: list[Rows],
-        op: str,
-        prescale: float,
-        postscale: float,
-        *tensors: Tensor,
+        ctx: Any, communicator: Communicator, reduction: Reduction, rows: list[Rows], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.call = communicator, rows, op, prescale * postscale
-        _, outputs, finish = begin_scaled_reducescatter(communicator, rows, op, prescale, postscale, tensors)
-        return tuple(finish(outputs))
+        ctx.call = communicator, reduction, rows
+        return tuple(begin_reducescatter(communicator, reduction, rows, tensors)[1]())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        communicator, rows, op, scale = ctx.call
+        communicator, (op, prescale, postscale), rows = ctx.call
         check_differentiable("reducescatter", op)
-        if op == Sum:
-            scale *= communicator.size
+        scale = prescale * postscale * (communicator.size if op == Sum else 1)
         _, gathered = begin_allgather(communicator, rows, gradients)
-        return (None, None, None, None, None, *(scaled(gradient, scale) for gradient in gathered))
+        return (None, None, None, *(scaled(gradient, scale) for gradient in gathered))
 
 
 class Broadcast(torch.autograd.Function):
@@ -151,25 +154,26 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def begin_allreduce(
-    communicator: Communicator, tensors: Sequence[Tensor], op: str, prescale: float, postscale: float, *, async_op: bool
+    communicator: Communicator, reduction: Reduction, tensors: Sequence[Tensor], *, async_op: bool
 ) -> tuple[list[Work], Callable[[], None]]:
     """Reduce tensors in place; return what goes on, and what is to be called when it is done.
 
     Of Adasum nothing goes on: each of its steps needs the one before.
     """
+    op, prescale, postscale = reduction
     if op == Adasum:
         adasum_(communicator, tensors, prescale, postscale)
         return [], lambda: None
-    if not scales_integers(tensors, prescale, postscale):
+    if not reduction.scales_integers(tensors):
         work = communicator.grouped_allreduce(tensors, op, prescale=prescale, postscale=postscale, async_op=async_op)
         return [] if work is None else [work], lambda: None
     contributions = [copied(tensor) if prescale == 1 else scaled(tensor, prescale) for tensor in tensors]
-    op, factor, divisor = unscaled(op, postscale, communicator.size)
+    op, divisor = reduction.undivided(communicator.size)
     work = communicator.grouped_allreduce(contributions, op, async_op=async_op)
 
     def finish() -> None:
         for tensor, reduced in zip(tensors, contributions, strict=True):
-            tensor.detach().copy_(scaled(reduced, factor, divisor))
+            tensor.detach().copy_(scaled(reduced, postscale, divisor))
 
     return [] if work is None else [work], finish
 
@@ -186,31 +190,39 @@ def begin_allgather(
 
 
 def begin_reducescatter(
-    communicator: Communicator, rows: Sequence[Rows], op: str, tensors: Sequence[Tensor], *, async_op: bool = False
-) -> tuple[list[Work], list[Tensor]]:
-    """Reduce tensors and divide their rows; return what goes on, and this rank's rows."""
-    works, outputs = [], []
-    for given, tensor in zip(rows, tensors, strict=True):
-        outputs.append(tensor.new_empty((given[communicator.rank], *tensor.shape[1:])))
-        chunks = list(tensor.detach().split(given))
-        works.append(communicator.reduce_scatter(outputs[-1], chunks, op, async_op=async_op))
-    return [work for work in works if work is not None], outputs
-
-
-def begin_scaled_reducescatter(
     communicator: Communicator,
+    reduction: Reduction,
     rows: Sequence[Rows],
-    op: str,
-    prescale: float,
-    postscale: float,
     tensors: Sequence[Tensor],
     *,
     async_op: bool = False,
-) -> tuple[list[Work], list[Tensor], Callable[[list[Tensor]], list[Tensor]]]:
-    """Do as begin_reducescatter, with factors; return also what is to be done with the rows when all is done."""
-    divisor = 1
-    if scales_integers(tensors, prescale, postscale):
-        op, postscale, divisor = unscaled(op, postscale, communicator.size)
-    contributions = [scaled(tensor, prescale) for tensor in tensors]
-    works, outputs = begin_reducescatter(communicator, rows, op, contributions, async_op=async_op)
-    return works, outputs, lambda reduced: [scaled(tensor, postscale, divisor) for tensor in reduced]
+) -> tuple[list[Work], Callable[[], list[Tensor]]]:
+    """Reduce tensors and divide their rows; return what goes on, and what returns this rank's rows when that is done."""
+    (op, prescale, postscale), divisor = reduction, 1
+    if reduction.scales_integers(tensors):
+        op, divisor = reduction.undivided(communicator.size)
+    works, outputs = [], []
+    for given, tensor in zip(rows, tensors, strict=True):
+        outputs.append(tensor.new_empty((given[communicator.rank], *tensor.shape[1:])))
+        chunks = list(scaled(tensor, prescale).split(given))
+        works.append(communicator.reduce_scatter(outputs[-1], chunks, op, async_op=async_op))
+    return [work for work in works if work is not None], lambda: [scaled(o, postscale, divisor) for o in outputs]
+
+
+def scaled(tensor: Tensor, factor: float, divisor: int = 1) -> Tensor:
+    """Return tensor * factor / divisor in the tensor's dtype, without history; the tensor itself where both are 1.
+
+    Integers are multiplied and divided in float64 and then truncated toward zero, as Horovod does; those beyond 2**53
+    are rounded to float64 first.
+    """
+    tensor = tensor.detach()
+    if factor == divisor == 1:
+        return tensor
+    if tensor.dtype.is_floating_point:
+        return tensor * (factor / divisor)
+    return tensor.double().mul_(factor).div_(divisor).to(tensor.dtype)
+
+
+def is_integer(tensor: Tensor) -> bool:
+    """Return whether a tensor has whole numbers."""
+    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype is not torch.bool

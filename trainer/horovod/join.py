@@ -14,7 +14,8 @@ from gradwire.collectives.absence import Wanted
 from gradwire.collectives.daemon import DaemonThread
 from gradwire.trainer.horovod.state import share_optimizer_state
 from gradwire.trainer.optimizer import DistributedOptimizer
-from gradwire.trainer.world.world import World, current_world, here
+from gradwire.trainer.world.joined import World
+from gradwire.trainer.world.world import current_world, here
 
 
 def join(device: int = -1) -> int:
@@ -34,7 +35,7 @@ def join(device: int = -1) -> int:
     device: index of the CUDA device for the zeros; -1 for the CPU, or any device where the others' tensors need one.
 
     It takes as long as the others go on, but waits for their next operation no longer than operations may take. Raises
-    CollectiveError where the ranks could not finish together, ValueError for a device that cannot be meant.
+    CollectiveError where the ranks could not finish together, ValueError for an invalid device.
     """
     if isinstance(device, bool) or not isinstance(device, int) or device < -1:
         raise ValueError(f"{here()}device must be the index of a CUDA device, or -1, not {device!r}")

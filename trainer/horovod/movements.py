@@ -1,4 +1,4 @@
-"""Horovod's verbs that move. What holds for all verbs stands in the package's docstring."""
+"""Horovod's verbs that move. The docstring of gradwire says what holds for all of them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from torch import Tensor
 
 from gradwire.collectives import Communicator
 from gradwire.trainer.gradients.arguments import check_group, check_tensor
-from gradwire.trainer.horovod.calls import Call
 from gradwire.trainer.horovod.functional import Allgather, Alltoall, Broadcast, Rows, begin_allgather, copied
-from gradwire.trainer.horovod.handles import Handle
-from gradwire.trainer.world.errors import refused
-from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
+from gradwire.trainer.horovod.handles import Call, Handle
+from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set, refused
 from gradwire.trainer.world.world import communicator_of, root_in
 
 T = TypeVar("T")

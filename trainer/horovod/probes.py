@@ -1,4 +1,4 @@
-"""What Horovod's programs ask of how it was built. Nothing was, here: the answers are those of torch, and of this world."""
+"""Answers to what Horovod's programs ask of how it was built: those of torch, and of this world."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def gloo_built() -> bool:
 
 def gloo_enabled() -> bool:
     """Return whether gloo joins the ranks of this world, if only to find each other; False before init()."""
-    return _in_backend("gloo")
+    return is_initialized() and "gloo" in dist.get_backend_config()
 
 
 def nccl_built() -> bool:
@@ -61,7 +61,3 @@ def ccl_built() -> bool:
 def is_homogeneous() -> bool:
     """Return whether all hosts have the same number of ranks. Raises RuntimeError before init()."""
     return len({len(host) for host in current_world().hosts}) == 1
-
-
-def _in_backend(name: str) -> bool:
-    return is_initialized() and name in dist.get_backend_config()

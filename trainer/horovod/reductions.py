@@ -1,23 +1,54 @@
-"""Horovod's verbs that reduce, all ranks having the result. What holds for all verbs stands in the package's docstring."""
+"""Horovod's verbs that reduce. The docstring of gradwire says what holds for all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from gradwire.trainer.gradients.arguments import check_tensor, resolve_op
+from gradwire.collectives import Communicator
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.reduction import check_arithmetic
+from gradwire.trainer.gradients.arguments import (
+    OPS_BY_ELEMENT,
+    Adasum,
+    Average,
+    Sum,
+    check_group,
+    check_tensor,
+    resolve_op,
+)
 from gradwire.trainer.gradients.compression import Cast, Compression, Compressor, verb_codec
-from gradwire.trainer.horovod.calls import Call
-from gradwire.trainer.horovod.functional import Allreduce, begin_allreduce, copied
-from gradwire.trainer.horovod.handles import Handle
-from gradwire.trainer.horovod.reducible import check_reducible, summing_codec
-from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
-from gradwire.trainer.world.world import communicator_of
+from gradwire.trainer.horovod.functional import (
+    Allreduce,
+    ReduceScatter,
+    Reduction,
+    Rows,
+    begin_allreduce,
+    begin_reducescatter,
+    copied,
+    is_integer,
+)
+from gradwire.trainer.horovod.handles import Call, Handle
+from gradwire.trainer.rules.adasum import check_adasum
+from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set, refused
+from gradwire.trainer.world.world import communicator_of, here
 
 T = TypeVar("T")
+
+
+class _Given(NamedTuple):
+    """Holds the arguments that all verbs here have."""
+
+    verb: str
+    name: str | None
+    process_set: ProcessSetLike
+    op: str | None
+    prescale: float
+    postscale: float
+    average: bool | None = None
 
 
 def allreduce(
@@ -42,10 +73,8 @@ def allreduce(
 
     The gradient is allreduce() of the result's gradients, with the same op (Average or Sum), compression and factors.
     """
-    reduced = _allreduce(
-        "allreduce", [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
-    )
-    return reduced[0]
+    given = _Given("allreduce", name, process_set, op, prescale_factor, postscale_factor, average)
+    return _allreduce(given, [tensor], compression)[0]
 
 
 def allreduce_async(
@@ -89,9 +118,8 @@ def allreduce_async_(
 
     Of Adasum, all is done when this returns.
     """
-    return _allreduce_async_(
-        "allreduce", [tensor], itemgetter(0), average, name, op, prescale_factor, postscale_factor, process_set
-    )
+    given = _Given("allreduce", name, process_set, op, prescale_factor, postscale_factor, average)
+    return _allreduce_async_(given, [tensor], itemgetter(0))
 
 
 def grouped_allreduce(
@@ -105,9 +133,8 @@ def grouped_allreduce(
     process_set: ProcessSetLike = global_process_set,
 ) -> list[Tensor]:
     """Run allreduce() of several tensors as one operation (those with a codec one by one); return new tensors."""
-    return _allreduce(
-        "grouped_allreduce", tensors, average, name, compression, op, prescale_factor, postscale_factor, process_set
-    )
+    given = _Given("grouped_allreduce", name, process_set, op, prescale_factor, postscale_factor, average)
+    return _allreduce(given, tensors, compression)
 
 
 def grouped_allreduce_async(
@@ -148,56 +175,169 @@ def grouped_allreduce_async_(
     process_set: ProcessSetLike = global_process_set,
 ) -> Handle[list[Tensor]]:
     """Run grouped_allreduce() in place, in the background: leave the tensors alone until synchronize() returns them."""
-    return _allreduce_async_(
-        "grouped_allreduce", tensors, list, average, name, op, prescale_factor, postscale_factor, process_set
-    )
+    given = _Given("grouped_allreduce", name, process_set, op, prescale_factor, postscale_factor, average)
+    return _allreduce_async_(given, tensors, list)
 
 
-def _allreduce(
-    verb: str,
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: Cast = Compression.none,
+    op: str = Average,
+    process_set: ProcessSetLike = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Return this rank's rows of the reduction: dimension 0 is divided evenly, the first ranks taking one more where it
+    must be.
+
+    The tensors have the same shape on all ranks. op: any of allreduce()'s but Adasum, which is an error as with Horovod.
+
+    The gradient is that of Horovod: all ranks' gradients of their rows, one after the other, times the factors; times the
+    number of ranks too where op is Sum, not where it is Average.
+    """
+    given = _Given("reducescatter", name, process_set, op, prescale_factor, postscale_factor)
+    return _reducescatter(given, [tensor], compression)[0]
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: str = Average,
+    process_set: ProcessSetLike = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle[Tensor]:
+    """Run reducescatter() in the background; synchronize() returns the new tensor."""
+    given = _Given("reducescatter", name, process_set, op, prescale_factor, postscale_factor)
+    return _reducescatter_async(given, [tensor], itemgetter(0))
+
+
+def grouped_reducescatter(
     tensors: Sequence[Tensor],
-    average: bool | None,
-    name: str | None,
-    compression: Compressor,
-    op: str | None,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSetLike,
+    name: str | None = None,
+    compression: Cast = Compression.none,
+    op: str = Average,
+    process_set: ProcessSetLike = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    communicator = communicator_of(process_set)
-    with Call(verb, name, communicator):
-        reduction = resolve_op(op, average)
+    """Run reducescatter() of several tensors, which are checked together before any is sent; return new tensors."""
+    given = _Given("grouped_reducescatter", name, process_set, op, prescale_factor, postscale_factor)
+    return _reducescatter(given, tensors, compression)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: str = Average,
+    process_set: ProcessSetLike = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle[list[Tensor]]:
+    """Run grouped_reducescatter() in the background; synchronize() returns the new tensors."""
+    given = _Given("grouped_reducescatter", name, process_set, op, prescale_factor, postscale_factor)
+    return _reducescatter_async(given, tensors, list)
+
+
+def _allreduce(given: _Given, tensors: Sequence[Tensor], compression: Compressor) -> list[Tensor]:
+    communicator = communicator_of(given.process_set)
+    with Call(given.verb, given.name, communicator):
+        reduction = Reduction(resolve_op(given.op, given.average), given.prescale, given.postscale)
         meant = verb_codec(compression)
-        tensors = check_reducible(communicator, verb, tensors, reduction, prescale, postscale)
+        tensors = _checked(communicator, given.verb, tensors, reduction)
         cast = meant if isinstance(meant, Cast) else Compression.none
-        codecs = [summing_codec(meant, tensor, reduction) for tensor in tensors]
+        codecs = [_summing_codec(meant, tensor, reduction.op) for tensor in tensors]
         pairs = zip(tensors, codecs, strict=True)
         sent = [cast.compress(tensor)[0] if codec is None else tensor for tensor, codec in pairs]
-        reduced = Allreduce.apply(communicator, reduction, codecs, prescale, postscale, *sent)
+        reduced = Allreduce.apply(communicator, reduction, codecs, *sent)
         return [cast.decompress(output, tensor.dtype) for output, tensor in zip(reduced, tensors, strict=True)]
 
 
-def _allreduce_async_(
-    verb: str,
-    tensors: Sequence[Tensor],
-    result: Callable[[Sequence[Tensor]], T],
-    average: bool | None,
-    name: str | None,
-    op: str | None,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSetLike,
-) -> Handle[T]:
-    """Return the handle of what is `result` of the tensors, once these are reduced."""
-    communicator = communicator_of(process_set)
-    with (call := Call(verb, name, communicator)):
-        reduction = resolve_op(op, average)
-        tensors = check_reducible(communicator, verb, tensors, reduction, prescale, postscale)
-        memories = [tensor.detach() for tensor in tensors]
-        works, finish = begin_allreduce(communicator, memories, reduction, prescale, postscale, async_op=True)
+def _allreduce_async_(given: _Given, tensors: Sequence[Tensor], result: Callable[[Sequence[Tensor]], T]) -> Handle[T]:
+    """Return the handle of `result` of the tensors, once these are reduced."""
+    communicator = communicator_of(given.process_set)
+    with (call := Call(given.verb, given.name, communicator)):
+        reduction = Reduction(resolve_op(given.op, given.average), given.prescale, given.postscale)
+        tensors = _checked(communicator, given.verb, tensors, reduction)
+        works, finish = begin_allreduce(communicator, reduction, [each.detach() for each in tensors], async_op=True)
 
         def finished() -> T:
             finish()
             return result(tensors)
 
         return Handle(call, works, finished)
+
+
+def _reducescatter(given: _Given, tensors: Sequence[Tensor], compression: Cast) -> list[Tensor]:
+    communicator = communicator_of(given.process_set)
+    with Call(given.verb, given.name, communicator):
+        tensors, reduction, rows = _scatterable(communicator, given, tensors)
+        if not isinstance(compression, Cast):
+            raise ValueError(
+                f"{here()}{given.verb} has no codecs: compression must be Compression.none, .fp16 or .bf16"
+            )
+        codecs = [_summing_codec(compression, tensor, reduction.op) for tensor in tensors]
+        headrooms = [1.0 if codec is None else codec.headroom(communicator.size) for codec in codecs]
+        sent = [
+            compression.compress(tensor if headroom == 1 else tensor * headroom)[0]
+            for tensor, headroom in zip(tensors, headrooms, strict=True)
+        ]
+        outputs = ReduceScatter.apply(communicator, reduction, rows, *sent)
+        wide = [compression.decompress(o, tensor.dtype) for o, tensor in zip(outputs, tensors, strict=True)]
+        return [o if headroom == 1 else o / headroom for o, headroom in zip(wide, headrooms, strict=True)]
+
+
+def _reducescatter_async(
+    given: _Given, tensors: Sequence[Tensor], result: Callable[[Sequence[Tensor]], T]
+) -> Handle[T]:
+    """Return the handle of `result` of this rank's rows."""
+    communicator = communicator_of(given.process_set)
+    with (call := Call(given.verb, given.name, communicator)):
+        tensors, reduction, rows = _scatterable(communicator, given, tensors)
+        works, finish = begin_reducescatter(communicator, reduction, rows, tensors, async_op=True)
+        return Handle(call, works, lambda: result(finish()))
+
+
+def _scatterable(
+    communicator: Communicator, given: _Given, tensors: Sequence[Tensor]
+) -> tuple[list[Tensor], Reduction, list[Rows]]:
+    """Return the tensors, the reduction, and how many rows of each tensor every rank gets. Raises Refused for Adasum, which
+    does not compute each element from that element alone, and for scalars; ValueError or TypeError as _checked() does."""
+    if given.op == Adasum:
+        raise refused(communicator, given.verb, f"op must be one of {', '.join(OPS_BY_ELEMENT)}, not {given.op!r}")
+    reduction = Reduction(resolve_op(given.op, allowed=OPS_BY_ELEMENT), given.prescale, given.postscale)
+    tensors = _checked(communicator, given.verb, tensors, reduction)
+    rows = []
+    for tensor in tensors:
+        if tensor.dim() == 0:
+            raise refused(communicator, given.verb, "needs tensors of at least one dimension, not a scalar")
+        fewer, longer = divmod(tensor.shape[0], communicator.size)
+        rows.append([fewer + (rank < longer) for rank in range(communicator.size)])
+    return tensors, reduction, rows
+
+
+def _checked(communicator: Communicator, verb: str, tensors: Sequence[Tensor], reduction: Reduction) -> list[Tensor]:
+    """Return the tensors of a reduction. Raises TypeError or ValueError for those that cannot be reduced by its op, and factors
+    that do not fit their dtypes."""
+    checked = check_group(communicator.rank, verb, tensors)
+    op, *factors = reduction
+    are_numbers = all(isinstance(factor, int | float) for factor in factors)
+    for tensor in checked:
+        prescale, postscale = (1.0, 1.0) if are_numbers and is_integer(tensor) else factors
+        check_arithmetic(communicator.rank, tensor.dtype, op, prescale, postscale)
+    if op == Adasum:
+        check_adasum(checked)
+    return checked
+
+
+def _summing_codec(compression: Cast | Codec, tensor: Tensor, op: str) -> Codec | None:
+    """Return the codec that a tensor is reduced by; None where it is reduced as it is, or cast."""
+    if isinstance(compression, Cast):
+        return compression.codec(tensor.dtype) if op in (Average, Sum) else None
+    if op not in (Average, Sum) or not tensor.dtype.is_floating_point:
+        raise ValueError(
+            f"{here()}codec {compression.name!r} is for the sum or average of floating-point tensors, not for op {op!r} of "
+            f"{tensor.dtype}"
+        )
+    return compression

@@ -24,7 +24,7 @@ class WarmupLR(LRScheduler):
     batch is larger than that of one rank; None for the number of ranks, to be multiplied by backward_passes_per_step
     where that is greater than 1.
 
-    Raises ValueError for arguments that cannot be meant.
+    Raises ValueError for invalid arguments.
     """
 
     def __init__(

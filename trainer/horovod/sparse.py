@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from gradwire.trainer.gradients.arguments import Average, Sum, check_group
-from gradwire.trainer.horovod.calls import Call
 from gradwire.trainer.horovod.functional import begin_allgather
-from gradwire.trainer.horovod.handles import Handle
-from gradwire.trainer.world.errors import refused
-from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
+from gradwire.trainer.horovod.handles import Call, Handle
+from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set, refused
 from gradwire.trainer.world.world import communicator_of, here
 
 

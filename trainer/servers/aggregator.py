@@ -8,7 +8,7 @@ it, the slowest are not waited for (backup workers, Chen et al. 2016); at 1 ever
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, get_args
 
@@ -20,12 +20,12 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Counts:
-    """Says what became of all contributions to one server.
+    """Counts what became of all contributions to one server.
 
     updates: how many were made. staleness: how many contributions came how many versions late; those of age 0 were in time.
     contributions: how many came from each worker. late: how many were late, the dropped ones among them. dropped: how many
-    of those were not used. pending: how many wait for their update. lead: how many steps a worker that went on was ahead of
-    the slowest at most. lost: the workers that are left out.
+    of those were not used. pending: how many wait for their update. lead: the most steps by which a worker that went on was
+    ahead of the slowest. lost: the workers that are left out.
     """
 
     updates: int
@@ -38,7 +38,7 @@ class Counts:
     lost: tuple[int, ...]
 
     def to_record(self) -> dict[str, Any]:
-        """Return it as JSON can have it."""
+        """Return a record, as JSON can have it."""
         return {
             **vars(self),
             "staleness": list(self.staleness.items()),
@@ -47,28 +47,55 @@ class Counts:
 
     @staticmethod
     def from_record(record: dict[str, Any]) -> Counts:
-        """Return what to_record() was made of."""
+        """Return the Counts of which to_record() made a record."""
         tables = {name: dict(map(tuple, record[name])) for name in ("staleness", "contributions")}
         return Counts(**{**record, **tables, "lost": tuple(record["lost"])})
 
     @staticmethod
     def total(counts: Sequence[Counts]) -> Counts:
         """Return what became of the contributions that were counted in several places."""
-        staleness: Counter[int] = Counter()
-        contributions: Counter[int] = Counter()
-        for each in counts:
-            staleness.update(each.staleness)
-            contributions.update(each.contributions)
         return Counts(
             updates=sum(each.updates for each in counts),
-            staleness=dict(sorted(staleness.items())),
-            contributions=dict(sorted(contributions.items())),
+            staleness=_added(each.staleness for each in counts),
+            contributions=_added(each.contributions for each in counts),
             late=sum(each.late for each in counts),
             dropped=sum(each.dropped for each in counts),
             pending=sum(each.pending for each in counts),
             lead=max((each.lead for each in counts), default=0),
             lost=tuple(sorted({worker for each in counts for worker in each.lost})),
         )
+
+
+@dataclass(frozen=True)
+class ServerReport:
+    """Says what became of all contributions, counted at every server: a rank's step is one contribution to each.
+
+    servers: how many there are. updates: how many they have made together. The others are those of Counts.
+    """
+
+    servers: int
+    updates: int
+    staleness: dict[int, int]
+    contributions: dict[int, int]
+    late: int
+    dropped: int
+    lead: int
+    lost: tuple[int, ...]
+
+    def __str__(self) -> str:
+        ages = ", ".join(f"{count} of age {age}" for age, count in self.staleness.items())
+        ranks = ", ".join(f"{count} from rank {rank}" for rank, count in self.contributions.items())
+        left_out = f"; without {', '.join(f'rank {rank}' for rank in self.lost)}" if self.lost else ""
+        return (
+            f"{self.updates} updates at {self.servers} servers, of contributions {ranks}; {ages}; {self.late} late, "
+            f"{self.dropped} dropped{left_out}"
+        )
+
+    @staticmethod
+    def of(counts: Sequence[Counts]) -> ServerReport:
+        """Return the report of what each server has counted."""
+        total = vars(Counts.total(counts))
+        return ServerReport(servers=len(counts), **{name: count for name, count in total.items() if name != "pending"})
 
 
 @dataclass(frozen=True)
@@ -150,7 +177,7 @@ class Aggregator(Generic[_Value]):
         self._look(now)
 
     def due_at(self, now: float) -> float | None:
-        """Return when the next update is to be made, as things stand; None where more has to come first."""
+        """Return when the next update is due if nothing more is pushed; None where it needs another contribution first."""
         if self._complete_at is None:
             return None
         return now if not self.awaited else self._complete_at + self._scheme.grace_s
@@ -168,7 +195,7 @@ class Aggregator(Generic[_Value]):
         self._updates += 1
         total = sum(each.weight for each in pending)
         return [
-            (each.value, each.weight / total * self._discount(each.age))
+            (each.value, each.weight / total * (1 / (1 + each.age) if self._scheme.late == "weight" else 1.0))
             for each in sorted(pending, key=lambda each: each.worker)
         ]
 
@@ -209,8 +236,8 @@ class Aggregator(Generic[_Value]):
         """Return what became of all contributions."""
         return Counts(
             updates=self._updates,
-            staleness=dict(sorted(self._ages.items())),
-            contributions=dict(sorted(self._contributed.items())),
+            staleness=_added([self._ages]),
+            contributions=_added([self._contributed]),
             late=self._late,
             dropped=self._dropped,
             pending=len(self._pending),
@@ -226,5 +253,10 @@ class Aggregator(Generic[_Value]):
         if self._complete_at is None and self._pending and len(self._contributors()) >= self._quorum:
             self._complete_at = now
 
-    def _discount(self, age: int) -> float:
-        return 1 / (1 + age) if self._scheme.late == "weight" else 1.0
+
+def _added(tables: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    """Return the sum of tables of counts, in the order of their keys."""
+    total: Counter[int] = Counter()
+    for table in tables:
+        total.update(table)
+    return dict(sorted(total.items()))

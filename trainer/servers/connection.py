@@ -1,4 +1,4 @@
-"""What joins a server with its workers: a Communicator with each, in which the worker has rank 0, and the server rank 1."""
+"""What servers and workers exchange: Communicators of two ranks, tensors in flat buffers, records as JSON, and errors."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def open_pairs(
     world_ranks: Sequence[int],
     timeout_s: float | None = None,
 ) -> dict[int, Communicator]:
-    """Return what joins a server with workers on other ranks, by worker; only those of which this rank is one.
+    """Return by worker the Communicators of this rank that join the server, which is rank 1 in each, with workers on other ranks.
 
-    name: the same on all ranks, and of nothing else. rank: this one. world_ranks: by rank, its rank in the world. timeout_s: of
-    each wait; None for that of init(). Collective: call it for one server after the other, in the same order on all ranks, so
-    that nobody waits in a circle.
+    name: the same on all ranks, and used for nothing else. rank: this one. world_ranks: by rank, its rank in the world.
+    timeout_s: of each wait; None for that of init(). Collective: call it for one server after the other, in the same order on
+    all ranks, so that no ranks wait in a circle.
     """
     pairs: dict[int, Communicator] = {}
     try:
@@ -60,16 +60,21 @@ def receive(communicator: Communicator, nbytes: int, sender: int) -> Any:
 
 
 class Flat:
-    """Lays tensors out one after the other, on the CPU, in one buffer for each dtype."""
+    """Lays tensors out one after the other, on the CPU, in one buffer for each dtype. Attribute numel: how many elements."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._shapes = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        self._dtypes = list(dict.fromkeys(dtype for dtype, _ in self._shapes))
+        self._sizes: dict[torch.dtype, int] = {}
+        for dtype, shape in self._shapes:
+            self._sizes[dtype] = self._sizes.get(dtype, 0) + shape.numel()
+        self.numel = sum(self._sizes.values())
+
+    def __len__(self) -> int:
+        return len(self._sizes)
 
     def empty(self) -> list[Tensor]:
         """Return new buffers."""
-        sizes = {dtype: sum(shape.numel() for its, shape in self._shapes if its == dtype) for dtype in self._dtypes}
-        return [torch.empty(sizes[dtype], dtype=dtype) for dtype in self._dtypes]
+        return [torch.empty(size, dtype=dtype) for dtype, size in self._sizes.items()]
 
     def pack(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """Return new buffers with these tensors, zeros for None."""
@@ -83,18 +88,16 @@ class Flat:
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that lie in buffers."""
-        by_dtype = dict(zip(self._dtypes, buffers, strict=True))
-        begun = dict.fromkeys(self._dtypes, 0)
+        rests = dict(zip(self._sizes, buffers, strict=True))
         views = []
         for dtype, shape in self._shapes:
-            start = begun[dtype]
-            begun[dtype] += shape.numel()
-            views.append(by_dtype[dtype][start : begun[dtype]].view(shape))
+            view, rests[dtype] = rests[dtype].tensor_split([shape.numel()])
+            views.append(view.view(shape))
         return views
 
 
 class QuorumLost(CollectiveError):
-    """Tells that too many ranks are lost for another update. Attributes: ranks (those that are lost), quorum."""
+    """Is raised where too many ranks are lost for another update. Attributes: ranks (those that are lost), quorum."""
 
     def __init__(self, ranks: Sequence[int], quorum: int, *, rank: int, operation: str) -> None:
         self.quorum = quorum
@@ -120,7 +123,7 @@ def text_of(error: BaseException) -> str:
 
 
 def to_record(error: BaseException) -> dict[str, Any]:
-    """Return what is told of an error to other ranks, as JSON can have it."""
+    """Return a record of an error for other ranks, as JSON can have it."""
     said: dict[str, Any] = {"text": text_of(error)}
     if isinstance(error, QuorumLost):
         return {**said, "lost": error.ranks, "quorum": error.quorum}
@@ -132,8 +135,8 @@ def to_record(error: BaseException) -> dict[str, Any]:
 
 
 def from_record(record: dict[str, Any], rank: int, operation: str) -> CollectiveError:
-    """Return the error that was told to this rank: QuorumLost, PeerLost and CollectiveTimeout as such, any other with its
-    text."""
+    """Return the error of which to_record() made a record: QuorumLost, PeerLost and CollectiveTimeout as such, any other as a
+    CollectiveError with its text. rank, operation: where it is raised."""
     if "quorum" in record:
         return QuorumLost(record["lost"], record["quorum"], rank=rank, operation=operation)
     if "lost" in record:

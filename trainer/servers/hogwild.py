@@ -40,7 +40,7 @@ class Hogwild(WrappingOptimizer):
     When a rank dies, the others train on, with what it has written. Checkpoints: after hvd.barrier(), the
     model of any rank, and each rank's own state_dict(), which is the wrapped optimizer's.
 
-    Collective. Raises ValueError or TypeError for arguments that cannot be meant; ValueError on all ranks where they are
+    Collective. Raises ValueError or TypeError for invalid arguments; ValueError on all ranks where they are
     on several hosts, share no memory, or do not train the same parameters, laid out alike; CollectiveError where there is
     too little memory.
     """

@@ -10,10 +10,20 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.trainer.servers.aggregator import Counts
-from gradwire.trainer.servers.key_value.catalogue import Catalogue, check_updatable, described, lists_of_rows, rows_of
-from gradwire.trainer.servers.key_value.compression import Encoder, codec_of, dense, fill, fill_rows, is_sparse
+from gradwire.trainer.servers.key_value.catalogue import (
+    Catalogue,
+    check_updatable,
+    dense,
+    described,
+    fill_rows,
+    is_sparse,
+    lists_of_rows,
+    rows_of,
+)
+from gradwire.trainer.servers.key_value.compression import Encoder, codec_of
 from gradwire.trainer.servers.key_value.group import KeyGroup
 from gradwire.trainer.servers.key_value.keys import Factory, Name, summed
 from gradwire.trainer.servers.key_value.state_files import read_states, write_states
@@ -30,22 +40,22 @@ class KVStore:
 
     type: "dist_sync" (or "dist_device_sync"): an update of a key is made of one push of every rank, in the order of
     ranks, so runs repeat to the bit; a rank's pull waits for all that it has pushed. "dist_async": every push makes an
-    update at once, one at a time for a key, and nobody waits for other ranks. "local" (or "device"): of this process alone,
-    with or without init(). Servers compute on the CPU, in all of them; tensors on GPUs are copied.
+    update at once, one at a time for a key, and no rank waits for others. "local" (or "device"): of this process alone, with or
+    without init(). Servers compute on the CPU; tensors on GPUs are copied.
     servers: the ranks that hold keys beside their own training; by default all of them. A key lies at one server as a whole.
 
     A key is an int or a str; all methods that take a key take a list of keys, with a list of what goes with each. A value
     or out is a tensor or a list of tensors. Sparse values are made dense. priority must be 0: a call is done when it returns, so
-    none waits that another could overtake.
+    the queue is empty, and priority has no effect.
 
     All ranks make it, and call init(), broadcast(), set_optimizer(), set_gradient_compression(), barrier() and the two methods of
     optimizer states, in the same order (collective); push, pull, pushpull and row_sparse_pull they call as they like. One
     thread of a rank may use it.
 
-    A rank that dies is left out: with "dist_async" the others go on, but for collective methods and the keys that it held,
-    for which they get PeerLost; so name servers= where ranks may be lost. With "dist_sync" a pull that
-    waits for it raises QuorumLost, and one that waits longer than about the timeout_s of init() raises CollectiveTimeout. A rank
-    that calls nothing for timeout_s counts as lost; one that calls close() is waited for no more.
+    The others go on without a rank that dies: with "dist_async" but for collective methods and the keys that it held, which
+    raise PeerLost; so name servers= where ranks may be lost. With "dist_sync" a pull that waits for it raises QuorumLost, and
+    one that waits longer than about the timeout_s of init() CollectiveTimeout. A rank that calls nothing for timeout_s counts as
+    lost; one that calls close() is waited for no more.
 
     Raises ValueError for another type, and servers that are no ranks.
     """
@@ -58,7 +68,7 @@ class KVStore:
         self._optimizer_name = ""
         self._encoder: Encoder | None = None
         self._group = KeyGroup(alone=type in ("local", "device"), asynchronous=type == "dist_async", servers=servers)
-        self._catalogue = Catalogue(self._group.servers)
+        self._catalogue = Catalogue(self._group.clients)
 
     @property
     def type(self) -> str:
@@ -78,22 +88,19 @@ class KVStore:
     def init(self, key: Key, value: Any) -> None:
         """Give keys that are new their values: those of rank 0. Collective.
 
-        Raises ValueError or TypeError, on all ranks, where one gives what cannot be meant, a key that is known already, or
+        Raises ValueError or TypeError, on all ranks, where one gives invalid values, a key that is known already, or
         other keys, shapes or dtypes than rank 0.
         """
-        self._check_open()
-        named: dict[Name, Tensor] = {}
-        said: list[Any] = []
-        error: Exception | None = None
-        try:
+        self._check()
+
+        def given() -> tuple[dict[Name, Tensor], Any]:
             named = {name: dense(tensor).cpu() for name, tensor in self._catalogue.new_values(key, value).items()}
             if self._factory is not None:
                 for name, tensor in named.items():
                     check_updatable(name, tensor.shape, tensor.dtype, self._factory)
-            said = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named.items()]
-        except Exception as caught:  # told to the others, who would wait
-            error = caught
-        self._group.agree(error, said)
+            return named, [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named.items()]
+
+        named = self._group.agreed(given)
         for name, first in zip(named, self._group.share(list(named.values())), strict=True):
             spec = self._catalogue.add(name, first)
             if spec.server == self._group.rank and self._group.keys is not None:
@@ -109,17 +116,16 @@ class KVStore:
         Raises KeyError for a key that init() was never given, ValueError for another shape or dtype, before anything is
         sent; PeerLost where the rank that holds a key is lost.
         """
-        self._check_open()
-        _check_priority(priority)
+        self._check(priority)
         given = self._catalogue.tensors(key, value, "value")
         pushes = [(spec, summed([dense(tensor) for tensor in tensors]).cpu()) for spec, tensors in given]
         for spec, total in pushes:
-            server = self._group.servers[spec.server]
+            client = self._group.clients[spec.server]
             if self._encoder is not None and spec.travels_coded:
                 step, code = self._encoder.encode(spec, total)
-                server.push(spec, code, step)
+                client.push(spec, code, step)
             else:
-                server.push(spec, total, None)
+                client.push(spec, total, None)
 
     def pull(self, key: Key, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Fill tensors with the newest values, in which all is that this rank has pushed before.
@@ -129,8 +135,7 @@ class KVStore:
         Raises as push() does; QuorumLost, CollectiveTimeout where an update cannot be made; CollectiveError where the
         optimizer has failed.
         """
-        self._check_open()
-        _check_priority(priority)
+        self._check(priority)
         wanted = []
         for spec, tensors in self._catalogue.tensors(key, out, "out"):
             if not ignore_sparse and any(is_sparse(tensor) for tensor in tensors):
@@ -138,11 +143,14 @@ class KVStore:
             wanted.append((spec, [tensor for tensor in tensors if not is_sparse(tensor)]))
         for spec, tensors in wanted:
             if tensors:
-                fill(tensors, self._group.servers[spec.server].pull(spec))
+                value = self._group.clients[spec.server].pull(spec)
+                with torch.no_grad():
+                    for tensor in tensors:
+                        tensor.copy_(value)
 
     def pushpull(self, key: Key, value: Any, out: Any = None, priority: int = 0) -> None:
         """Push values, and pull into out, or else into the values themselves."""
-        _check_priority(priority)
+        self._check(priority)
         out = value if out is None else out
         self._catalogue.tensors(key, out, "out")  # what is wrong with it is found before anything is pushed
         self.push(key, value)
@@ -150,7 +158,7 @@ class KVStore:
 
     def broadcast(self, key: Key, value: Any, out: Any, priority: int = 0) -> None:
         """Give keys that are new the values of rank 0, and fill out with them. Collective."""
-        _check_priority(priority)
+        self._check(priority)
         self.init(key, value)
         self.pull(key, out)
 
@@ -163,8 +171,7 @@ class KVStore:
 
         Raises as pull() does; TypeError and ValueError for row_ids that are no rows.
         """
-        self._check_open()
-        _check_priority(priority)
+        self._check(priority)
         outs = self._catalogue.tensors(key, out, "out")
         chosen = lists_of_rows(key, [tensors for _, tensors in outs], row_ids)
         wanted = [
@@ -173,7 +180,7 @@ class KVStore:
             for tensor, rows in zip(tensors, ids, strict=True)
         ]
         for spec, tensor, rows in wanted:
-            fill_rows(tensor, rows, self._group.servers[spec.server].pull(spec, rows))
+            fill_rows(tensor, rows, self._group.clients[spec.server].pull(spec, rows))
 
     def set_optimizer(self, optimizer: Factory) -> None:
         """Update every key, also those to come, by an optimizer of its own, made at its server. Collective.
@@ -184,17 +191,17 @@ class KVStore:
 
         Raises TypeError for anything else, ValueError where ranks differ, and for keys that are no floating-point tensors.
         """
-        self._check_open()
-        name, settings, error = "", "", None
-        try:
+        self._check()
+
+        def given() -> tuple[str, Any]:
             name, settings = described(optimizer)
             for spec in self._catalogue:
                 check_updatable(spec.name, spec.shape, spec.dtype, optimizer)
-        except Exception as caught:
-            error = caught
+            return name, f"{name} {settings}"
+
         self.barrier()  # what was pushed before is for what was there before
-        self._group.agree(error, f"{name} {settings}")
-        self._factory, self._optimizer_name = optimizer, name
+        self._optimizer_name = self._group.agreed(given)
+        self._factory = optimizer
         if self._group.keys is not None:
             self._group.keys.set_optimizer(optimizer)
         self._group.meet()
@@ -202,27 +209,28 @@ class KVStore:
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
         """Push codes from now on. Collective, once.
 
-        compression_params: {"type": "2bit", "threshold": 0.5} as in MXNet, which sends threshold, 0 or -threshold; or the
-        name of a codec of collectives.compression, with its settings, such as {"type": "topk", "ratio": 0.01}. What a code
-        has lost is added to this rank's next push to the key, where the codec needs that. Floating-point values are
-        encoded, as float32; others travel as they are, and so does what is pulled.
+        compression_params: {"type": "2bit", "threshold": 0.5} as in MXNet, which sends threshold, 0 or -threshold; or the name
+        of a codec of gradwire.collectives.compression, with its settings, such as {"type": "topk", "ratio": 0.01}. What a code
+        has lost is added to this rank's next push to the key, where the codec needs that. Floating-point values are encoded, as
+        float32; others travel as they are, and so does what is pulled.
 
         Raises ValueError, which lists types and settings, for others; where ranks differ; and with "local" and "device", where
         nothing travels.
         """
-        self._check_open()
+        self._check()
         if self._group.communicator is None:
             raise ValueError(f"{here()}nothing travels with type {self._type!r} that could be compressed")
         if self._encoder is not None:
             raise ValueError(f"{here()}gradient compression is set already, and cannot be changed")
-        codec, said, error = None, "", None
-        try:
-            codec = codec_of(compression_params)
-            said = codec.identity
-        except Exception as caught:
-            error = ValueError(f"{here()}gradient compression by {compression_params!r}: {caught}")
-        self._group.agree(error, said)
-        assert codec is not None
+
+        def given() -> tuple[Codec, Any]:
+            try:
+                codec = codec_of(compression_params)
+                return codec, codec.identity
+            except Exception as error:
+                raise ValueError(f"{here()}gradient compression by {compression_params!r}: {error}") from error
+
+        codec = self._group.agreed(given)
         rehearse(codec, torch.device("cpu"), with_feedback=codec.needs_feedback)  # compiles now, not in the first push
         if self._group.keys is not None:
             self._group.keys.codec = codec
@@ -256,15 +264,20 @@ class KVStore:
             raise ValueError(
                 f"{here()}{fname} has no state of key {missing[0]!r}; it has {', '.join(map(repr, states))}"
             )
-        keys, error = self._group.keys, None
+        keys = self._group.keys
         before = {} if keys is None else keys.state_dict()
+
+        def load() -> tuple[None, Any]:
+            try:
+                if keys is not None:
+                    keys.load_state_dict(states)
+            except Exception as error:
+                said = f"{here()}{fname} has a state that {self._optimizer_name} cannot load: {error!r}"
+                raise ValueError(said) from error
+            return None, None
+
         try:
-            if keys is not None:
-                keys.load_state_dict(states)
-        except Exception as caught:  # told to the others, who would wait
-            error = ValueError(f"{here()}{fname} has a state that {self._optimizer_name} cannot load: {caught!r}")
-        try:
-            self._group.agree(error, None)
+            self._group.agreed(load)
         except ValueError:
             if keys is not None:
                 keys.load_state_dict(before)
@@ -286,8 +299,8 @@ class KVStore:
     def report(self) -> Counts:
         """Return what became of all pushes so far, summed over keys: how many updates, whose pushes, and how many updates
         each came late. It answers when all that this rank has pushed has come there."""
-        self._check_open()
-        return Counts.total([server.counts() for server in self._group.servers.values()])
+        self._check()
+        return Counts.total([client.counts() for client in self._group.clients.values()])
 
     def close(self, timeout_s: float | None = None) -> None:
         """Say that nothing more comes from this rank, serve the others until they say so too, and end the threads.
@@ -295,24 +308,32 @@ class KVStore:
         timeout_s: how long others are waited for at most, by default the timeout_s of init(); after that they are left
         alone, and a warning says so. Calling it again does nothing.
         """
-        self._group.close(timeout_s)
+        self._group.part.close(timeout_s)
 
-    def _check_open(self) -> None:
-        if self._group.is_closed:
+    def _check(self, priority: int = 0) -> None:
+        """Raise RuntimeError once it is closed, ValueError for a priority, by which nothing could be ordered."""
+        if self._group.part.is_closed:
             raise RuntimeError(f"{here()}this key-value store is closed")
+        if priority != 0:
+            raise ValueError(
+                f"{here()}priority={priority!r}: 0 is allowed alone, since a call is done when it returns and none waits that "
+                "another could overtake"
+            )
 
     def _agreed_path(self, method: str, fname: str | os.PathLike[str]) -> Path:
         """Return what a method of optimizer states is given, once all ranks have given a path. Collective."""
-        self._check_open()
+        self._check()
         if self._factory is None:
             raise ValueError(f"{here()}{method}() needs an optimizer: call set_optimizer() first")
-        path, error = Path(), None
-        try:
-            path = Path(fname)
-        except TypeError:
-            error = TypeError(f"{here()}{method}() needs the path of a file, a str or os.PathLike, not {fname!r}")
-        self._group.agree(error, None)
-        return path
+
+        def given() -> tuple[Path, Any]:
+            try:
+                return Path(fname), None
+            except TypeError:
+                said = f"{here()}{method}() needs the path of a file, a str or os.PathLike, not {fname!r}"
+                raise TypeError(said) from None
+
+        return self._group.agreed(given)
 
     def __repr__(self) -> str:
         return f"KVStore({self._type!r}), rank {self._group.rank} of {self._group.size}, {len(self._catalogue)} keys"
@@ -321,12 +342,3 @@ class KVStore:
 def create(name: Type = "local", *, servers: Sequence[int] | None = None) -> KVStore:
     """Return a KVStore of a type, as mxnet.kvstore.create() does."""
     return KVStore(name, servers=servers)
-
-
-def _check_priority(priority: int) -> None:
-    """Raise ValueError for a priority, by which nothing could be ordered."""
-    if priority != 0:
-        raise ValueError(
-            f"{here()}priority={priority!r}: 0 is allowed alone, since a call is done when it returns and none waits that "
-            "another could overtake"
-        )

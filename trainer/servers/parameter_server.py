@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import CollectiveError, Communicator
-from gradwire.collectives.communicator import close_all
 from gradwire.collectives.torch_internals import share_hooks
 from gradwire.trainer.gradients.agreement import agree_on_parameters, check_settings, on_all_ranks
 from gradwire.trainer.gradients.arguments import check_named_parameters
@@ -20,13 +19,12 @@ from gradwire.trainer.gradients.compression import Compression, Compressor, Poli
 from gradwire.trainer.gradients.replicas import hash_of
 from gradwire.trainer.optimizers.copies import copied_attributes
 from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, uncompiled
-from gradwire.trainer.servers.aggregator import Late, Scheme
+from gradwire.trainer.servers.aggregator import Late, Scheme, ServerReport
 from gradwire.trainer.servers.connection import open_pairs, text_of
-from gradwire.trainer.servers.messages import Local, Remote, Server
+from gradwire.trainer.servers.messages import LocalUpdater, RemoteUpdater, Server
 from gradwire.trainer.servers.pushed import Packing, encodings_of
-from gradwire.trainer.servers.report import ServerReport
 from gradwire.trainer.servers.roles import checked_ranks, checked_scheme, roles_of
-from gradwire.trainer.servers.serving import end
+from gradwire.trainer.servers.serving import Part
 from gradwire.trainer.servers.updater import Updater, cut
 from gradwire.trainer.servers.worker import Member, Worker
 from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, global_process_set
@@ -35,52 +33,51 @@ from gradwire.trainer.world.world import current_world, here
 KEY = "gradwire_server"
 """In the state_dict() of an optimizer at a parameter server."""
 
-_TELL_S = 3.0
-"""How much longer each waits than the one before, so that who does not answer is known there, and told: a server for the word
-of a worker, it for an update, a worker for its server, members of a group for their first rank."""
+_REPORT_S = 3.0
+"""How much longer each rank waits than the one that it waits for, which so can report first which rank does not answer: a server
+waits for a worker, an update for all of them, a worker for its server, the members of a group for their first rank."""
 
 _LOOK_S = 1.0
 """How often serve() looks whether Ctrl-C was pressed."""
 
 
 class ParameterServer(WrappingOptimizer):
-    """Wraps an optimizer so that it runs at servers inside the ranks, which hold a part of the parameters each.
+    """Wraps an optimizer so that it runs at servers inside the ranks, each of which holds a part of the parameters.
 
-    step() pushes this rank's gradients to all servers, waits until each lets it go on, and fills the parameters with what
-    is newest there. A server makes an update when contributions of `quorum` ranks to it have come and grace_s seconds have
-    passed since, or all have come. It steps with their average, by their weights.
+    step() pushes this rank's gradients to all servers, waits until each lets it go on, and fills the parameters with the newest
+    there. A server makes an update when contributions of `quorum` ranks have arrived and grace_s seconds have passed since, or
+    all have arrived. It steps with their average, by their weights.
 
     optimizer, named_parameters, process_set: as DistributedOptimizer takes them; every parameter belongs to one server as a
-    whole, so any torch optimizer will do that treats parameters one by one. The settings of the param groups, such as the
-    learning rate, count as they are on the server's rank when it makes an update; where that serves only, as the lowest-numbered
-    worker that takes part had them at its last step(), which raises TypeError for others than numbers, strings and tuples.
+    whole, so any torch optimizer will do that treats parameters one by one. An update uses the settings of the param groups,
+    such as the learning rate, that the server's rank has at that time; where that rank serves only, those that the
+    lowest-numbered worker that takes part had at its last step(), which raises TypeError for others than numbers, strings and
+    tuples.
     quorum: by default all that push: synchronous. Less: the slowest are not waited for (Chen et al. 2016). 1: asynchronous (Dean
     et al. 2012). staleness: how many steps a rank may be ahead of the slowest, which it then waits for (Ho et al. 2013);
-    None for any number. late: what becomes of gradients of an old version: "weight", they are part of the next update by
-    1 / (1 + age); "next", like any other; "drop", they are counted, and not used. Those that are used count towards the
-    quorum. servers: the ranks of the process set, by their numbers in it, that serve; by default those that do not train, or
-    where all do, all that push. workers: the ranks that train, by default all; any other serves only, by serve().
+    None for any number. late: what happens to gradients of an old version: "weight", the next update uses them times
+    1 / (1 + age); "next", like any other; "drop", they are counted, and not used. Those that are used count towards the quorum.
+    servers: the ranks of the process set, by their numbers in it, that serve; by default those that do not train, or where all
+    do, all that push. workers: the ranks that train, by default all; any other serves only, by serve().
     inner: a process set, such as the ranks of a host, that averages its gradients at every step; its first rank pushes and
     pulls for it, and the quorum counts such groups (hybrid; Kurth et al. 2017). Different ranks name different ones. A
     Communicator as inner= waits for its own timeout_s: let it be 10 seconds longer than that of init(). compression: what
-    gradients are pushed as, as DistributedOptimizer takes it, but for codecs of sums (PowerSGD); what encodings lose is kept
-    at the worker. Parameters come back as they are.
+    gradients are pushed as, as DistributedOptimizer takes it, but for codecs of sums (PowerSGD), with error feedback at the
+    worker. Parameters are pulled as they are.
 
-    Replicas must start equal. Load and broadcast the parameters (broadcast_parameters) before making it: the servers take them
-    over then, and the first step() and serve() raise RuntimeError where they have changed since. A parameter without a gradient
-    contributes zeros. Runs with quorum=all repeat to the bit, whoever serves; otherwise what arrives first decides.
+    Replicas must start equal. Load and broadcast the parameters (broadcast_parameters) before making it: the servers copy them
+    then, and the first step() and serve() raise RuntimeError where they have changed since. A parameter without a gradient
+    contributes zeros. Runs with quorum=all repeat to the bit, whoever serves; otherwise the order of arrival decides.
 
-    A rank that dies is left out, and the others go on, as long as they are `quorum` and it was not one that serves:
-    else their step() raises QuorumLost or PeerLost, on all ranks of a group alike; a group ends with any of its ranks. So
-    name servers= where ranks may be lost. It cannot come back. One
-    that calls close() has no more to contribute, and is waited for no more; one that only stops to step may leave the others
-    short of the quorum. A rank that pushes nothing for the timeout_s of init() counts as lost.
+    The others go on without a rank that dies, as long as they are `quorum` and it was not one that serves: else their step()
+    raises QuorumLost or PeerLost, on all ranks of a group alike; a group ends with any of its ranks. So name servers= where
+    ranks may be lost. A lost rank cannot come back. One that calls close() is waited for no more; one that only stops to step
+    may leave the others short of the quorum. A rank that pushes nothing for the timeout_s of init() counts as lost.
 
-    Each rank has a small Communicator with every server, and so each server a thread for every rank: this is for some dozens of
-    ranks. Messages go through shared memory or TCP as those of Communicators do. CUDA parameters travel through the CPU,
-    and servers compute there.
+    Each server has a small Communicator and a thread for every rank: this is for some dozens of ranks. Messages go through
+    shared memory or TCP as those of Communicators do. CUDA parameters travel through the CPU, and servers compute there.
 
-    Collective. Raises ValueError or TypeError for arguments that cannot be meant.
+    Collective. Raises ValueError or TypeError for invalid arguments.
     """
 
     def __init__(
@@ -108,16 +105,13 @@ class ParameterServer(WrappingOptimizer):
         named = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
         names = [named.get(parameter, f"parameter {number}") for number, parameter in enumerate(parameters)]
         encodings = encodings_of(compression)
-        world = current_world()
-        self._owned: list[Communicator] = []  # by this optimizer
+        self._timeout_s = current_world().settings.timeout_s
+        self._part = Part(self._timeout_s)
         self._communicator = self._open(process_set)
         self._updater: Updater | None = None
-        self._server: Server | None = None
         self._worker: Worker | Member | None = None
-        self._timeout_s = world.settings.timeout_s
         self._failure: BaseException | None = None
         self._taken_over: dict[str, int] | None = None  # hashes of what the servers have, until the first step
-        self._is_closed = False
         self.optimizer = optimizer
         share_hooks(self, optimizer)
         try:
@@ -127,7 +121,7 @@ class ParameterServer(WrappingOptimizer):
             }
             described = {name: repr(ranks) for name, ranks in asked.items()}
             check_settings(self._communicator, "ParameterServer", {**described, "compression": encodings.described[0]})
-            group = None if inner is None else self._open(inner, self._timeout_s + 3 * _TELL_S)
+            group = None if inner is None else self._open(inner, self._timeout_s + 3 * _REPORT_S)
             self._roles = roles_of(
                 asked["servers"], asked["workers"], self._communicator.allgather_record(self._numbers(group))
             )
@@ -145,15 +139,15 @@ class ParameterServer(WrappingOptimizer):
             self._layout = [*place, self._roles.servers, self._roles.groups, encodings.described[0], len(self._trained)]
             self._taken_over = self._hashes()
         except BaseException:
-            self._close_communicators()
+            self._part.break_off()
             raise
 
     def _open(self, process_set: ProcessSetLike, timeout_s: float | None = None) -> Communicator:
         """Return what joins the ranks of a process set. timeout_s: where it is opened here; None for that of init()."""
         if isinstance(process_set, Communicator):
             return process_set
-        self._owned.append(current_world().open_communicator(process_set, timeout_s))
-        return self._owned[-1]
+        self._part.communicators.append(current_world().open_communicator(process_set, timeout_s))
+        return self._part.communicators[-1]
 
     def _numbers(self, group: Communicator | None) -> list[int] | None:
         """Return the ranks of a group by their numbers in the process set. Raises ValueError for others."""
@@ -173,26 +167,27 @@ class ParameterServer(WrappingOptimizer):
         if len(ranks) != self._communicator.size:
             raise ValueError(f"{here()}process_set is a Communicator of ranks that are not in this world")
         token = self._communicator.allgather_record(secrets.token_hex(8))[0]
-        parts: list[tuple[Remote | Local, Sequence[int]]] = []
+        parts: list[tuple[RemoteUpdater | LocalUpdater, Sequence[int]]] = []
         shares = cut(parameters, roles.servers)
         trains = {member for members in roles.groups for member in members}
         for server, numbers in shares.items():
             part = [parameters[number] for number in numbers]
             packing = Packing([names[number] for number in numbers], part, encodings)
-            patience_s = self._timeout_s + (0 if rank == server else 2 * _TELL_S)
+            patience_s = self._timeout_s + (0 if rank == server else 2 * _REPORT_S)
             pairs = open_pairs(
                 f"server {token}", server, roles.workers, rank=rank, world_ranks=ranks, timeout_s=patience_s
             )
-            self._owned += pairs.values()
+            self._part.communicators += pairs.values()
             if server == rank:
-                update_s = self._timeout_s + _TELL_S
+                update_s = self._timeout_s + _REPORT_S
                 self._updater = Updater(rank, roles.workers, shares, part, self.optimizer, self._scheme, update_s)
-                self._server = Server(self._updater, packing, pairs)
+                self._part.serving = Server(self._updater, packing, pairs)
                 if rank in roles.workers:
-                    parts.append((Local(rank, self._updater, packing), numbers))
+                    parts.append((LocalUpdater(self._updater, packing), numbers))
             elif rank in roles.workers:
                 settings = None if server in trains else self.optimizer
-                parts.append((Remote(rank, server, packing, pairs[rank], settings), numbers))
+                parts.append((RemoteUpdater(rank, server, packing, pairs[rank], settings), numbers))
+        self._part.clients += [client for client, _ in parts]
         worker_here = Worker(rank, parameters, parts) if rank in roles.workers else None
         self._worker = worker_here if group is None else Member(rank, group, parameters, worker_here, len(shares))
 
@@ -244,7 +239,7 @@ class ParameterServer(WrappingOptimizer):
         if self._worker is not None:
             raise ValueError(f"{here()}serve() is for ranks that serve only; this one is one of workers=, and trains")
         self._check_taken_over()
-        while self._server is not None and not self._server.join(time.monotonic() + _LOOK_S):
+        while (server := self._part.serving) is not None and not server.join(time.monotonic() + _LOOK_S):
             pass
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -321,21 +316,10 @@ class ParameterServer(WrappingOptimizer):
         timeout_s: how long others are waited for at most, by default the timeout_s of init(); after that they are left
         alone, and a warning says so. The parameters and the wrapped optimizer live on. Calling it again does nothing.
         """
-        if self._is_closed:
-            return
-        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        end(self._server, deadline, leave=lambda: self._leave(deadline), close=self._close_communicators)
-
-    def _leave(self, deadline: float) -> None:
-        if self._worker is not None:
-            self._worker.leave(deadline)
-
-    def _close_communicators(self) -> None:
-        self._is_closed = True
-        close_all(reversed(self._owned))
+        self._part.close(timeout_s)
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self._part.is_closed:
             raise RuntimeError(f"{here()}this optimizer is closed")
 
     def _check_unbroken(self) -> None:

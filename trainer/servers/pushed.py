@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.collectives.compression.codec import State
+from gradwire.collectives.compression.codec import Codec, State
 from gradwire.collectives.compression.matrices import MatrixCodec
 from gradwire.collectives.compression.registry import CODECS
 from gradwire.collectives.compression.rehearsal import rehearse
@@ -21,13 +21,28 @@ from gradwire.trainer.world.world import here
 
 
 @dataclass(frozen=True)
-class _Coded:
-    """Holds which parameters' gradients are one code, as float32 one after the other, and by which encoding."""
+class _Group:
+    """Holds the numbers of parameters whose gradients travel together: where encoding is None as they are, in one buffer for each
+    dtype; else as one code of float32 values. flat: the layout of these buffers or values."""
 
-    encoding: Encoding
+    encoding: Encoding | None
     members: tuple[int, ...]
     flat: Flat
-    numel: int
+
+    def codec_at(self, step: int) -> Codec | None:
+        """Return what encodes a step's gradients; None where numbers travel as they are, as during the warm-up."""
+        return None if self.encoding is None else self.encoding.codec_at(step)
+
+    def empty(self, step: int) -> list[Tensor]:
+        """Return new buffers for what comes from a worker at its step."""
+        codec = self.codec_at(step)
+        if codec is None:
+            return self.flat.empty()
+        return [torch.empty(codec.wire_bytes(self.flat.numel), dtype=torch.uint8)]
+
+    def pack(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return new buffers with the members of all gradients, as `flat` lays them out."""
+        return self.flat.pack([gradients[number] for number in self.members])
 
 
 class Packing:
@@ -40,71 +55,69 @@ class Packing:
 
     def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], policy: Policy) -> None:
         self.flat = Flat(parameters)
-        members: dict[Encoding | None, list[int]] = {}
+        members: dict[Encoding | None, list[int]] = {None: []}
         for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
             members.setdefault(_encoding(policy, name, parameter), []).append(number)
-        self._plain_members = members.pop(None, [])
-        self.plain = Flat([parameters[number] for number in self._plain_members])
-        self.coded: list[_Coded] = []
+        self.groups: list[_Group] = []
         for encoding, numbers in members.items():
-            assert encoding is not None
-            shapes = [torch.empty(parameters[n].shape, dtype=torch.float32, device="meta") for n in numbers]
-            numel = sum(shape.numel() for shape in shapes)
-            self.coded.append(_Coded(encoding, tuple(numbers), Flat(shapes), numel))
-            rehearse(encoding.codec, torch.device("cpu"), with_feedback=encoding.feedback)  # now, not in the first step
-
-    def plain_of(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return new buffers with those that travel as they are."""
-        return self.plain.pack([gradients[number] for number in self._plain_members])
+            given = [parameters[number] for number in numbers]
+            if encoding is not None:
+                given = [torch.empty(parameter.shape, dtype=torch.float32, device="meta") for parameter in given]
+                rehearse(
+                    encoding.codec, torch.device("cpu"), with_feedback=encoding.feedback
+                )  # now, not in the first step
+            self.groups.append(_Group(encoding, tuple(numbers), Flat(given)))
 
     def empty(self, step: int) -> list[Tensor]:
         """Return new buffers for what comes from a worker at its step."""
-        return [*self.plain.empty(), *(_room(coded, step) for coded in self.coded)]
+        return [buffer for group in self.groups for buffer in group.empty(step)]
 
     def decode(self, pushed: Sequence[Tensor], step: int) -> list[Tensor]:
         """Return gradients, laid out by `flat`, of what a Sender has made of them at a step."""
-        if not self.coded:
+        if len(self.groups) == 1:  # as they are
             return list(pushed)
         gradients = self.flat.empty()
         views = self.flat.views(gradients)
-        first_code = len(pushed) - len(self.coded)
-        for number, view in zip(self._plain_members, self.plain.views(pushed[:first_code]), strict=True):
-            views[number].copy_(view)
-        for coded, buffer in zip(self.coded, pushed[first_code:], strict=True):
-            values = buffer
-            if (codec := coded.encoding.codec_at(step)) is not None:
-                values = torch.empty(coded.numel, dtype=torch.float32)
-                codec.decode(buffer, values)
-            for number, view in zip(coded.members, coded.flat.views([values]), strict=True):
+        arrived = iter(pushed)
+        for group in self.groups:
+            buffers = [next(arrived) for _ in range(len(group.flat))]
+            if (codec := group.codec_at(step)) is not None:
+                values = group.flat.empty()
+                codec.decode(*buffers, *values)
+                buffers = values
+            for number, view in zip(group.members, group.flat.views(buffers), strict=True):
                 views[number].copy_(view)
         return gradients
 
 
 class Sender:
-    """Makes buffers of gradients, and keeps what their encoding loses, which is part of the next step's. seed: tells what is
-    drawn here from what others draw."""
+    """Makes buffers of gradients, and adds the error of each encoding to the next step's gradients. seed: of the codecs that draw
+    random numbers; each Sender has one of its own."""
 
     def __init__(self, packing: Packing, seed: int) -> None:
-        self._packing = packing
+        self._plain, *self._coded = packing.groups
         self._seed = seed
-        self._residuals = [
-            torch.zeros(coded.numel, dtype=torch.float32) if coded.encoding.feedback else None
-            for coded in packing.coded
-        ]
-        self._states = [_new_state(coded) for coded in packing.coded]
+        self._residuals: list[Tensor | None] = []
+        self._states: list[State | None] = []
+        for group in self._coded:
+            assert group.encoding is not None
+            codec = group.codec_at(group.encoding.warmup_steps)
+            assert codec is not None
+            keeps, numel = group.encoding.feedback, group.flat.numel
+            self._residuals.append(torch.zeros(numel, dtype=torch.float32) if keeps else None)
+            self._states.append(codec.new_state(numel, torch.device("cpu")) if keeps else None)
 
     def encode(self, gradients: Sequence[Tensor | None], step: int) -> list[Tensor]:
         """Return buffers for Packing.decode()."""
-        pushed = self._packing.plain_of(gradients)
-        for number, coded in enumerate(self._packing.coded):
-            (values,) = coded.flat.pack([gradients[member] for member in coded.members])
-            if (codec := coded.encoding.codec_at(step)) is not None:
-                code = _room(coded, step)
+        pushed = self._plain.pack(gradients)
+        for number, group in enumerate(self._coded):
+            (values,) = group.pack(gradients)
+            if (codec := group.codec_at(step)) is not None:
+                (code,) = group.empty(step)
                 seed = rounding_seed(step, 0, number, 0, 0, self._seed)
                 codec.encode(values, code, residual=self._residuals[number], seed=seed, state=self._states[number])
-                pushed.append(code)
-            else:
-                pushed.append(values)
+                values = code
+            pushed.append(values)
         return pushed
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,20 +153,6 @@ def encodings_of(compression: Compressor) -> Policy:
                 f"server is its own gradient: give a codec of buffers ({', '.join(CODECS)})"
             )
     return encodings
-
-
-def _room(coded: _Coded, step: int) -> Tensor:
-    """Return a new buffer for a code, or for the numbers themselves during the warm-up."""
-    codec = coded.encoding.codec_at(step)
-    if codec is None:
-        return torch.empty(coded.numel, dtype=torch.float32)
-    return torch.empty(codec.wire_bytes(coded.numel), dtype=torch.uint8)
-
-
-def _new_state(coded: _Coded) -> State | None:
-    codec = coded.encoding.codec_at(coded.encoding.warmup_steps)
-    assert codec is not None
-    return codec.new_state(coded.numel, torch.device("cpu")) if coded.encoding.feedback else None
 
 
 def _encoding(policy: Policy, name: str, parameter: Tensor) -> Encoding | None:

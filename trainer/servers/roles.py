@@ -1,4 +1,4 @@
-"""What is asked of a parameter server: which ranks serve, which train, and when an update is made."""
+"""The arguments of a parameter server: which ranks serve, which train, and when an update is made."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def roles_of(
 
 
 def checked_scheme(scheme: Scheme, size: int) -> Scheme:
-    """Return the scheme. Raises ValueError for one that cannot be meant."""
+    """Return the scheme. Raises ValueError for an invalid one."""
     if not isinstance(scheme.quorum, int) or not 1 <= scheme.quorum <= size:
         raise ValueError(
             f"{here()}quorum must be a whole number from 1 to {size}, of ranks or groups, not {scheme.quorum!r}"

@@ -1,4 +1,13 @@
-"""What servers inside the ranks have in common: the threads that answer workers, and what both sides say."""
+"""What a server inside a rank and its workers say to each other: the threads that answer, and the clients that ask.
+
+A worker on another rank has a Communicator of two ranks with the server, in which it has rank 0 and the server rank 1, and which
+a thread of the server's listens to. So no thread waits for another one's turn, and where a rank is lost, only its own
+Communicators break.
+
+A request is a head of four float64, its kind and three numbers that mean what the kind says, and the tensors that the kind has.
+An answer is a head of two: DONE and a number, followed by the tensors asked for; or FAILED and the number of bytes that follow,
+the record of an error as JSON. LEAVE has no answer. COUNTS is answered by a record; other kinds are those of each server.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +17,33 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 
 from gradwire.collectives import CollectiveError, Communicator
+from gradwire.collectives.communicator import close_all
 from gradwire.trainer.servers.aggregator import Counts
-from gradwire.trainer.servers.connection import of_pair, receive, to_bytes
+from gradwire.trainer.servers.connection import from_record, of_pair, receive, to_bytes, to_record
 from gradwire.trainer.world.world import here
 
 LEAVE, COUNTS, OWN = range(3)
-"""What every worker may say: that it is done, or that it wants the Counts; from OWN on, what else it may say to a server."""
+"""The kinds of request that every server knows: a worker is done, or wants the Counts. From OWN on, each server has its own."""
 
 DONE, FAILED = range(2)
-"""What a server answers."""
+
+Answer: TypeAlias = "tuple[float, Sequence[Tensor]]"
+"""A number and tensors, of which the kind of the request says what they are."""
 
 _LET_GO_S = 2.0
-"""What a thread has for its end once its Communicator is closed."""
+"""How long a thread has to end once its Communicator is closed."""
 
 _log = logging.getLogger("gradwire")
 
 
 class Served(Protocol):
-    """Is what a server holds, and is told of workers that take no part any more. Attribute rank: the server's."""
+    """Is what a server holds. Attribute rank: the server's."""
 
     rank: int
 
@@ -38,21 +51,20 @@ class Served(Protocol):
         """Go on without a worker that is done."""
 
     def lose(self, worker: int, error: CollectiveError) -> None:
-        """Go on without a worker that has failed. error: that tells of it."""
+        """Go on without a worker that has failed. error: says how."""
 
     def counts(self) -> Counts:
         """Return what became of all contributions so far."""
 
 
 class Serving(ABC):
-    """Answers workers of other ranks, each with a thread and a Communicator of its own, in which it has rank 1.
+    """Answers workers of other ranks, each with a thread and a Communicator of its own.
 
-    name: in messages. served: what is told of workers whose thread is over.
+    served: learns which workers have left and which are lost. Attribute name: of the server, in messages.
     """
 
     def __init__(self, name: str, served: Served, communicators: Mapping[int, Communicator]) -> None:
-        self._name = name
-        self._operation = f"serving at {name}"
+        self.name = name
         self._served = served
         self._threads = [
             threading.Thread(target=self._serve, args=each, name=f"gradwire-server-{each[0]}", daemon=True)
@@ -67,119 +79,187 @@ class Serving(ABC):
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def finish(self, deadline: float) -> None:
-        """Wait as join() does, and warn where workers are left alone."""
-        if not self.join(deadline):
-            _log.warning("gradwire: %s%s closes while other ranks still use it", here(), self._name)
-
     def _serve(self, worker: int, communicator: Communicator) -> None:
+        rank, operation = self._served.rank, f"serving at {self.name}"
         try:
-            while (said := _head(communicator))[0] != LEAVE:
-                if said[0] == COUNTS:
-                    say(communicator, DONE, self._served.counts().to_record())
-                else:
-                    self._answer(worker, communicator, *said)
+            while (kind := int((head := _received(communicator, 4))[0])) != LEAVE:
+                answer = self._counts if kind == COUNTS else self._answer(worker, communicator, kind, head[1:])
+                if answer is not None:
+                    _send(communicator, answer)
             self._served.leave(worker)
         except CollectiveError as error:
-            if not threading.main_thread().is_alive():  # it is this process that ends, and no worker is to blame
-                return
-            rank = self._served.rank
-            self._lose(worker, of_pair(error, (worker, rank), rank, self._operation))
+            if threading.main_thread().is_alive():  # else it is this process that ends, and no worker is to blame
+                self._lose(worker, of_pair(error, (worker, rank), rank, operation))
         except Exception as error:  # else the thread would end, and the worker wait for an answer
-            message = f"no answer to rank {worker}: {error!r}"
-            self._lose(worker, CollectiveError(message, rank=self._served.rank, operation=self._operation))
+            self._lose(
+                worker, CollectiveError(f"no answer to rank {worker}: {error!r}", rank=rank, operation=operation)
+            )
             communicator.close()
 
     def _lose(self, worker: int, error: CollectiveError) -> None:
-        _log.warning("gradwire: %s goes on without rank %d: %s", self._name, worker, error)
+        _log.warning("gradwire: %s goes on without rank %d: %s", self.name, worker, error)
         self._served.lose(worker, error)
 
+    def _counts(self) -> Answer:
+        text = to_bytes(self._served.counts().to_record())
+        return text.numel(), [text]
+
     @abstractmethod
-    def _answer(self, worker: int, communicator: Communicator, kind: int, numbers: Sequence[float]) -> None:
-        """Answer what a worker says, of a kind of the server's own, with three numbers."""
+    def _answer(
+        self, worker: int, communicator: Communicator, kind: int, numbers: Sequence[float]
+    ) -> Callable[[], Answer] | None:
+        """Receive the rest of a request of the server's own kinds; return what computes the answer, None for no answer.
+
+        What that raises, the worker raises.
+        """
 
 
-def end(serving: Serving | None, deadline: float, *, leave: Callable[[], None], close: Callable[[], None]) -> None:
-    """End what a rank has at servers: say by `leave` that nothing more comes, serve others until they say so, but not beyond the
-    deadline (time.monotonic()), close the Communicators, and wait until the threads that used them have ended. serving: None
-    where it does not serve."""
-    try:
-        leave()
-        if serving is not None:
-            serving.finish(deadline)
-    finally:
-        close()
-        if serving is not None:
-            serving.join(time.monotonic() + _LET_GO_S)
-
-
-def say(communicator: Communicator, kind: int, record: dict[str, Any]) -> None:
-    """Send a worker a head, of the kind and the number of bytes that follow, and a record, as JSON can have it."""
-    text = to_bytes(record)
-    communicator.send(torch.tensor([kind, text.numel()], dtype=torch.float64), 0)
-    communicator.send(text, 0)
-
-
-def _head(communicator: Communicator) -> tuple[int, list[float]]:
-    """Return the head of what a worker says: its kind, and three numbers."""
-    head = torch.empty(4, dtype=torch.float64)
+def _received(communicator: Communicator, count: int) -> list[float]:
+    head = torch.empty(count, dtype=torch.float64)
     communicator.recv(head, 0)
-    kind, *numbers = head.tolist()
-    return int(kind), numbers
+    numbers: list[float] = head.tolist()
+    return numbers
+
+
+def _send(communicator: Communicator, answer: Callable[[], Answer]) -> None:
+    """Compute an answer and send it, or the error by which that fails."""
+    try:
+        kind, (number, tensors) = DONE, answer()
+    except Exception as error:
+        text = to_bytes(to_record(error))
+        kind, number, tensors = FAILED, text.numel(), [text]
+    communicator.send(torch.tensor([kind, number], dtype=torch.float64), 0)
+    for tensor in tensors:
+        communicator.send(tensor, 0)
+
+
+class _Failed(Exception):
+    """Carries the record of the error by which a server answered."""
 
 
 class Client:
-    """Speaks to a server on another rank, in whose Communicator the worker has rank 0, and the server rank 1.
+    """Asks a server on another rank. name: of the server, in messages.
 
-    name: of the server, in messages. Attribute server: its rank.
+    Attributes: server, its rank; is_answer_due, whether the worker has asked for something and not received it yet.
     """
 
     def __init__(self, name: str, rank: int, server: int, communicator: Communicator) -> None:
         self.server = server
+        self.is_answer_due = False
         self._name = name
         self._rank = rank
         self._communicator = communicator
         self._is_between_messages = True
 
     def counts(self) -> Counts:
-        """Ask what became of all contributions so far, when all that this worker has sent has come there."""
+        """Return what became of all contributions so far, once all that this worker has sent has arrived."""
         with self._reached("report"):
-            self._say(COUNTS)
-            nbytes, _ = self._hear()
-            return Counts.from_record(receive(self._communicator, nbytes, 1))
+            self._request(COUNTS)
+            return Counts.from_record(receive(self._communicator, int(self._receive()), 1))
 
-    def leave(self) -> None:
-        """Say that nothing more comes. Where a message was broken off, which ends the Communicator, the server sees that."""
+    def leave(self, deadline: float = 0.0) -> None:
+        """Announce that nothing more comes. Where a message was broken off, end the Communicator, which the server notices.
+        deadline (time.monotonic()): of answers that are due."""
         if self._is_between_messages:
             with suppress(CollectiveError):  # a server that is lost need not know
-                self._say(LEAVE)
+                self._request(LEAVE)
         else:
             self._communicator.close()
 
-    def _say(self, kind: int, first: float = 0, second: float = 0, third: float = 0) -> None:
-        """Send a head, with three numbers that mean what the kind says."""
-        self._communicator.send(torch.tensor([kind, first, second, third], dtype=torch.float64), 1)
+    def _request(self, kind: int, *numbers: float, tensors: Sequence[Tensor] = ()) -> None:
+        """Send a request, with up to three numbers."""
+        head = [kind, *numbers, *[0.0] * (3 - len(numbers))]
+        for tensor in (torch.tensor(head, dtype=torch.float64), *tensors):
+            self._communicator.send(tensor, 1)
 
-    def _hear(self, timeout_s: float | None = None) -> tuple[int, dict[str, Any] | None]:
-        """Return the number in the head of the server's answer, and what it says of an error; None where there was none.
-        timeout_s: until the answer begins; None for that of the Communicator."""
+    def _receive(self, tensors: Sequence[Tensor] = (), timeout_s: float | None = None) -> float:
+        """Receive an answer into tensors, and return its number. timeout_s: until it begins; None for that of the Communicator.
+        Raises _Failed."""
         head = torch.empty(2, dtype=torch.float64)
         if timeout_s is None:
             self._communicator.recv(head, 1)
         else:
             self._communicator.recv(head, 1, async_op=True).wait(timeout_s)
-        kind, number = map(int, head.tolist())
-        return number, receive(self._communicator, number, 1) if kind == FAILED else None
+        self.is_answer_due = False
+        kind, number = head.tolist()
+        if kind == FAILED:
+            raise _Failed(receive(self._communicator, int(number), 1))
+        for tensor in tensors:
+            self._communicator.recv(tensor, 1)
+        return float(number)
 
     @contextmanager
     def _reached(self, operation: str) -> Iterator[None]:
-        """Give errors of the Communicator, which knows two ranks, the numbers that these have among all."""
+        """Raise the error that the server has answered; and those of the Communicator, which knows two ranks, with the numbers
+        that these have among all."""
+        operation = f"{operation} at {self._name} on rank {self.server}"
         self._is_between_messages = False
         try:
             yield
+        except _Failed as failed:
             self._is_between_messages = True
+            raise from_record(failed.args[0], self._rank, operation) from None
         except CollectiveError as error:
-            raise of_pair(error, (self._rank, self.server), self._rank, self._at(operation)) from error
+            raise of_pair(error, (self._rank, self.server), self._rank, operation) from error
+        self._is_between_messages = True
 
-    def _at(self, operation: str) -> str:
-        return f"{operation} at {self._name} on rank {self.server}"
+
+_Held = TypeVar("_Held", bound=Served)
+
+
+class LocalClient(Generic[_Held]):
+    """Asks the server of its own rank, without messages."""
+
+    is_answer_due = False
+
+    def __init__(self, served: _Held) -> None:
+        self.server = served.rank
+        self._served = served
+
+    def counts(self) -> Counts:
+        """Return what became of all contributions so far."""
+        return self._served.counts()
+
+    def leave(self, deadline: float = 0.0) -> None:
+        """Announce that nothing more comes."""
+        self._served.leave(self.server)
+
+
+class Part:
+    """Holds this rank's part in serving and being served, until close(). timeout_s: of init().
+
+    Attributes: communicators, which it closes in reverse order; clients, one for each server that this rank asks; serving, the
+    threads of its own server, None where it does not serve; is_closed.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.communicators: list[Communicator] = []
+        self.clients: list[Client | LocalClient[Any]] = []
+        self.serving: Serving | None = None
+        self.is_closed = False
+        self._timeout_s = timeout_s
+
+    def close(self, timeout_s: float | None) -> None:
+        """Announce to all servers that nothing more comes from this rank, serve the other ranks until they have announced the
+        same, close the Communicators, and end the threads. Again does nothing.
+
+        It announces last to servers whose answer is due, for which other ranks may have to leave first. timeout_s: after which
+        others are left alone with a warning; None for that of init().
+        """
+        if self.is_closed:
+            return
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        try:
+            for client in sorted(self.clients, key=lambda client: client.is_answer_due):
+                client.leave(deadline)
+            if self.serving is not None and not self.serving.join(deadline):
+                _log.warning("gradwire: %s%s closes while other ranks still use it", here(), self.serving.name)
+        finally:
+            self.break_off()
+            if self.serving is not None:
+                self.serving.join(time.monotonic() + _LET_GO_S)
+
+    def break_off(self) -> None:
+        """Close the Communicators at once."""
+        self.is_closed = True
+        close_all(reversed(self.communicators))

@@ -1,4 +1,4 @@
-"""What a parameter server holds: some of the parameters with their optimizer, which updates them by what workers contribute."""
+"""An Updater: some of the parameters with their optimizer, which a parameter server updates by what workers contribute."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from gradwire.trainer.servers.connection import Flat, QuorumLost
 class Updater:
     """Holds some of the parameters with their optimizer, and updates them by what all workers contribute.
 
-    servers: the ranks that serve, without which nobody can go on. optimizer: of which class, settings and state are taken; its
-    param groups' settings count in each update, unless workers tell theirs. timeout_s: how long a worker waits for an update
-    before that is an error.
+    servers: the ranks that serve; without one of them no rank can go on. optimizer: gives its class, settings and state; each
+    update uses the settings of its param groups, unless workers have sent theirs. timeout_s: how long a worker waits for an
+    update before that is an error.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Updater:
         self._timeout_s = timeout_s
         self._sources = list(parameters)
         self._users = optimizer
-        self._told: dict[int, list[dict[str, Any]]] = {}  # settings of param groups, by the worker that told them
+        self._settings: dict[int, list[dict[str, Any]]] = {}  # settings of param groups, by the worker that sent them
         self._parameters = [nn.Parameter(parameter.detach().cpu().clone()) for parameter in parameters]
         self._optimizer = of_copies(optimizer, dict(zip(parameters, self._parameters, strict=True)))
         self._changed = threading.Condition()
@@ -79,9 +79,9 @@ class Updater:
             return aggregator.version, self._newest
 
     def take_settings(self, worker: int, settings: list[dict[str, Any]]) -> None:
-        """Step with a worker's settings of the param groups from now on, if it is the lowest-numbered one that takes part."""
+        """Keep the settings of a worker's param groups. Updates use those of the lowest-numbered worker that takes part."""
         with self._changed:
-            self._told[worker] = [
+            self._settings[worker] = [
                 {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
                 for group in settings
             ]
@@ -95,7 +95,7 @@ class Updater:
             self._changed.notify_all()
 
     def lose(self, worker: int, error: CollectiveError) -> None:
-        """Go on without a worker that has failed; fail for all where it serves too. error: that tells of it."""
+        """Go on without a worker that has failed, by this error; raise it on all workers where the lost rank serves too."""
         with self._changed:
             if worker in self._servers and self._failure is None:
                 self._failure = error
@@ -138,12 +138,12 @@ class Updater:
         self._changed.notify_all()
 
     def _forget_settings(self, worker: int) -> None:
-        """Have those of the next worker count; those of the last one stay."""
-        if len(self._told) > 1:
-            self._told.pop(worker, None)
+        """Use the settings of the next worker from now on; those of the last one stay."""
+        if len(self._settings) > 1:
+            self._settings.pop(worker, None)
 
     def _step(self, shares: list[tuple[list[Tensor], float]]) -> None:
-        settings = self._told[min(self._told)] if self._told else self._users.param_groups
+        settings = self._settings[min(self._settings)] if self._settings else self._users.param_groups
         for theirs, mine in zip(settings, self._optimizer.param_groups, strict=True):
             mine.update({name: value for name, value in theirs.items() if name != "params"})
         views = [self.flat.views(gradients) for gradients, _ in shares]

@@ -1,4 +1,4 @@
-"""What a rank does that trains at parameter servers: push gradients to all of them, and pull parameters."""
+"""The ranks that train at parameter servers: a Worker pushes gradients and pulls parameters, alone or for a group of Members."""
 
 from __future__ import annotations
 
@@ -11,58 +11,53 @@ from torch import Tensor
 
 from gradwire.collectives import CollectiveError, Communicator
 from gradwire.trainer.servers.aggregator import Counts
-from gradwire.trainer.servers.connection import Flat, from_bytes, from_record, to_bytes, to_record
-from gradwire.trainer.servers.messages import Local, Remote
+from gradwire.trainer.servers.connection import Flat, from_record, to_record
+from gradwire.trainer.servers.messages import LocalUpdater, RemoteUpdater
 from gradwire.trainer.servers.pushed import Sender
 
 
 class Worker:
     """Pushes gradients to all servers, and pulls parameters.
 
-    rank: this one, which tells what it draws from what others draw. parameters: all of them. parts: for each server, by
-    which it is reached, and which parameters it has, by number. Attributes: versions, of the parameters that this rank has,
-    one for each server, in the order of parts; steps, how many contributions it has made.
+    rank: this one, of which the seeds of its codecs are made. parameters: all of them. parts: for each server, its client, and
+    the numbers of the parameters that it has. Attributes: versions, of the parameters that this rank has, one for each server,
+    in the order of parts; steps, how many contributions it has made.
     """
 
     def __init__(
-        self, rank: int, parameters: Sequence[Tensor], parts: Sequence[tuple[Remote | Local, Sequence[int]]]
+        self,
+        rank: int,
+        parameters: Sequence[Tensor],
+        parts: Sequence[tuple[RemoteUpdater | LocalUpdater, Sequence[int]]],
     ) -> None:
         self._parameters = list(parameters)
         self._parts = list(parts)
         # Its own server first: its part in that update is what other ranks may wait for.
-        self._pulls = sorted(range(len(parts)), key=lambda place: not isinstance(parts[place][0], Local))
-        self._senders = [Sender(server.packing, rank << 16 | server.server) for server, _ in self._parts]
+        self._pulls = sorted(range(len(parts)), key=lambda place: not isinstance(parts[place][0], LocalUpdater))
+        self._senders = [Sender(client.packing, rank << 16 | client.server) for client, _ in self._parts]
         self.versions = [0] * len(self._parts)
         self.steps = 0
 
     def step(self, weight: float) -> None:
-        """Push this rank's gradients, and fill the parameters with what the servers say."""
+        """Push this rank's gradients, and fill the parameters with the servers' newest."""
         self.exchange([parameter.grad for parameter in self._parameters], weight)
 
     def exchange(self, gradients: Sequence[Tensor | None], weight: float) -> None:
-        """Push gradients of all parameters, and fill these with what the servers say."""
-        for place, (server, numbers) in enumerate(self._parts):
+        """Push gradients of all parameters, and fill these with the servers' newest."""
+        for place, (client, numbers) in enumerate(self._parts):
             pushed = self._senders[place].encode([gradients[number] for number in numbers], self.steps)
-            server.push(self.versions[place], weight, self.steps, pushed)
+            client.push(self.versions[place], weight, self.steps, pushed)
         self.steps += 1
         for place in self._pulls:
-            server, numbers = self._parts[place]
-            self.versions[place], buffers = server.pull()
+            client, numbers = self._parts[place]
+            self.versions[place], buffers = client.pull()
             with torch.no_grad():
-                for number, newest in zip(numbers, server.packing.flat.views(buffers), strict=True):
+                for number, newest in zip(numbers, client.packing.flat.views(buffers), strict=True):
                     self._parameters[number].copy_(newest)
 
     def counts(self) -> list[Counts]:
         """Return what became of all contributions so far, at each server."""
-        return [server.counts() for server, _ in self._parts]
-
-    def leave(self, deadline: float) -> None:
-        """Say that nothing more comes from this rank: last where an answer is due, for which others may have to leave first, and
-        which is not waited for beyond the deadline (time.monotonic())."""
-        for server, _ in sorted(self._parts, key=lambda part: part[0].is_answer_due):
-            if isinstance(server, Remote):
-                server.settle(deadline)
-            server.leave()
+        return [client.counts() for client, _ in self._parts]
 
     def state_dict(self) -> dict[str, Any]:
         """Return how many contributions were made, and what encodings have lost, by server."""
@@ -99,22 +94,20 @@ class Member:
         return self._versions if self._worker is None else self._worker.versions
 
     def step(self, weight: float) -> None:
-        """Average gradients by their weights, let the first rank exchange that, and take what it has got. Raises on all of
-        these ranks what the servers say to the first."""
+        """Average gradients by their weights, let the first rank exchange the average, and take the parameters that it has got.
+        Raises the first rank's error on all of these ranks."""
         gradients, total = self._average(weight)
         if self._worker is not None:
             try:
                 self._worker.exchange(gradients, total)
-            except BaseException as error:  # also Ctrl-C: the others wait for what this rank has to tell
+            except BaseException as error:  # also Ctrl-C: the others wait for a record of this rank
                 with suppress(CollectiveError):  # where they are gone too, this error is still the one to raise
-                    self._tell(to_record(error))
+                    self._communicator.allgather_record(to_record(error))
                 raise
-            self._tell({"versions": self._worker.versions})
-        else:
-            said = self._hear()
-            if "versions" not in said:
-                raise from_record(said, self._rank, "step at the parameter server, by rank 0 of the group")
-            self._versions = said["versions"]
+        first = self._communicator.allgather_record({"versions": self.versions})[0]
+        if "versions" not in first:
+            raise from_record(first, self._rank, "step at the parameter server, by rank 0 of the group")
+        self._versions = first["versions"]
         self._share()
 
     def _average(self, weight: float) -> tuple[list[Tensor], float]:
@@ -137,19 +130,6 @@ class Member:
                 for parameter, newest in zip(self._parameters, self._flat.views(buffers), strict=True):
                     parameter.copy_(newest)
 
-    def _tell(self, record: dict[str, Any]) -> None:
-        text = to_bytes(record)
-        self._communicator.broadcast(torch.tensor([text.numel()]), 0)
-        self._communicator.broadcast(text, 0)
-
-    def _hear(self) -> dict[str, Any]:
-        nbytes = torch.empty(1, dtype=torch.int64)
-        self._communicator.broadcast(nbytes, 0)
-        text = torch.empty(int(nbytes), dtype=torch.uint8)
-        self._communicator.broadcast(text, 0)
-        said: dict[str, Any] = from_bytes(text)
-        return said
-
     def counts(self) -> list[Counts]:
         """Return what became of all contributions so far, at each server. Raises RuntimeError on all ranks but the first."""
         if self._worker is None:
@@ -157,11 +137,6 @@ class Member:
                 f"only the first rank of a group may ask its servers, not rank {self._communicator.rank} of it"
             )
         return self._worker.counts()
-
-    def leave(self, deadline: float) -> None:
-        """Say that nothing more comes from these ranks, as Worker.leave() does."""
-        if self._worker is not None:
-            self._worker.leave(deadline)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the Worker does; nothing on ranks that have none."""

@@ -1,4 +1,4 @@
-"""What Horovod's environment variables, as horovodrun and job scripts set them, mean here."""
+"""The settings of a world that Horovod's environment variables give, as horovodrun and job scripts set them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,15 @@ from typing import TypeVar
 
 PREFIX = "HOROVOD_"
 
-FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
-STALL_CHECK_TIME = "HOROVOD_STALL_CHECK_TIME_SECONDS"
-STALL_CHECK_DISABLE = "HOROVOD_STALL_CHECK_DISABLE"
-STALL_SHUTDOWN_TIME = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
-LOG_LEVEL = "HOROVOD_LOG_LEVEL"
-TIMELINE = "HOROVOD_TIMELINE"
-INTERFACE = "HOROVOD_GLOO_IFACE"
-MARK_CYCLES = "HOROVOD_TIMELINE_MARK_CYCLES"
+_HONOURED = {
+    *(
+        f"HOROVOD_{name}"
+        for name in ("FUSION_THRESHOLD", "LOG_LEVEL", "TIMELINE", "TIMELINE_MARK_CYCLES", "GLOO_IFACE")
+    ),
+    *(f"HOROVOD_STALL_{name}" for name in ("CHECK_TIME_SECONDS", "CHECK_DISABLE", "SHUTDOWN_TIME_SECONDS")),
+}
 
-_HONOURED = (
-    FUSION_THRESHOLD,
-    STALL_CHECK_TIME,
-    STALL_CHECK_DISABLE,
-    STALL_SHUTDOWN_TIME,
-    LOG_LEVEL,
-    TIMELINE,
-    MARK_CYCLES,
-    INTERFACE,
-)
-
-#: What horovodrun tells a process of itself, which trainer.world.launch reads or nobody needs, and what concerns its building.
+#: Variables that horovodrun sets, which gradwire.trainer.world.launch reads or nothing needs, and those for building Horovod.
 _OF_THE_LAUNCHER = (
     *(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")),
     *(f"HOROVOD_{name}" for name in ("HOSTNAME", "CONTROLLER", "CPU_OPERATIONS", "SECRET_KEY")),
@@ -57,7 +45,7 @@ DYNAMIC_TIMELINE = "DYNAMIC"
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds what the environment, or an argument of init() instead, says of a world.
+    """Holds the settings of a world, from the environment or the arguments of init().
 
     fusion_bytes: size of the buckets of optimizers that are not given one; None: their default. stall_warning_s,
     stall_shutdown_s: after which a rank that waits for others says so, and gives up; None: never. log_level: of the
@@ -79,7 +67,7 @@ class Settings:
         self, timeout_s: float | None, stall_warning_s: float | None, stall_shutdown_s: float | None
     ) -> Settings:
         """Return these settings with those that are not None instead; a stall after 0 seconds is never. Raises ValueError
-        for what cannot be meant."""
+        for invalid ones."""
         if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"timeout_s must be a finite number of seconds > 0, not {timeout_s!r}")
         for name, seconds in (("stall_warning_s", stall_warning_s), ("stall_shutdown_s", stall_shutdown_s)):
@@ -94,7 +82,7 @@ class Settings:
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
-    """Return what the variables say. An empty variable is none. Raises ValueError for values that cannot be meant."""
+    """Return what the variables say. An empty variable is none. Raises ValueError for invalid values."""
 
     def value(name: str, convert: Callable[[str], _T], allowed: str, default: _T) -> _T:
         text = environment.get(name)
@@ -105,18 +93,19 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         except (ValueError, KeyError):
             raise ValueError(f"{name} must be {allowed}, not {text!r}") from None
 
-    fusion_bytes = value(FUSION_THRESHOLD, _size, "a whole number of bytes >= 0", -1)
-    stall_warning_s = value(STALL_CHECK_TIME, _seconds, "a number of seconds >= 0", 60.0)
-    if value(STALL_CHECK_DISABLE, _flag, "0 or 1", False):
+    seconds = "a number of seconds >= 0"
+    fusion_bytes = value("HOROVOD_FUSION_THRESHOLD", _size, "a whole number of bytes >= 0", -1)
+    stall_warning_s = value("HOROVOD_STALL_CHECK_TIME_SECONDS", _seconds, seconds, 60.0)
+    if value("HOROVOD_STALL_CHECK_DISABLE", _flag, "0 or 1", False):
         stall_warning_s = 0.0
     return Settings(
         fusion_bytes=None if fusion_bytes < 0 else max(1, fusion_bytes),  # 0 is every gradient by itself
         stall_warning_s=stall_warning_s or None,
-        stall_shutdown_s=value(STALL_SHUTDOWN_TIME, _seconds, "a number of seconds >= 0", 0.0) or None,
-        log_level=value(LOG_LEVEL, lambda text: _LEVELS[text.lower()], f"one of {', '.join(_LEVELS)}", None),
-        timeline=environment.get(TIMELINE) or None,
-        marks_cycles=value(MARK_CYCLES, _flag, "0 or 1", False),
-        interface=environment.get(INTERFACE) or None,
+        stall_shutdown_s=value("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _seconds, seconds, 0.0) or None,
+        log_level=value("HOROVOD_LOG_LEVEL", lambda text: _LEVELS[text.lower()], f"one of {', '.join(_LEVELS)}", None),
+        timeline=environment.get("HOROVOD_TIMELINE") or None,
+        marks_cycles=value("HOROVOD_TIMELINE_MARK_CYCLES", _flag, "0 or 1", False),
+        interface=environment.get("HOROVOD_GLOO_IFACE") or None,
     )
 
 

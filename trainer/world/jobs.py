@@ -1,4 +1,4 @@
-"""Which processes belong to one job: ranks of two jobs may meet at one port, and must not become one world."""
+"""The admission of processes to a job: ranks of two jobs may meet at one port, and must not become one world."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("gradwire")
 #: belong together: processes that are started at once take about as long to load Python and torch.
 _SETTLE_S = 1.0
 
-#: By which launchers and schedulers tell jobs apart.
+#: Variables by which launchers and schedulers distinguish jobs.
 _RUN_IDS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE", "PBS_JOBID", "LSB_JOBID")
 
 #: What differs between ranks of one job: variables whose names begin so.
@@ -31,7 +31,7 @@ _OF_A_RANK = re.compile(
 
 
 def identity_of(environment: Mapping[str, str], launch: Launch) -> dict[str, Any]:
-    """Return what tells this process, and the job that it belongs to, apart from others."""
+    """Return a record that identifies this process, and the job that it belongs to."""
     runs = {name: environment[name] for name in _RUN_IDS if environment.get(name, "none") != "none"}
     if launch.launcher == SLURM and "SLURM_STEP_ID" in environment:
         runs["SLURM_STEP_ID"] = environment["SLURM_STEP_ID"]

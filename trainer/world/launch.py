@@ -1,4 +1,4 @@
-"""Where this process stands in its world, as the environment of whatever launched it tells."""
+"""The place of this process in its world, as the environment variables of its launcher say."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MASTER_PORT = "MASTER_PORT"
 
 @dataclass(frozen=True)
 class Launch:
-    """Places one process among `size`. local_rank and local_size are None where the launcher does not tell them. variable: which
-    tells the rank."""
+    """Places one process among `size`. local_rank and local_size are None where the launcher does not set them. variable: the
+    name of the one that holds the rank."""
 
     launcher: str
     rank: int
@@ -23,17 +23,6 @@ class Launch:
     local_rank: int | None
     local_size: int | None
     variable: str = field(default="RANK", compare=False)
-
-
-@dataclass(frozen=True)
-class _Family:
-    """Holds the names of the variables that one launcher sets."""
-
-    launcher: str
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
 
 
 TORCHRUN = "torchrun"
@@ -44,27 +33,23 @@ SLURM = "Slurm"
 ALONE = Launch("none", rank=0, size=1, local_rank=0, local_size=1)
 
 _MPICH_RANK = "PMI_RANK"
+_HOROVODRUN_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 
 #: What srun alone sets, and not the shell or the script of a job.
-_OF_SRUN = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+_OF_SRUN = {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"}
 
 #: Where ports that ranks derive begin, and how many there are: outside of the range that Linux gives to clients.
 _FIRST_PORT, _PORTS = 15000, 16384
 
 # In the order of trust. Slurm comes last: its variables are also there around an mpirun or torchrun inside of a job.
-_FAMILIES = (
-    _Family(TORCHRUN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    _Family(HOROVODRUN, "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    _Family(
-        OPEN_MPI,
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _Family(MPICH, _MPICH_RANK, "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    _Family(SLURM, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-)
+_VARIABLES = {
+    TORCHRUN: ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    HOROVODRUN: tuple(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    OPEN_MPI: tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    MPICH: (_MPICH_RANK, "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    SLURM: ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+}
+"""Which variables each launcher sets: rank, size, local rank and local size."""
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
@@ -73,18 +58,15 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
     Raises ValueError where the variables are incomplete or contradict each other.
     """
-    family = next((family for family in _FAMILIES if family.rank in environment), None)
-    if family is None:
+    launcher = next((launcher for launcher, names in _VARIABLES.items() if names[0] in environment), None)
+    if launcher is None:
         return ALONE
-    rank = _whole_number(environment, family.rank)
-    size = _whole_number(environment, family.size)
+    rank_name, size_name, *local = _VARIABLES[launcher]
+    rank, size = _whole_number(environment, rank_name), _whole_number(environment, size_name)
     if not 0 <= rank < size:
-        raise ValueError(f"{family.rank}={rank} is no rank of {family.size}={size} processes")
-    local_rank, local_size = (
-        _whole_number(environment, name) if name in environment else None
-        for name in (family.local_rank, family.local_size)
-    )
-    return Launch(family.launcher, rank, size, local_rank, local_size, family.rank)
+        raise ValueError(f"{rank_name}={rank} is no rank of {size_name}={size} processes")
+    local_rank, local_size = (_whole_number(environment, name) if name in environment else None for name in local)
+    return Launch(launcher, rank, size, local_rank, local_size, rank_name)
 
 
 def meeting_point(environment: Mapping[str, str], launch: Launch) -> tuple[str, int]:
@@ -97,7 +79,11 @@ def meeting_point(environment: Mapping[str, str], launch: Launch) -> tuple[str, 
     train.py`. Raises ValueError, saying what to set or how to start, where that leaves one unknown, and for the one
     process of a Slurm job that srun has not started.
     """
-    if launch.launcher == SLURM and not {MASTER_ADDR, MASTER_PORT} <= environment.keys() and not _by_srun(environment):
+    if (
+        launch.launcher == SLURM
+        and not {MASTER_ADDR, MASTER_PORT} <= environment.keys()
+        and not _OF_SRUN & environment.keys()
+    ):
         raise ValueError(
             f"this is a Slurm job of {launch.size} tasks, but srun has not started this process, so nobody starts the "
             f"others: start them with `srun python train.py`, or this one alone with `SLURM_NTASKS=1 python train.py`"
@@ -109,14 +95,8 @@ def meeting_point(environment: Mapping[str, str], launch: Launch) -> tuple[str, 
     if address is None and launch.launcher == SLURM:
         address = _first_host(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", ""))
     port = _whole_number(environment, MASTER_PORT) if MASTER_PORT in environment else None
-    if port is None and launch.launcher == SLURM:
-        port = _slurm_port(environment)
-    if port is None and launch.launcher == HOROVODRUN:
-        port = _horovodrun_port(environment)
-    if port is None and launch.launcher == OPEN_MPI:
-        port = _open_mpi_port(environment)
-    if port is None and launch.launcher == MPICH and on_one_host:
-        port = _mpich_port()
+    if port is None:
+        port = _derived_port(environment, launch.launcher, on_one_host)
     if address is None or port is None:
         missing = [name for name, value in ((MASTER_ADDR, address), (MASTER_PORT, port)) if value is None]
         raise ValueError(
@@ -127,16 +107,12 @@ def meeting_point(environment: Mapping[str, str], launch: Launch) -> tuple[str, 
 
 
 def slurm_hint(environment: Mapping[str, str], program: str) -> str | None:
-    """Return what to tell a process that is ALONE in a Slurm job of several tasks; None elsewhere. program: what Python
+    """Return a hint for the user of a process that is ALONE in a Slurm job of several tasks; None elsewhere. program: what Python
     was given to run."""
     tasks = environment.get("SLURM_NTASKS", "")
     if "SLURM_JOB_ID" in environment and tasks.isdecimal() and int(tasks) > 1:
         return f"this process is alone in a Slurm job of {tasks} tasks; to start them all: srun python {program}"
     return None
-
-
-def _by_srun(environment: Mapping[str, str]) -> bool:
-    return any(name in environment for name in _OF_SRUN)
 
 
 def _whole_number(environment: Mapping[str, str], name: str) -> int:
@@ -154,30 +130,23 @@ def _first_host(node_list: str) -> str | None:
     return "".join(part or "" for part in match.groups()) if match else None
 
 
-def _slurm_port(environment: Mapping[str, str]) -> int | None:
-    """Return a port that the tasks of one job step agree on, and other steps and jobs do not have."""
-    if "SLURM_JOB_ID" not in environment:
-        return None
-    step = int(environment["SLURM_STEP_ID"]) if environment.get("SLURM_STEP_ID", "").isdecimal() else 0
-    return _FIRST_PORT + (_whole_number(environment, "SLURM_JOB_ID") * 16 + step) % _PORTS
+def _derived_port(environment: Mapping[str, str], launcher: str, on_one_host: bool) -> int | None:
+    """Return a port that the ranks of one job agree on, and those of other jobs do not have; None where nothing tells jobs apart.
 
-
-def _horovodrun_port(environment: Mapping[str, str]) -> int | None:
-    """Return a port that the ranks of one horovodrun agree on: it follows from the one at which horovodrun listens."""
-    name = "HOROVOD_GLOO_RENDEZVOUS_PORT"
-    return _FIRST_PORT + _whole_number(environment, name) % _PORTS if name in environment else None
-
-
-def _open_mpi_port(environment: Mapping[str, str]) -> int | None:
-    """Return a port that the ranks of one mpirun agree on: its name for the job holds its host and process id."""
-    job = environment.get("PMIX_NAMESPACE")
-    return None if job is None else _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
-
-
-def _mpich_port() -> int | None:
-    """Return a port that the ranks of one mpiexec on one host agree on: it follows from the process that started them."""
-    launcher = launching_process(_MPICH_RANK)
-    return None if launcher is None else _FIRST_PORT + launcher[0] % _PORTS
+    That is the job step of Slurm; the port at which horovodrun listens; Open MPI's name for the job, which has its host and
+    process id; or on one host the process of MPICH that has started the ranks.
+    """
+    number: int | None = None
+    if launcher == SLURM and "SLURM_JOB_ID" in environment:
+        step = environment.get("SLURM_STEP_ID", "")
+        number = _whole_number(environment, "SLURM_JOB_ID") * 16 + (int(step) if step.isdecimal() else 0)
+    elif launcher == HOROVODRUN and _HOROVODRUN_PORT in environment:
+        number = _whole_number(environment, _HOROVODRUN_PORT)
+    elif launcher == OPEN_MPI and "PMIX_NAMESPACE" in environment:
+        number = zlib.crc32(environment["PMIX_NAMESPACE"].encode())
+    elif launcher == MPICH and on_one_host and (process := launching_process(_MPICH_RANK)) is not None:
+        number = process[0]
+    return None if number is None else _FIRST_PORT + number % _PORTS
 
 
 def launching_process(rank_variable: str) -> list[int] | None:

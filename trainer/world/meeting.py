@@ -1,4 +1,4 @@
-"""How the ranks of a world find each other: in the store that rank 0 or torchrun keeps at the meeting point."""
+"""How the ranks of a world meet: in the store that rank 0 or torchrun keeps at an address that all know, the meeting point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets of ranks that run collectives among themselves, as Horovod names them."""
+"""Sets of ranks that run collectives among themselves, as Horovod names them, and the errors of calls that do not fit one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,21 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradwire.collectives import Communicator
+from gradwire.collectives import CollectiveError, Communicator
+
+
+class Refused(CollectiveError, ValueError):
+    """Is raised by a verb whose arguments are invalid, or do not fit those of other ranks. No data has moved, and the
+    Communicator goes on."""
+
+
+class NotIncluded(Refused):
+    """Is raised by a verb that is called with a process set that this rank is not in."""
+
+
+def refused(communicator: Communicator, verb: str, message: str) -> Refused:
+    """Return the Refused of a verb on this rank."""
+    return Refused(message, rank=communicator.rank, operation=verb)
 
 
 class ProcessSet:

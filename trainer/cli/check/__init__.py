@@ -1,1 +1,1 @@
-"""What works on this machine, and between it and another one: `gradwire check`, also `gradwire check`."""
+"""What works on this machine, and between it and another one: `gradwire check`."""

@@ -32,14 +32,14 @@ def main(arguments: list[str] | None = None) -> int:
     what.add_argument("--host", help="another host, on which this runs with --listen")
     what.add_argument("--listen", action="store_true", help=f"wait for another host, for {_LISTEN_S:g} s at most")
     parser.add_argument("--port", type=int, default=29500, help="the port at which a job would meet (29500)")
-    told = parser.parse_args(arguments)
-    if not 0 < told.port < 1 << 16:
-        parser.error(f"--port must be from 1 to 65535, not {told.port}")
+    flags = parser.parse_args(arguments)
+    if not 0 < flags.port < 1 << 16:
+        parser.error(f"--port must be from 1 to 65535, not {flags.port}")
     failed = 0
-    for finding in listen(told.port, _LISTEN_S) if told.listen else _checks(told.host, told.port):
+    for finding in listen(flags.port, _LISTEN_S) if flags.listen else _checks(flags.host, flags.port):
         print(finding, flush=True)
         failed += finding.state == "failed"
-    if not told.listen:
+    if not flags.listen:
         print(f"{failed} failed" if failed else "all that is needed works")
     return 1 if failed else 0
 

@@ -43,10 +43,10 @@ class _Line:
         self._end = time.monotonic() + _ALL_S
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def say(self, said: Any) -> None:
+    def write(self, said: Any) -> None:
         self._send(json.dumps(said).encode() + b"\n")
 
-    def hear(self) -> Any:
+    def read(self) -> Any:
         """Return what the other side says next. Raises OSError where that is not what it should be."""
         line = b""
         while not line.endswith(b"\n"):  # and not a byte more, for what follows may be no line
@@ -67,7 +67,7 @@ class _Line:
             self._send(len(_PIECE).to_bytes(4, "big") + _PIECE)
             sent += len(_PIECE)
         self._send(bytes(4))
-        self.hear()
+        self.read()
         return sent, time.monotonic() - start
 
     def take_zeros(self) -> None:
@@ -76,7 +76,7 @@ class _Line:
             if length != len(_PIECE):
                 raise ConnectionError(_STRANGE)
             self._exactly(length)
-        self.say("all")
+        self.write("all")
 
     def try_large_packets(self) -> bool:
         """Return whether what is too long for one packet arrives at both ends, where lines do. Raises OSError for all else."""
@@ -130,8 +130,8 @@ def links(host: str, port: int) -> Iterator[Finding]:
     with connection:
         line = _Line(connection)
         try:
-            line.say(_GREETING)
-            if line.hear() != _GREETING:
+            line.write(_GREETING)
+            if line.read() != _GREETING:
                 raise ConnectionError(_STRANGE)
             yield Finding("ok", f"to {there}: open")
             yield from _both_directions(line, host, str(address), port)
@@ -144,13 +144,13 @@ def links(host: str, port: int) -> Iterator[Finding]:
 
 
 def _both_directions(line: _Line, host: str, address: str, port: int) -> Iterator[Finding]:
-    open_there = line.hear()
+    open_there = line.read()
     blocked = {number: why for number in open_there if (why := _knock(address, number))}
     yield _direction(f"to {host}", open_there, blocked, f"open the ports of {host} in its firewall")
     with ExitStack() as stack:
         open_here = _open(stack, line.socket, port)
-        line.say(open_here)
-        answer = line.hear()
+        line.write(open_here)
+        answer = line.read()
     blocked = {int(number): why for number, why in answer["blocked"].items()}
     do = "open the ports of this host in its firewall"
     if port not in open_here:
@@ -168,16 +168,16 @@ def _measured(line: _Line, host: str) -> Iterator[Finding]:
     turns = []
     for _ in range(_PINGS):
         start = time.perf_counter()
-        line.say("ping")
-        line.hear()
+        line.write("ping")
+        line.read()
         turns.append(time.perf_counter() - start)
-    line.say("zeros")
+    line.write("zeros")
     sent, out_s = line.send_zeros()
     start = time.monotonic()
     line.take_zeros()
     back_s = time.monotonic() - start
-    received = line.hear()
-    line.say("bye")
+    received = line.read()
+    line.write("bye")
     rates = f"{sent / out_s / 1e6:.0f} MB/s there, {received / back_s / 1e6:.0f} MB/s back"
     yield Finding(
         "ok", f"{host}: {statistics.median(turns) * 1e6:.0f} us there and back; one connection carries {rates}"
@@ -217,24 +217,24 @@ def listen(port: int, timeout_s: float) -> Iterator[Finding]:
 
 def _answer(line: _Line, peer: str) -> None:
     """Take part in one check."""
-    if line.hear() != _GREETING:
+    if line.read() != _GREETING:
         raise ConnectionError(_STRANGE)
-    line.say(_GREETING)
+    line.write(_GREETING)
     with ExitStack() as stack:
-        line.say(_open(stack, line.socket, None))
-        open_there = line.hear()
+        line.write(_open(stack, line.socket, None))
+        open_there = line.read()
     if not isinstance(open_there, list) or len(open_there) > _DEALT_OUT + 1 or {*map(type, open_there)} - {int}:
         raise ConnectionError(_STRANGE)
     blocked = {number: why for number in open_there if (why := _knock(peer, number))}
-    line.say({"blocked": blocked, "seen": peer})
+    line.write({"blocked": blocked, "seen": peer})
     if not line.try_large_packets():
         return
-    while line.hear() == "ping":
-        line.say("ping")
+    while line.read() == "ping":
+        line.write("ping")
     line.take_zeros()
     sent, _ = line.send_zeros()
-    line.say(sent)
-    line.hear()
+    line.write(sent)
+    line.read()
 
 
 def _open(stack: ExitStack, connection: socket.socket, port: int | None) -> list[int]:

@@ -55,7 +55,7 @@ def _numba() -> Finding:
 def own_name(environment: Mapping[str, str]) -> Finding:
     """Return whether this host's name leads to an address that other hosts can use, as gloo and torchrun expect."""
     name = socket.gethostname()
-    do = f"on more than one host: export GLOO_SOCKET_IFNAME={_default_interface() or 'eth0'}, or correct /etc/hosts"
+    do = f"on more than one host: export GLOO_SOCKET_IFNAME={_interface_of(own_address({})) or 'eth0'}, or correct /etc/hosts"
     try:
         answers = bounded(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), _NAME_S)
     except (OSError, UnicodeError) as error:
@@ -116,7 +116,3 @@ def _interface_of(address: str) -> str | None:
         except ValueError:  # it has no address
             continue
     return None
-
-
-def _default_interface() -> str | None:
-    return _interface_of(own_address({}))

@@ -110,15 +110,15 @@ def _rank(rank: int, store: str) -> None:
         dist.init_process_group("gloo", store=FileStore(store, 2), rank=rank, world_size=2, timeout=timeout)
         numbers = torch.full((1000,), rank + 1.0)
         dist.all_reduce(numbers)
-        _tell("gloo", "ok" if numbers.eq(3).all() else "a wrong sum")
+        _report("gloo", "ok" if numbers.eq(3).all() else "a wrong sum")
     except Exception as error:
-        _tell("gloo", _text(error))
+        _report("gloo", _text(error))
         raise SystemExit(0) from None
     for step, link in (("TCP", "tcp"), ("shared memory", None)):
         try:
-            _tell(step, _try(step, rank, link))
+            _report(step, _try(step, rank, link))
         except Exception as error:
-            _tell(step, _text(error))
+            _report(step, _text(error))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -137,7 +137,7 @@ def _try(step: str, rank: int, link: str | None) -> str:
     return "ok" if step in routes else warnings.last or routes
 
 
-def _tell(step: str, text: str) -> None:
+def _report(step: str, text: str) -> None:
     print(json.dumps({step: text}), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The keys of a key-value store as all ranks know them: which there are, and where each lies."""
+"""The keys of a key-value store as all ranks know them, and the checks of keys, tensors, rows and optimizers from callers."""
 
 from __future__ import annotations
 
@@ -163,3 +163,24 @@ def check_updatable(name: Name, shape: torch.Size, dtype: torch.dtype, factory: 
         factory([torch.zeros(shape, dtype=dtype)])
     except Exception as error:
         raise ValueError(f"{here()}no optimizer of key {name!r}, of shape {list(shape)}: {error!r}") from error
+
+
+def is_sparse(tensor: Tensor) -> bool:
+    """Return whether a tensor keeps its numbers in another way than one by one."""
+    return tensor.layout is not torch.strided
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return the tensor with all of its numbers, without a gradient."""
+    tensor = tensor.detach()
+    return tensor.to_dense() if is_sparse(tensor) else tensor
+
+
+@torch.no_grad()
+def fill_rows(tensor: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Write the values of some rows: a sparse tensor then consists of these; of a dense one the others are left alone."""
+    if is_sparse(tensor):
+        made = torch.sparse_coo_tensor(rows[None], values, tensor.shape, is_coalesced=True, check_invariants=False)
+        tensor.copy_(made)
+    else:
+        tensor[rows.to(tensor.device)] = values.to(tensor.device)

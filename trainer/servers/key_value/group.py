@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
 from gradwire.collectives import Communicator
-from gradwire.collectives.communicator import close_all
 from gradwire.trainer.gradients.agreement import check_settings
 from gradwire.trainer.servers.aggregator import Scheme
 from gradwire.trainer.servers.connection import Flat, open_pairs
 from gradwire.trainer.servers.key_value.keys import Keys
 from gradwire.trainer.servers.key_value.messages import KeyServer, LocalKeys, RemoteKeys
 from gradwire.trainer.servers.roles import checked_ranks
-from gradwire.trainer.servers.serving import end
+from gradwire.trainer.servers.serving import Part
 from gradwire.trainer.world.process_sets import global_process_set
 from gradwire.trainer.world.world import current_settings, current_world, here
+
+_Result = TypeVar("_Result")
 
 
 class KeyGroup:
@@ -27,7 +27,7 @@ class KeyGroup:
 
     alone: whether it is of this process only. asynchronous: whether every push makes an update. servers: the ranks that
     serve. Attributes: rank and size among the workers; communicator, of all of them, None if alone; keys, those of this
-    rank's server, None if it does not serve; servers, by which those of each rank are reached.
+    rank's server, None if it does not serve; clients, by the rank of the server that each asks; part, which ends all of it.
     """
 
     def __init__(self, *, alone: bool, asynchronous: bool, servers: Sequence[int] | None) -> None:
@@ -35,11 +35,10 @@ class KeyGroup:
         self.rank = 0 if self.communicator is None else self.communicator.rank
         self.size = 1 if self.communicator is None else self.communicator.size
         self.keys: Keys | None = None
-        self.servers: dict[int, RemoteKeys | LocalKeys] = {}
-        self.is_closed = False
-        self._pairs: list[Communicator] = []
-        self._server: KeyServer | None = None
-        self._timeout_s = current_settings().timeout_s
+        self.clients: dict[int, RemoteKeys | LocalKeys] = {}
+        self.part = Part(current_settings().timeout_s)
+        if self.communicator is not None:
+            self.part.communicators.append(self.communicator)
         try:
             listed = checked_ranks("servers", servers, self.size) or list(range(self.size))
             quorum = 1 if asynchronous else self.size
@@ -48,7 +47,7 @@ class KeyGroup:
                 check_settings(self.communicator, "KVStore", settings)
             self._connect(listed, Scheme(quorum, grace_s=0.0, staleness=None, late="next"))
         except BaseException:
-            self._close_communicators()
+            self.part.break_off()
             raise
 
     def _connect(self, servers: Sequence[int], scheme: Scheme) -> None:
@@ -59,21 +58,29 @@ class KeyGroup:
         for server in servers:
             everyone = range(self.size)
             pairs = open_pairs(f"kvstore {token}", server, everyone, rank=rank, world_ranks=everyone)
-            self._pairs += pairs.values()
+            self.part.communicators += pairs.values()
             if server == rank:
-                self.keys, serving = Keys(rank, everyone, scheme, self._timeout_s), pairs
-                self.servers[server] = LocalKeys(rank, self.keys)
+                self.keys, serving = Keys(rank, everyone, scheme, current_settings().timeout_s), pairs
+                self.clients[server] = LocalKeys(self.keys)
             else:
-                self.servers[server] = RemoteKeys(rank, server, pairs[rank])
+                self.clients[server] = RemoteKeys(rank, server, pairs[rank])
         if self.keys is not None:
-            self._server = KeyServer(self.keys, serving)
+            self.part.serving = KeyServer(self.keys, serving)
+        self.part.clients += self.clients.values()
 
-    def agree(self, error: Exception | None, said: Any) -> None:
-        """Raise this rank's error; that of another, or a ValueError where ranks do not say the same, on all ranks alike.
-        Collective. said: as JSON can have it."""
-        everyones = [[None, said]]
+    def agreed(self, compute: Callable[[], tuple[_Result, Any]]) -> _Result:
+        """Return the first of what compute() returns, when all ranks have got the same second, as JSON can have it. Collective.
+
+        Raises this rank's error; where another rank has one, or ranks have got different things, ValueError on all ranks.
+        """
+        result, record, error = None, None, None
+        try:
+            result, record = compute()
+        except Exception as caught:  # the others wait for a record of this rank
+            error = caught
+        everyones = [[None, record]]
         if self.communicator is not None:
-            everyones = self.communicator.allgather_record([None if error is None else str(error), said])
+            everyones = self.communicator.allgather_record([None if error is None else str(error), record])
         if error is not None:
             raise error
         for rank, (fault, theirs) in enumerate(everyones):
@@ -83,6 +90,7 @@ class KeyGroup:
                 raise ValueError(
                     f"{here()}the ranks do not give the same: {everyones[0][1]} on rank 0; {theirs} on rank {rank}"
                 )
+        return cast(_Result, result)
 
     def share(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return rank 0's tensors, on the CPU; the others give some of the same shapes and dtypes. Collective."""
@@ -97,19 +105,3 @@ class KeyGroup:
         """Return when all ranks have called it. Collective."""
         if self.communicator is not None:
             self.communicator.barrier()
-
-    def close(self, timeout_s: float | None) -> None:
-        """Say that nothing more comes, serve others until they say so, for timeout_s at most (None: that of init()), and
-        end the threads. Again does nothing."""
-        if self.is_closed:
-            return
-        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        end(self._server, deadline, leave=self._leave, close=self._close_communicators)
-
-    def _leave(self) -> None:
-        for server in self.servers.values():
-            server.leave()
-
-    def _close_communicators(self) -> None:
-        self.is_closed = True
-        close_all([*self._pairs, *([] if self.communicator is None else [self.communicator])])

@@ -1,4 +1,4 @@
-"""The keys of a key-value store that one server holds."""
+"""The keys of a key-value store that one server holds: an Entry for each, with its value, and the Keys of the server."""
 
 from __future__ import annotations
 
@@ -16,6 +16,151 @@ from gradwire.collectives import CollectiveError, CollectiveTimeout
 from gradwire.collectives.compression.codec import Codec
 from gradwire.trainer.servers.aggregator import Aggregator, Counts, Scheme
 from gradwire.trainer.servers.connection import QuorumLost
+
+Name: TypeAlias = int | str
+
+Factory: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer]
+"""Makes an optimizer of a list of tensors, such as functools.partial(torch.optim.SGD, lr=0.1)."""
+
+
+@dataclass(frozen=True)
+class KeySpec:
+    """Says what all ranks know of a key. number: how many were there before it. server: the rank that holds it."""
+
+    name: Name
+    number: int
+    shape: torch.Size
+    dtype: torch.dtype
+    server: int
+
+    @property
+    def travels_coded(self) -> bool:
+        """Tell whether a codec, where there is one, is for what is pushed to this key."""
+        return self.dtype.is_floating_point and self.shape.numel() > 0
+
+
+class Entry:
+    """Holds the value of one key, and updates it by the sum of what workers push.
+
+    With the quorum at all workers an update is made of one push of each, the first one that has not been used; what
+    a worker pushes before the others have is kept. With a quorum of 1 every push makes an update at once.
+    """
+
+    def __init__(self, spec: KeySpec, value: Tensor, workers: Iterable[int], scheme: Scheme) -> None:
+        self.spec = spec
+        self._value = value
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._failure: Exception | None = None
+        self._changed = threading.Condition()
+        self._aggregator: Aggregator[Tensor] = Aggregator(workers, scheme)
+        self._kept: dict[int, deque[tuple[int, Tensor]]] = {worker: deque() for worker in workers}
+        self._pulled = dict.fromkeys(self._kept, 0)  # the version that each worker has pulled last
+        self._leaving: set[int] = set()
+
+    def push(self, worker: int, gradient: Tensor) -> None:
+        """Take what a worker pushes, and make the update that is due, if one is."""
+        with self._changed:
+            self._kept[worker].append((self._pulled[worker], gradient))
+            self._advance()
+
+    def pull(self, worker: int, rows: Tensor | None, timeout_s: float, rank: int) -> Tensor:
+        """Return a copy of the value, or of some of its rows, as soon as all that this worker has pushed is in it.
+
+        rank: of the server, for errors. Raises QuorumLost where that can never be, CollectiveTimeout after timeout_s
+        seconds, and CollectiveError where the optimizer has failed.
+        """
+        operation = f"pull of key {self.spec.name!r} by rank {worker}"
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            aggregator = self._aggregator
+            while self._failure is None and (self._kept[worker] or worker not in aggregator.awaited):
+                if not aggregator.holds_quorum:
+                    raise QuorumLost(aggregator.lost, aggregator.quorum, rank=rank, operation=operation)
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    raise CollectiveTimeout(timeout_s, aggregator.awaited, rank=rank, operation=operation)
+                self._changed.wait(remaining_s)
+            if self._failure is not None:
+                message = f"the optimizer has failed: {self._failure!r}"
+                raise CollectiveError(message, rank=rank, operation=operation) from self._failure
+            self._pulled[worker] = aggregator.version
+            aggregator.went(worker)
+            return self._value.clone() if rows is None else self._value[rows]
+
+    def leave(self, worker: int) -> None:
+        """Go on without a worker that is done, once what it has pushed is used."""
+        with self._changed:
+            self._leaving.add(worker)
+            self._advance()
+
+    def lose(self, worker: int) -> None:
+        """Go on without a worker that has failed."""
+        with self._changed:
+            self._aggregator.lose(worker, time.monotonic())
+            self._advance()
+
+    def counts(self) -> Counts:
+        """Return what became of all pushes so far."""
+        with self._changed:
+            return self._aggregator.counts()
+
+    def set_optimizer(self, factory: Factory) -> None:
+        """Update the value by this optimizer from now on, which knows nothing of earlier updates."""
+        with self._changed:
+            self._optimizer = factory([self._value])
+            self._failure = None
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the optimizer's state, None without one."""
+        with self._changed:
+            return None if self._optimizer is None else self._optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what state_dict() returned into the optimizer."""
+        with self._changed:
+            assert self._optimizer is not None
+            self._optimizer.load_state_dict(state)
+
+    def _advance(self) -> None:
+        """Make all updates that are due, and wake whoever waits."""
+        while True:
+            now = time.monotonic()
+            for worker in self._aggregator.awaited:
+                if self._kept[worker]:
+                    version, gradient = self._kept[worker].popleft()
+                    self._aggregator.push(worker, version, 1.0, gradient, now)
+                elif worker in self._leaving:
+                    self._aggregator.leave(worker, now)
+            shares = self._aggregator.take(now)
+            if shares is None:
+                break
+            try:
+                self._update(summed([gradient for gradient, _ in shares]))
+            except Exception as error:  # of the optimizer: it is every worker's, not only of the one that pushed last
+                self._failure = error
+        self._changed.notify_all()
+
+    def _update(self, gradient: Tensor) -> None:
+        if self._optimizer is None:
+            self._value.copy_(gradient)
+        else:
+            self._value.grad = gradient
+            self._optimizer.step()
+            self._value.grad = None
+
+
+def summed(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of tensors of one shape and dtype, in their order; halves are added in float32. One alone is returned as
+    it is."""
+    first, *others = tensors
+    if not others:
+        return first
+    wide = torch.promote_types(first.dtype, torch.float32) if first.dtype.is_floating_point else first.dtype
+    total = first.to(wide, copy=True)
+    for each in others:
+        total += each.to(total.device)
+    return total.to(first.dtype)
+
 
 _SPEAKS_FIRST = 0.9
 """The share of timeout_s for which a server waits for other workers: so it is the server, which knows for whom it waits, that
@@ -96,151 +241,3 @@ class Keys:
         """Load states, of these keys and perhaps others."""
         for entry in self._entries.values():
             entry.load_state_dict(states[entry.spec.name])
-
-
-Name: TypeAlias = int | str
-
-Factory: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer]
-"""Makes an optimizer of a list of tensors, such as functools.partial(torch.optim.SGD, lr=0.1)."""
-
-
-@dataclass(frozen=True)
-class KeySpec:
-    """Says what all ranks know of a key. number: how many were there before it. server: the rank that holds it."""
-
-    name: Name
-    number: int
-    shape: torch.Size
-    dtype: torch.dtype
-    server: int
-
-    @property
-    def travels_coded(self) -> bool:
-        """Tell whether a codec, where there is one, is for what is pushed to this key."""
-        return self.dtype.is_floating_point and self.shape.numel() > 0
-
-
-class Entry:
-    """Holds the value of one key, and updates it by the sum of what workers push.
-
-    With the quorum at all workers an update is made of one push of each, the first one that has not been used; what
-    a worker pushes before the others have is kept. With a quorum of 1 every push makes an update at once.
-    """
-
-    def __init__(self, spec: KeySpec, value: Tensor, workers: Iterable[int], scheme: Scheme) -> None:
-        self.spec = spec
-        self._value = value
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._failure: Exception | None = None
-        self._changed = threading.Condition()
-        self._aggregator: Aggregator[Tensor] = Aggregator(workers, scheme)
-        self._kept: dict[int, deque[tuple[int, Tensor]]] = {worker: deque() for worker in workers}
-        self._pulled = dict.fromkeys(self._kept, 0)  # the version that each worker has pulled last
-        self._leaving: set[int] = set()
-
-    def push(self, worker: int, gradient: Tensor) -> None:
-        """Take what a worker pushes, and make the update that is due, if one is."""
-        with self._changed:
-            self._kept[worker].append((self._pulled[worker], gradient))
-            self._advance()
-
-    def pull(self, worker: int, rows: Tensor | None, timeout_s: float, rank: int) -> Tensor:
-        """Return a copy of the value, or of some of its rows, as soon as all that this worker has pushed is in it.
-
-        rank: of the server, for errors. Raises QuorumLost where that can never be, CollectiveTimeout after timeout_s
-        seconds, and CollectiveError where the optimizer has failed.
-        """
-        operation = f"pull of key {self.spec.name!r} by rank {worker}"
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while self._failure is None and not self._is_settled(worker):
-                aggregator = self._aggregator
-                if not aggregator.holds_quorum:
-                    raise QuorumLost(aggregator.lost, aggregator.quorum, rank=rank, operation=operation)
-                remaining_s = deadline - time.monotonic()
-                if remaining_s <= 0:
-                    raise CollectiveTimeout(timeout_s, self._aggregator.awaited, rank=rank, operation=operation)
-                self._changed.wait(remaining_s)
-            if self._failure is not None:
-                message = f"the optimizer has failed: {self._failure!r}"
-                raise CollectiveError(message, rank=rank, operation=operation) from self._failure
-            self._pulled[worker] = self._aggregator.version
-            self._aggregator.went(worker)
-            return self._value.clone() if rows is None else self._value[rows]
-
-    def leave(self, worker: int) -> None:
-        """Go on without a worker that is done, once what it has pushed is used."""
-        with self._changed:
-            self._leaving.add(worker)
-            self._advance()
-
-    def lose(self, worker: int) -> None:
-        """Go on without a worker that has failed."""
-        with self._changed:
-            self._aggregator.lose(worker, time.monotonic())
-            self._advance()
-
-    def counts(self) -> Counts:
-        """Return what became of all pushes so far."""
-        with self._changed:
-            return self._aggregator.counts()
-
-    def set_optimizer(self, factory: Factory) -> None:
-        """Update the value by this optimizer from now on, which knows nothing of earlier updates."""
-        with self._changed:
-            self._optimizer = factory([self._value])
-            self._failure = None
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return the optimizer's state, None without one."""
-        with self._changed:
-            return None if self._optimizer is None else self._optimizer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what state_dict() returned into the optimizer."""
-        with self._changed:
-            assert self._optimizer is not None
-            self._optimizer.load_state_dict(state)
-
-    def _is_settled(self, worker: int) -> bool:
-        return not self._kept[worker] and worker in self._aggregator.awaited
-
-    def _advance(self) -> None:
-        """Make all updates that are due, and wake whoever waits."""
-        while True:
-            now = time.monotonic()
-            for worker in self._aggregator.awaited:
-                if self._kept[worker]:
-                    version, gradient = self._kept[worker].popleft()
-                    self._aggregator.push(worker, version, 1.0, gradient, now)
-                elif worker in self._leaving:
-                    self._aggregator.leave(worker, now)
-            shares = self._aggregator.take(now)
-            if shares is None:
-                break
-            try:
-                self._update(summed([gradient for gradient, _ in shares]))
-            except Exception as error:  # of the optimizer: it is every worker's, not only of the one that pushed last
-                self._failure = error
-        self._changed.notify_all()
-
-    def _update(self, gradient: Tensor) -> None:
-        if self._optimizer is None:
-            self._value.copy_(gradient)
-        else:
-            self._value.grad = gradient
-            self._optimizer.step()
-            self._value.grad = None
-
-
-def summed(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of tensors of one shape and dtype, in their order; halves are added in float32. One alone is returned as
-    it is."""
-    first, *others = tensors
-    if not others:
-        return first
-    wide = torch.promote_types(first.dtype, torch.float32) if first.dtype.is_floating_point else first.dtype
-    total = first.to(wide, copy=True)
-    for each in others:
-        total += each.to(total.device)
-    return total.to(first.dtype)

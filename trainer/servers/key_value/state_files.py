@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +15,8 @@ from gradwire.trainer.servers.key_value.keys import Name
 from gradwire.trainer.world.world import here
 
 FORMAT = "gradwire key-value store 1"
+
+_Result = TypeVar("_Result")
 
 
 def write_states(path: Path, optimizer: str, states: dict[Name, Any], communicator: Communicator | None) -> None:
@@ -33,16 +36,14 @@ def write_states(path: Path, optimizer: str, states: dict[Name, Any], communicat
                 theirs = torch.empty(sizes[rank], dtype=torch.uint8)
                 communicator.recv(theirs, rank)
                 parts.append(theirs)
-    fault = None
-    if communicator is None or communicator.rank == 0:
-        try:
-            everyones = dict(states)
-            for part in parts:
-                everyones |= _unpacked(part)
-            _replace(path, {"format": FORMAT, "optimizer": optimizer, "states": everyones})
-        except Exception as error:  # told to the others, who would wait
-            fault = error
-    _tell(fault, f"could not write {path}", communicator)
+
+    def write() -> None:
+        everyones = dict(states)
+        for part in parts:
+            everyones |= _unpacked(part)
+        _replace(path, {"format": FORMAT, "optimizer": optimizer, "states": everyones})
+
+    _by_first(write, f"could not write {path}", communicator)
 
 
 def read_states(path: Path, optimizer: str, communicator: Communicator | None) -> dict[Name, Any]:
@@ -51,13 +52,8 @@ def read_states(path: Path, optimizer: str, communicator: Communicator | None) -
     Raises on rank 0 what kept it from that, such as an OSError, and ValueError on the others; ValueError on all for another
     file, or one of another optimizer.
     """
-    data, fault = torch.empty(0, dtype=torch.uint8), None
-    if communicator is None or communicator.rank == 0:
-        try:
-            data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-        except Exception as error:  # told to the others, who would wait
-            fault = error
-    _tell(fault, f"could not read {path}", communicator)
+    read = _by_first(path.read_bytes, f"could not read {path}", communicator) or b""
+    data = torch.frombuffer(bytearray(read), dtype=torch.uint8) if read else torch.empty(0, dtype=torch.uint8)
     if communicator is not None:
         size = communicator.allgather_record(data.numel())[0]
         data = data if communicator.rank == 0 else torch.empty(size, dtype=torch.uint8)
@@ -84,15 +80,21 @@ def _replace(path: Path, saved: dict[str, Any]) -> None:
         beside.unlink(missing_ok=True)
 
 
-def _tell(fault: Exception | None, what: str, communicator: Communicator | None) -> None:
-    """Raise rank 0's error, on the other ranks as a ValueError."""
-    said = None if fault is None else f"{what}: {fault}"
-    if communicator is not None:
-        said = communicator.allgather_record(said)[0]
+def _by_first(act: Callable[[], _Result], what: str, communicator: Communicator | None) -> _Result | None:
+    """Return act() on rank 0, None elsewhere. Raises rank 0's error, on the other ranks as a ValueError that says what failed."""
+    if communicator is None:
+        return act()
+    result, fault = None, None
+    try:
+        result = act() if communicator.rank == 0 else None
+    except Exception as error:  # the others wait for a record of this rank
+        fault = error
+    said = communicator.allgather_record(None if fault is None else f"{what}: {fault}")[0]
     if fault is not None:
         raise fault
     if said is not None:
         raise ValueError(f"{here()}rank 0 {said}")
+    return result
 
 
 def _packed(states: dict[Name, Any]) -> torch.Tensor:

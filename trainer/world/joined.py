@@ -1,0 +1,264 @@
+"""The World: all ranks that have joined, with the Communicators and the process sets that they share."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradwire.collectives import CollectiveError, Communicator
+from gradwire.collectives.communicator import close_all
+from gradwire.collectives.link.membership import Membership, membership_of
+from gradwire.collectives.plan.topology import host_id
+from gradwire.trainer.world.environment import Settings
+from gradwire.trainer.world.launch import Launch
+from gradwire.trainer.world.meeting import Meeting, agreed_ranks
+from gradwire.trainer.world.process_sets import (
+    NotIncluded,
+    ProcessSet,
+    check_new_set,
+    global_process_set,
+    group_along,
+)
+from gradwire.trainer.world.recording import Recorder
+
+_log = logging.getLogger("gradwire")
+
+#: How long a rank that leaves waits for the others, to write a timeline with them.
+_TIMELINE_S = 10.0
+
+
+class World:
+    """Holds all ranks, with the Communicators that the verbs and the optimizers use, and the process sets.
+
+    settings.timeout_s: for joining, and for each operation of these Communicators. comm: which of the processes launched are
+    this world, in the order of their ranks; None for all. meeting: how they have met; None where torch.distributed alone joins
+    them, which must be initialized. owns_process_group: whether close() ends torch.distributed.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        settings: Settings,
+        comm: Sequence[int] | None,
+        meeting: Meeting | None,
+        *,
+        owns_process_group: bool,
+    ) -> None:
+        self.settings = settings
+        self.meeting = meeting
+        self._owns_process_group = owns_process_group
+        self._launched: Membership | None = None
+        self.process_sets: list[ProcessSet] = []
+        self._registered = 0
+        self.recorder = Recorder()
+        """Records the timeline of what the Communicators of this world do."""
+        self._opened: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
+        self._optimizers: WeakValueDictionary[int, torch.optim.Optimizer] = WeakValueDictionary()
+        self._numbers = count()  # in the order of which those two list what they hold
+        self._communicators: dict[ProcessSet | dist.ProcessGroup, Communicator] = {}
+        self._times_opened: Counter[int] = Counter()
+        try:
+            self._join(launch, comm)
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self, launch: Launch, comm: Sequence[int] | None) -> None:
+        if self.meeting is None:
+            group = dist.group.WORLD
+            assert group is not None
+            launched = membership_of(group, host_id(), self.settings.timeout_s)
+        else:
+            launched = self.meeting.membership
+        self._launched = launched
+        ranks = agreed_ranks(launched, comm, self.settings.timeout_s)
+        self._membership = launched.subset(ranks, f"world of {ranks}")
+        self.rank, self.size = self._membership.rank, self._membership.size
+        self._is_whole = ranks == list(range(launched.size))
+        global_process_set.ranks = list(range(self.size))
+        self._register(global_process_set)
+        topology = self.communicator().topology
+        self.hosts = topology.hosts
+        is_launched = self._is_whole and (launch.rank, launch.size) == (self.rank, self.size)
+        local_rank, local_size = (launch.local_rank, launch.local_size) if is_launched else (None, None)
+        self.local_rank = topology.local_rank if local_rank is None else local_rank
+        self.local_size = topology.local_size if local_size is None else local_size
+        local_ranks = self.communicator().allgather_record(self.local_rank)
+        self.cross_rank, self.cross_size = cross_position(self.rank, local_ranks)
+
+    def communicator(self, process_set: ProcessSet | dist.ProcessGroup | DeviceMesh | None = None) -> Communicator:
+        """Return the Communicator that the verbs share for a process set, made when all its ranks first ask for it.
+
+        Raises NotIncluded on a rank outside of it.
+        """
+        members = self._checked(process_set)
+        if members not in self._communicators:
+            if isinstance(members, ProcessSet) and not members.included():
+                message = f"this process is not part of {members!r}, which alone may call verbs with it"
+                raise NotIncluded(message, rank=self.rank, operation="verb of a process set")
+            self._communicators[members] = self.open_communicator(members)
+        return self._communicators[members]
+
+    def open_communicator(
+        self, process_set: ProcessSet | dist.ProcessGroup | DeviceMesh | None, timeout_s: float | None = None
+    ) -> Communicator:
+        """Return a new Communicator for one user, closed with the world at the latest. Collective over the process set;
+        a rank outside of it gets one that joins it with nobody. timeout_s: by default that of the world."""
+        members = self._checked(process_set)
+        joined: Membership | dist.ProcessGroup
+        if isinstance(members, ProcessSet):
+            identity = members.process_set_id
+            assert identity is not None
+            self._times_opened[identity] += 1
+            name = f"process set {identity}/{self._times_opened[identity]}"
+            if members.included():
+                joined = self._membership.subset(members.ranks, name)
+            else:
+                joined = self._membership.subset([self.rank], f"{name}/without rank {self.rank}")
+        else:
+            joined = members
+        communicator = self._opened[next(self._numbers)] = Communicator(
+            joined,
+            timeout_s=self.settings.timeout_s if timeout_s is None else timeout_s,
+            stall_warning_s=self.settings.stall_warning_s,
+            stall_shutdown_s=self.settings.stall_shutdown_s,
+        )
+        self.recorder.add(communicator)
+        return communicator
+
+    def open_pair(self, first: int, second: int, name: str, timeout_s: float | None = None) -> Communicator:
+        """Return a new Communicator of two ranks of the world, in this order, for messages, closed with the world at the latest.
+        Collective over the two. name: what both say, and nobody has said before. timeout_s: of this rank's operations; by
+        default that of the world."""
+        pair = replace(self._membership.subset([first, second], name), beside_others=True)
+        patience_s = self.settings.timeout_s if timeout_s is None else timeout_s
+        communicator = Communicator(pair, timeout_s=patience_s, stall_warning_s=None)
+        self._opened[next(self._numbers)] = communicator
+        return communicator
+
+    def add(self, process_sets: Sequence[ProcessSet]) -> None:
+        """Register process sets. Collective over the world. Raises ValueError, on all ranks, where one cannot be, and
+        where ranks give different ones."""
+        self._agree("add_process_set", [process_set.ranks for process_set in process_sets])
+        registered = list(self.process_sets)
+        for process_set in process_sets:  # on all ranks alike, since they are the same
+            if process_set.counts_launched and not self._is_whole:
+                raise ValueError(f"rank {self.rank}: after init(comm=), a process set is made of a list of ranks")
+            check_new_set(self.rank, process_set.ranks, self.size, registered)
+            registered.append(process_set)
+        for process_set in process_sets:
+            self._register(process_set)
+
+    def remove(self, process_set: ProcessSet) -> None:
+        """Forget a registered process set, and close the verbs' Communicator of it. Collective over the world."""
+        self._agree("remove_process_set", process_set.ranks)
+        self.process_sets.remove(process_set)
+        process_set.unregister()
+        if (communicator := self._communicators.pop(process_set, None)) is not None:
+            communicator.close()
+
+    def ranks_of(self, communicator: Communicator) -> list[int | None]:
+        """Return the ranks in this world of a Communicator's ranks, None for what is not in it."""
+        place = {launched: rank for rank, launched in enumerate(self._membership.global_ranks)}
+        return [place.get(launched) for launched in communicator.global_ranks]
+
+    @property
+    def communicators(self) -> list[Communicator]:
+        """Return those that were opened here and that somebody still uses, in the order in which they were opened."""
+        return list(self._opened.values())
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the distributed optimizers in use, in the order in which they were made."""
+        return list(self._optimizers.values())
+
+    def enrol(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let join() know of a distributed optimizer."""
+        self._optimizers[next(self._numbers)] = optimizer
+
+    def start_timeline(self, file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+        """Record, on this rank, what is going to be written there by rank 0: see gradwire.start_timeline."""
+        path = Path(file_path)
+        if self.recorder.path is not None:
+            raise ValueError(f"rank {self.rank}: a timeline for {self.recorder.path} is being recorded: stop it first")
+        if self.rank == 0 and not path.parent.is_dir():
+            raise ValueError(
+                f"rank {self.rank}: there is no folder {path.parent} to write the timeline {path.name!r} in"
+            )
+        self.recorder.start(path, marks_cycles=mark_cycles)
+
+    def stop_timeline(self) -> None:
+        """Have rank 0 write what all ranks have recorded. Collective."""
+        if self.recorder.path is None:
+            raise ValueError(f"rank {self.rank}: no timeline is being recorded: start one first")
+        self.recorder.stop(self.communicator())
+
+    def close(self) -> None:
+        """Close what was opened here, and forget the process sets. A timeline is written, if the other ranks come for
+        that soon."""
+        if self.recorder.path is not None:
+            try:
+                self.recorder.stop(self.communicator(), _TIMELINE_S)
+            except (CollectiveError, OSError) as error:
+                _log.warning("gradwire: rank %d: there is no timeline of all ranks: %s", self.rank, error)
+        close_all(self.communicators)
+        for process_set in self.process_sets:
+            process_set.unregister()
+        if self._owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+        if self._launched is not None:
+            self._launched.close()
+
+    def _checked(self, process_set: object) -> ProcessSet | dist.ProcessGroup:
+        """Return what a process set is, all ranks for None. Raises ValueError for what is none, or is not registered."""
+        if process_set is None:
+            return global_process_set
+        if isinstance(process_set, DeviceMesh):
+            return group_along(process_set, self.rank)
+        if isinstance(process_set, ProcessSet) and process_set not in self.process_sets:
+            raise ValueError(
+                f"rank {self.rank}: {process_set!r} is not registered: give it to init(process_sets=) or, on all ranks, to "
+                "add_process_set()"
+            )
+        if not isinstance(process_set, ProcessSet | dist.ProcessGroup):
+            raise ValueError(
+                f"rank {self.rank}: process_set is {process_set!r}: a ProcessSet is needed, a Communicator, one dimension of "
+                "a DeviceMesh, or a torch.distributed group that this process belongs to"
+            )
+        return process_set
+
+    def _register(self, process_set: ProcessSet) -> None:
+        process_set.register(self._registered, self.rank)
+        self._registered += 1
+        self.process_sets.append(process_set)
+
+    def _agree(self, call: str, ranks: list[Any]) -> None:
+        """Raise ValueError, on all ranks, unless all say the same."""
+        said = self.communicator().allgather_record([call, ranks])
+        for rank, (other_call, other_ranks) in enumerate(said):
+            if [other_call, other_ranks] != said[0]:
+                raise ValueError(
+                    f"rank {self.rank}: {call} must be called with the same ranks on all ranks of the world: rank 0 called "
+                    f"{said[0][0]} with {said[0][1]}, rank {rank} {other_call} with {other_ranks}"
+                )
+
+
+def cross_position(rank: int, local_ranks: list[int]) -> tuple[int, int]:
+    """Return Horovod's cross_rank and cross_size of a rank: its place among the ranks that have its local rank, and
+    their number.
+
+    local_ranks[r] is the local rank of rank r.
+    """
+    peers = [peer for peer, local_rank in enumerate(local_ranks) if local_rank == local_ranks[rank]]
+    return peers.index(rank), len(peers)
