@@ -10,7 +10,7 @@ from torch import Tensor
 import gradwire as hvd
 from gradwire.collectives import Communicator
 from tests.harness import Worlds
-from tests.ranks.training import assert_same_on_all_ranks, in_world
+from tests.ranks.training import assert_same_on_all_ranks, in_world, on_ranks
 
 
 @in_world
@@ -45,7 +45,8 @@ def by_hand(vectors: list[Tensor]) -> Tensor:
     return two(two(v[0], v[1]), two(v[2], two(v[3], v[4])))
 
 
-def matches_the_definition() -> None:
+@on_ranks(1, 2, 3, 4, 5)
+def test_adasum_is_as_defined() -> None:
     size = hvd.size()
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for shape in ((1,), (3,), (7, 5), (0,), ()):
@@ -64,11 +65,6 @@ def matches_the_definition() -> None:
             assert hvd.poll(handle)
             assert hvd.synchronize(handle) is given
             assert torch.equal(given, result)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_adasum_is_as_defined(ranks: Worlds, size: int) -> None:
-    ranks(size).run(run, matches_the_definition)
 
 
 def extremes() -> None:

@@ -25,6 +25,7 @@ from gradwire.collectives.compression.topk import TopK
 from gradwire.trainer.ddp import UNSETTLED_STEPS, CompressionHook
 from gradwire.trainer.gradients.compression import NAMES, ErrorFeedback
 from tests.harness import RUN_TIMEOUT_S, Worlds
+from tests.ranks.training import on_ranks
 
 STEPS = 6
 BUCKET_MB = 0.03
@@ -173,7 +174,8 @@ def test_options_of_ddp(ranks: Worlds, codec: str, options: dict[str, Any]) -> N
     ranks(2).run(trains, codec, options)
 
 
-def accumulates() -> None:
+@on_ranks(2, initialized=False)
+def test_no_sync() -> None:
     hook = gradwire.ddp_comm_hook("int8")
     model = ddp(model_of(), hook)
     for step in range(4):
@@ -185,11 +187,8 @@ def accumulates() -> None:
     hook.close()
 
 
-def test_no_sync(ranks: Worlds) -> None:
-    ranks(2).run(accumulates)
-
-
-def ends_early() -> None:
+@on_ranks(2, initialized=False)
+def test_join() -> None:
     """Rank 0 has fewer batches; after them, DDP calls its hook with zeros, and outside of any backward()."""
     hook = gradwire.ddp_comm_hook("topk")
     model = ddp(model_of(), hook)
@@ -199,11 +198,8 @@ def ends_early() -> None:
     hook.close()
 
 
-def test_join(ranks: Worlds) -> None:
-    ranks(2).run(ends_early)
-
-
-def several_models() -> None:
+@on_ranks(3, initialized=False)
+def test_several_models_and_a_group() -> None:
     """One on all ranks and one on the ranks but the last, in turns."""
     size = dist.get_world_size()
     group = dist.new_group(list(range(size - 1)))
@@ -223,11 +219,9 @@ def several_models() -> None:
         hook.close()
 
 
-def test_several_models_and_a_group(ranks: Worlds) -> None:
-    ranks(3).run(several_models)
-
-
-def a_nan(codec: Any) -> None:
+@pytest.mark.parametrize("codec", ["int8", "onebit", "topk", "powersgd"])
+@on_ranks(2, initialized=False)
+def test_a_nan_reaches_all_ranks_and_is_gone_after(codec: Any) -> None:
     hook = gradwire.ddp_comm_hook(codec)
     model = ddp(model_of(), hook)
     train(model, range(3))
@@ -242,15 +236,12 @@ def a_nan(codec: Any) -> None:
     hook.close()
 
 
-@pytest.mark.parametrize("codec", ["int8", "onebit", "topk", "powersgd"])
-def test_a_nan_reaches_all_ranks_and_is_gone_after(ranks: Worlds, codec: str) -> None:
-    ranks(2).run(a_nan, codec)
-
-
 # With the test's own buckets
 
 
-def compresses_matrices_alone(codec: Any) -> None:
+@pytest.mark.parametrize("codec", ["int4", "topk", "powersgd"])
+@on_ranks(2, initialized=False)
+def test_vectors_and_small_matrices_are_exact(codec: Any) -> None:
     rank = dist.get_rank()
     hook = gradwire.ddp_comm_hook(codec)
     layout = [PARAMETERS[:2], PARAMETERS[2:]]
@@ -261,11 +252,6 @@ def compresses_matrices_alone(codec: Any) -> None:
         compressed = parameter.dim() > 1 and parameter.numel() >= 4096
         assert torch.allclose(result, expected[parameter], atol=1e-6) != compressed
     hook.close()
-
-
-@pytest.mark.parametrize("codec", ["int4", "topk", "powersgd"])
-def test_vectors_and_small_matrices_are_exact(ranks: Worlds, codec: str) -> None:
-    ranks(2).run(compresses_matrices_alone, codec)
 
 
 def is_one_compressed_allreduce(codec: Any, layout: Sequence[Sequence[int]]) -> None:
@@ -296,7 +282,13 @@ def test_each_bucket_is_one_compressed_allreduce(ranks: Worlds, size: int, codec
     ranks(size).run(is_one_compressed_allreduce, ErrorFeedback(codec), [[3, 4, 1], [0, 2]])
 
 
-def warms_up(codec: Any, wanted: int) -> None:
+@pytest.mark.parametrize(
+    ("codec", "wanted"),
+    [("int8", 2), (ErrorFeedback("int8", 4), 4), (ErrorFeedback("topk", 5), 5), (ErrorFeedback("powersgd", 3), 3)],
+    ids=str,
+)
+@on_ranks(2, initialized=False)
+def test_warm_up(codec: Any, wanted: int) -> None:
     hook = gradwire.ddp_comm_hook(codec)
     for step in range(wanted + 1):
         results = exchanged(hook, [PARAMETERS], gradients_of(dist.get_rank(), step))
@@ -304,15 +296,6 @@ def warms_up(codec: Any, wanted: int) -> None:
         as_it_is = all(torch.allclose(r, expected[p], atol=1e-6) for p, r in zip(PARAMETERS, results, strict=True))
         assert as_it_is == (step < wanted), step
     hook.close()
-
-
-@pytest.mark.parametrize(
-    ("codec", "wanted"),
-    [("int8", 2), (ErrorFeedback("int8", 4), 4), (ErrorFeedback("topk", 5), 5), (ErrorFeedback("powersgd", 3), 3)],
-    ids=str,
-)
-def test_warm_up(ranks: Worlds, codec: Any, wanted: int) -> None:
-    ranks(2).run(warms_up, codec, wanted)
 
 
 def same_as_the_optimizer(compression: Any) -> None:
@@ -353,7 +336,9 @@ def test_hook_and_optimizer_exchange_alike(ranks: Worlds, size: int, codec: Any)
     ranks(size).run(same_as_the_optimizer, ErrorFeedback(codec, warmup_steps=UNSETTLED_STEPS))
 
 
-def halves(name: str, tolerance: float) -> None:
+@pytest.mark.parametrize(("name", "tolerance"), [("fp16", 2**-9), ("bf16", 2**-6)])
+@on_ranks(2, 3, initialized=False)
+def test_16_bits_are_the_same_everywhere_and_do_not_overflow(name: str, tolerance: float) -> None:
     """Gradients whose sum half precision cannot hold, by every way that there is to exchange them as 16 bits."""
     gradwire.init()
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -382,14 +367,6 @@ def halves(name: str, tolerance: float) -> None:
     gradwire.shutdown()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(("name", "tolerance"), [("fp16", 2**-9), ("bf16", 2**-6)])
-def test_16_bits_are_the_same_everywhere_and_do_not_overflow(
-    ranks: Worlds, size: int, name: str, tolerance: float
-) -> None:
-    ranks(size).run(halves, name, tolerance)
-
-
 def goes_by_names(policy: dict[str, Any], compressed: set[str]) -> None:
     names = ["first", "vector", "last.cube", "last.matrix", "small"]
     hook = gradwire.ddp_comm_hook("topk", zip(names, PARAMETERS, strict=True), policy=policy)
@@ -416,18 +393,21 @@ def test_a_policy_by_name(ranks: Worlds, policy: dict[str, Any], compressed: lis
     ranks(2).run(goes_by_names, policy, set(compressed))
 
 
-def leaves_one_unnamed() -> None:
+@on_ranks(2, initialized=False)
+def test_a_parameter_without_a_name_is_refused() -> None:
     hook = gradwire.ddp_comm_hook("topk", [("first", PARAMETERS[0])])
     with pytest.raises(ValueError, match=r"rank \d: named_parameters must name all .* of shape \[50\] is not named"):
         exchanged(hook, [PARAMETERS[:2]], gradients_of(0, 0))
     hook.close()
 
 
-def test_a_parameter_without_a_name_is_refused(ranks: Worlds) -> None:
-    ranks(2).run(leaves_one_unnamed)
-
-
-def loses_nothing(codec: Any) -> None:
+@pytest.mark.parametrize(
+    "codec",
+    [ErrorFeedback("int4"), "onebit", "topk", ErrorFeedback(RandomK(ratio=0.1)), PowerSGD(rank=2)],
+    ids=lambda codec: codec if isinstance(codec, str) else type(codec).__name__,
+)
+@on_ranks(2, 3, initialized=False)
+def test_other_buckets_lose_nothing(codec: Any) -> None:
     """Buckets change, and at the end again, so that all that is outstanding comes out: the sum of the results is that of
     the averages."""
     a, vector, b, c, small = PARAMETERS
@@ -447,16 +427,6 @@ def loses_nothing(codec: Any) -> None:
         uncompressed = step < UNSETTLED_STEPS or layout is not layouts[step - 1]
         assert (missing < 1e-4) == uncompressed, step
     hook.close()
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(
-    "codec",
-    [ErrorFeedback("int4"), "onebit", "topk", ErrorFeedback(RandomK(ratio=0.1)), PowerSGD(rank=2)],
-    ids=lambda codec: codec if isinstance(codec, str) else type(codec).__name__,
-)
-def test_other_buckets_lose_nothing(ranks: Worlds, size: int, codec: Any) -> None:
-    ranks(size).run(loses_nothing, codec)
 
 
 # State
@@ -493,7 +463,8 @@ def test_resumed_early_and_with_options(ranks: Worlds, options: dict[str, Any]) 
     ranks(2).run(resumes, "topk", 3, options)
 
 
-def goes_back() -> None:
+@on_ranks(2, initialized=False)
+def test_loading_into_a_hook_in_use() -> None:
     """Loading into a hook that is in use."""
     hook = gradwire.ddp_comm_hook("topk")
     model = ddp(model_of(), hook)
@@ -509,11 +480,8 @@ def goes_back() -> None:
     hook.close()
 
 
-def test_loading_into_a_hook_in_use(ranks: Worlds) -> None:
-    ranks(2).run(goes_back)
-
-
-def refuses_states() -> None:
+@on_ranks(2, initialized=False)
+def test_states_of_something_else_are_refused() -> None:
     hook = gradwire.ddp_comm_hook("topk")
     model = ddp(model_of(), hook)
     train(model, range(3))
@@ -532,10 +500,6 @@ def refuses_states() -> None:
         wrong(torch.ones(1, 64)).sum().backward()
     other.close()
     hook.close()
-
-
-def test_states_of_something_else_are_refused(ranks: Worlds) -> None:
-    ranks(2).run(refuses_states)
 
 
 # Errors

@@ -9,8 +9,7 @@ from torch import Tensor
 
 import gradwire as hvd
 from gradwire.collectives import Communicator
-from tests.harness import Worlds
-from tests.ranks.training import in_world
+from tests.ranks.training import in_world, on_ranks
 
 
 @in_world
@@ -144,17 +143,14 @@ def every_verb(rank: int, size: int, process_set: Any) -> None:
     of_alltoall(rank, size, process_set)
 
 
-def in_the_world() -> None:
+@on_ranks(1, 2, 3, 4)
+def test_gradients_are_horovods() -> None:
     every_verb(hvd.rank(), hvd.size(), None)
     of_broadcast(hvd.rank(), hvd.size(), None)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_gradients_are_horovods(ranks: Worlds, size: int) -> None:
-    ranks(size).run(run, in_the_world)
-
-
-def in_a_process_set() -> None:
+@on_ranks(3)
+def test_gradients_count_the_ranks_of_the_process_set() -> None:
     """Of ranks 0 and 1, the root is rank 1 however roots are counted."""
     for ranks, verbs in (([1, 2], every_verb), ([0, 1], of_broadcast)):
         group = torch.distributed.new_group(ranks)
@@ -162,10 +158,6 @@ def in_a_process_set() -> None:
             assert isinstance(group, torch.distributed.ProcessGroup)
             with Communicator(group) as communicator:
                 verbs(communicator.rank, communicator.size, communicator)
-
-
-def test_gradients_count_the_ranks_of_the_process_set(ranks: Worlds) -> None:
-    ranks(3).run(run, in_a_process_set)
 
 
 def through_a_cast() -> None:
@@ -184,7 +176,8 @@ def through_a_cast() -> None:
     assert scattered.tolist() == [size * 2.0**r for r in range(size)]
 
 
-def what_has_none() -> None:
+@on_ranks(2)
+def test_ops_without_a_gradient_say_so_and_casts_have_one() -> None:
     leaf = torch.ones(hvd.size(), requires_grad=True)
     for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
         result = hvd.allreduce(leaf, op=op).sum()
@@ -194,7 +187,3 @@ def what_has_none() -> None:
     with pytest.raises(RuntimeError, match="reducescatter with op='max' has no gradient"):
         result.backward()
     through_a_cast()
-
-
-def test_ops_without_a_gradient_say_so_and_casts_have_one(ranks: Worlds) -> None:
-    ranks(2).run(run, what_has_none)

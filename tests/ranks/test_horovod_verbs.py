@@ -12,7 +12,7 @@ from torch import Tensor
 import gradwire as hvd
 from gradwire.collectives import Communicator, PeerLost
 from tests.harness import Worlds
-from tests.ranks.training import in_world
+from tests.ranks.training import in_world, on_ranks
 
 REDUCING = ["name", "op", "prescale_factor", "postscale_factor", "process_set"]
 SCATTERING = ["op", "process_set", "prescale_factor", "postscale_factor"]
@@ -262,7 +262,8 @@ def test_names(ranks: Worlds, function: Callable[[], None]) -> None:
     ranks(2).run(run, function)
 
 
-def found_before_data_moves() -> None:
+@on_ranks(3)
+def test_errors_found_before_data_moves() -> None:
     """By one rank alone, or by all where a rank's arguments do not fit the others'; after each the next verb works."""
     rank, size = hvd.rank(), hvd.size()
 
@@ -324,7 +325,3 @@ def found_before_data_moves() -> None:
                 ):
                     verb(own(2), root)
     works()
-
-
-def test_errors_found_before_data_moves(ranks: Worlds) -> None:
-    ranks(3).run(run, found_before_data_moves)

@@ -17,7 +17,7 @@ from gradwire.collectives import CollectiveTimeout, PeerJoined, PeerLost
 from gradwire.collectives.compression import Int8, OneBit, TopK
 from gradwire.trainer.world.world import current_world
 from tests.harness import ON_EVERY_TRANSPORT, RUN_TIMEOUT_S, Worlds, wide
-from tests.ranks.training import assert_close, assert_same_on_all_ranks, copies, in_world
+from tests.ranks.training import assert_close, assert_same_on_all_ranks, copies, in_world, on_ranks
 
 pytestmark = ON_EVERY_TRANSPORT
 
@@ -384,8 +384,8 @@ def test_a_rank_that_ends_while_others_have_joined_is_named(ranks: Worlds, how: 
         world.kill()
 
 
-@in_world
-def with_checks_of_replicas() -> None:
+@on_ranks(3)
+def test_replicas_are_checked_when_nobody_has_joined() -> None:
     """Checks are left out while somebody has joined, and come at the same steps on all ranks afterwards."""
     model = model_of()
     optimizer = hvd.DistributedOptimizer(momentum(model), check_replicas_every=2)
@@ -397,12 +397,9 @@ def with_checks_of_replicas() -> None:
         assert_same_on_all_ranks(everything(optimizer))
 
 
-def test_replicas_are_checked_when_nobody_has_joined(ranks: Worlds) -> None:
-    ranks(3).run(with_checks_of_replicas)
-
-
-@in_world
-def with_sparse_gradients(*, dense_too: bool) -> None:
+@pytest.mark.parametrize("dense_too", [True, False])
+@on_ranks(2)
+def test_sparse_gradients_go_on(*, dense_too: bool) -> None:
     torch.manual_seed(0)
     table = nn.Embedding(20, 4, sparse=True)
     head = nn.Linear(4, 2) if dense_too else nn.Identity()
@@ -415,8 +412,3 @@ def with_sparse_gradients(*, dense_too: bool) -> None:
             optimizer.step()
         hvd.join()
         assert_same_on_all_ranks(model.parameters())
-
-
-@pytest.mark.parametrize("dense_too", [True, False])
-def test_sparse_gradients_go_on(ranks: Worlds, dense_too: bool) -> None:
-    ranks(2).run(with_sparse_gradients, dense_too=dense_too)

@@ -22,7 +22,7 @@ from gradwire.trainer.servers.key_value.keys import KeySpec
 from tests.harness import ON_EVERY_TRANSPORT, World, Worlds, meet
 from tests.pages import ROOT
 from tests.ranks.programs import launch_text
-from tests.ranks.training import in_world
+from tests.ranks.training import in_world, on_ranks
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int32, torch.int64)
 KNOWN_S = 60.0  # in which the end of a rank is known at last
@@ -34,8 +34,13 @@ def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tens
     return torch.randint(0, 9, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@in_world
-def sum_and_assign(type: Any, servers: list[int] | None) -> None:
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize(
+    ("size", "type", "servers"),
+    [(1, "dist_sync", None), (2, "dist_device_sync", None), (3, "dist_sync", [1]), (4, "dist_sync", None)],
+)
+@on_ranks()
+def test_pushes_of_all_workers_are_summed_and_assigned(type: Any, servers: list[int] | None) -> None:
     rank, size = hvd.rank(), hvd.size()
     kv = hvd.kvstore.create(type, servers=servers)
     assert (kv.type, kv.rank, kv.num_workers) == (type, rank, size)
@@ -68,19 +73,8 @@ def sum_and_assign(type: Any, servers: list[int] | None) -> None:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gradwire-server")]
 
 
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize(
-    ("size", "type", "servers"),
-    [(1, "dist_sync", None), (2, "dist_device_sync", None), (3, "dist_sync", [1]), (4, "dist_sync", None)],
-)
-def test_pushes_of_all_workers_are_summed_and_assigned(
-    ranks: Worlds, size: int, type: str, servers: list[int] | None
-) -> None:
-    ranks(size).run(sum_and_assign, type, servers)
-
-
-@in_world
-def use_lists() -> None:
+@on_ranks(2)
+def test_lists_of_keys_and_values_mean_what_they_do_in_mxnet() -> None:
     kv = hvd.KVStore("dist_sync")
     size, ones = hvd.size(), torch.ones(2, 3)
     out, more = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.float32)
@@ -120,12 +114,9 @@ def use_lists() -> None:
     kv.close()
 
 
-def test_lists_of_keys_and_values_mean_what_they_do_in_mxnet(ranks: Worlds) -> None:
-    ranks(2).run(use_lists)
-
-
-@in_world
-def push_ahead() -> None:
+@ON_EVERY_TRANSPORT
+@on_ranks(3)
+def test_a_pull_sees_as_many_rounds_as_its_rank_has_pushed() -> None:
     """Push the rounds of every rank in an order of its own, some without pulling in between."""
     kv = hvd.KVStore("dist_sync")
     rank, size, out = hvd.rank(), hvd.size(), torch.zeros(4)
@@ -145,11 +136,6 @@ def push_ahead() -> None:
             assert torch.equal(out, torch.full((4,), -step * once))
     hvd.barrier()
     kv.close()
-
-
-@ON_EVERY_TRANSPORT
-def test_a_pull_sees_as_many_rounds_as_its_rank_has_pushed(ranks: Worlds) -> None:
-    ranks(3).run(push_ahead)
 
 
 def gradients_of(step: int, rank: int) -> list[Tensor]:
@@ -181,8 +167,10 @@ FACTORIES = {
 }
 
 
-@in_world
-def step_at_the_server(name: str, sets_first: bool) -> None:
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize(("name", "sets_first"), [("momentum", True), ("adamw", False), ("adagrad", True)])
+@on_ranks(3)
+def test_an_optimizer_steps_as_torchs_does_bit_for_bit(name: str, sets_first: bool) -> None:
     kv = hvd.KVStore("dist_sync")
     keys, outs = ["w", 7, "v"], start()
     if sets_first:
@@ -196,12 +184,6 @@ def step_at_the_server(name: str, sets_first: bool) -> None:
         assert torch.equal(out, wanted)
     hvd.barrier()
     kv.close()
-
-
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize(("name", "sets_first"), [("momentum", True), ("adamw", False), ("adagrad", True)])
-def test_an_optimizer_steps_as_torchs_does_bit_for_bit(ranks: Worlds, name: str, sets_first: bool) -> None:
-    ranks(3).run(step_at_the_server, name, sets_first)
 
 
 @in_world
@@ -281,8 +263,9 @@ def test_states_go_through_a_file_bit_for_bit(ranks: Worlds, tmp_path: Path) -> 
     assert {path.name for path in tmp_path.iterdir()} == {"states", "taken", "after"}
 
 
-@in_world
-def pull_rows() -> None:
+@ON_EVERY_TRANSPORT
+@on_ranks(2)
+def test_rows_are_pulled_alone() -> None:
     kv = hvd.KVStore("dist_sync")
     table = torch.arange(40.0).view(10, 4)
     kv.init(["t", "u"], [table, -table])
@@ -319,13 +302,13 @@ def pull_rows() -> None:
     kv.close()
 
 
-@ON_EVERY_TRANSPORT
-def test_rows_are_pulled_alone(ranks: Worlds) -> None:
-    ranks(2).run(pull_rows)
+CODED = [{"type": "2bit", "threshold": 0.5}, {"type": "topk", "ratio": 0.05}]
+CODED += [{"type": name} for name in CODECS if name not in ("none", "topk")]
 
 
-@in_world
-def push_codes(params: dict[str, Any]) -> None:
+@pytest.mark.parametrize("params", CODED, ids=lambda params: params["type"])
+@on_ranks(2)
+def test_pushes_travel_as_codes_with_error_feedback(params: dict[str, Any]) -> None:
     """See that what is assigned is the sum of what the codes of all ranks decode to, which a rank can compute by itself."""
     rank, size, numel, steps = hvd.rank(), hvd.size(), 5000, 3
     kv = hvd.KVStore("dist_sync")
@@ -356,17 +339,9 @@ def push_codes(params: dict[str, Any]) -> None:
     kv.close()
 
 
-CODED = [{"type": "2bit", "threshold": 0.5}, {"type": "topk", "ratio": 0.05}]
-CODED += [{"type": name} for name in CODECS if name not in ("none", "topk")]
-
-
-@pytest.mark.parametrize("params", CODED, ids=lambda params: params["type"])
-def test_pushes_travel_as_codes_with_error_feedback(ranks: Worlds, params: dict[str, Any]) -> None:
-    ranks(2).run(push_codes, params)
-
-
-@in_world
-def push_two_bits() -> None:
+@ON_EVERY_TRANSPORT
+@on_ranks(2)
+def test_two_bits_are_mxnets() -> None:
     """Do MXNet's 2bit by hand: threshold, 0 or -threshold, and the rest is kept."""
     kv = hvd.KVStore("dist_sync")
     kv.init(0, torch.zeros(5))
@@ -387,12 +362,8 @@ def push_two_bits() -> None:
 
 
 @ON_EVERY_TRANSPORT
-def test_two_bits_are_mxnets(ranks: Worlds) -> None:
-    ranks(2).run(push_two_bits)
-
-
-@in_world
-def do_not_wait() -> None:
+@on_ranks(3)
+def test_asynchronous_workers_do_not_wait_for_a_slow_one() -> None:
     """Begin on the last rank when the others have pushed and pulled ten times, without which they cannot have waited for it."""
     kv = hvd.KVStore("dist_async", servers=[0])
     rank, size, out = hvd.rank(), hvd.size(), torch.zeros(3)
@@ -418,12 +389,8 @@ def do_not_wait() -> None:
 
 
 @ON_EVERY_TRANSPORT
-def test_asynchronous_workers_do_not_wait_for_a_slow_one(ranks: Worlds) -> None:
-    ranks(3).run(do_not_wait)
-
-
-@in_world
-def push_at_once() -> None:
+@on_ranks(4)
+def test_no_update_is_lost() -> None:
     """Push at once, where two updates of a value at the same time would lose one of them."""
     kv = hvd.KVStore("dist_async", servers=[0])
     out, pushes = torch.zeros(20000), 100
@@ -439,13 +406,8 @@ def push_at_once() -> None:
     kv.close()
 
 
-@ON_EVERY_TRANSPORT
-def test_no_update_is_lost(ranks: Worlds) -> None:
-    ranks(4).run(push_at_once)
-
-
-@in_world
-def finish_unevenly() -> None:
+@on_ranks(3)
+def test_who_is_done_is_waited_for_no_more() -> None:
     """End on one rank earlier: it is waited for no more, but what it has pushed before the others counts in its round."""
     kv = hvd.KVStore("dist_sync", servers=[0])
     rank, out = hvd.rank(), torch.zeros(2)
@@ -462,11 +424,8 @@ def finish_unevenly() -> None:
         kv.push("w", torch.zeros(2))
 
 
-def test_who_is_done_is_waited_for_no_more(ranks: Worlds) -> None:
-    ranks(3).run(finish_unevenly)
-
-
-def stand_alone() -> None:
+@on_ranks(1, initialized=False)
+def test_a_local_store_needs_no_world() -> None:
     """Use a store without init(), as MXNet's example programs begin."""
     for type in hvd.kvstore.TYPES[:2]:
         kv = hvd.kvstore.create(type)
@@ -493,10 +452,6 @@ def stand_alone() -> None:
         hvd.kvstore.create("dist_sync")
 
 
-def test_a_local_store_needs_no_world(ranks: Worlds) -> None:
-    ranks(1).run(stand_alone)
-
-
 class Broken(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         raise ArithmeticError("no step today")
@@ -508,8 +463,8 @@ def only_of_vectors(tensors: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(tensors, lr=1.0)
 
 
-@in_world
-def refuse() -> None:
+@on_ranks(2)
+def test_what_cannot_be_meant_is_refused() -> None:
     rank = hvd.rank()
     for make, said in (
         (lambda: hvd.KVStore("dist"), "type must be one of 'local', 'device', 'dist_sync'"),  # type: ignore[arg-type]
@@ -608,10 +563,6 @@ def refuse() -> None:
     hvd.barrier()
     kv.close()
     floating.close()
-
-
-def test_what_cannot_be_meant_is_refused(ranks: Worlds) -> None:
-    ranks(2).run(refuse)
 
 
 def wait_in_vain() -> None:

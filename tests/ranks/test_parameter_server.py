@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import gradwire as hvd
 from gradwire.collectives import CollectiveError, PeerLost
-from tests.harness import ON_EVERY_TRANSPORT, World, Worlds, meet
-from tests.ranks.training import assert_close, assert_same_on_all_ranks, copies, in_world, loss_of
+from tests.harness import ON_EVERY_TRANSPORT, World, meet
+from tests.ranks.training import assert_close, assert_same_on_all_ranks, copies, loss_of, on_ranks
 from tests.soak.ranks import leave
 
 STEPS = 6
@@ -72,8 +72,10 @@ def simulated(ranks: Iterable[int], decay: float = 1.0) -> list[Tensor]:
     return copies(model.parameters())
 
 
-@in_world
-def train_synchronously(servers: list[int] | None) -> None:
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize(("size", "servers"), [(1, None), (2, None), (3, None), (3, [2]), (4, [0, 3])])
+@on_ranks()
+def test_with_all_ranks_as_quorum_it_is_the_average(servers: list[int] | None) -> None:
     model = model_of()
     optimizer = hvd.ParameterServer(adam_of(model), model.named_parameters(), servers=servers)
     train(model, optimizer, range(STEPS), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
@@ -94,14 +96,8 @@ def train_synchronously(servers: list[int] | None) -> None:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gradwire-server")]
 
 
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize(("size", "servers"), [(1, None), (2, None), (3, None), (3, [2]), (4, [0, 3])])
-def test_with_all_ranks_as_quorum_it_is_the_average(ranks: Worlds, size: int, servers: list[int] | None) -> None:
-    ranks(size).run(train_synchronously, servers)
-
-
-@in_world
-def train_with_other_servers() -> None:
+@on_ranks(3)
+def test_with_all_ranks_as_quorum_the_bits_are_the_same_whoever_serves() -> None:
     found: list[list[Tensor]] = []
     for servers in (None, None, [1], [0, 2]):
         model = model_of()
@@ -113,12 +109,8 @@ def train_with_other_servers() -> None:
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
 
 
-def test_with_all_ranks_as_quorum_the_bits_are_the_same_whoever_serves(ranks: Worlds) -> None:
-    ranks(3).run(train_with_other_servers)
-
-
-@in_world
-def resume() -> None:
+@on_ranks(2)
+def test_a_checkpoint_goes_on_bit_for_bit() -> None:
     def made() -> tuple[nn.Module, hvd.ParameterServer]:
         model = model_of()
         return model, hvd.ParameterServer(adam_of(model))
@@ -153,12 +145,8 @@ def resume() -> None:
     resumed.close()
 
 
-def test_a_checkpoint_goes_on_bit_for_bit(ranks: Worlds) -> None:
-    ranks(2).run(resume)
-
-
-@in_world
-def change_before_the_first_step() -> None:
+@on_ranks(2)
+def test_parameters_that_change_before_the_first_step_are_refused() -> None:
     model = model_of()
     optimizer = hvd.ParameterServer(sgd_of(model), model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # which changes nothing
@@ -180,12 +168,8 @@ def change_before_the_first_step() -> None:
     optimizer.close()
 
 
-def test_parameters_that_change_before_the_first_step_are_refused(ranks: Worlds) -> None:
-    ranks(2).run(change_before_the_first_step)
-
-
-@in_world
-def thaw() -> None:
+@on_ranks(2)
+def test_a_parameter_that_is_thawed_later_is_refused() -> None:
     model = model_of()
     model[0].requires_grad_(False)
     optimizer = hvd.ParameterServer(sgd_of(model), model.named_parameters())
@@ -198,12 +182,10 @@ def thaw() -> None:
     optimizer.close()
 
 
-def test_a_parameter_that_is_thawed_later_is_refused(ranks: Worlds) -> None:
-    ranks(2).run(thaw)
-
-
-@in_world
-def go_on_without_the_slow(late: str) -> None:
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("late", ["weight", "drop", "next"])
+@on_ranks(4)
+def test_three_of_four_go_on_and_what_is_late_is_counted(late: str) -> None:
     """Begin the last rank's second step only when the others have made three more, so that it is three versions late."""
     model = model_of()
     optimizer = hvd.ParameterServer(sgd_of(model), quorum=3, late=late, servers=[0])
@@ -232,13 +214,9 @@ def go_on_without_the_slow(late: str) -> None:
 
 
 @ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("late", ["weight", "drop", "next"])
-def test_three_of_four_go_on_and_what_is_late_is_counted(ranks: Worlds, late: str) -> None:
-    ranks(4).run(go_on_without_the_slow, late)
-
-
-@in_world
-def train_asynchronously(staleness: int | None) -> None:
+@pytest.mark.parametrize("staleness", [None, 0, 2])
+@on_ranks(3)
+def test_asynchronous_training_keeps_to_the_bound(staleness: int | None) -> None:
     """Train where every version is a contribution, so that the version says how far all ranks together are."""
     steps = 30
     model = model_of()
@@ -263,14 +241,8 @@ def train_asynchronously(staleness: int | None) -> None:
     optimizer.close()
 
 
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("staleness", [None, 0, 2])
-def test_asynchronous_training_keeps_to_the_bound(ranks: Worlds, staleness: int | None) -> None:
-    ranks(3).run(train_asynchronously, staleness)
-
-
-@in_world
-def finish_unevenly() -> None:
+@on_ranks(3)
+def test_who_is_done_is_waited_for_no_more() -> None:
     """End at different steps: ranks that are done are waited for no more, but those that serve go on to do so."""
     model = model_of()
     optimizer = hvd.ParameterServer(sgd_of(model), servers=[0])
@@ -279,17 +251,14 @@ def finish_unevenly() -> None:
     optimizer.close()
 
 
-def test_who_is_done_is_waited_for_no_more(ranks: Worlds) -> None:
-    ranks(3).run(finish_unevenly)
-
-
 class Broken(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         raise ArithmeticError("no step today")
 
 
-@in_world
-def fail_at_the_server() -> None:
+@ON_EVERY_TRANSPORT
+@on_ranks(3)
+def test_an_optimizer_that_raises_at_the_server_is_told_to_all() -> None:
     model = model_of()
     optimizer = hvd.ParameterServer(Broken(model.parameters(), lr=0.1), servers=[0])
     before = copies(model.parameters())
@@ -300,17 +269,12 @@ def fail_at_the_server() -> None:
     optimizer.close()
 
 
-@ON_EVERY_TRANSPORT
-def test_an_optimizer_that_raises_at_the_server_is_told_to_all(ranks: Worlds) -> None:
-    ranks(3).run(fail_at_the_server)
-
-
 def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-@in_world
-def interrupt() -> None:
+@on_ranks(1)
+def test_after_an_interrupted_step_nothing_goes_on() -> None:
     model = model_of()
     optimizer = hvd.ParameterServer(sgd_of(model))
     train(model, optimizer, range(1))
@@ -326,12 +290,9 @@ def interrupt() -> None:
     optimizer.close()
 
 
-def test_after_an_interrupted_step_nothing_goes_on(ranks: Worlds) -> None:
-    ranks(1).run(interrupt)
-
-
-@in_world
-def close_with_an_answer_due() -> None:
+@ON_EVERY_TRANSPORT
+@on_ranks(2)
+def test_an_answer_that_is_due_is_not_waited_for_beyond_the_deadline() -> None:
     """Close on rank 1 with gradients pushed, to which rank 0 adds none."""
     optimizer = hvd.ParameterServer(sgd_of(model_of()), servers=[0])
     if hvd.rank() == 1:
@@ -345,13 +306,8 @@ def close_with_an_answer_due() -> None:
     optimizer.close()
 
 
-@ON_EVERY_TRANSPORT
-def test_an_answer_that_is_due_is_not_waited_for_beyond_the_deadline(ranks: Worlds) -> None:
-    ranks(2).run(close_with_an_answer_due)
-
-
-@in_world
-def refuse() -> None:
+@on_ranks(2)
+def test_what_cannot_be_meant_is_refused() -> None:
     model = model_of()
 
     def made(**options: Any) -> hvd.ParameterServer:
@@ -389,10 +345,6 @@ def refuse() -> None:
     with pytest.raises(ValueError, match="cannot be added"):
         optimizer.add_param_group({"params": []})
     optimizer.close()
-
-
-def test_what_cannot_be_meant_is_refused(ranks: Worlds) -> None:
-    ranks(2).run(refuse)
 
 
 def end_while_serving() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import gradwire as hvd
 from tests.harness import Worlds
-from tests.ranks.training import in_world
+from tests.ranks.training import in_world, on_ranks
 
 
 @in_world
@@ -108,8 +108,8 @@ def test_warm_up(ranks: Worlds) -> None:
         assert scaled == pytest.approx([0.05] * 9)
 
 
-@in_world
-def saved_schedule() -> None:
+@on_ranks(2)
+def test_a_warm_up_goes_on_from_a_checkpoint() -> None:
     weight = nn.Parameter(torch.ones(1))
     optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1)) for _ in range(2)]
     one, other = (hvd.WarmupLR(optimizer, 5) for optimizer in optimizers)
@@ -128,7 +128,3 @@ def saved_schedule() -> None:
             hvd.WarmupLR(optimizers[0], *arguments)
     for optimizer in optimizers:
         optimizer.close()
-
-
-def test_a_warm_up_goes_on_from_a_checkpoint(ranks: Worlds) -> None:
-    ranks(2).run(saved_schedule)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import gradwire as hvd
 from gradwire.trainer.gradients.compression import Compressor, Policy
 from gradwire.trainer.servers.pushed import Packing, Sender
-from tests.harness import ON_EVERY_TRANSPORT, Worlds
-from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, loss_of
+from tests.harness import ON_EVERY_TRANSPORT
+from tests.ranks.training import assert_same_on_all_ranks, copies, loss_of, on_ranks
 
 STEPS = 5
 CODECS = ["fp16", "int8", "topk", "randomk", hvd.ErrorFeedback("int4", warmup_steps=2)]
@@ -54,8 +54,10 @@ def simulated(size: int, compression: Compressor) -> list[Tensor]:
     return copies(parameters)
 
 
-@in_world
-def train_with(compression: Compressor) -> None:
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("compression", CODECS, ids=str)
+@on_ranks(2)
+def test_codes_are_what_one_process_makes_of_the_same_gradients(compression: Compressor) -> None:
     model = model_of()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     optimizer = hvd.ParameterServer(sgd, compression=compression, servers=[0])
@@ -66,14 +68,8 @@ def train_with(compression: Compressor) -> None:
     optimizer.close()
 
 
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("compression", CODECS, ids=str)
-def test_codes_are_what_one_process_makes_of_the_same_gradients(ranks: Worlds, compression: Compressor) -> None:
-    ranks(2).run(train_with, compression)
-
-
-@in_world
-def train_in_double_by_default() -> None:
+@on_ranks(2)
+def test_codes_are_of_float32_whatever_the_default_is() -> None:
     model = model_of()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     torch.set_default_dtype(torch.float64)
@@ -90,12 +86,9 @@ def train_in_double_by_default() -> None:
     assert_same_on_all_ranks(model.parameters())
 
 
-def test_codes_are_of_float32_whatever_the_default_is(ranks: Worlds) -> None:
-    ranks(2).run(train_in_double_by_default)
-
-
-@in_world
-def resume(compression: Compressor) -> None:
+@pytest.mark.parametrize("compression", ["topk", "randomk"])
+@on_ranks(2)
+def test_a_checkpoint_has_what_encodings_have_lost(compression: Compressor) -> None:
     def made() -> tuple[nn.Module, hvd.ParameterServer]:
         model = model_of()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
@@ -117,19 +110,10 @@ def resume(compression: Compressor) -> None:
     resumed.close()
 
 
-@pytest.mark.parametrize("compression", ["topk", "randomk"])
-def test_a_checkpoint_has_what_encodings_have_lost(ranks: Worlds, compression: str) -> None:
-    ranks(2).run(resume, compression)
-
-
-@in_world
-def refuse() -> None:
+@on_ranks(2)
+def test_what_cannot_ride_is_refused() -> None:
     sgd = torch.optim.SGD(model_of().parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"compression='powersgd' compresses sums over all ranks, .* codec of buffers"):
         hvd.ParameterServer(sgd, compression="powersgd")
     with pytest.raises(ValueError, match=r"compression is .* on rank 0; .* on rank 1"):
         hvd.ParameterServer(sgd, compression="int8" if hvd.rank() else "topk")
-
-
-def test_what_cannot_ride_is_refused(ranks: Worlds) -> None:
-    ranks(2).run(refuse)

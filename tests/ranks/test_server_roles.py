@@ -12,15 +12,17 @@ import torch
 
 import gradwire as hvd
 from gradwire.collectives import CollectiveError, Communicator, PeerLost
-from tests.harness import ON_EVERY_TRANSPORT, World, Worlds, meet
+from tests.harness import ON_EVERY_TRANSPORT, World, meet
 from tests.ranks.test_parameter_server import STEPS, adam_of, interrupted, model_of, sgd_of, simulated, train
-from tests.ranks.training import assert_close, assert_same_on_all_ranks, in_world
+from tests.ranks.training import assert_close, assert_same_on_all_ranks, on_ranks
 
 GROUPS = ([0, 1], [2, 3])
 
 
-@in_world
-def serve_only(servers: list[int] | None) -> None:
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("servers", [None, [0, 2]])
+@on_ranks(4)
+def test_a_rank_may_serve_only(servers: list[int] | None) -> None:
     model = model_of()
     optimizer = hvd.ParameterServer(adam_of(model), model.named_parameters(), workers=[1, 3, 2], servers=servers)
     if hvd.rank() == 0:
@@ -42,14 +44,8 @@ def serve_only(servers: list[int] | None) -> None:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gradwire-server")]
 
 
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("servers", [None, [0, 2]])
-def test_a_rank_may_serve_only(ranks: Worlds, servers: list[int] | None) -> None:
-    ranks(4).run(serve_only, servers)
-
-
-@in_world
-def serve_nothing() -> None:
+@on_ranks(3)
+def test_a_server_that_gets_no_parameters() -> None:
     """Train with one parameter and two servers, of which the second gets nothing to serve."""
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = hvd.ParameterServer(torch.optim.SGD([parameter], lr=1.0), workers=[2])
@@ -66,12 +62,8 @@ def serve_nothing() -> None:
     optimizer.close()
 
 
-def test_a_server_that_gets_no_parameters(ranks: Worlds) -> None:
-    ranks(3).run(serve_nothing)
-
-
-@in_world
-def change_before_serving() -> None:
+@on_ranks(2)
+def test_parameters_that_change_before_they_are_served_are_refused() -> None:
     model = model_of()
     optimizer = hvd.ParameterServer(sgd_of(model), workers=[1])
     if hvd.rank() == 0:
@@ -81,12 +73,9 @@ def change_before_serving() -> None:
     optimizer.close()
 
 
-def test_parameters_that_change_before_they_are_served_are_refused(ranks: Worlds) -> None:
-    ranks(2).run(change_before_serving)
-
-
-@in_world
-def fail_at_a_message(place: str) -> None:
+@pytest.mark.parametrize("place", ["decode", "empty"])
+@on_ranks(2)
+def test_a_server_that_fails_at_a_message_leaves_nobody_waiting(place: str) -> None:
     """Fail at the server, which has no room for what rank 1 pushes, or cannot make gradients of it."""
     optimizer = hvd.ParameterServer(sgd_of(model_of()), workers=[1])
 
@@ -105,13 +94,8 @@ def fail_at_a_message(place: str) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("place", ["decode", "empty"])
-def test_a_server_that_fails_at_a_message_leaves_nobody_waiting(ranks: Worlds, place: str) -> None:
-    ranks(2).run(fail_at_a_message, place)
-
-
-@in_world
-def refuse() -> None:
+@on_ranks(4)
+def test_what_does_not_fit_together_is_refused() -> None:
     def made(**options: object) -> None:
         hvd.ParameterServer(sgd_of(model_of()), **options)  # type: ignore[arg-type]
 
@@ -134,12 +118,10 @@ def refuse() -> None:
         made(inner=None if hvd.rank() == 3 else everyone)
 
 
-def test_what_does_not_fit_together_is_refused(ranks: Worlds) -> None:
-    ranks(4).run(refuse)
-
-
-@in_world
-def average_in_groups(quorum: int) -> None:
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("quorum", [2, 1])
+@on_ranks(4)
+def test_groups_average_and_meet_at_the_server(quorum: int) -> None:
     mine = [hvd.add_process_set(group) for group in GROUPS][hvd.rank() // 2]
     model = model_of()
     optimizer = hvd.ParameterServer(adam_of(model), model.named_parameters(), inner=mine, quorum=quorum)
@@ -163,14 +145,8 @@ def average_in_groups(quorum: int) -> None:
     optimizer.close()
 
 
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("quorum", [2, 1])
-def test_groups_average_and_meet_at_the_server(ranks: Worlds, quorum: int) -> None:
-    ranks(4).run(average_in_groups, quorum)
-
-
-@in_world
-def interrupt_a_group() -> None:
+@on_ranks(2)
+def test_a_group_is_told_that_its_first_rank_was_interrupted() -> None:
     optimizer = hvd.ParameterServer(sgd_of(model_of()), inner=hvd.global_process_set)
     if hvd.rank() == 0:
         member: Any = optimizer._worker
@@ -182,10 +158,6 @@ def interrupt_a_group() -> None:
             optimizer.step()
     hvd.barrier()
     optimizer.close()
-
-
-def test_a_group_is_told_that_its_first_rank_was_interrupted(ranks: Worlds) -> None:
-    ranks(2).run(interrupt_a_group)
 
 
 def lose_one_of_a_group(dies: int, quorum: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import gradwire as hvd
 from tests.harness import Worlds
-from tests.ranks.training import assert_same_on_all_ranks, in_world
+from tests.ranks.training import assert_same_on_all_ranks, in_world, on_ranks
 
 
 @in_world
@@ -27,7 +27,8 @@ def rows_of(rank: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.sparse_coo_tensor(indices, numbers.to(dtype), (10, 3))
 
 
-def same_as_dense() -> None:
+@on_ranks(1, 2, 4)
+def test_sparse_allreduce_is_that_of_the_dense_tensors() -> None:
     size = hvd.size()
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64):
         everyones = torch.stack([rows_of(rank, dtype).to_dense() for rank in range(size)]).double().sum(0)
@@ -46,11 +47,6 @@ def same_as_dense() -> None:
             assert result.indices()[0].tolist() == sorted(touched), "no row that none has touched"
             assert_same_on_all_ranks([result.values().view(torch.uint8), result.indices()])
             assert torch.equal(given.to_dense(), rows_of(hvd.rank(), dtype).to_dense()), "not in place"
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_sparse_allreduce_is_that_of_the_dense_tensors(ranks: Worlds, size: int) -> None:
-    ranks(size).run(run, same_as_dense)
 
 
 def other_shapes() -> None:

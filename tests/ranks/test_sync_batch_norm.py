@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 import gradwire as hvd
 from tests.harness import Worlds
-from tests.ranks.training import STEPS, assert_close, assert_same_on_all_ranks, batch, in_world, loss_of, share
+from tests.ranks.training import (
+    STEPS,
+    assert_close,
+    assert_same_on_all_ranks,
+    batch,
+    in_world,
+    loss_of,
+    on_ranks,
+    share,
+)
 
 CASES: list[tuple[Callable[..., nn.Module], tuple[int, ...], dict[str, Any]]] = [
     (nn.BatchNorm1d, (4,), {}),
@@ -30,8 +39,17 @@ def run(layer: nn.Module, inputs: Tensor, weights: Tensor) -> tuple[list[Tensor]
     return [output.detach(), inputs.grad], [p.grad for p in layer.parameters() if p.grad is not None]
 
 
-@in_world
-def as_one_batch(dtype: torch.dtype, split: list[int], members: list[int] | None) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "split", "members"),
+    [
+        (torch.float32, [1, 8, 2], None),
+        (torch.float64, [1, 8, 2], None),
+        (torch.float64, [5, 0, 6], None),
+        (torch.float64, [3, 4], [0, 2]),
+    ],
+)
+@on_ranks(3)
+def test_as_one_batch(dtype: torch.dtype, split: list[int], members: list[int] | None) -> None:
     """split: how many of the samples are each member's."""
     process_set = None if members is None else torch.distributed.new_group(members)
     rank = hvd.rank() if members is None else members.index(hvd.rank()) if hvd.rank() in members else None
@@ -61,19 +79,6 @@ def as_one_batch(dtype: torch.dtype, split: list[int], members: list[int] | None
                 assert_close(layer.buffers(), whole.buffers(), **tolerance)
             elif inputs[mine].numel():  # torch's own layer, with statistics of its own where none were tracked
                 assert_close(found, run(whole, inputs[mine], weights[mine])[0], **tolerance)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "split", "members"),
-    [
-        (torch.float32, [1, 8, 2], None),
-        (torch.float64, [1, 8, 2], None),
-        (torch.float64, [5, 0, 6], None),
-        (torch.float64, [3, 4], [0, 2]),
-    ],
-)
-def test_as_one_batch(ranks: Worlds, dtype: torch.dtype, split: list[int], members: list[int] | None) -> None:
-    ranks(3).run(as_one_batch, dtype, split, members)
 
 
 def network() -> nn.Sequential:
@@ -113,8 +118,8 @@ def test_a_model_trains_as_on_one_process(ranks: Worlds) -> None:
         assert_close(state, model.state_dict().values(), rtol=1e-4, atol=1e-5)
 
 
-@in_world
-def refusals() -> None:
+@on_ranks(2)
+def test_refusals() -> None:
     layer = hvd.SyncBatchNorm(4)
     for wrong in (torch.zeros(4), torch.zeros(2, 3)):
         with pytest.raises(
@@ -125,17 +130,9 @@ def refusals() -> None:
         layer(torch.zeros(1 - hvd.rank(), 4))
 
 
-def test_refusals(ranks: Worlds) -> None:
-    ranks(2).run(refusals)
-
-
-@in_world
-def copied() -> None:
+@on_ranks(2)
+def test_a_copy_works_as_the_layer_does() -> None:
     model = hvd.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
     twin = copy.deepcopy(model)
     inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(hvd.rank()))
     assert torch.equal(model(inputs), twin(inputs))
-
-
-def test_a_copy_works_as_the_layer_does(ranks: Worlds) -> None:
-    ranks(2).run(copied)

@@ -18,6 +18,7 @@ from tests.ranks.training import (
     copies,
     in_world,
     loss_of,
+    on_ranks,
     perceptron,
     share,
 )
@@ -187,7 +188,9 @@ def test_more_calls_of_backward_accumulate_onto_the_average(ranks: Worlds) -> No
     check(ranks, backward_again, lambda rank: [0.5, 2.0, 3.0])
 
 
-def sum_again(step: bool) -> None:
+@pytest.mark.parametrize("step", [False, True])
+@on_ranks(2)
+def test_more_calls_of_backward_are_refused_when_summing(step: bool) -> None:
     model = Scale(op=hvd.Sum)
     model.push(1)
     if step:
@@ -196,11 +199,6 @@ def sum_again(step: bool) -> None:
         RuntimeError, match=r"a gradient of 'weight' was accumulated onto one already summed.*zero_grad"
     ):
         model.push(1)
-
-
-@pytest.mark.parametrize("step", [False, True])
-def test_more_calls_of_backward_are_refused_when_summing(ranks: Worlds, step: bool) -> None:
-    ranks(2).run(run, sum_again, step)
 
 
 def sums() -> list[float | None]:
@@ -288,14 +286,11 @@ def test_autograd_grad_is_untouched(ranks: Worlds) -> None:
     check(ranks, partial_derivatives, lambda rank: [None, 1.0])
 
 
-def create_graph() -> None:
+@on_ranks(2)
+def test_create_graph_is_refused() -> None:
     model = Scale()
     with pytest.raises(RuntimeError, match=r"the gradient of 'weight' requires a gradient itself.*autograd\.grad"):
         (model.weight**2).sum().backward(create_graph=True)
-
-
-def test_create_graph_is_refused(ranks: Worlds) -> None:
-    ranks(2).run(run, create_graph)
 
 
 def train_checkpointed(

@@ -18,6 +18,7 @@ from tests.ranks.training import (
     copies,
     in_world,
     loss_of,
+    on_ranks,
     perceptron,
     share,
 )
@@ -193,8 +194,8 @@ def test_adasum_combines_what_the_steps_of_all_ranks_change(ranks: Worlds, size:
             torch.testing.assert_close(first[count + place], first[place] + change.float(), **tolerance)
 
 
-@in_world
-def three_by_adasum() -> None:
+@on_ranks(3)
+def test_adasum_of_any_number_of_ranks() -> None:
     model = perceptron()
     optimizer = hvd.DistributedOptimizer(momentum(model), op=hvd.Adasum)
 
@@ -213,17 +214,14 @@ def three_by_adasum() -> None:
             hvd.DistributedOptimizer(momentum(model), op=hvd.Adasum, **options)
 
 
-def test_adasum_of_any_number_of_ranks(ranks: Worlds) -> None:
-    ranks(3).run(three_by_adasum)
-
-
 def wide(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 1))
 
 
-@in_world
-def two_chains(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["powersgd", "sparse"])
+@on_ranks(3)
+def test_two_optimizers_whose_exchanges_take_several_operations(kind: str) -> None:
     """One backward() reaches two optimizers, on odd ranks in the other order; then, on rank 0 alone, the second not."""
     odd = hvd.rank() % 2
     models: list[nn.Module] = [wide(1), wide(2)]
@@ -256,8 +254,3 @@ def two_chains(kind: str) -> None:
             assert_same_on_all_ranks(model.parameters())
     for optimizer in optimizers:
         optimizer.close()
-
-
-@pytest.mark.parametrize("kind", ["powersgd", "sparse"])
-def test_two_optimizers_whose_exchanges_take_several_operations(ranks: Worlds, kind: str) -> None:
-    ranks(3).run(two_chains, kind)

@@ -15,16 +15,15 @@ from gradwire.trainer.gradients.compression import Compressor
 from gradwire.trainer.gradients.saved import KEY
 from tests.harness import Worlds
 from tests.ranks.ladder import HEIGHT, REMEMBERING, Ladder, optimizer_of, owed, train
-from tests.ranks.training import assert_same_on_all_ranks, copies, in_world
+from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, on_ranks
 
 
-@in_world
-def saves_midway(compression: Compressor) -> None:
+@pytest.mark.parametrize("name", ["onebit", "powersgd"])
+@on_ranks(2)
+def test_nothing_is_saved_while_gradients_are_exchanged(name: Compressor) -> None:
     """A backward that fails when its first bucket is under way: nothing can be saved or loaded before it is caught up with."""
     first, last = (nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([first, last], lr=1.0), compression=compression, bucket_bytes=1
-    )
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, last], lr=1.0), compression=name, bucket_bytes=1)
     before = optimizer.state_dict()
 
     def fail(gradient: Tensor) -> None:
@@ -42,11 +41,6 @@ def saves_midway(compression: Compressor) -> None:
     optimizer.zero_grad()
     assert optimizer.state_dict()["gradwire"]["step"] == 1
     optimizer.close()
-
-
-@pytest.mark.parametrize("name", ["onebit", "powersgd"])
-def test_nothing_is_saved_while_gradients_are_exchanged(ranks: Worlds, name: str) -> None:
-    ranks(2).run(saves_midway, name)
 
 
 def as_bytes(state: dict[str, Any]) -> bytes:
@@ -100,8 +94,8 @@ def test_a_loaded_state_continues_bit_for_bit(ranks: Worlds, name: str, stop: in
     ranks(2).run(resume, REMEMBERING.get(name, name), stop)
 
 
-@in_world
-def resume_frozen() -> None:
+@on_ranks(2)
+def test_a_frozen_parameter_keeps_its_claim() -> None:
     """What a frozen parameter is owed is in the checkpoint too."""
     runs = []
     for stopped in (False, True):
@@ -122,10 +116,6 @@ def resume_frozen() -> None:
         runs.append(copies(model.parameters()))
         optimizer.close()
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-def test_a_frozen_parameter_keeps_its_claim(ranks: Worlds) -> None:
-    ranks(2).run(resume_frozen)
 
 
 @in_world
@@ -352,8 +342,8 @@ def test_a_damaged_part_is_refused_everywhere(ranks: Worlds, tmp_path: Path, nam
             ranks(2).run(load_damaged, tmp_path, "topk", name, also_here)
 
 
-@in_world
-def load_what_the_optimizer_refuses() -> None:
+@on_ranks(2)
+def test_nothing_is_loaded_where_one_optimizer_refuses() -> None:
     """The state of the wrapped optimizer of one rank is damaged: nothing is loaded on any."""
     model = Ladder()
     optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters()), compression="onebit")
@@ -372,10 +362,6 @@ def load_what_the_optimizer_refuses() -> None:
     train(model, optimizer, range(2))
     assert_same_on_all_ranks(model.parameters())
     optimizer.close()
-
-
-def test_nothing_is_loaded_where_one_optimizer_refuses(ranks: Worlds) -> None:
-    ranks(2).run(load_what_the_optimizer_refuses)
 
 
 @in_world
@@ -416,8 +402,8 @@ def test_without_codecs_what_is_owed_is_lost_with_a_warning(ranks: Worlds, tmp_p
     assert [warned for _, warned in ranks(2).run(load_with_another_codec, tmp_path, codec)] == [[], []]
 
 
-@in_world
-def share_optimizer_state() -> None:
+@on_ranks(2)
+def test_broadcast_optimizer_state() -> None:
     model = Ladder()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1 * (1 + hvd.rank()), momentum=0.9), compression="onebit"
@@ -426,7 +412,3 @@ def share_optimizer_state() -> None:
     hvd.broadcast_optimizer_state(optimizer, root_rank=1)
     assert optimizer.param_groups[0]["lr"] == 0.2
     optimizer.close()
-
-
-def test_broadcast_optimizer_state(ranks: Worlds) -> None:
-    ranks(2).run(share_optimizer_state)

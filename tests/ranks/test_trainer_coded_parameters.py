@@ -14,7 +14,7 @@ from gradwire.collectives.compression import Int8
 from gradwire.trainer.gradients.saved import SHARDS
 from tests.harness import ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.test_trainer_sharded_states import Network, assert_equal, exchanged_by, train, wrapped
-from tests.ranks.training import assert_same_on_all_ranks, in_world
+from tests.ranks.training import assert_same_on_all_ranks, in_world, on_ranks
 
 STEPS = 6
 
@@ -94,8 +94,17 @@ def test_what_codes_lose_stays_with_the_piece(ranks: Worlds, compression: Any, r
             assert size == 1 or ratio < fewer < 2, "gradients travel as they are, which is half of all bytes"
 
 
-@in_world
-def train_both_ways(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": "int8", "parameter_compression": "int8"},
+        {"compression": "topk", "parameter_compression": hvd.ErrorFeedback("onebit", warmup_steps=2)},
+        {"parameter_compression": "bf16", "backward_passes_per_step": 1},
+    ],
+    ids=str,
+)
+@on_ranks(3)
+def test_replicas_are_equal_whatever_is_frozen_meanwhile(options: dict[str, Any]) -> None:
     with exchanged_by("auto") as communicator:
         model = Network()
         optimizer = wrapped(model, communicator, "adamw foreach", shard=True, **options)
@@ -110,19 +119,6 @@ def train_both_ways(options: dict[str, Any]) -> None:
         assert all(parameter.isfinite().all() for parameter in model.parameters())
         assert not torch.equal(before[0], next(model.parameters()))
         optimizer.close()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"compression": "int8", "parameter_compression": "int8"},
-        {"compression": "topk", "parameter_compression": hvd.ErrorFeedback("onebit", warmup_steps=2)},
-        {"parameter_compression": "bf16", "backward_passes_per_step": 1},
-    ],
-    ids=str,
-)
-def test_replicas_are_equal_whatever_is_frozen_meanwhile(ranks: Worlds, options: dict[str, Any]) -> None:
-    ranks(3).run(train_both_ways, options)
 
 
 OPTIONS: dict[str, Any] = {"compression": "int8", "parameter_compression": Int8(stochastic=True)}
@@ -182,8 +178,8 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_elsewhere_with_all_that_is_owed(ra
         ranks(now).run(go_on_elsewhere, tmp_path, 3)
 
 
-@in_world
-def refuse() -> None:
+@on_ranks(2)
+def test_what_cannot_be_meant_is_refused() -> None:
     model = nn.Linear(4, 4)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     for options, words in (
@@ -201,7 +197,3 @@ def refuse() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             hvd.DistributedOptimizer(sgd, **options)
-
-
-def test_what_cannot_be_meant_is_refused(ranks: Worlds) -> None:
-    ranks(2).run(refuse)

@@ -18,7 +18,7 @@ from gradwire.trainer.gradients.compression import NAMES, Compressor, ErrorFeedb
 from tests.harness import Worlds
 from tests.ranks.exact import on_host
 from tests.ranks.ladder import HEIGHT, REMEMBERING, Ladder, encoded, loss_at, optimizer_of, owed, train
-from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, spy
+from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, on_ranks, spy
 from tests.shot_model import ShotModel
 
 CODECS = [name for name in NAMES if name not in ("none", "fp16", "bf16")]
@@ -55,8 +55,8 @@ def test_replicas_stay_equal(ranks: Worlds, world: int, name: str) -> None:
         assert losses[-1] < 2 * losses[0]  # each of other data
 
 
-@in_world
-def same_as_model() -> None:
+@on_ranks(3)
+def test_int8_equals_its_model() -> None:
     """Every step, compare all gradients with what the model makes of the gradients of all ranks."""
     model, twin = Ladder(), Ladder()
     optimizer = optimizer_of(model, "int8")
@@ -86,10 +86,6 @@ def same_as_model() -> None:
         assert compared == 2 * HEIGHT
         optimizer.step()
     optimizer.close()
-
-
-def test_int8_equals_its_model(ranks: Worlds) -> None:
-    ranks(3).run(same_as_model)
 
 
 class Weights(nn.Module):
@@ -153,11 +149,6 @@ def conserve(compression: Compressor, op: str, predivide: float) -> None:
 
 
 @in_world
-def conserve_here(name: str, op: str, predivide: float) -> None:
-    conserve(REMEMBERING[name], op, predivide)
-
-
-@in_world
 def conserve_on_hosts(host_of: str, name: str, op: str) -> None:
     conserve(REMEMBERING[name], op, 1.0)
 
@@ -169,8 +160,9 @@ def conserve_on(host_of: str, name: str, op: str) -> None:
 
 @pytest.mark.parametrize(("op", "predivide"), [(hvd.Average, 1.0), (hvd.Average, 4.0), (hvd.Sum, 1.0)])
 @pytest.mark.parametrize("name", CONSERVING)
-def test_nothing_is_lost(ranks: Worlds, name: str, op: str, predivide: float) -> None:
-    ranks(2).run(conserve_here, name, op, predivide)
+@on_ranks(2)
+def test_nothing_is_lost(name: str, op: str, predivide: float) -> None:
+    conserve(REMEMBERING[name], op, predivide)
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
@@ -181,8 +173,9 @@ def test_nothing_is_lost_between_hosts(ranks: Worlds, host_of: str, name: str, o
     ranks(len(host_of)).run(conserve_on, host_of, name, op)
 
 
-@in_world
-def memory_after_a_rebuild(compression: Compressor, name: str) -> None:
+@pytest.mark.parametrize(("compression", "name"), [(DGC(ratio=0.5), "momentum"), (PowerSGD(rank=2), "basis")])
+@on_ranks(2)
+def test_what_codecs_remember_goes_along(compression: Compressor, name: str) -> None:
     model = Weights()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression=compression)
     model(given(0, hvd.rank(), [0, 1, 2, 3])).backward()
@@ -196,13 +189,8 @@ def memory_after_a_rebuild(compression: Compressor, name: str) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize(("compression", "name"), [(DGC(ratio=0.5), "momentum"), (PowerSGD(rank=2), "basis")])
-def test_what_codecs_remember_goes_along(ranks: Worlds, compression: Compressor, name: str) -> None:
-    ranks(2).run(memory_after_a_rebuild, compression, name)
-
-
-@in_world
-def with_gaps() -> None:
+@on_ranks(2)
+def test_what_lies_between_parameters_stays_zero() -> None:
     """Against the model, whose numbers between parameters are zero in every step."""
     codec, numel, start = OneBit(), 65 * 65, 65 * 65 // 16 * 16 + 16
     weights = [nn.Parameter(torch.zeros(65, 65)) for _ in range(2)]
@@ -228,12 +216,8 @@ def with_gaps() -> None:
     optimizer.close()
 
 
-def test_what_lies_between_parameters_stays_zero(ranks: Worlds) -> None:
-    ranks(2).run(with_gaps)
-
-
-@in_world
-def absent_beside_nan() -> None:
+@on_ranks(2)
+def test_nan_is_never_owed() -> None:
     """A block of two parameters' numbers is NaN for the sake of one; the other, which no rank has reached, is still owed."""
     model = Weights()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression="onebit")
@@ -247,10 +231,6 @@ def absent_beside_nan() -> None:
         assert all(grad.isfinite().all() for grad in grads) == (step != 1)
     assert all(debt.isfinite().all() for debt in owed(optimizer).values())
     optimizer.close()
-
-
-def test_nan_is_never_owed(ranks: Worlds) -> None:
-    ranks(2).run(absent_beside_nan)
 
 
 @in_world
@@ -271,8 +251,8 @@ def test_every_bucket_is_rounded_in_its_own_way(ranks: Worlds) -> None:
     assert ranks(2).run(equal_gradients) == [False, False]
 
 
-@in_world
-def which_are_encoded() -> None:
+@on_ranks(2)
+def test_a_policy_by_name() -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict(
         {"embed": nn.Embedding(100, 64), "big": nn.Linear(64, 64), "small": nn.Linear(8, 8), "wide": nn.Linear(1, 5000)}
@@ -302,12 +282,8 @@ def which_are_encoded() -> None:
     optimizer.close()
 
 
-def test_a_policy_by_name(ranks: Worlds) -> None:
-    ranks(2).run(which_are_encoded)
-
-
-@in_world
-def what_small_ones_get() -> None:
+@on_ranks(2)
+def test_vectors_and_small_matrices_are_not_encoded() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 63))
     optimizer = optimizer_of(model, "onebit")
     torch.stack(
@@ -318,10 +294,6 @@ def what_small_ones_get() -> None:
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, exact) == (parameter.shape != (64, 64))
     optimizer.close()
-
-
-def test_vectors_and_small_matrices_are_not_encoded(ranks: Worlds) -> None:
-    ranks(2).run(what_small_ones_get)
 
 
 @in_world
@@ -386,8 +358,8 @@ def test_sums_of_powersgd_are_under_way_together(ranks: Worlds) -> None:
     assert ranks(2).run(order_of_sums) == [["sum", "first layer", "sum", "counts", "sum", "sum"]] * 2
 
 
-@in_world
-def second_sum_fails() -> None:
+@on_ranks(2)
+def test_a_second_sum_that_fails() -> None:
     """The error is backward's, and the optimizer can be closed."""
     weight = nn.Parameter(torch.zeros(64, 64))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=PowerSGD(rank=2))
@@ -406,15 +378,15 @@ def second_sum_fails() -> None:
     optimizer.close()
 
 
-def test_a_second_sum_that_fails(ranks: Worlds) -> None:
-    ranks(2).run(second_sum_fails)
-
-
-@in_world
-def spoil(compression: Compressor, value: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*((name, float("nan")) for name in CODECS), *((name, float("inf")) for name in ("int8", "topk"))],
+)
+@on_ranks(2)
+def test_what_is_not_finite_reaches_every_rank(name: Compressor, value: float) -> None:
     """A gradient that is not finite on rank 1: on all ranks the scaler skips the step, and all is well afterwards."""
     model = Ladder()
-    optimizer = optimizer_of(model, compression)
+    optimizer = optimizer_of(model, name)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     train(model, optimizer, range(2))
     before = copies(model.parameters())
@@ -438,14 +410,6 @@ def spoil(compression: Compressor, value: float) -> None:
     assert_same_on_all_ranks(model.parameters())
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     optimizer.close()
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [*((name, float("nan")) for name in CODECS), *((name, float("inf")) for name in ("int8", "topk"))],
-)
-def test_what_is_not_finite_reaches_every_rank(ranks: Worlds, name: str, value: float) -> None:
-    ranks(2).run(spoil, name, value)
 
 
 @in_world
@@ -488,12 +452,13 @@ def test_with_all_that_optimizers_can(ranks: Worlds, name: str) -> None:
     ranks(2).run(accumulate, Int8(block=64) if name == "int8" else PowerSGD(rank=32))
 
 
-@in_world
-def half_precision(compression: Compressor) -> None:
+@pytest.mark.parametrize("name", ["onebit", "powersgd"])
+@on_ranks(2)
+def test_other_dtypes(name: Compressor) -> None:
     """Gradients of 16 and 64 bits travel as float32's codes."""
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         model = Ladder().to(dtype)
-        optimizer = optimizer_of(model, compression)
+        optimizer = optimizer_of(model, name)
         for step in range(3):
             optimizer.zero_grad()
             torch.stack([((1 + hvd.rank() + step) * p * p.detach()).sum() for p in model.parameters()]).sum().backward()
@@ -503,13 +468,8 @@ def half_precision(compression: Compressor) -> None:
         optimizer.close()
 
 
-@pytest.mark.parametrize("name", ["onebit", "powersgd"])
-def test_other_dtypes(ranks: Worlds, name: str) -> None:
-    ranks(2).run(half_precision, name)
-
-
-@in_world
-def verbs() -> None:
+@on_ranks(2)
+def test_verbs_with_codecs() -> None:
     mine = torch.randn(5000, generator=torch.Generator().manual_seed(hvd.rank()), requires_grad=True)
     exact = hvd.allreduce(mine)
     rounded = hvd.allreduce(mine, compression=hvd.Compression.int8)
@@ -528,7 +488,3 @@ def verbs() -> None:
         hvd.allreduce(mine, compression=RandomK())
     with pytest.raises(ValueError, match="reducescatter has no codecs"):
         hvd.reducescatter(mine, compression=hvd.Compression.int8)
-
-
-def test_verbs_with_codecs(ranks: Worlds) -> None:
-    ranks(2).run(verbs)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import gradwire as hvd
 from gradwire.collectives import CollectiveError, Communicator, Mismatch
 from tests.harness import Worlds
-from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, loss_of, perceptron, share, spy
+from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, loss_of, on_ranks, perceptron, share, spy
 
 
 class Parallel(nn.Module):
@@ -103,8 +103,8 @@ def test_gradients_are_views_of_fused_buckets(ranks: Worlds) -> None:
 LATE_S = 0.1
 
 
-@in_world
-def waiting() -> None:
+@on_ranks(2)
+def test_time_spent_waiting_is_measured() -> None:
     """Rank 0 is still in backward, for LATE_S and more, when rank 1 begins to wait."""
     model = perceptron()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -132,10 +132,6 @@ def waiting() -> None:
     else:
         assert LATE_S < waited < took
     optimizer.close()
-
-
-def test_time_spent_waiting_is_measured(ranks: Worlds) -> None:
-    ranks(2).run(waiting)
 
 
 @in_world
@@ -196,8 +192,8 @@ def test_failures_surface_from_backward(ranks: Worlds) -> None:
         assert all("broken" in message for message in later)
 
 
-@in_world
-def out_of_step_at_first() -> None:
+@on_ranks(2)
+def test_training_goes_on_after_a_mismatch_before_data_moved() -> None:
     """Rank 1 does something else than rank 0 before anything is known: both say so, and training goes on."""
     model = perceptron()
     communicator = Communicator(timeout_s=20.0)
@@ -215,10 +211,6 @@ def out_of_step_at_first() -> None:
     assert all(torch.equal(other, mine) for other in everyones)
     optimizer.close()
     communicator.close()
-
-
-def test_training_goes_on_after_a_mismatch_before_data_moved(ranks: Worlds) -> None:
-    ranks(2).run(out_of_step_at_first)
 
 
 @in_world

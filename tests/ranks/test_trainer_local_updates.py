@@ -16,7 +16,7 @@ import gradwire as hvd
 from gradwire.collectives import ReplicasDiffer
 from tests.harness import ON_EVERY_TRANSPORT, Worlds, wide
 from tests.ranks.exact import on_host
-from tests.ranks.training import assert_same_on_all_ranks, in_world, loss_of
+from tests.ranks.training import assert_same_on_all_ranks, in_world, loss_of, on_ranks
 
 pytestmark = ON_EVERY_TRANSPORT
 
@@ -137,8 +137,8 @@ def test_steps_are_those_of_a_simulation(ranks: Worlds, case: str, size: int) ->
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
-@in_world
-def trained_as_usual_at_first() -> None:
+@on_ranks(2)
+def test_the_warm_up_is_synchronous_training() -> None:
     first, second = model_of(), model_of()
     local = wrapped(first, every=5, warmup_steps=STEPS)
     usual = hvd.DistributedOptimizer(
@@ -150,10 +150,6 @@ def trained_as_usual_at_first() -> None:
         assert torch.equal(one, other)
     local.close()
     usual.close()
-
-
-def test_the_warm_up_is_synchronous_training(ranks: Worlds) -> None:
-    ranks(2).run(trained_as_usual_at_first)
 
 
 def big_model() -> nn.Sequential:
@@ -337,8 +333,9 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-@in_world
-def load_what_is_damaged(codec: str) -> None:
+@pytest.mark.parametrize("codec", ["none", "onebit"])
+@on_ranks(2)
+def test_what_one_rank_cannot_load_no_rank_loads(codec: str) -> None:
     """Give one rank damaged states of an earlier step, and states to hand over that are of other steps; then train on as if
     nothing had happened."""
     models = [big_model(), big_model()]
@@ -365,13 +362,8 @@ def load_what_is_damaged(codec: str) -> None:
         assert torch.equal(one, twin)
 
 
-@pytest.mark.parametrize("codec", ["none", "onebit"])
-def test_what_one_rank_cannot_load_no_rank_loads(ranks: Worlds, codec: str) -> None:
-    ranks(2).run(load_what_is_damaged, codec)
-
-
-@in_world
-def waited() -> None:
+@on_ranks(2)
+def test_time_spent_waiting_is_not_forgotten() -> None:
     """Look at the time spent waiting after every step, and after a state has been loaded."""
     model = big_model()
     optimizer = big_wrapped(model, every=2, warmup_steps=WARMUP)
@@ -386,12 +378,8 @@ def waited() -> None:
     optimizer.close()
 
 
-def test_time_spent_waiting_is_not_forgotten(ranks: Worlds) -> None:
-    ranks(2).run(waited)
-
-
-@in_world
-def counted() -> None:
+@on_ranks(2)
+def test_a_report_counts_the_warm_up_and_the_steps_after_it() -> None:
     """Count bytes: as many go out for all gradients of a step as for all movements every fourth step."""
     model = model_of()
     optimizer = wrapped(model, every=4, warmup_steps=WARMUP)
@@ -417,12 +405,8 @@ def counted() -> None:
     optimizer.close()
 
 
-def test_a_report_counts_the_warm_up_and_the_steps_after_it(ranks: Worlds) -> None:
-    ranks(2).run(counted)
-
-
-@in_world
-def in_groups() -> None:
+@on_ranks(4)
+def test_groups_average_inside_and_meet_outside() -> None:
     """Average among two ranks in every step, and with the other two in every third."""
     groups = [torch.distributed.new_group(pair) for pair in ([0, 1], [2, 3])]
     mine = groups[hvd.rank() // 2]
@@ -443,12 +427,8 @@ def in_groups() -> None:
     optimizer.close()
 
 
-def test_groups_average_inside_and_meet_outside(ranks: Worlds) -> None:
-    ranks(4).run(in_groups)
-
-
-@in_world
-def refuse() -> None:
+@on_ranks(2)
+def test_what_cannot_be_meant_is_refused() -> None:
     model = model_of()
     other = model_of()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -474,12 +454,8 @@ def refuse() -> None:
         later.load_state_dict(optimizer.state_dict())
 
 
-def test_what_cannot_be_meant_is_refused(ranks: Worlds) -> None:
-    ranks(2).run(refuse)
-
-
-@in_world
-def diverge() -> None:
+@on_ranks(2)
+def test_replicas_that_start_unequal_are_told() -> None:
     """Begin elsewhere on one rank, so that its common parameters differ."""
     model = model_of(seed=hvd.rank())
     optimizer = wrapped(model, every=2)
@@ -487,12 +463,8 @@ def diverge() -> None:
         train(model, optimizer, range(STEPS))
 
 
-def test_replicas_that_start_unequal_are_told(ranks: Worlds) -> None:
-    ranks(2).run(diverge)
-
-
-@in_world
-def with_other_settings() -> None:
+@on_ranks(2)
+def test_ranks_with_other_settings_are_told() -> None:
     for name, values in {"every": (2, 3), "alpha": (0.25, 0.5), "codec": ("int8", "none")}.items():
         options = {"every": 2, name: values[hvd.rank()]}
         said = {"codec": "policy"}.get(name, name)  # a codec is the policy for all names
@@ -502,12 +474,8 @@ def with_other_settings() -> None:
             wrapped(model_of(), **options)
 
 
-def test_ranks_with_other_settings_are_told(ranks: Worlds) -> None:
-    ranks(2).run(with_other_settings)
-
-
-@in_world
-def on_some_ranks() -> None:
+@on_ranks(3)
+def test_a_rank_outside_of_the_set_trains_by_itself() -> None:
     pair = hvd.add_process_set([0, 2])
     model = model_of()
     optimizer = wrapped(model, every=2, process_set=pair)
@@ -517,7 +485,3 @@ def on_some_ranks() -> None:
     assert torch.equal(vectors[0], vectors[2])
     assert not torch.equal(vectors[0], vectors[1])
     optimizer.close()
-
-
-def test_a_rank_outside_of_the_set_trains_by_itself(ranks: Worlds) -> None:
-    ranks(3).run(on_some_ranks)

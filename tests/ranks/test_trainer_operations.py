@@ -13,7 +13,7 @@ import gradwire as hvd
 from gradwire.collectives import CollectiveTimeout, Communicator
 from gradwire.trainer.world.world import current_world
 from tests.harness import Worlds
-from tests.ranks.training import in_world
+from tests.ranks.training import in_world, on_ranks
 
 
 def own(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -40,7 +40,8 @@ def test_position(ranks: Worlds) -> None:
     assert ranks(3).run(run, position) == [[rank, 3, rank, 3, 0, 1] for rank in range(3)]
 
 
-def forgets() -> None:
+@on_ranks(2)
+def test_the_world_forgets_what_is_dropped() -> None:
     """A Communicator that its user has dropped leaves nothing behind in the world."""
     world = current_world()
     gc.collect()
@@ -51,27 +52,8 @@ def forgets() -> None:
     assert len(world._opened) <= before + 1
 
 
-def test_the_world_forgets_what_is_dropped(ranks: Worlds) -> None:
-    check(ranks, forgets, size=2)
-
-
-def initialized_again() -> None:
-    """init() is idempotent, and a torch.distributed that was there before survives shutdown()."""
-    hvd.init()
-    assert hvd.is_initialized()
-    hvd.shutdown()
-    hvd.shutdown()
-    assert not hvd.is_initialized()
-    with pytest.raises(RuntimeError, match=r"call hvd\.init\(\) first"):
-        hvd.rank()
-    total = torch.ones(1)
-    torch.distributed.all_reduce(total)
-    assert total == torch.distributed.get_world_size()
-    hvd.init()
-    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
-
-
-def deadlines() -> None:
+@on_ranks(2)
+def test_the_deadline_of_init_holds_for_all_operations() -> None:
     """Rank 0 stays away from what the others call, of the world's own Communicator and of an optimizer's."""
     hvd.shutdown()
     for wrong in (0, -1.0, float("nan"), float("inf")):
@@ -89,15 +71,55 @@ def deadlines() -> None:
     optimizer.close()
 
 
-def test_the_deadline_of_init_holds_for_all_operations(ranks: Worlds) -> None:
-    check(ranks, deadlines, size=2)
+@on_ranks(3)
+def test_init_and_shutdown() -> None:
+    """init() is idempotent, and a torch.distributed that was there before survives shutdown()."""
+    hvd.init()
+    assert hvd.is_initialized()
+    hvd.shutdown()
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    with pytest.raises(RuntimeError, match=r"call hvd\.init\(\) first"):
+        hvd.rank()
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    assert total == torch.distributed.get_world_size()
+    hvd.init()
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
 
 
-def test_init_and_shutdown(ranks: Worlds) -> None:
-    check(ranks, initialized_again)
+def first_mean(everyones: Tensor) -> Tensor:
+    return everyones.mean(0)
 
 
-def allreduces(op: str, expected: Callable[[Tensor], Tensor]) -> None:
+def total(everyones: Tensor) -> Tensor:
+    return everyones.sum(0)
+
+
+def smallest(everyones: Tensor) -> Tensor:
+    return everyones.amin(0)
+
+
+def largest(everyones: Tensor) -> Tensor:
+    return everyones.amax(0)
+
+
+def product(everyones: Tensor) -> Tensor:
+    return everyones.prod(0)
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (hvd.Average, first_mean),
+        (hvd.Sum, total),
+        (hvd.Min, smallest),
+        (hvd.Max, largest),
+        (hvd.Product, product),
+    ],
+)
+@on_ranks(1, 2, 3)
+def test_allreduce_and_reducescatter(op: str, expected: Callable[[Tensor], Tensor]) -> None:
     everyones = torch.stack([torch.arange(1.0, 7.0).view(2, 3) * (rank + 1) for rank in range(hvd.size())])
     wanted = expected(everyones)
     given = own(2, 3)
@@ -124,42 +146,8 @@ def allreduces(op: str, expected: Callable[[Tensor], Tensor]) -> None:
         assert torch.equal(hvd.synchronize(hvd.reducescatter_async(own(2, 3), op=op)), rows)
 
 
-def first_mean(everyones: Tensor) -> Tensor:
-    return everyones.mean(0)
-
-
-def total(everyones: Tensor) -> Tensor:
-    return everyones.sum(0)
-
-
-def smallest(everyones: Tensor) -> Tensor:
-    return everyones.amin(0)
-
-
-def largest(everyones: Tensor) -> Tensor:
-    return everyones.amax(0)
-
-
-def product(everyones: Tensor) -> Tensor:
-    return everyones.prod(0)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("op", "expected"),
-    [
-        (hvd.Average, first_mean),
-        (hvd.Sum, total),
-        (hvd.Min, smallest),
-        (hvd.Max, largest),
-        (hvd.Product, product),
-    ],
-)
-def test_allreduce_and_reducescatter(ranks: Worlds, op: str, expected: Callable[[Tensor], Tensor], size: int) -> None:
-    check(ranks, allreduces, op, expected, size=size)
-
-
-def allreduce_arguments() -> None:
+@on_ranks(3)
+def test_arguments() -> None:
     size = hvd.size()
     mean, total_ = (size + 1) / 2, size * (size + 1) / 2
     assert hvd.allreduce(own(1)).item() == mean, "the default is Average"
@@ -185,11 +173,8 @@ def allreduce_arguments() -> None:
     assert [hvd.synchronize(handle).item(), hvd.synchronize(handle).item()] == [scaled.item()] * 2
 
 
-def test_arguments(ranks: Worlds) -> None:
-    check(ranks, allreduce_arguments)
-
-
-def uneven_rows() -> None:
+@on_ranks(3)
+def test_uneven_rows() -> None:
     """Rank r gathers r rows, the first none; 3 ranks share 7 rows of a reduction as 3, 2, 2."""
     rank, size = hvd.rank(), hvd.size()
     gathered = hvd.allgather(torch.full((rank, 2), float(rank)))
@@ -202,11 +187,8 @@ def uneven_rows() -> None:
     assert hvd.allgather(strided).tolist() == [[i + r, i + 3 + r] for r in range(size) for i in range(3)]
 
 
-def test_uneven_rows(ranks: Worlds) -> None:
-    check(ranks, uneven_rows)
-
-
-def what_is_no_tensor() -> None:
+@on_ranks(3)
+def test_what_is_no_tensor() -> None:
     calls: list[Callable[[Any], Any]] = [
         hvd.allreduce,
         hvd.allreduce_,
@@ -233,11 +215,8 @@ def what_is_no_tensor() -> None:
             call(5)
 
 
-def test_what_is_no_tensor(ranks: Worlds) -> None:
-    check(ranks, what_is_no_tensor)
-
-
-def what_has_no_memory() -> None:
+@on_ranks(3)
+def test_what_has_no_memory() -> None:
     """A fake tensor, by every verb: refused before the sizes or splits of the verbs that exchange them are sent."""
     with FakeTensorMode():
         fake = torch.empty(3)
@@ -265,11 +244,8 @@ def what_has_no_memory() -> None:
     assert hvd.allreduce(own(3), op=hvd.Sum).shape == (3,)
 
 
-def test_what_has_no_memory(ranks: Worlds) -> None:
-    check(ranks, what_has_no_memory)
-
-
-def rows_that_do_not_fit() -> None:
+@on_ranks(3)
+def test_rows_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"rank 0 gave \[2, 3\] torch.float32, rank 1 gave \[2, 4\] torch.float32"):
         hvd.allgather(torch.zeros(2, 4 if hvd.rank() == 1 else 3))
     with pytest.raises(ValueError, match=r"rank 0 gave \[3, 3\] torch.float32, rank 1 gave \[3, 4\] torch.float32"):
@@ -282,11 +258,8 @@ def rows_that_do_not_fit() -> None:
         hvd.reducescatter(torch.zeros(()))
 
 
-def test_rows_that_do_not_fit(ranks: Worlds) -> None:
-    check(ranks, rows_that_do_not_fit)
-
-
-def broadcasts() -> None:
+@on_ranks(3)
+def test_broadcast() -> None:
     for root in range(hvd.size()):
         given = own(4)
         wanted = (torch.arange(1.0, 5.0) * (root + 1)).tolist()
@@ -301,11 +274,8 @@ def broadcasts() -> None:
     hvd.barrier()
 
 
-def test_broadcast(ranks: Worlds) -> None:
-    check(ranks, broadcasts)
-
-
-def alltoalls() -> None:
+@on_ranks(3)
+def test_alltoall() -> None:
     rank, size = hvd.rank(), hvd.size()
     equal = torch.arange(2 * size) + 100 * rank
     wanted = [100 * source + 2 * rank + i for source in range(size) for i in (0, 1)]
@@ -334,11 +304,8 @@ def alltoalls() -> None:
             hvd.alltoall(torch.zeros(1), splits=wrong)
 
 
-def test_alltoall(ranks: Worlds) -> None:
-    check(ranks, alltoalls)
-
-
-def process_sets() -> None:
+@on_ranks(3)
+def test_process_sets() -> None:
     """Ranks 1 and 2 of three, by a torch group, and by a Communicator on it."""
     group = torch.distributed.new_group([1, 2])
     if hvd.rank() == 0:
@@ -354,7 +321,3 @@ def process_sets() -> None:
             ):
                 hvd.broadcast(own(1), 0, process_set=process_set)
             assert hvd.allgather_object(hvd.rank(), process_set=process_set) == [1, 2]
-
-
-def test_process_sets(ranks: Worlds) -> None:
-    check(ranks, process_sets)

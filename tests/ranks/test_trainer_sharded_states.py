@@ -18,7 +18,7 @@ import gradwire as hvd
 from gradwire.collectives import Communicator
 from gradwire.trainer.gradients.saved import SHARDS
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds, wide
-from tests.ranks.training import assert_same_on_all_ranks, copies, in_world
+from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, on_ranks
 
 STEPS = 4
 SEGMENT_BYTES = 256
@@ -339,8 +339,9 @@ def test_what_cannot_be_loaded_is_refused_on_all_ranks(ranks: Worlds, tmp_path: 
     ranks(2).run(load_wrongly, tmp_path)
 
 
-@in_world
-def clip(norm_type: float) -> None:
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@on_ranks(3)
+def test_gradients_are_clipped_by_the_norm_over_all_ranks(norm_type: float) -> None:
     """Clip twice: with a limit that is exceeded, and one that is not."""
     with exchanged_by("ring") as one, exchanged_by("ring") as other:
         model, twin = Network(), Network()
@@ -366,13 +367,9 @@ def clip(norm_type: float) -> None:
         sharded.close()
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_gradients_are_clipped_by_the_norm_over_all_ranks(ranks: Worlds, norm_type: float) -> None:
-    ranks(3).run(clip, norm_type)
-
-
-@in_world
-def clip_nan(norm_type: float) -> None:
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@on_ranks(2)
+def test_a_norm_that_is_nan_makes_all_gradients_nan_as_in_torch(norm_type: float) -> None:
     """Clip where one gradient of one rank is NaN."""
     model, twin = Network(), Network()
     for net, shard in ((model, False), (twin, True)):
@@ -388,13 +385,8 @@ def clip_nan(norm_type: float) -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_a_norm_that_is_nan_makes_all_gradients_nan_as_in_torch(ranks: Worlds, norm_type: float) -> None:
-    ranks(2).run(clip_nan, norm_type)
-
-
-@in_world
-def misuse() -> None:
+@on_ranks(2)
+def test_what_would_go_wrong_silently_is_an_error() -> None:
     with exchanged_by("ring") as communicator:
         model = Network()
         optimizer = wrapped(model, communicator, "adam", shard=True, compression="none")
@@ -425,12 +417,8 @@ def misuse() -> None:
         optimizer.close()
 
 
-def test_what_would_go_wrong_silently_is_an_error(ranks: Worlds) -> None:
-    ranks(2).run(misuse)
-
-
-@in_world
-def refuse() -> None:
+@on_ranks(2)
+def test_what_does_not_go_with_it_is_refused_when_the_optimizer_is_made() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     gaps = nn.Parameter(torch.ones(4, 8)[:, ::2])
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -451,7 +439,3 @@ def refuse() -> None:
     with pytest.raises(ValueError, match=r"is sparse, which does not go with shard_states=True.*sparse_as_dense"):
         embedding(torch.tensor([1])).sum().backward()
     rows.close()
-
-
-def test_what_does_not_go_with_it_is_refused_when_the_optimizer_is_made(ranks: Worlds) -> None:
-    ranks(2).run(refuse)

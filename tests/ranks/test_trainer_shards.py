@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import gradwire as hvd
 from gradwire.trainer.gradients.compression import Compressor, ErrorFeedback
 from tests.harness import Worlds
-from tests.ranks.training import BATCH, STEPS, assert_close, assert_same_on_all_ranks, copies, in_world
+from tests.ranks.training import BATCH, STEPS, assert_close, assert_same_on_all_ranks, copies, in_world, on_ranks
 
 SIZE = 4
 
@@ -99,8 +99,15 @@ def test_as_without_shards(ranks: Worlds, passes: int, set_to_none: bool, bucket
         assert_close(weights, model.parameters(), rtol=1e-4, atol=1e-5)
 
 
-@in_world
-def encoded_shards(compression: Compressor) -> None:
+def chunk_of(whole: Tensor, shard: int) -> Tensor:
+    """As fully_shard divides: whole rows, the first rank's one more, or all."""
+    chunks = whole.chunk(2)
+    return chunks[shard] if shard < len(chunks) else whole[:0]
+
+
+@pytest.mark.parametrize("compression", ["onebit", "powersgd", ErrorFeedback("int4")])
+@on_ranks(SIZE)
+def test_codecs(compression: Compressor) -> None:
     """Against an optimizer of plain parameters that are this rank's shards, to the bit; saved and loaded on the way."""
     mesh = two_by_two()
     replica, shard = mesh.get_coordinate()  # type: ignore[misc]
@@ -147,19 +154,8 @@ def encoded_shards(compression: Compressor) -> None:
         one.close()
 
 
-def chunk_of(whole: Tensor, shard: int) -> Tensor:
-    """As fully_shard divides: whole rows, the first rank's one more, or all."""
-    chunks = whole.chunk(2)
-    return chunks[shard] if shard < len(chunks) else whole[:0]
-
-
-@pytest.mark.parametrize("compression", ["onebit", "powersgd", ErrorFeedback("int4")])
-def test_codecs(ranks: Worlds, compression: Compressor) -> None:
-    ranks(SIZE).run(encoded_shards, compression)
-
-
-@in_world
-def one_after_the_other() -> None:
+@on_ranks(SIZE)
+def test_gradients_that_come_when_backward_has_ended() -> None:
     """Two models sharded each by itself: of the first, gradients come when backward has ended, after those of the second."""
     mesh = two_by_two()
     models = [fully_shard(nn.Linear(4, 4), mesh=mesh["shard"]) for _ in range(2)]
@@ -178,12 +174,8 @@ def one_after_the_other() -> None:
     optimizer.close()
 
 
-def test_gradients_that_come_when_backward_has_ended(ranks: Worlds) -> None:
-    ranks(SIZE).run(one_after_the_other)
-
-
-@in_world
-def replicated() -> None:
+@on_ranks(SIZE)
+def test_a_replicated_parameter() -> None:
     """A parameter that a mesh replicates, whose gradient is still to be summed up over that mesh."""
     mesh = two_by_two()
     weight = nn.Parameter(distribute_tensor(torch.ones(3), mesh["shard"], [Replicate()]))
@@ -198,12 +190,8 @@ def replicated() -> None:
     optimizer.close()
 
 
-def test_a_replicated_parameter(ranks: Worlds) -> None:
-    ranks(SIZE).run(replicated)
-
-
-@in_world
-def refusals() -> None:
+@on_ranks(SIZE)
+def test_different_shards_are_not_averaged() -> None:
     """Wherever ranks of the process set hold different shards, on all of them; nothing is left of what was refused."""
     mesh = two_by_two()
     model = sharded(network(), mesh)
@@ -223,7 +211,3 @@ def refusals() -> None:
         assert isinstance(parameter.grad, DTensor)
         torch.testing.assert_close(parameter.grad.full_tensor(), plain.grad)
     optimizer.close()
-
-
-def test_different_shards_are_not_averaged(ranks: Worlds) -> None:
-    ranks(SIZE).run(refusals)

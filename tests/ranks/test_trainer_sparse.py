@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import gradwire as hvd
 from tests.harness import Worlds
-from tests.ranks.training import BATCH, STEPS, assert_close, assert_same_on_all_ranks, copies, in_world
+from tests.ranks.training import BATCH, STEPS, assert_close, assert_same_on_all_ranks, copies, in_world, on_ranks
 
 ROWS = 40
 Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -121,8 +121,8 @@ def test_casts_and_sums(ranks: Worlds) -> None:
         assert any(not torch.equal(a, b) for a, b in zip(cast, expected("sgd", 1), strict=True)), "nothing was rounded"
 
 
-@in_world
-def sums() -> None:
+@on_ranks(2)
+def test_sums() -> None:
     table = nn.Embedding(4, 1, sparse=True)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), op=hvd.Sum)
     for _ in range(2):  # in the first step nobody knows yet that it is sparse
@@ -140,8 +140,8 @@ def sums() -> None:
     optimizer.close()
 
 
-@in_world
-def averages_that_grow() -> None:
+@on_ranks(2)
+def test_accumulation_and_freezing() -> None:
     """A backward() after the exchange adds to the average; frozen tables keep out of it, and come back."""
     tables = nn.ModuleList(nn.Embedding(4, 1, sparse=True) for _ in range(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(tables.parameters(), lr=1.0))
@@ -169,11 +169,3 @@ def averages_that_grow() -> None:
         assert [rows(table) for table in tables] == [[0.5, 0, 0.5, 0]] * 2
         optimizer.step()
     optimizer.close()
-
-
-def test_sums(ranks: Worlds) -> None:
-    ranks(2).run(sums)
-
-
-def test_accumulation_and_freezing(ranks: Worlds) -> None:
-    ranks(2).run(averages_that_grow)

@@ -9,7 +9,7 @@ from torch import nn
 
 import gradwire as hvd
 from tests.harness import Worlds
-from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, loss_of, perceptron, share
+from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, loss_of, on_ranks, perceptron, share
 
 
 @in_world
@@ -122,7 +122,8 @@ def test_broadcast_named_tuples(ranks: Worlds) -> None:
     check(ranks, named_tuples_of, 1)
 
 
-def fresh_optimizer_state() -> None:
+@on_ranks(3)
+def test_broadcast_fresh_optimizer_state() -> None:
     """Nobody has taken a step."""
     model = perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (hvd.rank() + 1), weight_decay=0.5)
@@ -133,17 +134,10 @@ def fresh_optimizer_state() -> None:
     assert not optimizer.state
 
 
-def test_broadcast_fresh_optimizer_state(ranks: Worlds) -> None:
-    check(ranks, fresh_optimizer_state)
-
-
-def objects() -> None:
+@on_ranks(3)
+def test_objects() -> None:
     rank, size = hvd.rank(), hvd.size()
     mine = {"rank": rank, "text": "x" * rank}
     assert hvd.broadcast_object(mine) == {"rank": 0, "text": ""}
     assert hvd.broadcast_object(mine if rank == 2 else None, root_rank=2, name="n") == {"rank": 2, "text": "xx"}
     assert hvd.allgather_object(mine, name="n") == [{"rank": r, "text": "x" * r} for r in range(size)]
-
-
-def test_objects(ranks: Worlds) -> None:
-    check(ranks, objects)

@@ -21,6 +21,7 @@ from tests.ranks.training import (
     copies,
     in_world,
     loss_of,
+    on_ranks,
     perceptron,
     share,
 )
@@ -230,9 +231,14 @@ def test_saving_and_loading(ranks: Worlds) -> None:
         assert_close(weights, again.parameters(), rtol=1e-3, atol=1e-4)
 
 
-@in_world
-def compile_steps(backend: str, passes: int, policy: dict[str, Any] | None) -> None:
-    """The whole of each step, zero_grad() to step(): compiled and as written, to the bit."""
+@pytest.mark.parametrize(
+    ("backend", "passes", "policy"),
+    [("eager", 1, None), ("eager", 2, None), ("eager", 1, {"*": "onebit"}), ("aot_eager", 1, None)],
+)
+@on_ranks(2)
+def test_a_compiled_step(backend: str, passes: int, policy: dict[str, Any] | None) -> None:
+    """With two passes a step it is step() that exchanges. (aot_eager hands out gradients in another order, so buckets are others;
+    where a codec rounds them together, that shows.) The whole of each step, zero_grad() to step(): compiled and as written, to the bit."""
     weights = []
     for compiled in (False, True):
         model = perceptron()
@@ -256,13 +262,3 @@ def compile_steps(backend: str, passes: int, policy: dict[str, Any] | None) -> N
         weights.append(copies(model.parameters()))
         optimizer.close()
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("backend", "passes", "policy"),
-    [("eager", 1, None), ("eager", 2, None), ("eager", 1, {"*": "onebit"}), ("aot_eager", 1, None)],
-)
-def test_a_compiled_step(ranks: Worlds, backend: str, passes: int, policy: dict[str, Any] | None) -> None:
-    """With two passes a step it is step() that exchanges. (aot_eager hands out gradients in another order, so buckets are others;
-    where a codec rounds them together, that shows.)"""
-    ranks(2).run(compile_steps, backend, passes, policy)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
+from tests.harness import Worlds, wide
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,6 +33,36 @@ def in_world(function: Callable[P, R]) -> Callable[P, R]:
             hvd.shutdown()
 
     return run
+
+
+def on_ranks(*sizes: Any, initialized: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of what each rank does.
+
+    The function runs on so many ranks, or on each of several numbers of them in turn, with the test's parameters and fixtures as
+    its arguments; without a number, the test has a parameter `size`. initialized: whether hvd.init() has been called.
+    """
+
+    def make(body: Callable[..., None]) -> Callable[..., None]:
+        on_a_rank = in_world(body) if initialized else body
+
+        @functools.wraps(body)
+        def test(ranks: Worlds | None = None, size: int = sizes[0] if sizes else 0, **arguments: Any) -> None:
+            if ranks is None:  # on a rank, which finds this function by its name
+                on_a_rank(**arguments)
+            else:
+                ranks(size).run(test, **arguments)
+
+        fixtures = ["ranks"] if len(sizes) == 1 else ["ranks", "size"]
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in fixtures]
+        own = inspect.signature(body).parameters.values()
+        test.__signature__ = inspect.Signature([*parameters, *own])  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("size", sizes)(test) if len(sizes) > 1 else test
+
+    return make
+
+
+#: `pytestmark` of tests of what all links do alike, of which `make test` tries one.
+ON_ONE_LINK = pytest.mark.parametrize("ranks", ["shared_memory", *wide("sockets", "process_group")], indirect=True)
 
 
 def perceptron(seed: int = 0) -> nn.Sequential:
