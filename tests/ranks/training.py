@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
@@ -12,13 +14,17 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
-from tests.harness import Worlds, wide
+from tests.harness import World, Worlds, wide
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Data = Callable[..., tuple[Tensor, Tensor]]
 
 BATCH = 24  # divisible by the world sizes in use
 STEPS = 5
+
+#: `pytestmark` of tests of what all links do alike, of which `make test` tries one.
+ON_ONE_LINK = pytest.mark.parametrize("ranks", ["shared_memory", *wide("sockets", "process_group")], indirect=True)
 
 
 def in_world(function: Callable[P, R]) -> Callable[P, R]:
@@ -61,8 +67,13 @@ def on_ranks(*sizes: Any, initialized: bool = True) -> Callable[[Callable[..., N
     return make
 
 
-#: `pytestmark` of tests of what all links do alike, of which `make test` tries one.
-ON_ONE_LINK = pytest.mark.parametrize("ranks", ["shared_memory", *wide("sockets", "process_group")], indirect=True)
+def assert_survived(world: World, victims: Iterable[int], deadline_s: float = 100.0) -> list[Any]:
+    """Return what each rank but the victims returned of what the world has started, within a deadline."""
+    survivors = [rank for rank in range(world.size) if rank not in set(victims)]
+    outcomes = world.collect(deadline_s, ranks=survivors)
+    for outcome in outcomes:
+        assert outcome.status == "returned", str(outcome)
+    return [outcome.value for outcome in outcomes]
 
 
 def perceptron(seed: int = 0) -> nn.Sequential:
@@ -70,10 +81,11 @@ def perceptron(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the global batch of a step: inputs and targets."""
+def batch(step: int, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
+    """Return the global batch of a step, inputs and targets, or one of `parts` pieces of it."""
     generator = torch.Generator().manual_seed(1000 + step)
-    return torch.randn(BATCH, 6, generator=generator), torch.randn(BATCH, 3, generator=generator)
+    inputs, targets = torch.randn(BATCH, 6, generator=generator), torch.randn(BATCH, 3, generator=generator)
+    return inputs.chunk(parts)[part], targets.chunk(parts)[part]
 
 
 def share(step: int, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
@@ -89,6 +101,68 @@ def loss_of(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.mse_loss(model(inputs), targets)
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Return an optimizer that moves a parameter whose gradient is zero, but not one that has none."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, steps: Iterable[int]) -> list[float]:
+    """Train on the batches of these steps; return the losses."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, data(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_as_in_one_process(
+    train: Callable[[Any, Any, Data], Any],
+    make: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: sgd(model.parameters()),
+    model_of: Callable[[], nn.Module] = perceptron,
+    *,
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+    **options: Any,
+) -> None:
+    """Train on the ranks' shares of batches with a DistributedOptimizer of these options, and on whole batches without: the weights,
+    and what `train` returns, must be close, the weights of replicas equal, and nothing may warn."""
+    alone, together = model_of(), model_of()
+    expected = train(alone, make(alone), batch)
+    options = {"bucket_bytes": 200, **options}
+    optimizer = hvd.DistributedOptimizer(make(together), together.named_parameters(), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = train(together, optimizer, share)
+    optimizer.close()
+    assert_same_on_all_ranks(together.parameters())
+    assert_close(together.parameters(), alone.parameters(), rtol=rtol, atol=atol)
+    if expected is not None:
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+# One rank's own data, for training that no single process repeats on a whole batch
+
+
+def network(width: int = 16, seed: int = 0) -> nn.Sequential:
+    """Return a model whose first matrix codecs are for, where its width is 700."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def batch_of(step: int, rank: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(4, 6, generator=generator).to(dtype), torch.randn(4, 3, generator=generator).to(dtype)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    """Train on batches of this rank's own, in the dtype of the model."""
+    dtype = next(model.parameters()).dtype
+    take_steps(model, optimizer, lambda step: batch_of(step, hvd.rank(), dtype), steps)
+
+
 def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
@@ -97,10 +171,24 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in parameters]
 
 
-def assert_same_on_all_ranks(tensors: Iterable[Tensor]) -> None:
+def through_a_file(state: Any) -> Any:
+    """Return what torch.load() makes of what torch.save() writes."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def assert_equal(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> None:
+    """Compare bit for bit."""
+    for number, (one, other) in enumerate(zip(tensors, others, strict=True)):
+        assert torch.equal(one, other), f"tensor {number}"
+
+
+def assert_same_on_all_ranks(tensors: Iterable[Tensor], process_set: Any = None) -> None:
     """Compare bit for bit."""
     mine = [tensor.detach().numpy().tobytes() for tensor in tensors]
-    for rank, theirs in enumerate(hvd.allgather_object(mine)):
+    for rank, theirs in enumerate(hvd.allgather_object(mine, process_set=process_set)):
         assert theirs == mine, f"rank {rank} has other values than rank {hvd.rank()}"
 
 
