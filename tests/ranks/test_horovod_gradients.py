@@ -9,12 +9,8 @@ from torch import Tensor
 
 import gradwire as hvd
 from gradwire.collectives import Communicator
-from tests.ranks.training import in_world, on_ranks
-
-
-@in_world
-def run(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
+from tests.harness import wide
+from tests.ranks.training import on_ranks
 
 
 def values(rank: int, *shape: int, salt: int = 0) -> Tensor:
@@ -143,7 +139,7 @@ def every_verb(rank: int, size: int, process_set: Any) -> None:
     of_alltoall(rank, size, process_set)
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(2, 3, *wide(1, 4))
 def test_gradients_are_horovods() -> None:
     every_verb(hvd.rank(), hvd.size(), None)
     of_broadcast(hvd.rank(), hvd.size(), None)

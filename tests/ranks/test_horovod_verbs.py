@@ -1,6 +1,5 @@
 """Horovod's verbs where they are particular: argument order, groups, names, integers, errors found before data moves."""
 
-import inspect
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -11,52 +10,7 @@ from torch import Tensor
 
 import gradwire as hvd
 from gradwire.collectives import Communicator, PeerLost
-from tests.harness import Worlds
-from tests.ranks.training import in_world, on_ranks
-
-REDUCING = ["name", "op", "prescale_factor", "postscale_factor", "process_set"]
-SCATTERING = ["op", "process_set", "prescale_factor", "postscale_factor"]
-
-#: The order of arguments in horovod.torch 0.28.1.
-ARGUMENTS = {
-    "allreduce": ["tensor", "average", "name", "compression", *REDUCING[1:]],
-    "allreduce_": ["tensor", "average", *REDUCING],
-    "allreduce_async": ["tensor", "average", *REDUCING],
-    "allreduce_async_": ["tensor", "average", *REDUCING],
-    "grouped_allreduce": ["tensors", "average", "name", "compression", *REDUCING[1:]],
-    "grouped_allreduce_": ["tensors", "average", *REDUCING],
-    "grouped_allreduce_async": ["tensors", "average", *REDUCING],
-    "grouped_allreduce_async_": ["tensors", "average", *REDUCING],
-    "sparse_allreduce_async": ["tensor", "name", "op", "process_set"],
-    "allgather": ["tensor", "name", "process_set"],
-    "allgather_async": ["tensor", "name", "process_set"],
-    "grouped_allgather": ["tensors", "name", "process_set"],
-    "grouped_allgather_async": ["tensors", "name", "process_set"],
-    "broadcast": ["tensor", "root_rank", "name", "process_set"],
-    "broadcast_": ["tensor", "root_rank", "name", "process_set"],
-    "broadcast_async": ["tensor", "root_rank", "name", "process_set"],
-    "broadcast_async_": ["tensor", "root_rank", "name", "process_set"],
-    "alltoall": ["tensor", "splits", "name", "process_set"],
-    "alltoall_async": ["tensor", "splits", "name", "process_set"],
-    "reducescatter": ["tensor", "name", "compression", *SCATTERING],
-    "reducescatter_async": ["tensor", "name", *SCATTERING],
-    "grouped_reducescatter": ["tensors", "name", "compression", *SCATTERING],
-    "grouped_reducescatter_async": ["tensors", "name", *SCATTERING],
-    "poll": ["handle"],
-    "synchronize": ["handle"],
-    "barrier": ["process_set"],
-}
-
-
-@pytest.mark.parametrize("verb", ARGUMENTS)
-def test_arguments_come_in_horovods_order(verb: str) -> None:
-    assert list(inspect.signature(getattr(hvd, verb)).parameters) == ARGUMENTS[verb]
-    assert verb in hvd.__all__
-
-
-@in_world
-def run(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
+from tests.ranks.training import on_ranks
 
 
 def own(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -65,7 +19,8 @@ def own(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.arange(1, numel + 1) * (hvd.rank() + 1)).to(dtype).view(shape)
 
 
-def gathers_groups() -> None:
+@on_ranks(2, 3)
+def test_gathers_groups() -> None:
     """Rank r gives r rows of the first tensor, 2 of the second, 3 - r of the third, of different dtypes."""
     rank, size = hvd.rank(), hvd.size()
     given = [
@@ -83,7 +38,8 @@ def gathers_groups() -> None:
     assert hvd.grouped_allgather([]) == []
 
 
-def scatters_groups() -> None:
+@on_ranks(2, 3)
+def test_scatters_groups() -> None:
     size = hvd.size()
     given = [own(7, dtype=torch.float64), own(size, 2), own(2, dtype=torch.int64)]
     for options in (
@@ -108,7 +64,8 @@ def scatters_groups() -> None:
         hvd.grouped_reducescatter(given, compression="int8")
 
 
-def integers() -> None:
+@on_ranks(2, 3)
+def test_integers() -> None:
     """Times a factor in float64, truncated toward zero, before and after; an average with a factor is truncated once."""
     size = hvd.size()
     for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
@@ -150,12 +107,6 @@ def of_integers(op: str, numbers: tuple[int, ...], prescale: float, postscale: f
     return int(sum(scaled) * Fraction(postscale) / (len(scaled) if op == hvd.Average else 1))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("function", [gathers_groups, scatters_groups, integers])
-def test_groups_and_integers(ranks: Worlds, function: Callable[[], None], size: int) -> None:
-    ranks(size).run(run, function)
-
-
 #: By the name that a verb's errors have for it: an asynchronous form, and the synchronous one.
 NAMED: dict[str, list[Callable[..., Any]]] = {
     "allreduce": [hvd.allreduce_async, hvd.allreduce_async_, hvd.allreduce, hvd.allreduce_],
@@ -185,7 +136,8 @@ NAMED: dict[str, list[Callable[..., Any]]] = {
 }
 
 
-def names() -> None:
+@on_ranks(2)
+def test_names() -> None:
     """A name in flight is refused, whatever form asks for it; the one that has it ends well; then it is free."""
     size = hvd.size()
     for verb, (begin, *others) in NAMED.items():
@@ -220,7 +172,8 @@ def flat(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else list(result)
 
 
-def names_of_process_sets() -> None:
+@on_ranks(2)
+def test_names_of_process_sets() -> None:
     """A name counts within one process set."""
     with Communicator() as communicator:
         handle = hvd.allreduce_async(own(2), name="loss")
@@ -230,7 +183,8 @@ def names_of_process_sets() -> None:
         assert torch.equal(hvd.synchronize(handle), hvd.synchronize(other))
 
 
-def names_in_errors() -> None:
+@on_ranks(2)
+def test_names_in_errors() -> None:
     if hvd.rank() == 1:
         with pytest.raises(ValueError, match=r"op must be one of .* \(allreduce, name='loss'\)$"):
             hvd.allreduce_async(own(2), name="loss", op="mean")
@@ -246,7 +200,8 @@ def names_in_errors() -> None:
     assert hvd.broadcast(own(1), 1, name="loss").item() == 2
 
 
-def names_of_the_lost() -> None:
+@on_ranks(2)
+def test_names_of_the_lost() -> None:
     if hvd.rank() == 1:
         hvd.shutdown()
         return
@@ -255,11 +210,6 @@ def names_of_the_lost() -> None:
         with pytest.raises(PeerLost, match=r"lost rank 1.*\(allreduce, name='loss'\)$") as error:
             hvd.synchronize(handle)
         assert str(error.value).count("loss") == 1
-
-
-@pytest.mark.parametrize("function", [names, names_of_process_sets, names_in_errors, names_of_the_lost])
-def test_names(ranks: Worlds, function: Callable[[], None]) -> None:
-    ranks(2).run(run, function)
 
 
 @on_ranks(3)

@@ -127,8 +127,8 @@ def assert_as_in_one_process(
     atol: float = 1e-5,
     **options: Any,
 ) -> None:
-    """Train on the ranks' shares of batches with a DistributedOptimizer of these options, and on whole batches without: the weights,
-    and what `train` returns, must be close, the weights of replicas equal, and nothing may warn."""
+    """Train on the ranks' shares of batches with a DistributedOptimizer of these options, and on whole batches without one: the
+    weights, and what `train` returns, must be close, the weights of replicas equal, and nothing may warn."""
     alone, together = model_of(), model_of()
     expected = train(alone, make(alone), batch)
     options = {"bucket_bytes": 200, **options}
