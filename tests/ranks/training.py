@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
-from tests.harness import World, Worlds, wide
+from tests.harness import World, Worlds
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,9 +22,6 @@ Data = Callable[..., tuple[Tensor, Tensor]]
 
 BATCH = 24  # divisible by the world sizes in use
 STEPS = 5
-
-#: `pytestmark` of tests of what all links do alike, of which `make test` tries one.
-ON_ONE_LINK = pytest.mark.parametrize("ranks", ["shared_memory", *wide("sockets", "process_group")], indirect=True)
 
 
 def in_world(function: Callable[P, R]) -> Callable[P, R]:
