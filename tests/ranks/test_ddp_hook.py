@@ -24,18 +24,12 @@ from gradwire.collectives.compression.randomk import RandomK
 from gradwire.collectives.compression.topk import TopK
 from gradwire.trainer.ddp import UNSETTLED_STEPS, CompressionHook
 from gradwire.trainer.gradients.compression import NAMES, ErrorFeedback
-from tests.harness import RUN_TIMEOUT_S, Worlds
+from tests.harness import RUN_TIMEOUT_S, wide
 from tests.ranks.training import on_ranks
 
 STEPS = 6
 BUCKET_MB = 0.03
 """So that every matrix of the model has a bucket."""
-
-CODECS: dict[str, Any] = {name: name for name in NAMES}
-STATEFUL: dict[str, Any] = {
-    **{name: name for name in ("onebit", "topk", "threshold", "dgc", "powersgd", "qsgd")},
-    "stochastic int8, feedback": ErrorFeedback(Int8(stochastic=True)),
-}
 
 
 def model_of(seed: int = 0) -> nn.Sequential:
@@ -137,7 +131,22 @@ def settle(hook: CompressionHook, layout: Sequence[Sequence[Tensor]]) -> None:
 # Under DDP
 
 
-def trains(codec: Any, options: dict[str, Any]) -> None:
+@on_ranks(initialized=False)
+@pytest.mark.parametrize(
+    ("size", "codec", "options"),
+    [
+        *((2, codec, {}) for codec in ("none", "fp16", "int4", "onebit")),
+        (1, "topk", {}),
+        (3, "powersgd", {}),
+        (2, "int8", {"static_graph": True}),
+        (3, "topk", {"find_unused_parameters": True}),
+        (2, "powersgd", {"gradient_as_bucket_view": True}),
+        (2, "topk", {"static_graph": True, "gradient_as_bucket_view": True}),
+        *(pytest.param(size, codec, {}, marks=pytest.mark.wide) for size in (1, 2, 3) for codec in NAMES),
+    ],
+    ids=str,
+)
+def test_replicas_are_equal_to_the_bit(codec: str, options: dict[str, Any]) -> None:
     hook = gradwire.ddp_comm_hook(codec)
     model = ddp(model_of(), hook, **options)
     losses = train(model, range(STEPS))
@@ -150,28 +159,6 @@ def trains(codec: Any, options: dict[str, Any]) -> None:
     if codec != "none":
         assert distance > 0
     hook.close()
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("codec", CODECS)
-def test_replicas_are_equal_to_the_bit(ranks: Worlds, size: int, codec: str) -> None:
-    if size > 1 or codec in ("int8", "topk"):
-        ranks(size).run(trains, CODECS[codec], {})
-
-
-@pytest.mark.parametrize("codec", ["int8", "topk", "powersgd"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"static_graph": True},
-        {"find_unused_parameters": True},
-        {"gradient_as_bucket_view": True},
-        {"static_graph": True, "gradient_as_bucket_view": True},
-    ],
-    ids=lambda options: ", ".join(options),
-)
-def test_options_of_ddp(ranks: Worlds, codec: str, options: dict[str, Any]) -> None:
-    ranks(2).run(trains, codec, options)
 
 
 @on_ranks(2, initialized=False)
@@ -254,7 +241,10 @@ def test_vectors_and_small_matrices_are_exact(codec: Any) -> None:
     hook.close()
 
 
-def is_one_compressed_allreduce(codec: Any, layout: Sequence[Sequence[int]]) -> None:
+@on_ranks(2, *wide(3), initialized=False)
+@pytest.mark.parametrize("codec", [Int8(stochastic=True), TopK(), RandomK(ratio=0.1)], ids=lambda codec: codec.name)
+def test_each_bucket_is_one_compressed_allreduce(codec: Any) -> None:
+    layout, codec = [[3, 4, 1], [0, 2]], ErrorFeedback(codec)
     rank = dist.get_rank()
     hook = gradwire.ddp_comm_hook(codec)
     buckets = [[PARAMETERS[number] for number in bucket] for bucket in layout]
@@ -276,12 +266,6 @@ def is_one_compressed_allreduce(codec: Any, layout: Sequence[Sequence[int]]) -> 
     hook.close()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("codec", [Int8(stochastic=True), TopK(), RandomK(ratio=0.1)], ids=lambda codec: codec.name)
-def test_each_bucket_is_one_compressed_allreduce(ranks: Worlds, size: int, codec: Any) -> None:
-    ranks(size).run(is_one_compressed_allreduce, ErrorFeedback(codec), [[3, 4, 1], [0, 2]])
-
-
 @pytest.mark.parametrize(
     ("codec", "wanted"),
     [("int8", 2), (ErrorFeedback("int8", 4), 4), (ErrorFeedback("topk", 5), 5), (ErrorFeedback("powersgd", 3), 3)],
@@ -298,8 +282,16 @@ def test_warm_up(codec: Any, wanted: int) -> None:
     hook.close()
 
 
-def same_as_the_optimizer(compression: Any) -> None:
-    """With the same warm-up, of a parameter that has a buffer of its own in both."""
+@on_ranks(2, *wide(3), initialized=False)
+@pytest.mark.parametrize(
+    "codec",
+    ["onebit", "randomk", DGC(ratio=0.01, ramp_steps=4), PowerSGD(rank=2), Int8(stochastic=True)],
+    ids=lambda codec: codec if isinstance(codec, str) else codec.name,
+)
+def test_hook_and_optimizer_exchange_alike(codec: Any) -> None:
+    """To the bit, and with the same in their checkpoints: codecs, DGC's ratio too, count from the end of the warm-up in both.
+    The parameter has a buffer of its own in both."""
+    compression = ErrorFeedback(codec, warmup_steps=UNSETTLED_STEPS)
     gradwire.init()
     weight = nn.Parameter(torch.zeros(80, 64))
     optimizer = gradwire.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=compression)
@@ -325,19 +317,8 @@ def same_as_the_optimizer(compression: Any) -> None:
     gradwire.shutdown()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(
-    "codec",
-    ["onebit", "randomk", DGC(ratio=0.01, ramp_steps=4), PowerSGD(rank=2), Int8(stochastic=True)],
-    ids=lambda codec: codec if isinstance(codec, str) else codec.name,
-)
-def test_hook_and_optimizer_exchange_alike(ranks: Worlds, size: int, codec: Any) -> None:
-    """To the bit, and with the same in their checkpoints: codecs, DGC's ratio too, count from the end of the warm-up in both."""
-    ranks(size).run(same_as_the_optimizer, ErrorFeedback(codec, warmup_steps=UNSETTLED_STEPS))
-
-
 @pytest.mark.parametrize(("name", "tolerance"), [("fp16", 2**-9), ("bf16", 2**-6)])
-@on_ranks(2, 3, initialized=False)
+@on_ranks(2, *wide(3), initialized=False)
 def test_16_bits_are_the_same_everywhere_and_do_not_overflow(name: str, tolerance: float) -> None:
     """Gradients whose sum half precision cannot hold, by every way that there is to exchange them as 16 bits."""
     gradwire.init()
@@ -367,7 +348,18 @@ def test_16_bits_are_the_same_everywhere_and_do_not_overflow(name: str, toleranc
     gradwire.shutdown()
 
 
-def goes_by_names(policy: dict[str, Any], compressed: set[str]) -> None:
+@on_ranks(2, initialized=False)
+@pytest.mark.parametrize(
+    ("policy", "compressed"),
+    [
+        ({"last.*": "none"}, {"first"}),
+        ({"last.matrix": "powersgd", "first": "int8"}, {"first", "last.cube", "last.matrix"}),
+        ({"vector": "bf16", "small": "int4", "*": "none"}, {"vector", "small"}),
+        ({"*": "bf16"}, {"first", "vector", "last.cube", "last.matrix", "small"}),
+    ],
+    ids=str,
+)
+def test_a_policy_by_name(policy: dict[str, Any], compressed: set[str]) -> None:
     names = ["first", "vector", "last.cube", "last.matrix", "small"]
     hook = gradwire.ddp_comm_hook("topk", zip(names, PARAMETERS, strict=True), policy=policy)
     layout = [PARAMETERS[:3], PARAMETERS[3:]]
@@ -377,20 +369,6 @@ def goes_by_names(policy: dict[str, Any], compressed: set[str]) -> None:
     assert {name for name in names if not torch.allclose(results[name], expected[name], atol=1e-6)} == compressed
     assert_same_on_all_ranks(torch.cat([result.flatten() for result in results.values()]))
     hook.close()
-
-
-@pytest.mark.parametrize(
-    ("policy", "compressed"),
-    [
-        ({"last.*": "none"}, ["first"]),
-        ({"last.matrix": "powersgd", "first": "int8"}, ["first", "last.cube", "last.matrix"]),
-        ({"vector": "bf16", "small": "int4", "*": "none"}, ["vector", "small"]),
-        ({"*": "bf16"}, ["first", "vector", "last.cube", "last.matrix", "small"]),
-    ],
-    ids=str,
-)
-def test_a_policy_by_name(ranks: Worlds, policy: dict[str, Any], compressed: list[str]) -> None:
-    ranks(2).run(goes_by_names, policy, set(compressed))
 
 
 @on_ranks(2, initialized=False)
@@ -406,7 +384,7 @@ def test_a_parameter_without_a_name_is_refused() -> None:
     [ErrorFeedback("int4"), "onebit", "topk", ErrorFeedback(RandomK(ratio=0.1)), PowerSGD(rank=2)],
     ids=lambda codec: codec if isinstance(codec, str) else type(codec).__name__,
 )
-@on_ranks(2, 3, initialized=False)
+@on_ranks(2, *wide(3), initialized=False)
 def test_other_buckets_lose_nothing(codec: Any) -> None:
     """Buckets change, and at the end again, so that all that is outstanding comes out: the sum of the results is that of
     the averages."""
@@ -432,7 +410,22 @@ def test_other_buckets_lose_nothing(codec: Any) -> None:
 # State
 
 
-def resumes(codec: Any, at: int, options: dict[str, Any]) -> None:
+@on_ranks(2, initialized=False)
+@pytest.mark.parametrize(
+    ("codec", "at", "options"),
+    [
+        ("onebit", 4, {}),
+        ("topk", 3, {}),
+        ("dgc", 4, {}),
+        ("powersgd", 4, {"find_unused_parameters": True}),
+        ("topk", 3, {"static_graph": True}),
+        (ErrorFeedback(Int8(stochastic=True)), 4, {}),
+        pytest.param("threshold", 4, {}, marks=pytest.mark.wide),
+        pytest.param("qsgd", 4, {}, marks=pytest.mark.wide),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_is_the_same_to_the_bit(codec: Any, at: int, options: dict[str, Any]) -> None:
     steps = 7
     hook = gradwire.ddp_comm_hook(codec)
     model = ddp(model_of(), hook, **options)
@@ -451,16 +444,6 @@ def resumes(codec: Any, at: int, options: dict[str, Any]) -> None:
     assert torch.equal(weights_of(again), weights_of(model))
     again_hook.close()
     hook.close()
-
-
-@pytest.mark.parametrize("codec", STATEFUL)
-def test_a_resumed_run_is_the_same_to_the_bit(ranks: Worlds, codec: str) -> None:
-    ranks(3).run(resumes, STATEFUL[codec], 4, {})
-
-
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_resumed_early_and_with_options(ranks: Worlds, options: dict[str, Any]) -> None:
-    ranks(2).run(resumes, "topk", 3, options)
 
 
 @on_ranks(2, initialized=False)
