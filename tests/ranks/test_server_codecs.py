@@ -9,7 +9,6 @@ from torch import Tensor, nn
 import gradwire as hvd
 from gradwire.trainer.gradients.compression import Compressor, Policy
 from gradwire.trainer.servers.pushed import Packing, Sender
-from tests.harness import ON_EVERY_TRANSPORT
 from tests.ranks.training import assert_same_on_all_ranks, copies, loss_of, on_ranks
 
 STEPS = 5
@@ -54,7 +53,6 @@ def simulated(size: int, compression: Compressor) -> list[Tensor]:
     return copies(parameters)
 
 
-@ON_EVERY_TRANSPORT
 @pytest.mark.parametrize("compression", CODECS, ids=str)
 @on_ranks(2)
 def test_codes_are_what_one_process_makes_of_the_same_gradients(compression: Compressor) -> None:
