@@ -163,7 +163,7 @@ def compare_ways(counts: list[int]) -> None:
             assert torch.equal(one, other), way
 
 
-@pytest.mark.parametrize("counts", [[3, 0, 2], *wide([2, 4])], ids=str)
+@pytest.mark.parametrize("counts", [[2, 0, 1], *wide([2, 4])], ids=str)
 def test_joined_ranks_do_as_ranks_without_gradients(ranks: Worlds, counts: list[int]) -> None:
     ranks(len(counts)).run(compare_ways, counts)
 
