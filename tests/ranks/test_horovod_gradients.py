@@ -1,6 +1,7 @@
 """Gradients through Horovod's verbs, against closed formulas worked out on every rank by itself, in float64."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,26 +41,24 @@ def total(tensors: list[Tensor]) -> Tensor:
     return torch.stack(tensors).sum(0)
 
 
+def check(
+    verb: Callable[..., Any], inputs: list[Tensor], outputs: list[list[Tensor]], wanted: list[Tensor], rank: int
+) -> None:
+    """outputs: of each result the gradients on all ranks; wanted: the gradients of this rank's inputs."""
+    close(gradients_of(verb, inputs, [gradients[rank] for gradients in outputs]), wanted)
+
+
 def of_allreduce(rank: int, size: int, process_set: Any) -> None:
     """g(r): gradient of rank r's result; the input's is allreduce(g) with the same op and factors."""
+    one, two = ([values(r, *shape, salt=salt) for r in range(size)] for salt, shape in ((1, (2, 3)), (2, (5,))))
     for op, reduce in ((hvd.Average, mean), (hvd.Sum, total)):
-        one, two = ([values(r, *shape, salt=salt) for r in range(size)] for salt, shape in ((1, (2, 3)), (2, (5,))))
-        options = {"op": op, "process_set": process_set}
-        close(
-            gradients_of(lambda x: hvd.allreduce(x, **options), [values(rank, 2, 3)], [one[rank]]),  # noqa: B023
-            [reduce(one)],
-        )
-        scales = {"prescale_factor": 0.5, "postscale_factor": 3.0}
-        close(
-            gradients_of(lambda x: hvd.allreduce(x, **options, **scales), [values(rank, 5)], [two[rank]]),  # noqa: B023
-            [1.5 * reduce(two)],
-        )
-        grouped = gradients_of(
-            lambda *xs: hvd.grouped_allreduce(list(xs), **options),  # noqa: B023
-            [values(rank, 2, 3), values(rank, 5)],
-            [one[rank], two[rank]],
-        )
-        close(grouped, [reduce(one), reduce(two)])
+        plain = partial(hvd.allreduce, op=op, process_set=process_set)
+        scaled = partial(plain, prescale_factor=0.5, postscale_factor=3.0)
+        grouped = partial(hvd.grouped_allreduce, op=op, process_set=process_set)
+        check(plain, [values(rank, 2, 3)], [one], [reduce(one)], rank)
+        check(scaled, [values(rank, 5)], [two], [1.5 * reduce(two)], rank)
+        inputs = [values(rank, 2, 3), values(rank, 5)]
+        check(lambda *xs, verb=grouped: verb(list(xs)), inputs, [one, two], [reduce(one), reduce(two)], rank)
 
 
 def of_allgather(rank: int, size: int, process_set: Any) -> None:
@@ -68,26 +67,20 @@ def of_allgather(rank: int, size: int, process_set: Any) -> None:
     one = [values(r, size * (size + 1) // 2, 2, salt=3) for r in range(size)]
     two = [values(r, size * (size - 1), salt=4) for r in range(size)]
     wanted = [mean(one)[starts : starts + rank + 1], mean(two)[doubled : doubled + 2 * rank]]
-    gathered = gradients_of(
-        lambda x: hvd.allgather(x, process_set=process_set), [values(rank, rank + 1, 2)], [one[rank]]
-    )
-    close(gathered, wanted[:1])
-    grouped = gradients_of(
-        lambda *xs: hvd.grouped_allgather(list(xs), process_set=process_set),
-        [values(rank, rank + 1, 2), values(rank, 2 * rank)],
-        [one[rank], two[rank]],
-    )
-    close(grouped, wanted)
+    inputs = [values(rank, rank + 1, 2), values(rank, 2 * rank)]
+    check(partial(hvd.allgather, process_set=process_set), inputs[:1], [one], wanted[:1], rank)
+    inputs = [values(rank, rank + 1, 2), values(rank, 2 * rank)]
+    check(lambda *xs: hvd.grouped_allgather(list(xs), process_set=process_set), inputs, [one, two], wanted, rank)
 
 
 def of_broadcast(rank: int, size: int, process_set: Any) -> None:
     """On the root the average of all g(r), elsewhere 0."""
     root = size - 1
     given = [values(r, 3, salt=5) for r in range(size)]
-    result = hvd.broadcast(torch.tensor([float(rank)]), root, process_set=process_set)
-    assert result.item() == root
-    got = gradients_of(lambda x: hvd.broadcast(x, root, process_set=process_set), [values(rank, 3)], [given[rank]])
-    close(got, [mean(given) if rank == root else torch.zeros(3, dtype=torch.float64)])
+    broadcast = partial(hvd.broadcast, root_rank=root, process_set=process_set)
+    assert broadcast(torch.tensor([float(rank)])).item() == root
+    wanted = mean(given) if rank == root else torch.zeros(3, dtype=torch.float64)
+    check(broadcast, [values(rank, 3)], [given], [wanted], rank)
 
 
 def of_reducescatter(rank: int, size: int, process_set: Any) -> None:
@@ -95,22 +88,14 @@ def of_reducescatter(rank: int, size: int, process_set: Any) -> None:
     lengths = [[(rows + size - 1 - r) // size for r in range(size)] for rows in (5, 2)]
     one, two = ([values(r, lengths[i][r], 2, salt=6 + i) for r in range(size)] for i in (0, 1))
     for op, times in ((hvd.Average, 1), (hvd.Sum, size)):
-        options = {"op": op, "process_set": process_set}
-        plain = gradients_of(lambda x: hvd.reducescatter(x, **options), [values(rank, 5, 2)], [one[rank]])  # noqa: B023
-        close(plain, [times * torch.cat(one)])
-        scales = {"prescale_factor": 0.25, "postscale_factor": 3.0}
-        scaled = gradients_of(
-            lambda x: hvd.reducescatter(x, **options, **scales),  # noqa: B023
-            [values(rank, 5, 2)],
-            [one[rank]],
-        )
-        close(scaled, [0.75 * times * torch.cat(one)])
-        grouped = gradients_of(
-            lambda *xs: hvd.grouped_reducescatter(list(xs), **options),  # noqa: B023
-            [values(rank, 5, 2), values(rank, 2, 2)],
-            [one[rank], two[rank]],
-        )
-        close(grouped, [times * torch.cat(one), times * torch.cat(two)])
+        plain = partial(hvd.reducescatter, op=op, process_set=process_set)
+        scaled = partial(plain, prescale_factor=0.25, postscale_factor=3.0)
+        grouped = partial(hvd.grouped_reducescatter, op=op, process_set=process_set)
+        wanted = [times * torch.cat(one), times * torch.cat(two)]
+        check(plain, [values(rank, 5, 2)], [one], wanted[:1], rank)
+        check(scaled, [values(rank, 5, 2)], [one], [0.75 * wanted[0]], rank)
+        inputs = [values(rank, 5, 2), values(rank, 2, 2)]
+        check(lambda *xs, verb=grouped: verb(list(xs)), inputs, [one, two], wanted, rank)
 
 
 def of_alltoall(rank: int, size: int, process_set: Any) -> None:
@@ -118,25 +103,16 @@ def of_alltoall(rank: int, size: int, process_set: Any) -> None:
     own = [values(r, size * (r + 1), 2, salt=8) for r in range(size)]
     wanted = torch.cat([own[s][rank * (s + 1) : (rank + 1) * (s + 1)] for s in range(size)])
     splits = list(range(1, size + 1))
-    close(
-        gradients_of(
-            lambda x: hvd.alltoall(x, splits, process_set=process_set)[0], [values(rank, sum(splits), 2)], [own[rank]]
-        ),
-        [wanted],
-    )
+    uneven = lambda x: hvd.alltoall(x, splits, process_set=process_set)[0]  # noqa: E731
+    check(uneven, [values(rank, sum(splits), 2)], [own], [wanted], rank)
     own = [values(r, 2 * size, salt=9) for r in range(size)]
     wanted = torch.cat([own[s][2 * rank : 2 * rank + 2] for s in range(size)])
-    close(
-        gradients_of(lambda x: hvd.alltoall(x, process_set=process_set), [values(rank, 2 * size)], [own[rank]]),
-        [wanted],
-    )
+    check(partial(hvd.alltoall, process_set=process_set), [values(rank, 2 * size)], [own], [wanted], rank)
 
 
 def every_verb(rank: int, size: int, process_set: Any) -> None:
-    of_allreduce(rank, size, process_set)
-    of_allgather(rank, size, process_set)
-    of_reducescatter(rank, size, process_set)
-    of_alltoall(rank, size, process_set)
+    for of_verb in (of_allreduce, of_allgather, of_reducescatter, of_alltoall):
+        of_verb(rank, size, process_set)
 
 
 @on_ranks(2, 3, *wide(1, 4))

@@ -20,8 +20,6 @@ PROGRAMS = Path(__file__).parent / "horovod_programs"
 #: What each is run with, where the result does not depend on how many ranks share the work, and where it does.
 SHARED_WORK: dict[str, tuple[str, list[str]]] = {
     "images": ("image_classification", ["--gradient-predivide-factor", "2"]),
-    "language model, rows": ("sparse_language_model", []),
-    "language model, dense": ("sparse_language_model", ["--sparse-as-dense"]),
     "generator and discriminator": ("gan", []),
 }
 OTHERS: dict[str, tuple[str, list[str]]] = {

@@ -5,9 +5,11 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import gradwire
 from gradwire.trainer.horovod.alias import check_extension, num_rank_is_power_2
 
 ROOT = Path(__file__).parents[2]
@@ -58,44 +60,30 @@ THIRD_PARTY = """
     print("done")
 """
 
-TOO_LATE = """
-    import horovod
-    import gradwire
 
-    try:
-        gradwire.alias_horovod()
-    except RuntimeError as error:
-        print(error)
-    assert not hasattr(horovod, "torch")
-"""
-
-
-def output_of(script: str, path: Path) -> str:
+def test_third_party_code(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{path}", "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-c", textwrap.dedent(THIRD_PARTY.replace("__file__", "''"))],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=90,
     )
     assert done.returncode == 0, done.stdout
-    return done.stdout
+    assert done.stdout.count("from here on, `import horovod.torch` finds gradwire") == 1
+    assert done.stdout.endswith("done\n")
 
 
-def test_third_party_code(tmp_path: Path) -> None:
-    said = output_of(THIRD_PARTY.replace("__file__", "''"), tmp_path)
-    assert said.count("from here on, `import horovod.torch` finds gradwire") == 1
-    assert said.endswith("done\n")
-
-
-def test_after_horovod_itself(tmp_path: Path) -> None:
-    package = tmp_path / "horovod"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    said = output_of(TOO_LATE, tmp_path)
-    assert f"Horovod itself has been imported, from {package}" in said
-    assert "call gradwire.alias_horovod() before anything imports it" in said
+def test_after_horovod_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    horovod = ModuleType("horovod")
+    horovod.__file__ = "/somewhere/horovod/__init__.py"
+    monkeypatch.setitem(sys.modules, "horovod", horovod)
+    with pytest.raises(
+        RuntimeError, match=r"Horovod itself has been imported, from /somewhere/horovod.*call gradwire\.alias"
+    ):
+        gradwire.alias_horovod()
+    assert not hasattr(horovod, "torch")
 
 
 def test_parts_that_are_not_here() -> None:
