@@ -18,13 +18,13 @@ from tests.ranks.exact import on_host
 from tests.ranks.training import (
     assert_close,
     assert_equal,
+    assert_goes_on,
     assert_same_on_all_ranks,
     batch_of,
     in_world,
     loss_of,
     network,
     on_ranks,
-    through_a_file,
     train,
 )
 
@@ -199,27 +199,13 @@ def test_few_numbers_of_each_rank_or_team_are_summed(ranks: Worlds, host_of: str
 @on_ranks(2)
 @pytest.mark.parametrize("case", [*CODED, "none"])
 def test_training_goes_on_bit_for_bit(case: str) -> None:
-    """Train and save now and then; then do what comes after it again from what was saved."""
     options = CODED.get(case, {"every": 4, "warmup_steps": WARMUP})
 
     def made() -> tuple[nn.Module, hvd.LocalUpdates]:
         model = network(700)
         return model, big_wrapped(model, outer=outer_of(list(model.parameters())), **options)
 
-    model, optimizer = made()
-    saved = {}
-    for step in range(STEPS):
-        if step in (2, WARMUP, 8, 9)[0 if "warmup_steps" in options else 2 :]:
-            saved[step] = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-        train(model, optimizer, [step])
-    optimizer.close()
-    for at, state in saved.items():
-        again, optimizer = made()
-        again.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        train(again, optimizer, range(at, STEPS))
-        optimizer.close()
-        assert_equal(model.parameters(), again.parameters())
+    assert_goes_on(made, (2, WARMUP, 8, 9)[0 if "warmup_steps" in options else 2 :], STEPS)
 
 
 @on_ranks(2, *wide(3))

@@ -160,6 +160,25 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[in
     take_steps(model, optimizer, lambda step: batch_of(step, hvd.rank(), dtype), steps)
 
 
+def assert_goes_on(made: Callable[[], tuple[nn.Module, Any]], stops: Iterable[int], steps: int) -> None:
+    """Train a model with its optimizer, and save now and then; what comes after that, done again from what was saved, must end
+    alike to the bit."""
+    model, optimizer = made()
+    saved = {}
+    for step in range(steps):
+        if step in stops:
+            saved[step] = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        train(model, optimizer, [step])
+    for at, state in saved.items():
+        again, resumed = made()
+        again.load_state_dict(state["model"])
+        resumed.load_state_dict(state["optimizer"])
+        train(again, resumed, range(at, steps))
+        assert_equal(model.parameters(), again.parameters())
+        resumed.close()
+    optimizer.close()
+
+
 def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
