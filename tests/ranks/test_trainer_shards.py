@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import gradwire as hvd
 from gradwire.trainer.gradients.compression import Compressor, ErrorFeedback
-from tests.harness import Worlds
-from tests.ranks.training import BATCH, STEPS, assert_close, assert_same_on_all_ranks, copies, in_world, on_ranks
+from tests.harness import wide
+from tests.ranks.training import BATCH, STEPS, assert_close, assert_same_on_all_ranks, on_ranks
 
 SIZE = 4
 
@@ -57,8 +57,13 @@ def adamw(parameters: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
 
-@in_world
-def weights_of_shards(passes: int, set_to_none: bool, bucket_bytes: int) -> list[Tensor]:
+@on_ranks(SIZE)
+@pytest.mark.parametrize(
+    ("passes", "set_to_none", "bucket_bytes"),
+    [(1, True, 25_000_000), (2, False, 400)]
+    + [pytest.param(*case, marks=pytest.mark.wide) for case in ((1, False, 1), (2, True, 400))],
+)
+def test_as_without_shards(passes: int, set_to_none: bool, bucket_bytes: int) -> None:
     """Replicas begin with the weights of the first one, by broadcast."""
     mesh = two_by_two()
     replicas = mesh.get_group("replicate")
@@ -71,6 +76,8 @@ def weights_of_shards(passes: int, set_to_none: bool, bucket_bytes: int) -> list
         process_set=replicas,
         bucket_bytes=bucket_bytes,
     )
+    alone = network()
+    plain = adamw(alone.parameters())
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none)
         for part in range(passes):
@@ -78,25 +85,14 @@ def weights_of_shards(passes: int, set_to_none: bool, bucket_bytes: int) -> list
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         assert all(isinstance(p.grad, DTensor) for p in model.parameters())
         optimizer.step()
+        plain.zero_grad()
+        loss_at(alone, inputs_of(step)).backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        plain.step()
     weights = [p.full_tensor() for p in model.parameters() if isinstance(p, DTensor)]
     assert_same_on_all_ranks(weights)
+    assert_close(weights, alone.parameters(), rtol=1e-4, atol=1e-5)
     optimizer.close()
-    return copies(weights)
-
-
-@pytest.mark.parametrize(
-    ("passes", "set_to_none", "bucket_bytes"), [(1, True, 25_000_000), (1, False, 1), (2, True, 400), (2, False, 400)]
-)
-def test_as_without_shards(ranks: Worlds, passes: int, set_to_none: bool, bucket_bytes: int) -> None:
-    model = network()
-    optimizer = adamw(model.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_at(model, inputs_of(step)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-    for weights in ranks(SIZE).run(weights_of_shards, passes, set_to_none, bucket_bytes):
-        assert_close(weights, model.parameters(), rtol=1e-4, atol=1e-5)
 
 
 def chunk_of(whole: Tensor, shard: int) -> Tensor:
@@ -105,7 +101,7 @@ def chunk_of(whole: Tensor, shard: int) -> Tensor:
     return chunks[shard] if shard < len(chunks) else whole[:0]
 
 
-@pytest.mark.parametrize("compression", ["onebit", "powersgd", ErrorFeedback("int4")])
+@pytest.mark.parametrize("compression", ["onebit", "powersgd", *wide(ErrorFeedback("int4"))])
 @on_ranks(SIZE)
 def test_codecs(compression: Compressor) -> None:
     """Against an optimizer of plain parameters that are this rank's shards, to the bit; saved and loaded on the way."""
