@@ -12,8 +12,7 @@ from gradwire.collectives import Communicator
 from gradwire.trainer.horovod.handles import Handle
 from gradwire.trainer.world.process_sets import ProcessSetLike
 from gradwire.trainer.world.world import current_world
-from tests.harness import Worlds
-from tests.ranks.training import in_world, on_ranks
+from tests.ranks.training import on_ranks
 
 SIZE = 4
 
@@ -226,8 +225,9 @@ def test_static_sets() -> None:
     hvd.shutdown()
 
 
-def smaller_worlds() -> tuple[list[int], list[float], list[float]]:
-    """Two worlds of two at once, one of them in an order of its own. Return place, and what launched ranks gather."""
+@on_ranks(SIZE, initialized=False)
+def test_smaller_worlds() -> None:
+    """Two worlds of two at once, one of them in an order of its own."""
     launched = torch.distributed.get_rank()
     hvd.init([0, 2] if launched in (0, 2) else [3, 1], process_sets=[[1]])
     gathered = hvd.allgather(torch.tensor([float(launched)])).tolist()
@@ -243,10 +243,13 @@ def smaller_worlds() -> tuple[list[int], list[float], list[float]]:
     assert weight.item() == -0.5
     place = [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()]
     hvd.shutdown()
-    return place, gathered, root
+    number = 0 if launched in (0, 3) else 1
+    members = [0, 2] if launched in (0, 2) else [3, 1]
+    assert (place, gathered, root) == ([number, 2, number, 2], members, members[1:])
 
 
-def wrong_worlds() -> None:
+@on_ranks(SIZE, initialized=False)
+def test_wrong_worlds() -> None:
     """A list that others contradict, or that this process is not in, is refused on all processes."""
     rank = torch.distributed.get_rank()
     for comm, message in [
@@ -273,18 +276,9 @@ def wrong_worlds() -> None:
     hvd.shutdown()
 
 
-def test_smaller_worlds(ranks: Worlds) -> None:
-    assert ranks(SIZE).run(smaller_worlds) == [
-        ([0, 2, 0, 2], [0, 2], [2]),
-        ([1, 2, 1, 2], [3, 1], [1]),
-        ([1, 2, 1, 2], [0, 2], [2]),
-        ([0, 2, 0, 2], [3, 1], [1]),
-    ]
-    ranks(SIZE).run(wrong_worlds)
-
-
-@in_world
-def trained_in_sets(compression: str) -> list[float]:
+@on_ranks(SIZE)
+@pytest.mark.parametrize("compression", ["none", "int8"])
+def test_trained_in_sets(compression: str) -> None:
     """Ranks 0 and 2 train together; 1 and 3 build the same optimizer, and step by themselves."""
     ps = hvd.add_process_set([0, 2])
     torch.manual_seed(0)
@@ -314,9 +308,4 @@ def trained_in_sets(compression: str) -> list[float]:
     everyone = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     everyone.close()
     optimizer.close()
-    return [round(moved.mean().item(), 1)]
-
-
-def test_trained_in_sets(ranks: Worlds) -> None:
-    for compression in ("none", "int8"):
-        assert ranks(SIZE).run(trained_in_sets, compression) == [[2.0], [2.0], [2.0], [6.0]], compression
+    assert round(moved.mean().item(), 1) == (6.0 if hvd.rank() == 3 else 2.0)

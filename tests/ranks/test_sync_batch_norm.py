@@ -9,17 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
-from tests.harness import Worlds
-from tests.ranks.training import (
-    STEPS,
-    assert_close,
-    assert_same_on_all_ranks,
-    batch,
-    in_world,
-    loss_of,
-    on_ranks,
-    share,
-)
+from tests.ranks.training import STEPS, assert_close, assert_same_on_all_ranks, batch, on_ranks, share, take_steps
 
 CASES: list[tuple[Callable[..., nn.Module], tuple[int, ...], dict[str, Any]]] = [
     (nn.BatchNorm1d, (4,), {}),
@@ -86,36 +76,24 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.BatchNorm1d(8), nn.ReLU()), nn.Linear(8, 3))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Callable[[int], tuple[Tensor, Tensor]]) -> None:
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, data(step)).backward()
-        optimizer.step()
-
-
-@in_world
-def in_a_model() -> list[Tensor]:
+@on_ranks(2)
+def test_a_model_trains_as_on_one_process() -> None:
     model = network()
     assert hvd.SyncBatchNorm.convert_sync_batchnorm(model) is model
     converted = model[1][0]  # type: ignore[index]
     assert isinstance(converted, hvd.SyncBatchNorm)
     assert hvd.SyncBatchNorm.convert_sync_batchnorm(model)[1][0] is converted  # type: ignore[index]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-    train(model, optimizer, share)
+    take_steps(model, optimizer, share, range(STEPS))
     assert_same_on_all_ranks(model.state_dict().values())
     optimizer.close()
     half = hvd.SyncBatchNorm(6).to(torch.bfloat16)
     output = half(share(0)[0].bfloat16().requires_grad_())
     output.sum().backward()
     assert output.dtype is torch.bfloat16
-    return [tensor.clone() for tensor in model.state_dict().values()]
-
-
-def test_a_model_trains_as_on_one_process(ranks: Worlds) -> None:
-    model = network()
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), batch)
-    for state in ranks(2).run(in_a_model):
-        assert_close(state, model.state_dict().values(), rtol=1e-4, atol=1e-5)
+    alone = network()
+    take_steps(alone, torch.optim.SGD(alone.parameters(), lr=0.1), batch, range(STEPS))
+    assert_close(model.state_dict().values(), alone.state_dict().values(), rtol=1e-4, atol=1e-5)
 
 
 @on_ranks(2)

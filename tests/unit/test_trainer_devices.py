@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gradwire as hvd
-from gradwire.trainer.gradients import validation
+from gradwire.trainer.gradients import arguments
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from gradwire.trainer.gradients import validation
 )
 def test_a_group_on_two_devices(verb: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """An error before anything is sent, after which the world goes on."""
-    monkeypatch.setattr(validation, "refusal", lambda tensor: None)
+    monkeypatch.setattr(arguments, "refusal", lambda tensor: None)
     hvd.init()
     try:
         with pytest.raises(
