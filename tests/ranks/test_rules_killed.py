@@ -139,7 +139,7 @@ def lose_one_in_an_exchange(rule: str) -> tuple[int, ...]:
 def test_one_is_killed_in_an_exchange_of_all(failing_world: Callable[[int], World], rule: str) -> None:
     world = failing_world(3)
     world.start(lose_one_in_an_exchange, rule)
-    assert assert_survived(world, [VICTIM]) == [(VICTIM,)] * 2
+    assert assert_survived(world, [VICTIM], DEADLINE_S) == [(VICTIM,)] * 2
 
 
 def die_in_the_push(optimizer: hvd.ParameterServer) -> None:
@@ -195,4 +195,4 @@ def test_one_is_killed_in_a_push(failing_world: Callable[[int], World], case: st
     options, victim, error = PUSHED[case]
     world = failing_world(4)
     world.start(lose_one_in_a_push, options, victim, error)
-    assert assert_survived(world, [victim]) == [(victim,)] * 3
+    assert assert_survived(world, [victim], DEADLINE_S) == [(victim,)] * 3

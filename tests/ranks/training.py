@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
-from tests.harness import World, Worlds
+from tests.harness import RUN_TIMEOUT_S, World, Worlds
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,7 +64,7 @@ def on_ranks(*sizes: Any, initialized: bool = True) -> Callable[[Callable[..., N
     return make
 
 
-def assert_survived(world: World, victims: Iterable[int], deadline_s: float = 100.0) -> list[Any]:
+def assert_survived(world: World, victims: Iterable[int], deadline_s: float = RUN_TIMEOUT_S) -> list[Any]:
     """Return what each rank but the victims returned of what the world has started, within a deadline."""
     survivors = [rank for rank in range(world.size) if rank not in set(victims)]
     outcomes = world.collect(deadline_s, ranks=survivors)
