@@ -1,21 +1,13 @@
 """Adasum against the definition, worked out on one rank."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 import gradwire as hvd
 from gradwire.collectives import Communicator
-from tests.harness import Worlds
-from tests.ranks.training import assert_same_on_all_ranks, in_world
-
-
-@in_world
-def run(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
+from tests.harness import wide
+from tests.ranks.training import assert_same_on_all_ranks, on_ranks
 
 
 def gradient(rank: int, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -45,7 +37,8 @@ def by_hand(vectors: list[Tensor]) -> Tensor:
     return two(two(v[0], v[1]), two(v[2], two(v[3], v[4])))
 
 
-def matches_the_definition() -> None:
+@on_ranks(2, 3, 5, *wide(1, 4))
+def test_adasum_is_as_defined() -> None:
     size = hvd.size()
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for shape in ((1,), (3,), (7, 5), (0,), ()):
@@ -66,12 +59,8 @@ def matches_the_definition() -> None:
             assert torch.equal(given, result)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_adasum_is_as_defined(ranks: Worlds, size: int) -> None:
-    ranks(size).run(run, matches_the_definition)
-
-
-def extremes() -> None:
+@on_ranks(4)
+def test_extremes() -> None:
     """On four ranks: orthogonal gradients are added, equal ones averaged, opposite ones cancel, and zeros do not count."""
     rank, size = hvd.rank(), hvd.size()
     orthogonal = torch.zeros(size)
@@ -95,7 +84,8 @@ def extremes() -> None:
     assert (halved.dtype, halved.tolist()) == (torch.float32, equal.tolist())
 
 
-def grouped() -> None:
+@on_ranks(4)
+def test_grouped() -> None:
     """Every tensor of a group has dot products of its own, whatever is beside it."""
     dtypes = [torch.float32, torch.float16, torch.float32, torch.float64, torch.float32]
     shapes = [(3, 2), (5,), (0,), (2,), (11,)]
@@ -112,7 +102,8 @@ def grouped() -> None:
     assert hvd.grouped_allreduce([], op=hvd.Adasum) == []
 
 
-def refusals() -> None:
+@on_ranks(4)
+def test_refusals() -> None:
     """Found before anything is sent: the rank that gives them does so alone, and the next verb works."""
     if hvd.rank() == 1:
         with pytest.raises(TypeError, match=r"op='adasum' needs floating-point tensors, not torch.int32"):
@@ -125,7 +116,8 @@ def refusals() -> None:
     assert hvd.allreduce(torch.ones(1), op=hvd.Adasum).item() == 1
 
 
-def in_a_process_set() -> None:
+@on_ranks(4)
+def test_in_a_process_set() -> None:
     group = torch.distributed.new_group([1, 2, 3])
     if hvd.rank() > 0:
         assert isinstance(group, torch.distributed.ProcessGroup)
@@ -133,8 +125,3 @@ def in_a_process_set() -> None:
             wanted = by_hand([gradient(rank, torch.float64, 9) for rank in (1, 2, 3)])
             result = hvd.allreduce(gradient(hvd.rank(), torch.float64, 9), op=hvd.Adasum, process_set=communicator)
             torch.testing.assert_close(result, wanted, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("function", [extremes, grouped, refusals, in_a_process_set])
-def test_adasum_of_four_ranks(ranks: Worlds, function: Callable[[], None]) -> None:
-    ranks(4).run(run, function)

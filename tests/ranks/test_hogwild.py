@@ -15,9 +15,19 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
-from tests.harness import ON_EVERY_TRANSPORT, World, Worlds, meet
+from tests.harness import World, Worlds, meet, wide
 from tests.ranks.exact import on_host
-from tests.ranks.training import assert_same_on_all_ranks, batch, copies, in_world, loss_of, perceptron, share
+from tests.ranks.training import (
+    assert_equal,
+    assert_same_on_all_ranks,
+    assert_survived,
+    copies,
+    in_world,
+    loss_of,
+    on_ranks,
+    perceptron,
+    share,
+)
 
 STEPS = 20
 ROWS = 3  # of each rank
@@ -32,8 +42,8 @@ def mapped() -> int:
     return sum("memfd:gradwire" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-@in_world
-def write_own_rows() -> None:
+@on_ranks(1, 2, 4)
+def test_all_ranks_see_what_each_writes() -> None:
     """Step on all ranks at the same time, each on rows of its own: by each step, 0.5 less."""
     model = nn.Embedding(ROWS * hvd.size(), 5, sparse=True)
     nn.init.constant_(model.weight, float(hvd.rank()))
@@ -50,11 +60,6 @@ def write_own_rows() -> None:
     assert torch.equal(model.weight.detach(), wanted[:, None].expand(-1, 5))
     hvd.barrier()
     optimizer.close()
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_all_ranks_see_what_each_writes(ranks: Worlds, size: int) -> None:
-    ranks(size).run(write_own_rows)
 
 
 class Mixed(nn.Module):
@@ -93,8 +98,8 @@ def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, c
         optimizer.step()
 
 
-@in_world
-def take_turns() -> None:
+@on_ranks(1, 2, 3)
+def test_ranks_that_take_turns_are_one_process_to_the_bit() -> None:
     """Train one after the other, to the bit as one process does that has an optimizer for each rank."""
     model = Mixed(seed=hvd.rank())
     weight, matrix = model.convolution.weight, model.matrix
@@ -118,45 +123,13 @@ def take_turns() -> None:
         step_once(alone, theirs[turn], number, closure=False)
         schedulers[turn].step()
         hvd.barrier()
-        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
-            assert torch.equal(one, other)
+        assert_equal(model.parameters(), alone.parameters())
         hvd.barrier()
     optimizer.close()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_ranks_that_take_turns_are_one_process_to_the_bit(ranks: Worlds, size: int) -> None:
-    """Compare a world of one, too, with the wrapped optimizer alone."""
-    ranks(size).run(take_turns)
-
-
-@in_world
-def learn() -> None:
-    """Ranks meet now and then, so that none is done before another begins, whose share alone would count in the end."""
-    model = perceptron(seed=hvd.rank())
-    optimizer = hvd.Hogwild(sgd_of(model, lr=0.05), model.named_parameters())
-    hvd.barrier()
-    before = loss_of(model, batch(0)).item()
-    hvd.barrier()
-    for step in range(200):
-        if step % 5 == 0:
-            hvd.barrier()
-        optimizer.zero_grad()
-        loss_of(model, share(0)).backward()
-        optimizer.step()
-    hvd.barrier()
-    assert loss_of(model, batch(0)).item() < 0.8 * before
-    assert_same_on_all_ranks(model.parameters())
-    hvd.barrier()
-    optimizer.close()
-
-
-def test_ranks_that_step_at_once_learn(ranks: Worlds) -> None:
-    ranks(2).run(learn)
-
-
-@in_world
-def leave() -> None:
+@on_ranks(3)
+def test_who_closes_has_a_copy_and_leaves_the_others_alone() -> None:
     """Close one rank after the other; what is left of the shared memory goes with the last."""
     gc.collect()
     before = mapped()
@@ -185,10 +158,6 @@ def leave() -> None:
         gc.collect()
         assert mapped() == before
         assert torch.equal(model.weight, shared[0])
-
-
-def test_who_closes_has_a_copy_and_leaves_the_others_alone(ranks: Worlds) -> None:
-    ranks(3).run(leave)
 
 
 def outlive() -> None:
@@ -238,12 +207,11 @@ def lose_one(dies: int) -> None:
 def test_a_rank_that_is_killed_leaves_the_others_training(failing_world: Callable[[int], World], dies: int) -> None:
     world = failing_world(3)
     world.start(lose_one, dies)
-    for outcome in world.collect(60, ranks=[rank for rank in range(3) if rank != dies]):
-        assert outcome.status == "returned", str(outcome)
+    assert_survived(world, [dies])
 
 
-@in_world
-def in_pairs() -> None:
+@on_ranks(4)
+def test_process_sets_have_parameters_of_their_own() -> None:
     """Train two sets of parameters in one world, each shared by two ranks."""
     evens, odds = hvd.add_process_set([0, 2]), hvd.add_process_set([1, 3])
     mine, other = (evens, odds) if evens.included() else (odds, evens)
@@ -260,12 +228,8 @@ def in_pairs() -> None:
     optimizer.close()
 
 
-def test_process_sets_have_parameters_of_their_own(ranks: Worlds) -> None:
-    ranks(4).run(in_pairs)
-
-
-@in_world
-def save_and_load() -> None:
+@on_ranks(2)
+def test_state_is_each_ranks_own() -> None:
     model = perceptron()
     optimizer = hvd.Hogwild(torch.optim.Adam(model.parameters(), lr=0.1 * (1 + hvd.rank())), model.named_parameters())
     hvd.barrier()
@@ -294,12 +258,8 @@ def save_and_load() -> None:
     optimizer.close()
 
 
-def test_state_is_each_ranks_own(ranks: Worlds) -> None:
-    ranks(2).run(save_and_load)
-
-
-@in_world
-def refuse() -> None:
+@on_ranks(2)
+def test_what_cannot_be_meant_is_refused() -> None:
     model = perceptron()
     for wrong in (model, hvd.DistributedOptimizer(sgd_of(model)), hvd.Hogwild(sgd_of(model))):
         with pytest.raises(TypeError, match=f"rank {hvd.rank()}: optimizer must be a torch.optim.Optimizer, and none"):
@@ -327,10 +287,6 @@ def refuse() -> None:
     assert next(model.parameters()).dtype == torch.float64
 
 
-def test_what_cannot_be_meant_is_refused(ranks: Worlds) -> None:
-    ranks(2).run(refuse)
-
-
 @in_world
 def share_nothing(said: str) -> None:
     """See errors, with which nothing is changed on any rank."""
@@ -343,18 +299,14 @@ def share_nothing(said: str) -> None:
         assert torch.equal(parameter, value)
 
 
-def share_nothing_between_hosts() -> None:
+@on_ranks(3, initialized=False)
+def test_ranks_of_several_hosts_are_refused() -> None:
     with on_host(f"host {torch.distributed.get_rank() % 2}"):
         share_nothing(
             "rank [012]: memory can be shared by the ranks of one host only; these are on 2 hosts: ranks 0, 2; rank 1$"
         )
 
 
-@ON_EVERY_TRANSPORT
-def test_ranks_of_several_hosts_are_refused(ranks: Worlds) -> None:
-    ranks(3).run(share_nothing_between_hosts)
-
-
-@pytest.mark.parametrize("ranks", ["sockets", "process_group"], indirect=True)
+@pytest.mark.parametrize("ranks", ["sockets", *wide("process_group")], indirect=True)
 def test_ranks_that_share_no_memory_are_refused(ranks: Worlds) -> None:
     ranks(3).run(share_nothing, "ranks 0, 1, 2 are on one host and share no memory: it is switched off")

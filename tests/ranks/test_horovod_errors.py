@@ -17,8 +17,8 @@ import gradwire as hvd
 from gradwire.collectives import Mismatch, PeerJoined, PeerLost
 from gradwire.trainer.world.process_sets import NotIncluded, Refused
 from gradwire.trainer.world.world import NotInitialized
-from tests.harness import Worlds
 from tests.pages import ROOT
+from tests.ranks.training import on_ranks
 
 KINDS: dict[str, type[Exception] | None] = {
     kind.__name__: kind
@@ -345,22 +345,6 @@ PROVOKED: dict[str, list[Callable[[], Any]]] = {
 }
 
 
-def provoke(row: Row) -> None:
-    hvd.init()
-    try:
-        for number, case in enumerate(PROVOKED[row.program]):
-            error = raised(case)
-            if row.afterwards.startswith("need"):
-                hvd.shutdown()
-                hvd.init()
-            else:
-                assert row.afterwards.startswith("work")
-            assert hvd.allreduce(ones(64), op=hvd.Sum).tolist() == [2.0] * 64, f"case {number}: {error!r}"
-            check(row, error, hvd.allgather_object(error is not None), f"case {number}: {error!r}")
-    finally:
-        hvd.shutdown()
-
-
 def raised(case: Callable[[], Any]) -> Exception | None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -387,8 +371,21 @@ def check(row: Row, error: Exception | None, everyones: list[bool], case: str) -
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.program)
-def test_an_error(ranks: Worlds, row: Row) -> None:
-    ranks(2).run(provoke, row)
+@on_ranks(2, initialized=False)
+def test_an_error(row: Row) -> None:
+    hvd.init()
+    try:
+        for number, case in enumerate(PROVOKED[row.program]):
+            error = raised(case)
+            if row.afterwards.startswith("need"):
+                hvd.shutdown()
+                hvd.init()
+            else:
+                assert row.afterwards.startswith("work")
+            assert hvd.allreduce(ones(64), op=hvd.Sum).tolist() == [2.0] * 64, f"case {number}: {error!r}"
+            check(row, error, hvd.allgather_object(error is not None), f"case {number}: {error!r}")
+    finally:
+        hvd.shutdown()
 
 
 def test_each_row_is_provoked() -> None:

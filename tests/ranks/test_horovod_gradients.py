@@ -1,6 +1,7 @@
 """Gradients through Horovod's verbs, against closed formulas worked out on every rank by itself, in float64."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,13 +10,8 @@ from torch import Tensor
 
 import gradwire as hvd
 from gradwire.collectives import Communicator
-from tests.harness import Worlds
-from tests.ranks.training import in_world
-
-
-@in_world
-def run(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
+from tests.harness import wide
+from tests.ranks.training import on_ranks
 
 
 def values(rank: int, *shape: int, salt: int = 0) -> Tensor:
@@ -45,26 +41,24 @@ def total(tensors: list[Tensor]) -> Tensor:
     return torch.stack(tensors).sum(0)
 
 
+def check(
+    verb: Callable[..., Any], inputs: list[Tensor], outputs: list[list[Tensor]], wanted: list[Tensor], rank: int
+) -> None:
+    """outputs: of each result the gradients on all ranks; wanted: the gradients of this rank's inputs."""
+    close(gradients_of(verb, inputs, [gradients[rank] for gradients in outputs]), wanted)
+
+
 def of_allreduce(rank: int, size: int, process_set: Any) -> None:
     """g(r): gradient of rank r's result; the input's is allreduce(g) with the same op and factors."""
+    one, two = ([values(r, *shape, salt=salt) for r in range(size)] for salt, shape in ((1, (2, 3)), (2, (5,))))
     for op, reduce in ((hvd.Average, mean), (hvd.Sum, total)):
-        one, two = ([values(r, *shape, salt=salt) for r in range(size)] for salt, shape in ((1, (2, 3)), (2, (5,))))
-        options = {"op": op, "process_set": process_set}
-        close(
-            gradients_of(lambda x: hvd.allreduce(x, **options), [values(rank, 2, 3)], [one[rank]]),  # noqa: B023
-            [reduce(one)],
-        )
-        scales = {"prescale_factor": 0.5, "postscale_factor": 3.0}
-        close(
-            gradients_of(lambda x: hvd.allreduce(x, **options, **scales), [values(rank, 5)], [two[rank]]),  # noqa: B023
-            [1.5 * reduce(two)],
-        )
-        grouped = gradients_of(
-            lambda *xs: hvd.grouped_allreduce(list(xs), **options),  # noqa: B023
-            [values(rank, 2, 3), values(rank, 5)],
-            [one[rank], two[rank]],
-        )
-        close(grouped, [reduce(one), reduce(two)])
+        plain = partial(hvd.allreduce, op=op, process_set=process_set)
+        scaled = partial(plain, prescale_factor=0.5, postscale_factor=3.0)
+        grouped = partial(hvd.grouped_allreduce, op=op, process_set=process_set)
+        check(plain, [values(rank, 2, 3)], [one], [reduce(one)], rank)
+        check(scaled, [values(rank, 5)], [two], [1.5 * reduce(two)], rank)
+        inputs = [values(rank, 2, 3), values(rank, 5)]
+        check(lambda *xs, verb=grouped: verb(list(xs)), inputs, [one, two], [reduce(one), reduce(two)], rank)
 
 
 def of_allgather(rank: int, size: int, process_set: Any) -> None:
@@ -73,26 +67,20 @@ def of_allgather(rank: int, size: int, process_set: Any) -> None:
     one = [values(r, size * (size + 1) // 2, 2, salt=3) for r in range(size)]
     two = [values(r, size * (size - 1), salt=4) for r in range(size)]
     wanted = [mean(one)[starts : starts + rank + 1], mean(two)[doubled : doubled + 2 * rank]]
-    gathered = gradients_of(
-        lambda x: hvd.allgather(x, process_set=process_set), [values(rank, rank + 1, 2)], [one[rank]]
-    )
-    close(gathered, wanted[:1])
-    grouped = gradients_of(
-        lambda *xs: hvd.grouped_allgather(list(xs), process_set=process_set),
-        [values(rank, rank + 1, 2), values(rank, 2 * rank)],
-        [one[rank], two[rank]],
-    )
-    close(grouped, wanted)
+    inputs = [values(rank, rank + 1, 2), values(rank, 2 * rank)]
+    check(partial(hvd.allgather, process_set=process_set), inputs[:1], [one], wanted[:1], rank)
+    inputs = [values(rank, rank + 1, 2), values(rank, 2 * rank)]
+    check(lambda *xs: hvd.grouped_allgather(list(xs), process_set=process_set), inputs, [one, two], wanted, rank)
 
 
 def of_broadcast(rank: int, size: int, process_set: Any) -> None:
     """On the root the average of all g(r), elsewhere 0."""
     root = size - 1
     given = [values(r, 3, salt=5) for r in range(size)]
-    result = hvd.broadcast(torch.tensor([float(rank)]), root, process_set=process_set)
-    assert result.item() == root
-    got = gradients_of(lambda x: hvd.broadcast(x, root, process_set=process_set), [values(rank, 3)], [given[rank]])
-    close(got, [mean(given) if rank == root else torch.zeros(3, dtype=torch.float64)])
+    broadcast = partial(hvd.broadcast, root_rank=root, process_set=process_set)
+    assert broadcast(torch.tensor([float(rank)])).item() == root
+    wanted = mean(given) if rank == root else torch.zeros(3, dtype=torch.float64)
+    check(broadcast, [values(rank, 3)], [given], [wanted], rank)
 
 
 def of_reducescatter(rank: int, size: int, process_set: Any) -> None:
@@ -100,22 +88,14 @@ def of_reducescatter(rank: int, size: int, process_set: Any) -> None:
     lengths = [[(rows + size - 1 - r) // size for r in range(size)] for rows in (5, 2)]
     one, two = ([values(r, lengths[i][r], 2, salt=6 + i) for r in range(size)] for i in (0, 1))
     for op, times in ((hvd.Average, 1), (hvd.Sum, size)):
-        options = {"op": op, "process_set": process_set}
-        plain = gradients_of(lambda x: hvd.reducescatter(x, **options), [values(rank, 5, 2)], [one[rank]])  # noqa: B023
-        close(plain, [times * torch.cat(one)])
-        scales = {"prescale_factor": 0.25, "postscale_factor": 3.0}
-        scaled = gradients_of(
-            lambda x: hvd.reducescatter(x, **options, **scales),  # noqa: B023
-            [values(rank, 5, 2)],
-            [one[rank]],
-        )
-        close(scaled, [0.75 * times * torch.cat(one)])
-        grouped = gradients_of(
-            lambda *xs: hvd.grouped_reducescatter(list(xs), **options),  # noqa: B023
-            [values(rank, 5, 2), values(rank, 2, 2)],
-            [one[rank], two[rank]],
-        )
-        close(grouped, [times * torch.cat(one), times * torch.cat(two)])
+        plain = partial(hvd.reducescatter, op=op, process_set=process_set)
+        scaled = partial(plain, prescale_factor=0.25, postscale_factor=3.0)
+        grouped = partial(hvd.grouped_reducescatter, op=op, process_set=process_set)
+        wanted = [times * torch.cat(one), times * torch.cat(two)]
+        check(plain, [values(rank, 5, 2)], [one], wanted[:1], rank)
+        check(scaled, [values(rank, 5, 2)], [one], [0.75 * wanted[0]], rank)
+        inputs = [values(rank, 5, 2), values(rank, 2, 2)]
+        check(lambda *xs, verb=grouped: verb(list(xs)), inputs, [one, two], wanted, rank)
 
 
 def of_alltoall(rank: int, size: int, process_set: Any) -> None:
@@ -123,38 +103,26 @@ def of_alltoall(rank: int, size: int, process_set: Any) -> None:
     own = [values(r, size * (r + 1), 2, salt=8) for r in range(size)]
     wanted = torch.cat([own[s][rank * (s + 1) : (rank + 1) * (s + 1)] for s in range(size)])
     splits = list(range(1, size + 1))
-    close(
-        gradients_of(
-            lambda x: hvd.alltoall(x, splits, process_set=process_set)[0], [values(rank, sum(splits), 2)], [own[rank]]
-        ),
-        [wanted],
-    )
+    uneven = lambda x: hvd.alltoall(x, splits, process_set=process_set)[0]  # noqa: E731
+    check(uneven, [values(rank, sum(splits), 2)], [own], [wanted], rank)
     own = [values(r, 2 * size, salt=9) for r in range(size)]
     wanted = torch.cat([own[s][2 * rank : 2 * rank + 2] for s in range(size)])
-    close(
-        gradients_of(lambda x: hvd.alltoall(x, process_set=process_set), [values(rank, 2 * size)], [own[rank]]),
-        [wanted],
-    )
+    check(partial(hvd.alltoall, process_set=process_set), [values(rank, 2 * size)], [own], [wanted], rank)
 
 
 def every_verb(rank: int, size: int, process_set: Any) -> None:
-    of_allreduce(rank, size, process_set)
-    of_allgather(rank, size, process_set)
-    of_reducescatter(rank, size, process_set)
-    of_alltoall(rank, size, process_set)
+    for of_verb in (of_allreduce, of_allgather, of_reducescatter, of_alltoall):
+        of_verb(rank, size, process_set)
 
 
-def in_the_world() -> None:
+@on_ranks(2, 3, *wide(1, 4))
+def test_gradients_are_horovods() -> None:
     every_verb(hvd.rank(), hvd.size(), None)
     of_broadcast(hvd.rank(), hvd.size(), None)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_gradients_are_horovods(ranks: Worlds, size: int) -> None:
-    ranks(size).run(run, in_the_world)
-
-
-def in_a_process_set() -> None:
+@on_ranks(3)
+def test_gradients_count_the_ranks_of_the_process_set() -> None:
     """Of ranks 0 and 1, the root is rank 1 however roots are counted."""
     for ranks, verbs in (([1, 2], every_verb), ([0, 1], of_broadcast)):
         group = torch.distributed.new_group(ranks)
@@ -162,10 +130,6 @@ def in_a_process_set() -> None:
             assert isinstance(group, torch.distributed.ProcessGroup)
             with Communicator(group) as communicator:
                 verbs(communicator.rank, communicator.size, communicator)
-
-
-def test_gradients_count_the_ranks_of_the_process_set(ranks: Worlds) -> None:
-    ranks(3).run(run, in_a_process_set)
 
 
 def through_a_cast() -> None:
@@ -184,7 +148,8 @@ def through_a_cast() -> None:
     assert scattered.tolist() == [size * 2.0**r for r in range(size)]
 
 
-def what_has_none() -> None:
+@on_ranks(2)
+def test_ops_without_a_gradient_say_so_and_casts_have_one() -> None:
     leaf = torch.ones(hvd.size(), requires_grad=True)
     for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
         result = hvd.allreduce(leaf, op=op).sum()
@@ -194,7 +159,3 @@ def what_has_none() -> None:
     with pytest.raises(RuntimeError, match="reducescatter with op='max' has no gradient"):
         result.backward()
     through_a_cast()
-
-
-def test_ops_without_a_gradient_say_so_and_casts_have_one(ranks: Worlds) -> None:
-    ranks(2).run(run, what_has_none)

@@ -1,6 +1,6 @@
-"""Horovod's verbs where they are particular: argument order, groups, names, integers, errors found before data moves."""
+"""Horovod's verbs: defaults, forms, shapes, groups, names, integers, and errors found before data moves."""
 
-import inspect
+import gc
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -8,55 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import gradwire as hvd
-from gradwire.collectives import Communicator, PeerLost
-from tests.harness import Worlds
-from tests.ranks.training import in_world
-
-REDUCING = ["name", "op", "prescale_factor", "postscale_factor", "process_set"]
-SCATTERING = ["op", "process_set", "prescale_factor", "postscale_factor"]
-
-#: The order of arguments in horovod.torch 0.28.1.
-ARGUMENTS = {
-    "allreduce": ["tensor", "average", "name", "compression", *REDUCING[1:]],
-    "allreduce_": ["tensor", "average", *REDUCING],
-    "allreduce_async": ["tensor", "average", *REDUCING],
-    "allreduce_async_": ["tensor", "average", *REDUCING],
-    "grouped_allreduce": ["tensors", "average", "name", "compression", *REDUCING[1:]],
-    "grouped_allreduce_": ["tensors", "average", *REDUCING],
-    "grouped_allreduce_async": ["tensors", "average", *REDUCING],
-    "grouped_allreduce_async_": ["tensors", "average", *REDUCING],
-    "sparse_allreduce_async": ["tensor", "name", "op", "process_set"],
-    "allgather": ["tensor", "name", "process_set"],
-    "allgather_async": ["tensor", "name", "process_set"],
-    "grouped_allgather": ["tensors", "name", "process_set"],
-    "grouped_allgather_async": ["tensors", "name", "process_set"],
-    "broadcast": ["tensor", "root_rank", "name", "process_set"],
-    "broadcast_": ["tensor", "root_rank", "name", "process_set"],
-    "broadcast_async": ["tensor", "root_rank", "name", "process_set"],
-    "broadcast_async_": ["tensor", "root_rank", "name", "process_set"],
-    "alltoall": ["tensor", "splits", "name", "process_set"],
-    "alltoall_async": ["tensor", "splits", "name", "process_set"],
-    "reducescatter": ["tensor", "name", "compression", *SCATTERING],
-    "reducescatter_async": ["tensor", "name", *SCATTERING],
-    "grouped_reducescatter": ["tensors", "name", "compression", *SCATTERING],
-    "grouped_reducescatter_async": ["tensors", "name", *SCATTERING],
-    "poll": ["handle"],
-    "synchronize": ["handle"],
-    "barrier": ["process_set"],
-}
-
-
-@pytest.mark.parametrize("verb", ARGUMENTS)
-def test_arguments_come_in_horovods_order(verb: str) -> None:
-    assert list(inspect.signature(getattr(hvd, verb)).parameters) == ARGUMENTS[verb]
-    assert verb in hvd.__all__
-
-
-@in_world
-def run(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
+from gradwire.collectives import CollectiveTimeout, Communicator, PeerLost
+from gradwire.trainer.world.world import current_world
+from tests.ranks.training import on_ranks
 
 
 def own(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -65,7 +22,8 @@ def own(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.arange(1, numel + 1) * (hvd.rank() + 1)).to(dtype).view(shape)
 
 
-def gathers_groups() -> None:
+@on_ranks(2, 3)
+def test_gathers_groups() -> None:
     """Rank r gives r rows of the first tensor, 2 of the second, 3 - r of the third, of different dtypes."""
     rank, size = hvd.rank(), hvd.size()
     given = [
@@ -83,7 +41,8 @@ def gathers_groups() -> None:
     assert hvd.grouped_allgather([]) == []
 
 
-def scatters_groups() -> None:
+@on_ranks(2, 3)
+def test_scatters_groups() -> None:
     size = hvd.size()
     given = [own(7, dtype=torch.float64), own(size, 2), own(2, dtype=torch.int64)]
     for options in (
@@ -108,7 +67,8 @@ def scatters_groups() -> None:
         hvd.grouped_reducescatter(given, compression="int8")
 
 
-def integers() -> None:
+@on_ranks(2, 3)
+def test_integers() -> None:
     """Times a factor in float64, truncated toward zero, before and after; an average with a factor is truncated once."""
     size = hvd.size()
     for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
@@ -150,12 +110,6 @@ def of_integers(op: str, numbers: tuple[int, ...], prescale: float, postscale: f
     return int(sum(scaled) * Fraction(postscale) / (len(scaled) if op == hvd.Average else 1))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("function", [gathers_groups, scatters_groups, integers])
-def test_groups_and_integers(ranks: Worlds, function: Callable[[], None], size: int) -> None:
-    ranks(size).run(run, function)
-
-
 #: By the name that a verb's errors have for it: an asynchronous form, and the synchronous one.
 NAMED: dict[str, list[Callable[..., Any]]] = {
     "allreduce": [hvd.allreduce_async, hvd.allreduce_async_, hvd.allreduce, hvd.allreduce_],
@@ -185,7 +139,8 @@ NAMED: dict[str, list[Callable[..., Any]]] = {
 }
 
 
-def names() -> None:
+@on_ranks(2)
+def test_names() -> None:
     """A name in flight is refused, whatever form asks for it; the one that has it ends well; then it is free."""
     size = hvd.size()
     for verb, (begin, *others) in NAMED.items():
@@ -220,7 +175,8 @@ def flat(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else list(result)
 
 
-def names_of_process_sets() -> None:
+@on_ranks(2)
+def test_names_of_process_sets() -> None:
     """A name counts within one process set."""
     with Communicator() as communicator:
         handle = hvd.allreduce_async(own(2), name="loss")
@@ -230,7 +186,8 @@ def names_of_process_sets() -> None:
         assert torch.equal(hvd.synchronize(handle), hvd.synchronize(other))
 
 
-def names_in_errors() -> None:
+@on_ranks(2)
+def test_names_in_errors() -> None:
     if hvd.rank() == 1:
         with pytest.raises(ValueError, match=r"op must be one of .* \(allreduce, name='loss'\)$"):
             hvd.allreduce_async(own(2), name="loss", op="mean")
@@ -246,7 +203,8 @@ def names_in_errors() -> None:
     assert hvd.broadcast(own(1), 1, name="loss").item() == 2
 
 
-def names_of_the_lost() -> None:
+@on_ranks(2)
+def test_names_of_the_lost() -> None:
     if hvd.rank() == 1:
         hvd.shutdown()
         return
@@ -257,12 +215,8 @@ def names_of_the_lost() -> None:
         assert str(error.value).count("loss") == 1
 
 
-@pytest.mark.parametrize("function", [names, names_of_process_sets, names_in_errors, names_of_the_lost])
-def test_names(ranks: Worlds, function: Callable[[], None]) -> None:
-    ranks(2).run(run, function)
-
-
-def found_before_data_moves() -> None:
+@on_ranks(3)
+def test_errors_found_before_data_moves() -> None:
     """By one rank alone, or by all where a rank's arguments do not fit the others'; after each the next verb works."""
     rank, size = hvd.rank(), hvd.size()
 
@@ -326,5 +280,242 @@ def found_before_data_moves() -> None:
     works()
 
 
-def test_errors_found_before_data_moves(ranks: Worlds) -> None:
-    ranks(3).run(run, found_before_data_moves)
+@on_ranks(2)
+def test_the_world_forgets_what_is_dropped() -> None:
+    """A Communicator that its user has dropped leaves nothing behind in the world."""
+    world = current_world()
+    gc.collect()
+    before = len(world._opened)
+    for _ in range(5):
+        world.open_communicator(None)
+        gc.collect()
+    assert len(world._opened) <= before + 1
+
+
+@on_ranks(2)
+def test_the_deadline_of_init_holds_for_all_operations() -> None:
+    """Rank 0 stays away from what the others call, of the world's own Communicator and of an optimizer's."""
+    hvd.shutdown()
+    for wrong in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="timeout_s must be a finite number of seconds > 0"):
+            hvd.init(timeout_s=wrong)
+    hvd.init(timeout_s=2.0)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1))
+    if hvd.rank() > 0:
+        for call in (hvd.barrier, parameter.sum().backward):
+            with pytest.raises(CollectiveTimeout) as error:
+                call()
+            assert error.value.seconds == 2.0
+    torch.distributed.barrier()
+    optimizer.close()
+
+
+@on_ranks(3)
+def test_init_and_shutdown() -> None:
+    """All ranks are on one host. init() is idempotent, and a torch.distributed that was there before survives shutdown()."""
+    hvd.init()
+    assert hvd.is_initialized()
+    position = (hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+    assert position == (3, hvd.rank(), 3, 0, 1)
+    hvd.shutdown()
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    with pytest.raises(RuntimeError, match=r"call hvd\.init\(\) first"):
+        hvd.rank()
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    assert total == torch.distributed.get_world_size()
+    hvd.init()
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product])
+def test_allreduce_and_reducescatter(op: str) -> None:
+    everyones = torch.stack([torch.arange(1.0, 7.0).view(2, 3) * (rank + 1) for rank in range(hvd.size())])
+    reduced = {
+        "average": Tensor.mean,
+        "sum": Tensor.sum,
+        "min": Tensor.amin,
+        "max": Tensor.amax,
+        "product": Tensor.prod,
+    }
+    wanted = reduced[op](everyones, 0)
+    given = own(2, 3)
+    assert torch.equal(hvd.allreduce(given, op=op), wanted)
+    assert torch.equal(hvd.synchronize(hvd.allreduce_async(given, op=op)), wanted)
+    assert torch.equal(given, own(2, 3)), "not in place"
+    assert hvd.allreduce_(given, op=op) is given
+    assert torch.equal(given, wanted)
+    given = own(2, 3)
+    handle = hvd.allreduce_async_(given, op=op)
+    assert hvd.synchronize(handle) is given
+    assert hvd.poll(handle)
+    assert torch.equal(given, wanted)
+    for verb in (hvd.grouped_allreduce, hvd.grouped_allreduce_):
+        assert all(torch.equal(each, wanted) for each in verb([own(2, 3), own(2, 3)], op=op))
+    for begin in (hvd.grouped_allreduce_async, hvd.grouped_allreduce_async_):
+        assert all(torch.equal(each, wanted) for each in hvd.synchronize(begin([own(2, 3), own(2, 3)], op=op)))
+    if hvd.size() == 2:
+        rows = wanted[hvd.rank() : hvd.rank() + 1]
+        assert torch.equal(hvd.reducescatter(own(2, 3), op=op), rows)
+        assert torch.equal(hvd.synchronize(hvd.reducescatter_async(own(2, 3), op=op)), rows)
+
+
+@on_ranks(3)
+def test_arguments() -> None:
+    size = hvd.size()
+    mean, total_ = (size + 1) / 2, size * (size + 1) / 2
+    assert hvd.allreduce(own(1)).item() == mean, "the default is Average"
+    assert hvd.allreduce(own(1), name="a name").item() == mean
+    with pytest.warns(DeprecationWarning, match="average= is deprecated") as warned:
+        assert hvd.allreduce(own(1), False).item() == total_
+    assert warned[0].filename == __file__, "where the user's line is"
+    with pytest.warns(DeprecationWarning, match="average= is deprecated"):
+        assert hvd.allreduce(own(1), average=True).item() == mean
+    with pytest.raises(ValueError, match="give op or average, not both"):
+        hvd.allreduce(own(1), average=True, op=hvd.Sum)
+    with pytest.raises(ValueError, match="op must be one of average, sum, min, max, product, adasum, not 'mean'"):
+        hvd.allreduce(own(1), op="mean")
+    assert hvd.allreduce(own(1), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0).item() == 2 * total_
+    assert hvd.allreduce(own(5, dtype=torch.int64), op=hvd.Sum).dtype == torch.int64
+    rounded = hvd.allreduce(torch.full((3,), 1 + 2**-12), compression=hvd.Compression.fp16)
+    assert rounded.dtype == torch.float32
+    assert rounded.tolist() == [1.0] * 3
+    assert hvd.reducescatter(own(size)).item() == mean * (hvd.rank() + 1), "the default is Average"
+    scaled = hvd.reducescatter(own(size), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
+    assert scaled.item() == 2 * total_ * (hvd.rank() + 1)
+    handle = hvd.reducescatter_async(own(size), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
+    assert [hvd.synchronize(handle).item(), hvd.synchronize(handle).item()] == [scaled.item()] * 2
+
+
+@on_ranks(3)
+def test_uneven_rows() -> None:
+    """Rank r gathers r rows, the first none; 3 ranks share 7 rows of a reduction as 3, 2, 2."""
+    rank, size = hvd.rank(), hvd.size()
+    gathered = hvd.allgather(torch.full((rank, 2), float(rank)))
+    assert gathered[:, 1].tolist() == [r for r in range(size) for _ in range(r)]
+    assert gathered.shape == (size * (size - 1) // 2, 2)
+    handle = hvd.allgather_async(torch.full((rank, 2), float(rank)))
+    assert torch.equal(hvd.synchronize(handle), gathered)
+    assert hvd.reducescatter(own(7), op=hvd.Sum).tolist() == [[6.0, 12.0, 18.0], [24.0, 30.0], [36.0, 42.0]][rank]
+    strided = torch.arange(6).view(2, 3).t() + rank
+    assert hvd.allgather(strided).tolist() == [[i + r, i + 3 + r] for r in range(size) for i in range(3)]
+
+
+@on_ranks(3)
+def test_what_is_no_tensor() -> None:
+    calls: list[Callable[[Any], Any]] = [
+        hvd.allreduce,
+        hvd.allreduce_,
+        hvd.allreduce_async,
+        lambda value: hvd.grouped_allreduce([value]),
+        lambda value: hvd.grouped_allreduce_([value]),
+        lambda value: hvd.grouped_allreduce_async([value]),
+        hvd.reducescatter,
+        hvd.reducescatter_async,
+        hvd.allgather,
+        hvd.allgather_async,
+        hvd.alltoall,
+        hvd.alltoall_async,
+        lambda value: hvd.broadcast(value, 0),
+        lambda value: hvd.broadcast_(value, 0),
+        lambda value: hvd.broadcast_async(value, 0),
+    ]
+    for call in calls:
+        for value, kind in ((5, "int"), ([1], "list"), (None, "NoneType")):
+            with pytest.raises(TypeError, match=rf"rank {hvd.rank()}: a torch.Tensor is needed, not {kind}"):
+                call(value)
+    for call in (hvd.poll, hvd.synchronize):
+        with pytest.raises(TypeError, match=rf"rank {hvd.rank()}: a Handle is needed, .*, not int"):
+            call(5)
+
+
+@on_ranks(3)
+def test_what_has_no_memory() -> None:
+    """A fake tensor, by every verb: refused before the sizes or splits of the verbs that exchange them are sent."""
+    with FakeTensorMode():
+        fake = torch.empty(3)
+    calls: list[Callable[[], Any]] = [
+        lambda: hvd.allreduce(fake),
+        lambda: hvd.allreduce_(fake),
+        lambda: hvd.allreduce_async(fake),
+        lambda: hvd.grouped_allreduce([torch.ones(3), fake]),
+        lambda: hvd.grouped_allreduce_async([torch.ones(3), fake]),
+        lambda: hvd.reducescatter(fake),
+        lambda: hvd.reducescatter_async(fake),
+        lambda: hvd.allgather(fake),
+        lambda: hvd.allgather_async(fake),
+        lambda: hvd.alltoall(fake),
+        lambda: hvd.alltoall_async(fake, [1, 1, 1]),
+        lambda: hvd.broadcast(fake, 0),
+        lambda: hvd.broadcast_(fake, 0),
+        lambda: hvd.broadcast_parameters({"a": torch.ones(3), "b": fake}, 0),
+        lambda: hvd.broadcast_optimizer_state(torch.optim.SGD([fake.requires_grad_()]), 0),
+    ]
+    if hvd.rank() == 1:
+        for call in calls:
+            with pytest.raises(TypeError, match="rank 1: this FakeTensor on cpu has no memory of its own"):
+                call()
+    assert hvd.allreduce(own(3), op=hvd.Sum).shape == (3,)
+
+
+@on_ranks(3)
+def test_rows_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"rank 0 gave \[2, 3\] torch.float32, rank 1 gave \[2, 4\] torch.float32"):
+        hvd.allgather(torch.zeros(2, 4 if hvd.rank() == 1 else 3))
+    with pytest.raises(ValueError, match=r"rank 0 gave \[3, 3\] torch.float32, rank 1 gave \[3, 4\] torch.float32"):
+        hvd.alltoall(torch.zeros(3, 4 if hvd.rank() == 1 else 3))
+    with pytest.raises(ValueError, match=r"rank 0 gave \[1\] torch.float32, rank 2 gave \[1\] torch.int32"):
+        hvd.alltoall_async(torch.zeros(1, dtype=torch.int32 if hvd.rank() == 2 else torch.float32), [1, 0, 0])
+    with pytest.raises(ValueError, match="rank 2 gave a scalar"):
+        hvd.allgather(torch.zeros(()) if hvd.rank() == 2 else torch.zeros(1))
+    with pytest.raises(ValueError, match="reducescatter: needs tensors of at least one dimension"):
+        hvd.reducescatter(torch.zeros(()))
+
+
+@on_ranks(3)
+def test_broadcast() -> None:
+    for root in range(hvd.size()):
+        given = own(4)
+        wanted = (torch.arange(1.0, 5.0) * (root + 1)).tolist()
+        assert hvd.broadcast(given, root).tolist() == wanted
+        assert hvd.synchronize(hvd.broadcast_async(given, root_rank=root)).tolist() == wanted
+        assert torch.equal(given, own(4))
+        assert hvd.broadcast_(given, root) is given
+        assert given.tolist() == wanted
+        given = own(4)
+        assert hvd.synchronize(hvd.broadcast_async_(given, root)) is given
+        assert given.tolist() == wanted
+    hvd.barrier()
+
+
+@on_ranks(3)
+def test_alltoall() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    equal = torch.arange(2 * size) + 100 * rank
+    wanted = [100 * source + 2 * rank + i for source in range(size) for i in (0, 1)]
+    assert hvd.alltoall(equal).tolist() == wanted
+    received, from_each = hvd.synchronize(hvd.alltoall_async(equal))
+    assert received.tolist() == wanted
+    assert from_each.tolist() == [2] * size, "as Horovod's, a pair without splits too"
+
+    splits = [destination if rank != 1 else 0 for destination in range(size)]  # rank 1 sends nothing
+    rows = torch.full((sum(splits), 2), rank)
+    wanted_rows = [source for source in range(size) if source != 1 for _ in range(rank)]
+    for received, from_each in (
+        hvd.alltoall(rows, splits=splits),
+        hvd.alltoall(rows, torch.tensor(splits)),
+        hvd.synchronize(hvd.alltoall_async(rows, splits=torch.tensor(splits, dtype=torch.int32))),
+    ):
+        assert received[:, 0].tolist() == wanted_rows
+        assert received.shape == (len(wanted_rows), 2)
+        assert from_each.dtype == torch.int32
+        assert from_each.tolist() == [0 if source == 1 else rank for source in range(size)]
+
+    with pytest.raises(ValueError, match=f"needs a multiple of {size} rows, not {size + 1}"):
+        hvd.alltoall(torch.zeros(size + 1))
+    for wrong in ([1] * size, [0] * (size - 1), [-1, 1] + [0] * (size - 2)):
+        with pytest.raises(ValueError, match=rf"splits must be {size} whole numbers >= 0 that add up to 1 rows"):
+            hvd.alltoall(torch.zeros(1), splits=wrong)

@@ -12,8 +12,7 @@ from gradwire.collectives import Communicator
 from gradwire.trainer.horovod.handles import Handle
 from gradwire.trainer.world.process_sets import ProcessSetLike
 from gradwire.trainer.world.world import current_world
-from tests.harness import Worlds
-from tests.ranks.training import in_world
+from tests.ranks.training import on_ranks
 
 SIZE = 4
 
@@ -70,8 +69,8 @@ def result(verb: str, process_set: ProcessSetLike, root: int) -> Any:
     return given.tolist() if isinstance(given, Tensor) else given
 
 
-@in_world
-def every_verb_in_every_set() -> None:
+@on_ranks(SIZE)
+def test_every_verb_in_every_set() -> None:
     """Disjoint, overlapping and unordered sets: members get what members gave, from a root of the world; others an error
     at once."""
     sets = [hvd.add_process_set(ranks) for ranks in ([0, 2], (3, 1), range(1, 4), {2})]
@@ -91,12 +90,8 @@ def every_verb_in_every_set() -> None:
         assert result(verb, None, 2) == wanted([0, 1, 2, 3], 2), verb
 
 
-def test_every_verb_in_every_set(ranks: Worlds) -> None:
-    ranks(SIZE).run(every_verb_in_every_set)
-
-
-@in_world
-def the_same_call_in_all_sets() -> None:
+@on_ranks(SIZE)
+def test_the_same_call_in_all_sets() -> None:
     """Operations of overlapping sets are under way at once, begun in another order on every rank."""
     sets = [hvd.global_process_set, *(hvd.add_process_set(ranks) for ranks in ([0, 2], [1, 3], [1, 2, 3], [2]))]
     ours = [ps for ps in sets if ps.included()]
@@ -109,8 +104,8 @@ def the_same_call_in_all_sets() -> None:
         assert hvd.synchronize(handle).item() == sum(ps.ranks), ps
 
 
-@in_world
-def what_sets_say() -> None:
+@on_ranks(SIZE)
+def test_what_sets_say() -> None:
     """size() on all ranks, rank() and included() on members and on others, before, during and after registration."""
     ps = hvd.ProcessSet([2, 0])
     assert (ps.process_set_id, ps.ranks, ps.size(), ps.rank(), ps.included()) == (None, [0, 2], None, None, None)
@@ -141,16 +136,8 @@ def what_sets_say() -> None:
         assert hvd.allgather(mine(), process_set=again).tolist() == [0, 2]
 
 
-def test_the_same_call_in_all_sets(ranks: Worlds) -> None:
-    ranks(SIZE).run(the_same_call_in_all_sets)
-
-
-def test_what_sets_say(ranks: Worlds) -> None:
-    ranks(SIZE).run(what_sets_say)
-
-
-@in_world
-def refused_sets() -> None:
+@on_ranks(SIZE)
+def test_refused_sets() -> None:
     """What cannot be registered is refused on all ranks, which go on to work."""
     hvd.add_process_set([0, 1])
     for wrong, message in [
@@ -177,12 +164,8 @@ def refused_sets() -> None:
             hvd.allreduce(mine(), process_set=wrong)  # type: ignore[arg-type]
 
 
-def test_refused_sets(ranks: Worlds) -> None:
-    ranks(SIZE).run(refused_sets)
-
-
-@in_world
-def roots() -> None:
+@on_ranks(SIZE)
+def test_roots() -> None:
     """A root outside of the set is refused, with the ranks that may be one, before anything is sent."""
     ps = hvd.add_process_set([1, 3])
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -203,12 +186,8 @@ def roots() -> None:
         hvd.broadcast(mine(), "0")  # type: ignore[arg-type]
 
 
-def test_roots(ranks: Worlds) -> None:
-    ranks(SIZE).run(roots)
-
-
-@in_world
-def made_from_torch() -> None:
+@on_ranks(SIZE)
+def test_made_from_torch() -> None:
     """A group's ranks, and a Communicator's, make a process set; given themselves, they count roots in the world."""
     groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     group = groups[hvd.rank() // 2]
@@ -223,11 +202,8 @@ def made_from_torch() -> None:
     assert ps.size() == 2
 
 
-def test_made_from_torch(ranks: Worlds) -> None:
-    ranks(SIZE).run(made_from_torch)
-
-
-def static_sets() -> None:
+@on_ranks(SIZE, initialized=False)
+def test_static_sets() -> None:
     """init() registers sets, which other ranks may build in another order of ranks, and again in the next world."""
     even, odd = hvd.ProcessSet([0, 2]), hvd.ProcessSet([3, 1])
     for _ in range(2):
@@ -249,12 +225,9 @@ def static_sets() -> None:
     hvd.shutdown()
 
 
-def test_static_sets(ranks: Worlds) -> None:
-    ranks(SIZE).run(static_sets)
-
-
-def smaller_worlds() -> tuple[list[int], list[float], list[float]]:
-    """Two worlds of two at once, one of them in an order of its own. Return place, and what launched ranks gather."""
+@on_ranks(SIZE, initialized=False)
+def test_smaller_worlds() -> None:
+    """Two worlds of two at once, one of them in an order of its own."""
     launched = torch.distributed.get_rank()
     hvd.init([0, 2] if launched in (0, 2) else [3, 1], process_sets=[[1]])
     gathered = hvd.allgather(torch.tensor([float(launched)])).tolist()
@@ -270,10 +243,13 @@ def smaller_worlds() -> tuple[list[int], list[float], list[float]]:
     assert weight.item() == -0.5
     place = [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()]
     hvd.shutdown()
-    return place, gathered, root
+    number = 0 if launched in (0, 3) else 1
+    members = [0, 2] if launched in (0, 2) else [3, 1]
+    assert (place, gathered, root) == ([number, 2, number, 2], members, members[1:])
 
 
-def wrong_worlds() -> None:
+@on_ranks(SIZE, initialized=False)
+def test_wrong_worlds() -> None:
     """A list that others contradict, or that this process is not in, is refused on all processes."""
     rank = torch.distributed.get_rank()
     for comm, message in [
@@ -300,18 +276,9 @@ def wrong_worlds() -> None:
     hvd.shutdown()
 
 
-def test_smaller_worlds(ranks: Worlds) -> None:
-    assert ranks(SIZE).run(smaller_worlds) == [
-        ([0, 2, 0, 2], [0, 2], [2]),
-        ([1, 2, 1, 2], [3, 1], [1]),
-        ([1, 2, 1, 2], [0, 2], [2]),
-        ([0, 2, 0, 2], [3, 1], [1]),
-    ]
-    ranks(SIZE).run(wrong_worlds)
-
-
-@in_world
-def trained_in_sets(compression: str) -> list[float]:
+@on_ranks(SIZE)
+@pytest.mark.parametrize("compression", ["none", "int8"])
+def test_trained_in_sets(compression: str) -> None:
     """Ranks 0 and 2 train together; 1 and 3 build the same optimizer, and step by themselves."""
     ps = hvd.add_process_set([0, 2])
     torch.manual_seed(0)
@@ -341,9 +308,4 @@ def trained_in_sets(compression: str) -> list[float]:
     everyone = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     everyone.close()
     optimizer.close()
-    return [round(moved.mean().item(), 1)]
-
-
-def test_trained_in_sets(ranks: Worlds) -> None:
-    for compression in ("none", "int8"):
-        assert ranks(SIZE).run(trained_in_sets, compression) == [[2.0], [2.0], [2.0], [6.0]], compression
+    assert round(moved.mean().item(), 1) == (6.0 if hvd.rank() == 3 else 2.0)

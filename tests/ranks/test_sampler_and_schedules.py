@@ -10,7 +10,7 @@ from torch import nn
 
 import gradwire as hvd
 from tests.harness import Worlds
-from tests.ranks.training import in_world
+from tests.ranks.training import in_world, on_ranks
 
 
 @in_world
@@ -62,54 +62,46 @@ def resumed(state: dict[str, Any]) -> list[int]:
     return list(sampler)
 
 
-@in_world
-def small() -> list[int]:
+@on_ranks(3)
+def test_fewer_samples_than_ranks() -> None:
     """Fewer samples than ranks; and none."""
     assert list(hvd.ElasticSampler([])) == []
     with pytest.raises(ValueError, match="batch_idx must be >= 0 and batch_size >= 1, not 0 and 0"):
         hvd.ElasticSampler([1]).record_batch(0, 0)
-    return list(hvd.ElasticSampler([7]))
+    assert list(hvd.ElasticSampler([7])) == [0]
 
 
-def test_fewer_samples_than_ranks(ranks: Worlds) -> None:
-    assert ranks(3).run(small) == [[0]] * 3
+WARM = [0.1 + 0.2 * min(step, 6) / 6 for step in range(9)]
 
 
-@in_world
-def rates() -> tuple[list[float], list[float], list[float]]:
+@on_ranks(3)
+@pytest.mark.parametrize(
+    ("options", "decay", "expected"),
+    [({}, None, WARM), ({}, 0.5, [*WARM[:7], 0.15, 0.15]), ({"factor": 0.5, "warmup_epochs": 0}, None, [0.05] * 9)],
+)
+def test_warm_up(options: dict[str, Any], decay: float | None, expected: list[float]) -> None:
     """From 0.1 in six steps to 0.1 * size(), with another scheduler at the same time; and by factors."""
-    results = []
-    for options, decay in (({}, None), ({}, 0.5), ({"factor": 0.5, "warmup_epochs": 0}, None)):
-        weight = nn.Parameter(torch.ones(1))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            warm_up = hvd.WarmupLR(optimizer, 2, **{"warmup_epochs": 3, **options})
-            after = torch.optim.lr_scheduler.MultiStepLR(optimizer, [7], decay) if decay else None
-            seen = []
-            for _ in range(9):
-                seen.append(optimizer.param_groups[0]["lr"])
-                optimizer.zero_grad()
-                weight.square().sum().backward()
-                optimizer.step()
-                warm_up.step()
-                if after is not None:
-                    after.step()
-        results.append(seen)
-        optimizer.close()
-    return results[0], results[1], results[2]
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warm_up = hvd.WarmupLR(optimizer, 2, **{"warmup_epochs": 3, **options})
+        after = torch.optim.lr_scheduler.MultiStepLR(optimizer, [7], decay) if decay else None
+        seen = []
+        for _ in range(9):
+            seen.append(optimizer.param_groups[0]["lr"])
+            optimizer.zero_grad()
+            weight.square().sum().backward()
+            optimizer.step()
+            warm_up.step()
+            if after is not None:
+                after.step()
+    assert seen == pytest.approx(expected)
+    optimizer.close()
 
 
-def test_warm_up(ranks: Worlds) -> None:
-    for warm, lowered, scaled in ranks(3).run(rates):
-        expected = [0.1 + 0.2 * min(step, 6) / 6 for step in range(9)]
-        assert warm == pytest.approx(expected)
-        assert lowered == pytest.approx([*expected[:7], 0.15, 0.15])
-        assert scaled == pytest.approx([0.05] * 9)
-
-
-@in_world
-def saved_schedule() -> None:
+@on_ranks(2)
+def test_a_warm_up_goes_on_from_a_checkpoint() -> None:
     weight = nn.Parameter(torch.ones(1))
     optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1)) for _ in range(2)]
     one, other = (hvd.WarmupLR(optimizer, 5) for optimizer in optimizers)
@@ -128,7 +120,3 @@ def saved_schedule() -> None:
             hvd.WarmupLR(optimizers[0], *arguments)
     for optimizer in optimizers:
         optimizer.close()
-
-
-def test_a_warm_up_goes_on_from_a_checkpoint(ranks: Worlds) -> None:
-    ranks(2).run(saved_schedule)

@@ -9,33 +9,25 @@ from torch import Tensor, nn
 import gradwire as hvd
 from gradwire.trainer.gradients.compression import Compressor, Policy
 from gradwire.trainer.servers.pushed import Packing, Sender
-from tests.harness import ON_EVERY_TRANSPORT, Worlds
-from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, loss_of
+from tests.ranks.training import (
+    assert_equal,
+    assert_goes_on,
+    assert_same_on_all_ranks,
+    batch_of,
+    copies,
+    loss_of,
+    network,
+    on_ranks,
+    train,
+)
 
 STEPS = 5
 CODECS = ["fp16", "int8", "topk", "randomk", hvd.ErrorFeedback("int4", warmup_steps=2)]
 
 
-def model_of() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
-
-
-def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(4, 64, generator=generator), torch.randn(4, 3, generator=generator)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, batch_of(step, hvd.rank())).backward()
-        optimizer.step()
-
-
 def simulated(size: int, compression: Compressor) -> list[Tensor]:
     """Return the parameters after the same steps, with one server, on rank 0."""
-    model = model_of()
+    model = network(700)
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
     packing = Packing([""] * len(parameters), parameters, Policy(compression))
@@ -54,82 +46,47 @@ def simulated(size: int, compression: Compressor) -> list[Tensor]:
     return copies(parameters)
 
 
-@in_world
-def train_with(compression: Compressor) -> None:
-    model = model_of()
+@pytest.mark.parametrize("compression", CODECS, ids=str)
+@on_ranks(2)
+def test_codes_are_what_one_process_makes_of_the_same_gradients(compression: Compressor) -> None:
+    model = network(700)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     optimizer = hvd.ParameterServer(sgd, compression=compression, servers=[0])
     train(model, optimizer, range(STEPS))
     assert_same_on_all_ranks(model.parameters())
-    for parameter, expected in zip(model.parameters(), simulated(hvd.size(), compression), strict=True):
-        assert torch.equal(parameter, expected)
+    assert_equal(model.parameters(), simulated(hvd.size(), compression))
     optimizer.close()
 
 
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("compression", CODECS, ids=str)
-def test_codes_are_what_one_process_makes_of_the_same_gradients(ranks: Worlds, compression: Compressor) -> None:
-    ranks(2).run(train_with, compression)
-
-
-@in_world
-def train_in_double_by_default() -> None:
-    model = model_of()
+@on_ranks(2)
+def test_codes_are_of_float32_whatever_the_default_is() -> None:
+    model = network(700)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     torch.set_default_dtype(torch.float64)
     try:
         optimizer = hvd.ParameterServer(sgd, compression=hvd.ErrorFeedback("int4", warmup_steps=2), servers=[0])
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            inputs, targets = batch_of(step, hvd.rank())
-            loss_of(model, (inputs.float(), targets.float())).backward()
-            optimizer.step()
+        train(model, optimizer, range(STEPS))
         optimizer.close()
     finally:
         torch.set_default_dtype(torch.float32)
     assert_same_on_all_ranks(model.parameters())
 
 
-def test_codes_are_of_float32_whatever_the_default_is(ranks: Worlds) -> None:
-    ranks(2).run(train_in_double_by_default)
-
-
-@in_world
-def resume(compression: Compressor) -> None:
+@pytest.mark.parametrize("compression", ["topk", "randomk"])
+@on_ranks(2)
+def test_a_checkpoint_has_what_encodings_have_lost(compression: Compressor) -> None:
     def made() -> tuple[nn.Module, hvd.ParameterServer]:
-        model = model_of()
+        model = network(700)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
         return model, hvd.ParameterServer(sgd, compression=compression)
 
-    model, optimizer = made()
-    train(model, optimizer, range(2))
-    saved, parameters = optimizer.state_dict(), copies(model.parameters())
-    train(model, optimizer, range(2, STEPS))
-    again, resumed = made()
-    with torch.no_grad():
-        for parameter, value in zip(again.parameters(), parameters, strict=True):
-            parameter.copy_(value)
-    resumed.load_state_dict(saved)
-    train(again, resumed, range(2, STEPS))
-    for one, other in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, other)
-    optimizer.close()
-    resumed.close()
+    assert_goes_on(made, [2], STEPS)
 
 
-@pytest.mark.parametrize("compression", ["topk", "randomk"])
-def test_a_checkpoint_has_what_encodings_have_lost(ranks: Worlds, compression: str) -> None:
-    ranks(2).run(resume, compression)
-
-
-@in_world
-def refuse() -> None:
-    sgd = torch.optim.SGD(model_of().parameters(), lr=0.1)
+@on_ranks(2)
+def test_what_cannot_ride_is_refused() -> None:
+    sgd = torch.optim.SGD(network(700).parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"compression='powersgd' compresses sums over all ranks, .* codec of buffers"):
         hvd.ParameterServer(sgd, compression="powersgd")
     with pytest.raises(ValueError, match=r"compression is .* on rank 0; .* on rank 1"):
         hvd.ParameterServer(sgd, compression="int8" if hvd.rank() else "topk")
-
-
-def test_what_cannot_ride_is_refused(ranks: Worlds) -> None:
-    ranks(2).run(refuse)

@@ -12,16 +12,17 @@ import torch
 
 import gradwire as hvd
 from gradwire.collectives import CollectiveError, Communicator, PeerLost
-from tests.harness import ON_EVERY_TRANSPORT, World, Worlds, meet
-from tests.ranks.test_parameter_server import STEPS, adam_of, interrupted, model_of, sgd_of, simulated, train
-from tests.ranks.training import assert_close, assert_same_on_all_ranks, in_world
+from tests.harness import World, meet
+from tests.ranks.test_parameter_server import STEPS, adam_of, interrupted, sgd_of, simulated, train
+from tests.ranks.training import assert_close, assert_same_on_all_ranks, assert_survived, network, on_ranks
 
 GROUPS = ([0, 1], [2, 3])
 
 
-@in_world
-def serve_only(servers: list[int] | None) -> None:
-    model = model_of()
+@pytest.mark.parametrize("servers", [None, [0, 2]])
+@on_ranks(4)
+def test_a_rank_may_serve_only(servers: list[int] | None) -> None:
+    model = network().double()
     optimizer = hvd.ParameterServer(adam_of(model), model.named_parameters(), workers=[1, 3, 2], servers=servers)
     if hvd.rank() == 0:
         with pytest.raises(RuntimeError, match="rank 0: this rank serves only: it calls serve"):
@@ -42,14 +43,8 @@ def serve_only(servers: list[int] | None) -> None:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gradwire-server")]
 
 
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("servers", [None, [0, 2]])
-def test_a_rank_may_serve_only(ranks: Worlds, servers: list[int] | None) -> None:
-    ranks(4).run(serve_only, servers)
-
-
-@in_world
-def serve_nothing() -> None:
+@on_ranks(3)
+def test_a_server_that_gets_no_parameters() -> None:
     """Train with one parameter and two servers, of which the second gets nothing to serve."""
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = hvd.ParameterServer(torch.optim.SGD([parameter], lr=1.0), workers=[2])
@@ -66,13 +61,9 @@ def serve_nothing() -> None:
     optimizer.close()
 
 
-def test_a_server_that_gets_no_parameters(ranks: Worlds) -> None:
-    ranks(3).run(serve_nothing)
-
-
-@in_world
-def change_before_serving() -> None:
-    model = model_of()
+@on_ranks(2)
+def test_parameters_that_change_before_they_are_served_are_refused() -> None:
+    model = network().double()
     optimizer = hvd.ParameterServer(sgd_of(model), workers=[1])
     if hvd.rank() == 0:
         torch.nn.init.zeros_(model[0].weight)
@@ -81,14 +72,11 @@ def change_before_serving() -> None:
     optimizer.close()
 
 
-def test_parameters_that_change_before_they_are_served_are_refused(ranks: Worlds) -> None:
-    ranks(2).run(change_before_serving)
-
-
-@in_world
-def fail_at_a_message(place: str) -> None:
+@pytest.mark.parametrize("place", ["decode", "empty"])
+@on_ranks(2)
+def test_a_server_that_fails_at_a_message_leaves_nobody_waiting(place: str) -> None:
     """Fail at the server, which has no room for what rank 1 pushes, or cannot make gradients of it."""
-    optimizer = hvd.ParameterServer(sgd_of(model_of()), workers=[1])
+    optimizer = hvd.ParameterServer(sgd_of(network().double()), workers=[1])
 
     def fail(*_: object) -> None:
         raise MemoryError("no room today")
@@ -106,15 +94,10 @@ def fail_at_a_message(place: str) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("place", ["decode", "empty"])
-def test_a_server_that_fails_at_a_message_leaves_nobody_waiting(ranks: Worlds, place: str) -> None:
-    ranks(2).run(fail_at_a_message, place)
-
-
-@in_world
-def refuse() -> None:
+@on_ranks(4)
+def test_what_does_not_fit_together_is_refused() -> None:
     def made(**options: object) -> None:
-        hvd.ParameterServer(sgd_of(model_of()), **options)  # type: ignore[arg-type]
+        hvd.ParameterServer(sgd_of(network().double()), **options)  # type: ignore[arg-type]
 
     for options, said in (
         ({"workers": [1, 2], "quorum": 3}, "quorum must be a whole number from 1 to 2"),
@@ -135,14 +118,11 @@ def refuse() -> None:
         made(inner=None if hvd.rank() == 3 else everyone)
 
 
-def test_what_does_not_fit_together_is_refused(ranks: Worlds) -> None:
-    ranks(4).run(refuse)
-
-
-@in_world
-def average_in_groups(quorum: int) -> None:
+@pytest.mark.parametrize("quorum", [2, 1])
+@on_ranks(4)
+def test_groups_average_and_meet_at_the_server(quorum: int) -> None:
     mine = [hvd.add_process_set(group) for group in GROUPS][hvd.rank() // 2]
-    model = model_of()
+    model = network().double()
     optimizer = hvd.ParameterServer(adam_of(model), model.named_parameters(), inner=mine, quorum=quorum)
     train(model, optimizer, range(STEPS))
     parameters = [parameter.detach() for parameter in model.parameters()]
@@ -164,15 +144,9 @@ def average_in_groups(quorum: int) -> None:
     optimizer.close()
 
 
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("quorum", [2, 1])
-def test_groups_average_and_meet_at_the_server(ranks: Worlds, quorum: int) -> None:
-    ranks(4).run(average_in_groups, quorum)
-
-
-@in_world
-def interrupt_a_group() -> None:
-    optimizer = hvd.ParameterServer(sgd_of(model_of()), inner=hvd.global_process_set)
+@on_ranks(2)
+def test_a_group_is_told_that_its_first_rank_was_interrupted() -> None:
+    optimizer = hvd.ParameterServer(sgd_of(network().double()), inner=hvd.global_process_set)
     if hvd.rank() == 0:
         member: Any = optimizer._worker
         member._worker.exchange = interrupted
@@ -185,15 +159,11 @@ def interrupt_a_group() -> None:
     optimizer.close()
 
 
-def test_a_group_is_told_that_its_first_rank_was_interrupted(ranks: Worlds) -> None:
-    ranks(2).run(interrupt_a_group)
-
-
 def lose_one_of_a_group(dies: int, quorum: int) -> None:
     """Train on without one rank, or see on all ranks of a group the error that says why that cannot be."""
     hvd.init(timeout_s=60)
     mine = [hvd.add_process_set(group) for group in GROUPS][hvd.rank() // 2]
-    model = model_of()
+    model = network().double()
     optimizer = hvd.ParameterServer(sgd_of(model), quorum=quorum, servers=[0], inner=mine, late="next")
     while optimizer.versions[0] < 2:
         train(model, optimizer, range(1))
@@ -220,10 +190,8 @@ def lose_one_of_a_group(dies: int, quorum: int) -> None:
     optimizer.close(timeout_s=20)
 
 
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize(("dies", "quorum"), [(0, 2), (2, 2), (2, 1), (3, 1)])
+@pytest.mark.parametrize(("dies", "quorum"), [(0, 2), (2, 2), (3, 1)])
 def test_a_rank_of_a_group_that_is_killed(failing_world: Callable[[int], World], dies: int, quorum: int) -> None:
     world = failing_world(4)
     world.start(lose_one_of_a_group, dies, quorum)
-    for outcome in world.collect(100, ranks=[rank for rank in range(4) if rank != dies]):
-        assert outcome.status == "returned", str(outcome)
+    assert_survived(world, [dies])

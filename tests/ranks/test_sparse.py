@@ -1,20 +1,12 @@
 """Sparse allreduce against the sum of dense tensors."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 import gradwire as hvd
-from tests.harness import Worlds
-from tests.ranks.training import assert_same_on_all_ranks, in_world
-
-
-@in_world
-def run(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
+from tests.harness import wide
+from tests.ranks.training import assert_same_on_all_ranks, on_ranks
 
 
 def rows_of(rank: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -27,7 +19,8 @@ def rows_of(rank: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.sparse_coo_tensor(indices, numbers.to(dtype), (10, 3))
 
 
-def same_as_dense() -> None:
+@on_ranks(2, *wide(1, 4))
+def test_sparse_allreduce_is_that_of_the_dense_tensors() -> None:
     size = hvd.size()
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64):
         everyones = torch.stack([rows_of(rank, dtype).to_dense() for rank in range(size)]).double().sum(0)
@@ -48,12 +41,8 @@ def same_as_dense() -> None:
             assert torch.equal(given.to_dense(), rows_of(hvd.rank(), dtype).to_dense()), "not in place"
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_sparse_allreduce_is_that_of_the_dense_tensors(ranks: Worlds, size: int) -> None:
-    ranks(size).run(run, same_as_dense)
-
-
-def other_shapes() -> None:
+@on_ranks(3)
+def test_other_shapes() -> None:
     """None has anything; two sparse dimensions without dense ones; several at once, ended in another order."""
     empty = torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.int64), torch.empty(0, 3), (10, 3))
     result = hvd.sparse_allreduce_async(empty, "empty", hvd.Average)()
@@ -66,7 +55,8 @@ def other_shapes() -> None:
         assert torch.equal(handles[i]().to_dense(), wanted)
 
 
-def of_an_embedding() -> None:
+@on_ranks(3)
+def test_of_an_embedding() -> None:
     """The gradients of an embedding that each rank looks other words up in."""
     embedding = torch.nn.Embedding(10, 4, sparse=True)
     hvd.broadcast_parameters(embedding.state_dict(), 0)
@@ -80,7 +70,8 @@ def of_an_embedding() -> None:
     assert_same_on_all_ranks([embedding.weight])
 
 
-def refusals() -> None:
+@on_ranks(3)
+def test_refusals() -> None:
     """Found before anything is sent: by one rank alone, or where the ranks differ by all; then all goes on."""
     sparse = rows_of(1, torch.float32)
     if hvd.rank() == 1:
@@ -102,8 +93,3 @@ def refusals() -> None:
     with pytest.raises(ValueError, match="sparse_allreduce: the name 'a table' is in flight already"):
         hvd.sparse_allreduce_async(sparse, "a table", hvd.Sum)
     assert torch.equal(handle().to_dense(), sparse.to_dense() * 3)
-
-
-@pytest.mark.parametrize("function", [other_shapes, of_an_embedding, refusals])
-def test_sparse_allreduce_of_three_ranks(ranks: Worlds, function: Callable[[], None]) -> None:
-    ranks(3).run(run, function)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
-from tests.harness import Worlds
-from tests.ranks.training import STEPS, assert_close, assert_same_on_all_ranks, batch, in_world, loss_of, share
+from tests.ranks.training import STEPS, assert_close, assert_same_on_all_ranks, batch, on_ranks, share, take_steps
 
 CASES: list[tuple[Callable[..., nn.Module], tuple[int, ...], dict[str, Any]]] = [
     (nn.BatchNorm1d, (4,), {}),
@@ -30,8 +29,17 @@ def run(layer: nn.Module, inputs: Tensor, weights: Tensor) -> tuple[list[Tensor]
     return [output.detach(), inputs.grad], [p.grad for p in layer.parameters() if p.grad is not None]
 
 
-@in_world
-def as_one_batch(dtype: torch.dtype, split: list[int], members: list[int] | None) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "split", "members"),
+    [
+        (torch.float32, [1, 8, 2], None),
+        (torch.float64, [1, 8, 2], None),
+        (torch.float64, [5, 0, 6], None),
+        (torch.float64, [3, 4], [0, 2]),
+    ],
+)
+@on_ranks(3)
+def test_as_one_batch(dtype: torch.dtype, split: list[int], members: list[int] | None) -> None:
     """split: how many of the samples are each member's."""
     process_set = None if members is None else torch.distributed.new_group(members)
     rank = hvd.rank() if members is None else members.index(hvd.rank()) if hvd.rank() in members else None
@@ -63,58 +71,33 @@ def as_one_batch(dtype: torch.dtype, split: list[int], members: list[int] | None
                 assert_close(found, run(whole, inputs[mine], weights[mine])[0], **tolerance)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "split", "members"),
-    [
-        (torch.float32, [1, 8, 2], None),
-        (torch.float64, [1, 8, 2], None),
-        (torch.float64, [5, 0, 6], None),
-        (torch.float64, [3, 4], [0, 2]),
-    ],
-)
-def test_as_one_batch(ranks: Worlds, dtype: torch.dtype, split: list[int], members: list[int] | None) -> None:
-    ranks(3).run(as_one_batch, dtype, split, members)
-
-
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.BatchNorm1d(8), nn.ReLU()), nn.Linear(8, 3))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Callable[[int], tuple[Tensor, Tensor]]) -> None:
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, data(step)).backward()
-        optimizer.step()
-
-
-@in_world
-def in_a_model() -> list[Tensor]:
+@on_ranks(2)
+def test_a_model_trains_as_on_one_process() -> None:
     model = network()
     assert hvd.SyncBatchNorm.convert_sync_batchnorm(model) is model
     converted = model[1][0]  # type: ignore[index]
     assert isinstance(converted, hvd.SyncBatchNorm)
     assert hvd.SyncBatchNorm.convert_sync_batchnorm(model)[1][0] is converted  # type: ignore[index]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-    train(model, optimizer, share)
+    take_steps(model, optimizer, share, range(STEPS))
     assert_same_on_all_ranks(model.state_dict().values())
     optimizer.close()
     half = hvd.SyncBatchNorm(6).to(torch.bfloat16)
     output = half(share(0)[0].bfloat16().requires_grad_())
     output.sum().backward()
     assert output.dtype is torch.bfloat16
-    return [tensor.clone() for tensor in model.state_dict().values()]
+    alone = network()
+    take_steps(alone, torch.optim.SGD(alone.parameters(), lr=0.1), batch, range(STEPS))
+    assert_close(model.state_dict().values(), alone.state_dict().values(), rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_trains_as_on_one_process(ranks: Worlds) -> None:
-    model = network()
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), batch)
-    for state in ranks(2).run(in_a_model):
-        assert_close(state, model.state_dict().values(), rtol=1e-4, atol=1e-5)
-
-
-@in_world
-def refusals() -> None:
+@on_ranks(2)
+def test_refusals() -> None:
     layer = hvd.SyncBatchNorm(4)
     for wrong in (torch.zeros(4), torch.zeros(2, 3)):
         with pytest.raises(
@@ -125,17 +108,9 @@ def refusals() -> None:
         layer(torch.zeros(1 - hvd.rank(), 4))
 
 
-def test_refusals(ranks: Worlds) -> None:
-    ranks(2).run(refusals)
-
-
-@in_world
-def copied() -> None:
+@on_ranks(2)
+def test_a_copy_works_as_the_layer_does() -> None:
     model = hvd.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
     twin = copy.deepcopy(model)
     inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(hvd.rank()))
     assert torch.equal(model(inputs), twin(inputs))
-
-
-def test_a_copy_works_as_the_layer_does(ranks: Worlds) -> None:
-    ranks(2).run(copied)

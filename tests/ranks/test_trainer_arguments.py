@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,78 +10,73 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
-from tests.harness import Worlds
 from tests.ranks.training import (
     STEPS,
     assert_close,
     assert_same_on_all_ranks,
     batch,
     copies,
-    in_world,
     loss_of,
+    on_ranks,
     perceptron,
+    sgd,
     share,
+    take_steps,
 )
 
+#: By the options: the parameters that share buckets, the model having three layers.
+GROUPS: dict[str, tuple[Callable[[Any], dict[str, Any]], list[list[str]]]] = {
+    "two lists": (
+        lambda net: {
+            "groups": [list(net[0].parameters()), [*net[4].parameters(), net[2].bias]],
+            "bucket_bytes": 64,
+            "gradient_predivide_factor": 4.0,
+        },
+        [["0.bias", "0.weight"], ["2.bias", "4.bias", "4.weight"], ["2.weight"]],
+    ),
+    "a number": (
+        lambda net: {"groups": 2, "bucket_bytes": 64},
+        [["0.bias", "0.weight", "2.weight"], ["2.bias", "4.bias", "4.weight"]],
+    ),
+    "num_groups": (
+        lambda net: {"num_groups": 3, "bucket_bytes": 64},
+        [["0.bias", "0.weight"], ["2.bias", "2.weight"], ["4.bias", "4.weight"]],
+    ),
+    "both": (
+        lambda net: {"num_groups": 3, "groups": 1, "bucket_bytes": 64},
+        [["0.bias", "0.weight", "2.bias", "2.weight", "4.bias", "4.weight"]],
+    ),
+    "more than there are": (
+        lambda net: {"num_groups": 100},
+        [["0.bias"], ["0.weight"], ["2.bias"], ["2.weight"], ["4.bias"], ["4.weight"]],
+    ),
+    "frozen ones": (
+        lambda net: {"groups": [list(net[0].requires_grad_(False).parameters()), list(net[4].parameters())]},
+        [["2.bias", "2.weight"], ["4.bias", "4.weight"]],
+    ),
+    "two kinds": (
+        lambda net: {"groups": [[*net.parameters()]], "policy": {"0.weight": "int8", "*": "none"}},
+        [["0.bias", "2.bias", "2.weight", "4.bias", "4.weight"], ["0.weight"]],
+    ),
+}
 
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any) -> list[Tensor]:
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, data(step)).backward()
-        optimizer.step()
-    return copies(model.parameters())
-
-
-@in_world
-def in_groups(kind: str) -> tuple[list[list[str]], list[Tensor]]:
-    """The names of the parameters in each bucket before training, and the weights after it."""
-    model = perceptron()
-    first, last = list(model[0].parameters()), list(model[4].parameters())
-    options: dict[str, Any] = {
-        "two lists": {"groups": [first, [*last, model[2].bias]], "bucket_bytes": 64},
-        "a number": {"groups": 2, "bucket_bytes": 64},
-        "num_groups": {"num_groups": 3, "bucket_bytes": 64},
-        "both": {"num_groups": 3, "groups": 1, "bucket_bytes": 64},
-        "more than there are": {"num_groups": 100},
-        "frozen ones": {"groups": [first, last]},
-        "two kinds": {"groups": [[*model.parameters()]], "policy": {"0.weight": "int8", "*": "none"}},
-    }[kind]
-    model[0].bias.requires_grad_(kind != "frozen ones")
-    optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), **options)
-    buckets = [sorted(bucket.names) for bucket in optimizer._rule.bucketing.buckets]  # type: ignore[attr-defined]
-    trained(model, optimizer, share)
-    after = [sorted(bucket.names) for bucket in optimizer._rule.bucketing.buckets]  # type: ignore[attr-defined]
-    assert sorted(after) == sorted(buckets), "the order of arrival has changed groups"
+@on_ranks(2)
+@pytest.mark.parametrize("kind", GROUPS)
+def test_groups_share_buckets(kind: str) -> None:
+    options_of, expected = GROUPS[kind]
+    model, alone = perceptron(), perceptron()
+    options_of(alone)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options_of(model))
+    for _ in range(2):  # the order of arrival does not change groups
+        buckets: Any = optimizer._rule.bucketing.buckets
+        assert sorted(sorted(bucket.names) for bucket in buckets) == expected
+        take_steps(model, optimizer, share, range(STEPS))
+    take_steps(alone, sgd(alone.parameters()), batch, [*range(STEPS), *range(STEPS)])
     assert_same_on_all_ranks(model.parameters())
+    tolerance = {"rtol": 0.1, "atol": 0.02} if kind == "two kinds" else {"rtol": 1e-4, "atol": 1e-5}
+    assert_close(model.parameters(), alone.parameters(), **tolerance)
     optimizer.close()
-    return sorted(buckets), copies(model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("two lists", [["0.bias", "0.weight"], ["2.bias", "4.bias", "4.weight"], ["2.weight"]]),
-        ("a number", [["0.bias", "0.weight", "2.weight"], ["2.bias", "4.bias", "4.weight"]]),
-        ("num_groups", [["0.bias", "0.weight"], ["2.bias", "2.weight"], ["4.bias", "4.weight"]]),
-        ("both", [["0.bias", "0.weight", "2.bias", "2.weight", "4.bias", "4.weight"]]),
-        ("more than there are", [["0.bias"], ["0.weight"], ["2.bias"], ["2.weight"], ["4.bias"], ["4.weight"]]),
-        ("frozen ones", [["0.weight"], ["2.bias", "2.weight"], ["4.bias", "4.weight"]]),
-        ("two kinds", [["0.bias", "2.bias", "2.weight", "4.bias", "4.weight"], ["0.weight"]]),
-    ],
-)
-def test_groups_share_buckets(ranks: Worlds, kind: str, expected: list[list[str]]) -> None:
-    model = perceptron()
-    model[0].bias.requires_grad_(kind != "frozen ones")
-    wanted = trained(model, momentum(model), batch)
-    for buckets, weights in ranks(2).run(in_groups, kind):
-        assert buckets == expected
-        assert_close(
-            weights, wanted, **({"rtol": 0.1, "atol": 0.02} if kind == "two kinds" else {"rtol": 1e-4, "atol": 1e-5})
-        )
 
 
 class Odd(hvd.Rule):
@@ -108,38 +104,22 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@in_world
-def made_differently() -> dict[str, str]:
-    said = {}
-    for kind, (options, _) in DIFFERENT.items():
+@on_ranks(3)
+def test_ranks_must_give_the_same_arguments() -> None:
+    for options, message in DIFFERENT.values():
         model = perceptron()
-        with pytest.raises(ValueError, match="do not make the same") as error:
-            hvd.DistributedOptimizer(momentum(model), model.named_parameters(), **(options if hvd.rank() == 1 else {}))
-        said[kind] = str(error.value)
-    model = perceptron()  # and after all this they can still make one
-    hvd.DistributedOptimizer(momentum(model), model.named_parameters()).close()
-    return said
-
-
-def test_ranks_must_give_the_same_arguments(ranks: Worlds) -> None:
-    for rank, said in enumerate(ranks(3).run(made_differently)):
-        for kind, (_, message) in DIFFERENT.items():
-            begin = f"rank {rank}: the ranks do not make the same DistributedOptimizer: "
-            assert re.fullmatch(re.escape(begin) + message, said[kind]), said[kind]
-
-
-@in_world
-def named_differently() -> str:
-    model = perceptron()
+        said = re.escape(f"rank {hvd.rank()}: the ranks do not make the same DistributedOptimizer: ") + message
+        with pytest.raises(ValueError, match=f"^{said}$"):
+            hvd.DistributedOptimizer(
+                sgd(model.parameters()), model.named_parameters(), **(options if hvd.rank() == 1 else {})
+            )
     named = [(f"net.{name}" if hvd.rank() else name, parameter) for name, parameter in model.named_parameters()]
-    with pytest.raises(ValueError, match="do not train the same parameters") as error:
-        hvd.DistributedOptimizer(momentum(model), named, op=hvd.Adasum)
-    return str(error.value)
-
-
-def test_ranks_must_have_the_same_names(ranks: Worlds) -> None:
-    for message in ranks(2).run(named_differently):
-        assert "'0.bias' has shape [16] and dtype torch.float32 on rank 0, and is not trained on rank 1" in message
+    with pytest.raises(
+        ValueError, match=r"'0.bias' has shape \[16\] and dtype torch.float32 on rank 0, and is not trained on rank 1"
+    ):
+        hvd.DistributedOptimizer(sgd(model.parameters()), named, op=hvd.Adasum)
+    # And after all this they can still make one.
+    hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters()).close()
 
 
 def combined(vectors: list[Tensor]) -> Tensor:
@@ -152,22 +132,21 @@ def combined(vectors: list[Tensor]) -> Tensor:
     return vectors[0]
 
 
-@in_world
-def by_adasum(options: dict[str, Any]) -> list[list[Tensor]]:
-    """The weights before and after each step, and what this rank's own step would have made of them."""
-    model = perceptron()
+@on_ranks()
+@pytest.mark.parametrize(("size", "options"), [(4, {}), (2, {"compression": hvd.Compression.fp16})])
+def test_adasum_combines_what_the_steps_of_all_ranks_change(options: dict[str, Any]) -> None:
+    """The state of each rank's optimizer is its own, as a shadow of it shows."""
+    model, shadow = perceptron(), perceptron()
     model[2].bias.requires_grad_(False)
-    optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), op=hvd.Adasum, **options)
-    shadow = perceptron()
-    own = momentum(shadow)  # the state of each rank's optimizer is its own
-    history = []
+    shadow[2].bias.requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), op=hvd.Adasum, **options)
+    own = sgd(shadow.parameters())
+    tolerance = {"rtol": 0.01, "atol": 1e-4} if options else {"rtol": 1e-4, "atol": 1e-6}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(3):
-            for theirs, parameter in zip(shadow.parameters(), model.parameters(), strict=True):
-                theirs.data.copy_(parameter)
-                theirs.requires_grad_(parameter.requires_grad)
             before = copies(model.parameters())
+            shadow.load_state_dict(model.state_dict())
             for net, each in ((shadow, own), (model, optimizer)):
                 each.zero_grad()
                 for part in range(2):
@@ -176,27 +155,20 @@ def by_adasum(options: dict[str, Any]) -> list[list[Tensor]]:
                 each.step()
             assert_same_on_all_ranks(model.parameters())
             changes = [after - start for after, start in zip(copies(shadow.parameters()), before, strict=True)]
-            history.append([*before, *copies(model.parameters()), *changes])
+            everyones = hvd.allgather_object(changes)
+            for place, (start, parameter) in enumerate(zip(before, model.parameters(), strict=True)):
+                change = combined([theirs[place].double() for theirs in everyones])
+                torch.testing.assert_close(parameter.detach(), start + change.float(), **tolerance)
     optimizer.close()
-    return history
+    for refused, match in (({"compression": "int8"}, "no codec"), ({"gradient_predivide_factor": 2.0}, "needs op=")):
+        with pytest.raises(ValueError, match=match):
+            hvd.DistributedOptimizer(sgd(model.parameters()), op=hvd.Adasum, **refused)
 
 
-@pytest.mark.parametrize(("size", "options"), [(2, {}), (4, {}), (2, {"compression": hvd.Compression.fp16})])
-def test_adasum_combines_what_the_steps_of_all_ranks_change(ranks: Worlds, size: int, options: dict[str, Any]) -> None:
-    tolerance = {"rtol": 0.01, "atol": 1e-4} if options else {"rtol": 1e-4, "atol": 1e-6}
-    everyones = ranks(size).run(by_adasum, options)
-    for step in range(3):
-        first = everyones[0][step]
-        count = len(first) // 3
-        for place in range(count):
-            change = combined([theirs[step][2 * count + place].double() for theirs in everyones])
-            torch.testing.assert_close(first[count + place], first[place] + change.float(), **tolerance)
-
-
-@in_world
-def three_by_adasum() -> None:
+@on_ranks(3)
+def test_adasum_steps_by_closures() -> None:
     model = perceptron()
-    optimizer = hvd.DistributedOptimizer(momentum(model), op=hvd.Adasum)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), op=hvd.Adasum)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -208,27 +180,21 @@ def three_by_adasum() -> None:
         optimizer.step(closure)
         assert_same_on_all_ranks(model.parameters())
     optimizer.close()
-    for options, match in (({"compression": "int8"}, "no codec"), ({"gradient_predivide_factor": 2.0}, "needs op=")):
-        with pytest.raises(ValueError, match=match):
-            hvd.DistributedOptimizer(momentum(model), op=hvd.Adasum, **options)
 
 
-def test_adasum_of_any_number_of_ranks(ranks: Worlds) -> None:
-    ranks(3).run(three_by_adasum)
-
-
-def wide(seed: int) -> nn.Sequential:
+def broad(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 1))
 
 
-@in_world
-def two_chains(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["powersgd", "sparse"])
+@on_ranks(3)
+def test_two_optimizers_whose_exchanges_take_several_operations(kind: str) -> None:
     """One backward() reaches two optimizers, on odd ranks in the other order; then, on rank 0 alone, the second not."""
     odd = hvd.rank() % 2
-    models: list[nn.Module] = [wide(1), wide(2)]
+    models: list[nn.Module] = [broad(1), broad(2)]
     if kind == "sparse":
-        models = [nn.Sequential(nn.EmbeddingBag(40, 96, sparse=True), wide(seed)) for seed in (1, 2)]
+        models = [nn.Sequential(nn.EmbeddingBag(40, 96, sparse=True), broad(seed)) for seed in (1, 2)]
     optimizers = [
         hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.01),
@@ -256,8 +222,3 @@ def two_chains(kind: str) -> None:
             assert_same_on_all_ranks(model.parameters())
     for optimizer in optimizers:
         optimizer.close()
-
-
-@pytest.mark.parametrize("kind", ["powersgd", "sparse"])
-def test_two_optimizers_whose_exchanges_take_several_operations(ranks: Worlds, kind: str) -> None:
-    ranks(3).run(two_chains, kind)

@@ -1,6 +1,7 @@
 """Checkpoints of a DistributedOptimizer with codecs: as good as never having stopped, and refused where they are not whole."""
 
 import io
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,25 +16,19 @@ from gradwire.trainer.gradients.checkpoint_format import KEY
 from gradwire.trainer.gradients.compression import Compressor
 from tests.harness import Worlds
 from tests.ranks.ladder import HEIGHT, REMEMBERING, Ladder, optimizer_of, owed, train
-from tests.ranks.training import assert_same_on_all_ranks, copies, in_world
+from tests.ranks.test_trainer_accumulation import failing_hook
+from tests.ranks.training import assert_equal, assert_same_on_all_ranks, copies, in_world, on_ranks, through_a_file
 
 
-@in_world
-def saves_midway(compression: Compressor) -> None:
-    """A backward that fails when its first bucket is under way: nothing can be saved or loaded before it is caught up with."""
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["onebit", "powersgd"])
+def test_nothing_is_saved_while_gradients_are_exchanged(name: str) -> None:
+    """Where a backward() fails when its first bucket is under way, nothing can be saved or loaded before it is caught up with."""
     first, last = (nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([first, last], lr=1.0), compression=compression, bucket_bytes=1
-    )
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, last], lr=1.0), compression=name, bucket_bytes=1)
     before = optimizer.state_dict()
-
-    def fail(gradient: Tensor) -> None:
-        raise KeyError("from a hook of the user")
-
-    hook = first.register_hook(fail)
-    with pytest.raises(KeyError, match="from a hook of the user"):
+    with failing_hook(first):
         (first.tanh() * 5 + last).sum().backward()
-    hook.remove()
     with pytest.raises(RuntimeError, match=r"rank \d.*being exchanged.*synchronize"):
         optimizer.state_dict()
     with pytest.raises(ValueError, match="being exchanged"):
@@ -44,37 +39,22 @@ def saves_midway(compression: Compressor) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("name", ["onebit", "powersgd"])
-def test_nothing_is_saved_while_gradients_are_exchanged(ranks: Worlds, name: str) -> None:
-    ranks(2).run(saves_midway, name)
-
-
-def as_bytes(state: dict[str, Any]) -> bytes:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
-
-
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(io.BytesIO(as_bytes(state)), weights_only=True)
-    return loaded
-
-
-@in_world
-def resume(compression: Compressor, stop: int) -> None:
-    """Against a run that is not stopped: losses and parameters, on every rank."""
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("name", "stop"),
+    [("onebit", 0), ("onebit", 1), ("onebit", 4), ("dgc", 1), ("powersgd", 4), ("randomk", 4)]
+    + [("int8, stochastic", 4), ("int4, after a warm-up", 4)]
+    + [pytest.param(name, 4, marks=pytest.mark.wide) for name in ("int8", "qsgd", "topk", "threshold", "dgc")],
+)
+def test_a_loaded_state_continues_bit_for_bit(name: str, stop: int) -> None:
+    """Into a new optimizer, and into one that has gone on elsewhere: the losses are those of a run that is not stopped."""
+    compression = REMEMBERING.get(name, name)
     model = Ladder()
     optimizer = optimizer_of(model, compression)
-    straight = train(model, optimizer, range(7))
-    expected = copies(model.parameters())
-    optimizer.close()
-
-    model = Ladder()
-    optimizer = optimizer_of(model, compression)
-    losses = train(model, optimizer, range(stop))
+    train(model, optimizer, range(stop))
     saved, weights = through_a_file(optimizer.state_dict()), copies(model.parameters())
+    straight = train(model, optimizer, range(stop, 7))
     optimizer.close()
-
     for has_gone_on in (False, True):
         other = Ladder(seed=5)
         optimizer = optimizer_of(other, compression)
@@ -86,22 +66,13 @@ def resume(compression: Compressor, stop: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             optimizer.load_state_dict(saved)
-        rest = train(other, optimizer, range(stop, 7))
-        assert losses + rest == straight
-        assert all(torch.equal(a, b) for a, b in zip(other.parameters(), expected, strict=True))
+        assert train(other, optimizer, range(stop, 7)) == straight
+        assert_equal(other.parameters(), model.parameters())
         optimizer.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "stop"),
-    [*((name, 4) for name in ("int8", "qsgd", *REMEMBERING)), ("onebit", 0), ("onebit", 1), ("dgc", 1)],
-)
-def test_a_loaded_state_continues_bit_for_bit(ranks: Worlds, name: str, stop: int) -> None:
-    ranks(2).run(resume, REMEMBERING.get(name, name), stop)
-
-
-@in_world
-def resume_frozen() -> None:
+@on_ranks(2)
+def test_a_frozen_parameter_keeps_its_claim() -> None:
     """What a frozen parameter is owed is in the checkpoint too."""
     runs = []
     for stopped in (False, True):
@@ -121,11 +92,7 @@ def resume_frozen() -> None:
         train(model, optimizer, range(4, 7))
         runs.append(copies(model.parameters()))
         optimizer.close()
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-def test_a_frozen_parameter_keeps_its_claim(ranks: Worlds) -> None:
-    ranks(2).run(resume_frozen)
+    assert_equal(*runs)
 
 
 @in_world
@@ -161,9 +128,15 @@ def load(
     return debts, [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
-@pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 2)])
-@pytest.mark.parametrize("name", ["onebit", "threshold", "powersgd"])
+@pytest.mark.parametrize(
+    ("name", "before", "now", "op"),
+    [
+        ("onebit", 2, 3, hvd.Average),
+        ("onebit", 3, 2, hvd.Sum),
+        ("threshold", 2, 3, hvd.Sum),
+        ("powersgd", 3, 2, hvd.Average),
+    ],
+)
 def test_other_ranks_take_over_what_is_owed(
     ranks: Worlds, tmp_path: Path, name: str, before: int, now: int, op: str
 ) -> None:
@@ -205,52 +178,46 @@ def test_what_nobody_loads_is_lost_with_a_warning(ranks: Worlds, tmp_path: Path)
     assert "are now shared by all; those of ranks [2], which nobody loaded, are lost" in message
 
 
-@in_world
-def load_wrongly(directory: Path) -> list[str]:
-    """Each of these must fail on all ranks alike, and leave the optimizer usable."""
+@on_ranks(2)
+def test_parts_that_do_not_belong_together_are_refused_everywhere() -> None:
+    """All ranks fail alike, and the optimizer stays usable."""
     model = Ladder()
     optimizer = optimizer_of(model, "onebit")
-    mine = torch.load(directory / f"{hvd.rank()}.pt", weights_only=True)
+    train(model, optimizer, range(3))
+    mine = through_a_file(optimizer.state_dict())
+    part = mine[KEY]
     plain = {key: value for key, value in mine.items() if key != KEY}
-    later = {**mine, KEY: {**mine[KEY], "step": 99}}
-    strange = {**mine, KEY: {**mine[KEY], "version": 7}}
-    summed = {**mine, KEY: {**mine[KEY], "op": hvd.Sum}}
-    (name, shape), *rest = mine[KEY]["parameters"]
-    turned = {**mine, KEY: {**mine[KEY], "parameters": [(name, shape[::-1]), *rest]}}
-    damaged = {**mine, KEY: {key: value for key, value in mine[KEY].items() if key != "buckets"}}
-    messages = []
-    for wrong in (
-        plain if hvd.rank() else mine,
-        later if hvd.rank() else mine,
-        strange,
-        summed,
-        turned,
-        damaged if hvd.rank() else mine,
+    (name, shape), *rest = part["parameters"]
+    for wrong, on_both, said in (
+        (plain, False, r"ranks \[1\] were given a state_dict without 'gradwire', the others one with it$"),
+        ({**part, "step": 99}, False, "ranks 0 and 1 were given parts of different checkpoints: they differ in step$"),
+        ({**part, "version": 7}, True, "rank 0 was given a 'gradwire' of version 7$"),
+        ({**part, "op": hvd.Sum}, True, "saved with op='sum', not 'average'$"),
+        (
+            {**part, "parameters": [(name, shape[::-1]), *rest]},
+            True,
+            r"rank 0 was given what cannot be loaded \(ValueError: saved with.*the first that differs was",
+        ),
+        (
+            {key: value for key, value in part.items() if key != "buckets"},
+            False,
+            r"rank 1 was given what cannot be loaded \(ValueError: 'gradwire' is damaged: buckets missing\)$",
+        ),
     ):
-        with pytest.raises(ValueError, match="load_state_dict: ") as caught:
-            optimizer.load_state_dict(wrong)
-        messages.append(str(caught.value).partition("load_state_dict: ")[2])
+        given = wrong if wrong is plain else {**mine, KEY: wrong}
+        with pytest.raises(ValueError, match=f"load_state_dict: {said}"):
+            optimizer.load_state_dict(given if on_both or hvd.rank() else mine)
     optimizer.load_state_dict(plain)
     optimizer.load_state_dict(mine)
     train(model, optimizer, range(2))
     assert_same_on_all_ranks(model.parameters())
     optimizer.close()
-    return messages
 
 
-def test_parts_that_do_not_belong_together_are_refused_everywhere(ranks: Worlds, tmp_path: Path) -> None:
-    ranks(2).run(save, tmp_path, "onebit", hvd.Average)
-    one, other = ranks(2).run(load_wrongly, tmp_path)
-    assert one == other
-    assert "rank 0 was given what cannot be loaded (ValueError: saved with" in one[4]
-    assert "the first that differs was" in one[4]
-    assert one[5] == "rank 1 was given what cannot be loaded (ValueError: 'gradwire' is damaged: buckets missing)"
-    assert one[:4] == [
-        "ranks [1] were given a state_dict without 'gradwire', the others one with it",
-        "ranks 0 and 1 were given parts of different checkpoints: they differ in step",
-        "rank 0 was given a 'gradwire' of version 7",
-        "saved with op='sum', not 'average'",
-    ]
+def as_bytes(state: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
 
 
 def change(part: dict[str, Any], bucket: int | None, **values: Any) -> None:
@@ -321,39 +288,37 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
-@in_world
-def load_damaged(directory: Path, compression: Compressor, name: str, also_here: bool) -> None:
-    """On rank 1, or on both: both refuse it, and have loaded nothing; then the checkpoint itself is loaded."""
-    damage, message = DAMAGES[name]
+@on_ranks(2)
+@pytest.mark.parametrize("codec", ["onebit", "topk"])
+def test_a_damaged_part_is_refused_everywhere(codec: str) -> None:
+    """It is rank 1's, or both ranks'; both refuse it, and have loaded nothing. Then the checkpoint itself is loaded."""
     model = Ladder()
-    optimizer = optimizer_of(model, compression)
+    optimizer = optimizer_of(model, "onebit")
+    train(model, optimizer, range(3))
+    mine = through_a_file(optimizer.state_dict())
+    mine["param_groups"][0]["lr"] = 7.0
+    optimizer.close()
+    optimizer = optimizer_of(model, codec)
     train(model, optimizer, range(2))
     before = as_bytes(optimizer.state_dict())
-    mine = torch.load(directory / f"{hvd.rank()}.pt", weights_only=True)
-    mine["param_groups"][0]["lr"] = 7.0
-    wrong = through_a_file(mine)
-    if hvd.rank() == 1 or also_here:
-        damage(wrong[KEY])
-    with pytest.raises(ValueError, match=rf"rank {hvd.rank()}: load_state_dict: rank \d was given .*{message}"):
-        optimizer.load_state_dict(wrong)
-    assert as_bytes(optimizer.state_dict()) == before
+    for name, (damage, message) in DAMAGES.items():
+        if name == "emptied" and codec == "topk":
+            continue  # another codec cannot tell that from a bucket without error feedback
+        for on_both in (False, True):
+            wrong = through_a_file(mine)
+            if hvd.rank() == 1 or on_both:
+                damage(wrong[KEY])
+            with pytest.raises(ValueError, match=rf"rank {hvd.rank()}: load_state_dict: rank \d was given .*{message}"):
+                optimizer.load_state_dict(wrong)
+            assert as_bytes(optimizer.state_dict()) == before, name
     optimizer.load_state_dict(mine)
     train(model, optimizer, range(2))
     assert optimizer.param_groups[0]["lr"] == 7.0
     optimizer.close()
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_part_is_refused_everywhere(ranks: Worlds, tmp_path: Path, name: str) -> None:
-    ranks(2).run(save, tmp_path, "onebit", hvd.Average)
-    for also_here in (False, True):
-        ranks(2).run(load_damaged, tmp_path, "onebit", name, also_here)
-        if name != "emptied":  # another codec cannot tell that from a bucket without error feedback
-            ranks(2).run(load_damaged, tmp_path, "topk", name, also_here)
-
-
-@in_world
-def load_what_the_optimizer_refuses() -> None:
+@on_ranks(2)
+def test_nothing_is_loaded_where_one_optimizer_refuses() -> None:
     """The state of the wrapped optimizer of one rank is damaged: nothing is loaded on any."""
     model = Ladder()
     optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters()), compression="onebit")
@@ -374,50 +339,41 @@ def load_what_the_optimizer_refuses() -> None:
     optimizer.close()
 
 
-def test_nothing_is_loaded_where_one_optimizer_refuses(ranks: Worlds) -> None:
-    ranks(2).run(load_what_the_optimizer_refuses)
-
-
-@in_world
-def load_with_another_codec(directory: Path, codec: str) -> tuple[dict[int, Tensor], list[str]]:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ("onebit", "topk", None),
+        ("onebit", "int8", r"are now shared by all; those of .* whose codec has no error feedback now, are lost"),
+        ("onebit", "none", "^rank 0: saved with codecs, loaded without: the residuals are lost$"),
+        ("onebit", "fp16", "^rank 0: saved with codecs, loaded without: the residuals are lost$"),
+        ("int8", "none", None),
+    ],
+)
+def test_another_codec_takes_over_what_is_owed(before: str, now: str, said: str | None) -> None:
+    """Or, where it has no error feedback, rank 0 warns that it is lost."""
     model = Ladder()
-    optimizer = optimizer_of(model, codec)
+    optimizer = optimizer_of(model, before)
+    train(model, optimizer, range(3))
+    saved, debts = through_a_file(optimizer.state_dict()), owed(optimizer)
+    optimizer.close()
+    optimizer = optimizer_of(model, now)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        optimizer.load_state_dict(torch.load(directory / f"{hvd.rank()}.pt", weights_only=True))
-    debts = owed(optimizer)
+        optimizer.load_state_dict(saved)
+    messages = [str(warning.message) for warning in caught if "saved" in str(warning.message)]
+    assert len(messages) == (hvd.rank() == 0 and (said is not None or now == "topk"))
+    if said is not None and messages:
+        assert re.search(said, messages[0])
+    found = owed(optimizer)
+    for index, debt in debts.items() if now == "topk" else ():
+        torch.testing.assert_close(found[index], debt, rtol=1e-5, atol=1e-6)
+    assert now == "topk" or not any(debt.any() for debt in found.values())
     optimizer.close()
-    return debts, [str(warning.message) for warning in caught]
 
 
-def test_another_codec_takes_over_what_is_owed(ranks: Worlds, tmp_path: Path) -> None:
-    debts = ranks(2).run(save, tmp_path, "onebit", hvd.Average)[0]
-    for found, _ in ranks(2).run(load_with_another_codec, tmp_path, "topk"):
-        for index, debt in debts.items():
-            torch.testing.assert_close(found[index], debt, rtol=1e-5, atol=1e-6)
-
-
-def test_a_codec_without_error_feedback_is_owed_nothing_with_a_warning(ranks: Worlds, tmp_path: Path) -> None:
-    ranks(2).run(save, tmp_path, "onebit", hvd.Average)
-    (debts, (message,)), (_, nothing) = ranks(2).run(load_with_another_codec, tmp_path, "int8")
-    assert not any(debt.any() for debt in debts.values())
-    assert nothing == []
-    assert "are now shared by all; those of " in message
-    assert "whose codec has no error feedback now, are lost" in message
-
-
-@pytest.mark.parametrize("codec", ["none", "fp16"])
-def test_without_codecs_what_is_owed_is_lost_with_a_warning(ranks: Worlds, tmp_path: Path, codec: str) -> None:
-    ranks(2).run(save, tmp_path, "onebit", hvd.Average)
-    (_, messages), (_, nothing) = ranks(2).run(load_with_another_codec, tmp_path, codec)
-    assert messages == ["rank 0: saved with codecs, loaded without: the residuals are lost"]
-    assert nothing == []
-    ranks(2).run(save, tmp_path, "int8", hvd.Average)
-    assert [warned for _, warned in ranks(2).run(load_with_another_codec, tmp_path, codec)] == [[], []]
-
-
-@in_world
-def share_optimizer_state() -> None:
+@on_ranks(2)
+def test_broadcast_optimizer_state() -> None:
     model = Ladder()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1 * (1 + hvd.rank()), momentum=0.9), compression="onebit"
@@ -426,7 +382,3 @@ def share_optimizer_state() -> None:
     hvd.broadcast_optimizer_state(optimizer, root_rank=1)
     assert optimizer.param_groups[0]["lr"] == 0.2
     optimizer.close()
-
-
-def test_broadcast_optimizer_state(ranks: Worlds) -> None:
-    ranks(2).run(share_optimizer_state)

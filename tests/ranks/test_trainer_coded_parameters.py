@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import gradwire as hvd
 from gradwire.collectives.compression import Int8
 from gradwire.trainer.gradients.checkpoint_format import SHARDS
-from tests.harness import ON_EVERY_TRANSPORT, Worlds
-from tests.ranks.test_trainer_sharded_states import Network, assert_equal, exchanged_by, train, wrapped
-from tests.ranks.training import assert_same_on_all_ranks, in_world
+from tests.harness import Worlds, wide
+from tests.ranks.test_trainer_sharded_states import Network, exchanged_by, train, wrapped
+from tests.ranks.training import assert_equal, assert_same_on_all_ranks, in_world, on_ranks
 
 STEPS = 6
 
@@ -51,9 +51,20 @@ def owed(optimizer: hvd.DistributedOptimizer) -> list[Tensor]:
     return whole
 
 
-@in_world
-def descend(algorithm: str, compression: Any) -> tuple[float, float]:
-    """Return how far parameters are from uncoded ones, relatively, and how many times fewer bytes were sent."""
+@on_ranks(2, *wide(1, 3))
+@pytest.mark.parametrize(
+    ("algorithm", "compression", "ratio"),
+    [
+        ("auto", "fp16", 1.3),
+        ("ring", "int8", 1.5),
+        ("auto", "onebit", 1.8),
+        ("ring", "topk", 1.8),
+        ("auto", Int8(stochastic=True), 1.5),
+    ],
+    ids=str,
+)
+def test_what_codes_lose_stays_with_the_piece(algorithm: str, compression: Any, ratio: float) -> None:
+    """ratio: of the bytes that parameters take without codes and with them, gradients being as many."""
     with exchanged_by(algorithm) as one, exchanged_by(algorithm) as other:
         model, twin = Slope(), Slope()
         plain = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), process_set=one)
@@ -73,29 +84,23 @@ def descend(algorithm: str, compression: Any) -> tuple[float, float]:
         for mine, theirs, lacking in zip(model.parameters(), twin.parameters(), owed(coded), strict=True):
             torch.testing.assert_close(theirs + lacking, mine, rtol=1e-5, atol=1e-6)
         moved = model.matrix - Slope().matrix
-        distance = (twin.matrix - model.matrix).norm() / moved.norm()
-        ratio = coded.stats.ratio
+        assert 0 < (twin.matrix - model.matrix).norm() / moved.norm() < 1, "codes lose something, but not all"
+        assert hvd.size() == 1 or ratio < coded.stats.ratio < 2, "gradients travel as they are, half of all bytes"
         plain.close()
         coded.close()
-        return float(distance), ratio
 
 
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("compression", "ratio"),
-    [("fp16", 1.3), ("int8", 1.5), ("onebit", 1.8), ("topk", 1.8), (Int8(stochastic=True), 1.5)],
+    "options",
+    [
+        {"compression": "int8", "parameter_compression": "int8"},
+        {"compression": "topk", "parameter_compression": hvd.ErrorFeedback("onebit", warmup_steps=2)},
+        {"parameter_compression": "bf16", "backward_passes_per_step": 1},
+    ],
     ids=str,
 )
-def test_what_codes_lose_stays_with_the_piece(ranks: Worlds, compression: Any, ratio: float, size: int) -> None:
-    for algorithm in ("auto", "ring"):
-        for distance, fewer in ranks(size).run(descend, algorithm, compression):
-            assert 0 < distance < 1, "codes lose something, but not all"
-            assert size == 1 or ratio < fewer < 2, "gradients travel as they are, which is half of all bytes"
-
-
-@in_world
-def train_both_ways(options: dict[str, Any]) -> None:
+@on_ranks(3)
+def test_replicas_are_equal_whatever_is_frozen_meanwhile(options: dict[str, Any]) -> None:
     with exchanged_by("auto") as communicator:
         model = Network()
         optimizer = wrapped(model, communicator, "adamw foreach", shard=True, **options)
@@ -110,19 +115,6 @@ def train_both_ways(options: dict[str, Any]) -> None:
         assert all(parameter.isfinite().all() for parameter in model.parameters())
         assert not torch.equal(before[0], next(model.parameters()))
         optimizer.close()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"compression": "int8", "parameter_compression": "int8"},
-        {"compression": "topk", "parameter_compression": hvd.ErrorFeedback("onebit", warmup_steps=2)},
-        {"parameter_compression": "bf16", "backward_passes_per_step": 1},
-    ],
-    ids=str,
-)
-def test_replicas_are_equal_whatever_is_frozen_meanwhile(ranks: Worlds, options: dict[str, Any]) -> None:
-    ranks(3).run(train_both_ways, options)
 
 
 OPTIONS: dict[str, Any] = {"compression": "int8", "parameter_compression": Int8(stochastic=True)}
@@ -151,7 +143,7 @@ def save_and_go_on(directory: Path) -> None:
         optimizer.load_state_dict(state)
         train(again, optimizer, range(3, 6), schedule=False)
         optimizer.close()
-    assert_equal(model, again)
+    assert_equal(model.parameters(), again.parameters())
 
 
 @in_world
@@ -178,12 +170,12 @@ def go_on_elsewhere(directory: Path, saved: int) -> None:
 
 def test_a_checkpoint_goes_on_bit_for_bit_and_elsewhere_with_all_that_is_owed(ranks: Worlds, tmp_path: Path) -> None:
     ranks(3).run(save_and_go_on, tmp_path)
-    for now in (2, 3, 4):
+    for now in (2, 4):
         ranks(now).run(go_on_elsewhere, tmp_path, 3)
 
 
-@in_world
-def refuse() -> None:
+@on_ranks(2)
+def test_what_cannot_be_meant_is_refused() -> None:
     model = nn.Linear(4, 4)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     for options, words in (
@@ -201,7 +193,3 @@ def refuse() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             hvd.DistributedOptimizer(sgd, **options)
-
-
-def test_what_cannot_be_meant_is_refused(ranks: Worlds) -> None:
-    ranks(2).run(refuse)

@@ -12,48 +12,35 @@ from gradwire.collectives.compression.dense import Int8, OneBit
 from gradwire.collectives.compression.powersgd import PowerSGD
 from gradwire.collectives.compression.sparse import DGC, RandomK, TopK
 from gradwire.trainer.gradients.compression import NAMES, Compressor, ErrorFeedback
-from tests.harness import Worlds
+from tests.harness import Worlds, wide
 from tests.ranks.exact import on_host
 from tests.ranks.ladder import HEIGHT, REMEMBERING, Ladder, encoded, loss_at, optimizer_of, owed, train
-from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, spy
+from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, on_ranks, spy
 from tests.shot_model import ShotModel
 
 CODECS = [name for name in NAMES if name not in ("none", "fp16", "bf16")]
 
-#: All whose results, with what they owe, are the sum of what was given: a momentum would be added.
-CONSERVING = [name for name in REMEMBERING if name != "dgc"]
+SAMPLE = ["int8", "onebit", "topk", "powersgd"]
+REST = [name for name in CODECS if name not in SAMPLE]
 
 
-@in_world
-def replicas(compression: Compressor) -> tuple[int, list[float]]:
+@on_ranks(3, *wide(1))
+@pytest.mark.parametrize("name", [*SAMPLE, "int8, stochastic", "int4, after a warm-up", *wide(*REST)])
+def test_replicas_stay_equal(name: str) -> None:
     model = Ladder()
-    optimizer = optimizer_of(model, compression)
+    optimizer = optimizer_of(model, REMEMBERING.get(name, name))
     before = [bucket.items for bucket in encoded(optimizer)]
-    losses = train(model, optimizer, range(5))
+    losses = train(model, optimizer, range(4))
     after = [bucket.items for bucket in encoded(optimizer)]
     assert before != after, "the buckets should have been rebuilt"
     assert_same_on_all_ranks(model.parameters())
+    assert len(after) > 1
+    assert losses[-1] < 2 * losses[0]  # each of other data
     optimizer.close()
-    return len(after), losses
 
 
-@pytest.mark.parametrize(
-    ("name", "world"),
-    [
-        *((name, 3) for name in (*CODECS, "int8, stochastic", "int4, after a warm-up")),
-        ("int8", 1),
-        ("topk", 1),
-        ("powersgd", 1),
-    ],
-)
-def test_replicas_stay_equal(ranks: Worlds, world: int, name: str) -> None:
-    for buckets, losses in ranks(world).run(replicas, REMEMBERING.get(name, name)):
-        assert buckets > 1
-        assert losses[-1] < 2 * losses[0]  # each of other data
-
-
-@in_world
-def same_as_model() -> None:
+@on_ranks(3)
+def test_int8_equals_its_model() -> None:
     """Every step, compare all gradients with what the model makes of the gradients of all ranks."""
     model, twin = Ladder(), Ladder()
     optimizer = optimizer_of(model, "int8")
@@ -85,10 +72,6 @@ def same_as_model() -> None:
     optimizer.close()
 
 
-def test_int8_equals_its_model(ranks: Worlds) -> None:
-    ranks(3).run(same_as_model)
-
-
 class Weights(nn.Module):
     """Gradients are what one says they are."""
 
@@ -109,9 +92,10 @@ def given(step: int, rank: int, indices: list[int]) -> dict[int, Tensor]:
     return {i: everything[i] for i in indices}
 
 
-def conserve(compression: Compressor, op: str, predivide: float) -> None:
+@in_world
+def conserve(name: str, op: str, predivide: float = 1.0) -> None:
     """Through the learned layout, a parameter frozen and thawed, one added, one without gradient on any rank."""
-    model = Weights()
+    compression, model = REMEMBERING[name], Weights()
     first, last = list(model.weights)[:3], model.weights[3]
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(first, lr=0.1),
@@ -123,7 +107,7 @@ def conserve(compression: Compressor, op: str, predivide: float) -> None:
     )
     totals: dict[int, Tensor] = {i: torch.zeros(60 + i, 80) for i in range(4)}
     results = {i: torch.zeros(60 + i, 80) for i in range(4)}
-    for step in range(12):
+    for step in range(11):
         model.weights[0].requires_grad_(step not in (4, 5))
         if step == 6:
             optimizer.add_param_group({"params": [last]})
@@ -149,37 +133,46 @@ def conserve(compression: Compressor, op: str, predivide: float) -> None:
     optimizer.close()
 
 
-@in_world
-def conserve_here(name: str, op: str, predivide: float) -> None:
-    conserve(REMEMBERING[name], op, predivide)
-
-
-@in_world
-def conserve_on_hosts(host_of: str, name: str, op: str) -> None:
-    conserve(REMEMBERING[name], op, 1.0)
+@pytest.mark.parametrize(
+    ("name", "op", "predivide"),
+    [
+        ("int8, stochastic", hvd.Average, 1.0),
+        ("onebit", hvd.Average, 4.0),
+        ("topk", hvd.Sum, 1.0),
+        ("threshold", hvd.Average, 1.0),
+        ("randomk", hvd.Average, 4.0),
+        ("powersgd", hvd.Average, 1.0),
+        ("powersgd", hvd.Sum, 1.0),
+        ("int4, after a warm-up", hvd.Average, 1.0),
+    ],
+)
+def test_nothing_is_lost(ranks: Worlds, name: str, op: str, predivide: float) -> None:
+    """But by DGC, whose momentum would be added."""
+    ranks(2).run(conserve, name, op, predivide)
 
 
 def conserve_on(host_of: str, name: str, op: str) -> None:
     with on_host(host_of[dist.get_rank()]):
-        conserve_on_hosts(host_of, name, op)
+        conserve(name, op)
 
 
-@pytest.mark.parametrize(("op", "predivide"), [(hvd.Average, 1.0), (hvd.Average, 4.0), (hvd.Sum, 1.0)])
-@pytest.mark.parametrize("name", CONSERVING)
-def test_nothing_is_lost(ranks: Worlds, name: str, op: str, predivide: float) -> None:
-    ranks(2).run(conserve_here, name, op, predivide)
-
-
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
-@pytest.mark.parametrize("name", ["onebit", "powersgd"])
-@pytest.mark.parametrize("host_of", ["aab", "aaabb"])
+@pytest.mark.parametrize(
+    ("host_of", "name", "op"),
+    [
+        ("aab", "onebit", hvd.Average),
+        ("aab", "powersgd", hvd.Sum),
+        pytest.param("aaabb", "onebit", hvd.Sum, marks=pytest.mark.wide),
+        pytest.param("aaabb", "powersgd", hvd.Average, marks=pytest.mark.wide),
+    ],
+)
 def test_nothing_is_lost_between_hosts(ranks: Worlds, host_of: str, name: str, op: str) -> None:
     """Where ranks of a host share the encoding, and some do none."""
     ranks(len(host_of)).run(conserve_on, host_of, name, op)
 
 
-@in_world
-def memory_after_a_rebuild(compression: Compressor, name: str) -> None:
+@pytest.mark.parametrize(("compression", "name"), [(DGC(ratio=0.5), "momentum"), (PowerSGD(rank=2), "basis")])
+@on_ranks(2)
+def test_what_codecs_remember_goes_along(compression: Compressor, name: str) -> None:
     model = Weights()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression=compression)
     model(given(0, hvd.rank(), [0, 1, 2, 3])).backward()
@@ -193,13 +186,8 @@ def memory_after_a_rebuild(compression: Compressor, name: str) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize(("compression", "name"), [(DGC(ratio=0.5), "momentum"), (PowerSGD(rank=2), "basis")])
-def test_what_codecs_remember_goes_along(ranks: Worlds, compression: Compressor, name: str) -> None:
-    ranks(2).run(memory_after_a_rebuild, compression, name)
-
-
-@in_world
-def with_gaps() -> None:
+@on_ranks(2)
+def test_what_lies_between_parameters_stays_zero() -> None:
     """Against the model, whose numbers between parameters are zero in every step."""
     codec, numel, start = OneBit(), 65 * 65, 65 * 65 // 16 * 16 + 16
     weights = [nn.Parameter(torch.zeros(65, 65)) for _ in range(2)]
@@ -225,12 +213,8 @@ def with_gaps() -> None:
     optimizer.close()
 
 
-def test_what_lies_between_parameters_stays_zero(ranks: Worlds) -> None:
-    ranks(2).run(with_gaps)
-
-
-@in_world
-def absent_beside_nan() -> None:
+@on_ranks(2)
+def test_nan_is_never_owed() -> None:
     """A block of two parameters' numbers is NaN for the sake of one; the other, which no rank has reached, is still owed."""
     model = Weights()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression="onebit")
@@ -246,13 +230,8 @@ def absent_beside_nan() -> None:
     optimizer.close()
 
 
-def test_nan_is_never_owed(ranks: Worlds) -> None:
-    ranks(2).run(absent_beside_nan)
-
-
-@in_world
-def equal_gradients() -> bool:
-    """Whether two buckets of equal gradients are rounded alike."""
+@on_ranks(2)
+def test_every_bucket_is_rounded_in_its_own_way() -> None:
     weights = [nn.Parameter(torch.zeros(64, 64)) for _ in range(2)]
     options: dict[str, Any] = {"compression": Int8(stochastic=True), "bucket_bytes": 64 * 64 * 4}
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), **options)
@@ -260,71 +239,15 @@ def equal_gradients() -> bool:
     torch.stack([(weight * factor).sum() for weight in weights]).sum().backward()
     one, other = copies(weight.grad for weight in weights if weight.grad is not None)
     assert len(encoded(optimizer)) == 2
-    optimizer.close()
-    return torch.equal(one, other)
-
-
-def test_every_bucket_is_rounded_in_its_own_way(ranks: Worlds) -> None:
-    assert ranks(2).run(equal_gradients) == [False, False]
-
-
-@in_world
-def which_are_encoded() -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleDict(
-        {"embed": nn.Embedding(100, 64), "big": nn.Linear(64, 64), "small": nn.Linear(8, 8), "wide": nn.Linear(1, 5000)}
-    )
-    policy: dict[str, Compressor] = {"embed*": "topk", "small.weight": "powersgd", "*.bias": "fp16", "big*": "none"}
-    optimizer = optimizer_of(model, ErrorFeedback("int4"), policy=policy)
-    layout = optimizer._rule.bucketing
-    travels = {name: repr(layout._encodings[i]) for i, name in enumerate(layout._names)}
-    assert {name: text.split("(")[0] for name, text in travels.items()} == {
-        "embed.weight": "Encoding",
-        "big.weight": "Cast",
-        "big.bias": "Cast",
-        "small.weight": "Encoding",
-        "small.bias": "Cast",
-        "wide.weight": "Encoding",
-        "wide.bias": "Cast",
-    }
-    assert "TopK" in travels["embed.weight"]
-    assert "PowerSGD" in travels["small.weight"]
-    assert "Int4" in travels["wide.weight"]
-    assert "float16" in travels["big.bias"]
-    for _ in range(2):
-        optimizer.zero_grad()
-        torch.stack([p.square().sum() * (hvd.rank() + 1) for p in model.parameters()]).sum().backward()
-        optimizer.step()
-    assert_same_on_all_ranks(model.parameters())
+    assert not torch.equal(one, other)
     optimizer.close()
 
 
-def test_a_policy_by_name(ranks: Worlds) -> None:
-    ranks(2).run(which_are_encoded)
-
-
-@in_world
-def what_small_ones_get() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 63))
-    optimizer = optimizer_of(model, "onebit")
-    torch.stack(
-        [(p * (1 + hvd.rank()) * torch.arange(1.0, p.numel() + 1).view_as(p)).sum() for p in model.parameters()]
-    ).sum().backward()
-    for parameter in model.parameters():
-        exact = 1.5 * torch.arange(1.0, parameter.numel() + 1).view_as(parameter)
-        assert parameter.grad is not None
-        assert torch.equal(parameter.grad, exact) == (parameter.shape != (64, 64))
-    optimizer.close()
-
-
-def test_vectors_and_small_matrices_are_not_encoded(ranks: Worlds) -> None:
-    ranks(2).run(what_small_ones_get)
-
-
-@in_world
-def warm_up(compression: Compressor) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["topk", "powersgd"])
+def test_the_warm_up_is_uncompressed(name: str) -> None:
     losses = []
-    for one in (compression, "none"):
+    for one in (ErrorFeedback(name, warmup_steps=2), "none"):
         model = Ladder()
         optimizer = optimizer_of(model, one)
         losses.append(train(model, optimizer, range(4)))
@@ -333,36 +256,21 @@ def warm_up(compression: Compressor) -> None:
     assert losses[0][3] != losses[1][3]
 
 
-@pytest.mark.parametrize("name", ["topk", "powersgd"])
-def test_the_warm_up_is_uncompressed(ranks: Worlds, name: str) -> None:
-    ranks(2).run(warm_up, ErrorFeedback(name, warmup_steps=2))
-
-
-@in_world
-def steps_of_codec() -> list[int]:
-    """What a codec takes for the number of the step."""
+@on_ranks(2)
+def test_codecs_count_from_the_end_of_the_warm_up() -> None:
     weight = nn.Parameter(torch.zeros(64, 64))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=ErrorFeedback("dgc", 2))
-    seen: list[int] = []
-
-    def look(tensor: Tensor, options: dict[str, Any]) -> None:
-        if options.get("codec") is not None:
-            seen.append(options["step"])
-
-    spy(optimizer, look)
+    seen: list[int | None] = []
+    spy(optimizer, lambda tensor, options: seen.append(options["step"] if options.get("codec") is not None else None))
     for _ in range(4):
         weight.sum().backward()
+    assert [step for step in seen if step is not None] == [0, 1]
     optimizer.close()
-    return seen
 
 
-def test_codecs_count_from_the_end_of_the_warm_up(ranks: Worlds) -> None:
-    assert ranks(2).run(steps_of_codec) == [[0, 1]] * 2
-
-
-@in_world
-def order_of_sums() -> list[str]:
-    """What PowerSGD's buckets ask for, and when backward has come to the first of its two layers."""
+@on_ranks(2)
+def test_sums_of_powersgd_are_under_way_together() -> None:
+    """Say what the buckets of two layers ask for, and when backward has come to the first layer."""
     layers = [nn.Linear(64, 64, bias=False) for _ in range(2)]
     model = nn.Sequential(*layers)
     optimizer = hvd.DistributedOptimizer(
@@ -375,16 +283,12 @@ def order_of_sums() -> list[str]:
     layers[0].weight.register_hook(lambda gradient: seen.append("first layer"))
     optimizer.zero_grad()
     model(torch.ones(2, 64)).sum().backward()
+    assert seen == ["sum", "first layer", "sum", "counts", "sum", "sum"]
     optimizer.close()
-    return seen
 
 
-def test_sums_of_powersgd_are_under_way_together(ranks: Worlds) -> None:
-    assert ranks(2).run(order_of_sums) == [["sum", "first layer", "sum", "counts", "sum", "sum"]] * 2
-
-
-@in_world
-def second_sum_fails() -> None:
+@on_ranks(2)
+def test_a_second_sum_that_fails() -> None:
     """The error is backward's, and the optimizer can be closed."""
     weight = nn.Parameter(torch.zeros(64, 64))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=PowerSGD(rank=2))
@@ -403,15 +307,19 @@ def second_sum_fails() -> None:
     optimizer.close()
 
 
-def test_a_second_sum_that_fails(ranks: Worlds) -> None:
-    ranks(2).run(second_sum_fails)
-
-
-@in_world
-def spoil(compression: Compressor, value: float) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, torch.nan) for name in SAMPLE),
+        *((name, torch.inf) for name in ("int8", "topk")),
+        *(pytest.param(name, torch.nan, marks=pytest.mark.wide) for name in REST),
+    ],
+)
+def test_what_is_not_finite_reaches_every_rank(name: Compressor, value: float) -> None:
     """A gradient that is not finite on rank 1: on all ranks the scaler skips the step, and all is well afterwards."""
     model = Ladder()
-    optimizer = optimizer_of(model, compression)
+    optimizer = optimizer_of(model, name)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     train(model, optimizer, range(2))
     before = copies(model.parameters())
@@ -437,16 +345,9 @@ def spoil(compression: Compressor, value: float) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [*((name, float("nan")) for name in CODECS), *((name, float("inf")) for name in ("int8", "topk"))],
-)
-def test_what_is_not_finite_reaches_every_rank(ranks: Worlds, name: str, value: float) -> None:
-    ranks(2).run(spoil, name, value)
-
-
-@in_world
-def accumulate(compression: Compressor) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("compression", [Int8(block=64), PowerSGD(rank=32)], ids=lambda codec: codec.name)
+def test_with_all_that_optimizers_can(compression: Compressor) -> None:
     """Passes per step, no_sync, a closure, a second optimizer: as uncompressed, but for the rounding."""
     seen = []
     for one in (compression, "none"):
@@ -480,17 +381,13 @@ def accumulate(compression: Compressor) -> None:
         torch.testing.assert_close(mine, exact, rtol=0, atol=2e-3)
 
 
-@pytest.mark.parametrize("name", ["int8", "powersgd"])
-def test_with_all_that_optimizers_can(ranks: Worlds, name: str) -> None:
-    ranks(2).run(accumulate, Int8(block=64) if name == "int8" else PowerSGD(rank=32))
-
-
-@in_world
-def half_precision(compression: Compressor) -> None:
+@pytest.mark.parametrize("name", ["onebit", "powersgd"])
+@on_ranks(2)
+def test_other_dtypes(name: Compressor) -> None:
     """Gradients of 16 and 64 bits travel as float32's codes."""
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         model = Ladder().to(dtype)
-        optimizer = optimizer_of(model, compression)
+        optimizer = optimizer_of(model, name)
         for step in range(3):
             optimizer.zero_grad()
             torch.stack([((1 + hvd.rank() + step) * p * p.detach()).sum() for p in model.parameters()]).sum().backward()
@@ -500,13 +397,8 @@ def half_precision(compression: Compressor) -> None:
         optimizer.close()
 
 
-@pytest.mark.parametrize("name", ["onebit", "powersgd"])
-def test_other_dtypes(ranks: Worlds, name: str) -> None:
-    ranks(2).run(half_precision, name)
-
-
-@in_world
-def verbs() -> None:
+@on_ranks(2)
+def test_verbs_with_codecs() -> None:
     mine = torch.randn(5000, generator=torch.Generator().manual_seed(hvd.rank()), requires_grad=True)
     exact = hvd.allreduce(mine)
     rounded = hvd.allreduce(mine, compression=hvd.Compression.int8)
@@ -525,7 +417,3 @@ def verbs() -> None:
         hvd.allreduce(mine, compression=RandomK())
     with pytest.raises(ValueError, match="reducescatter has no codecs"):
         hvd.reducescatter(mine, compression=hvd.Compression.int8)
-
-
-def test_verbs_with_codecs(ranks: Worlds) -> None:
-    ranks(2).run(verbs)

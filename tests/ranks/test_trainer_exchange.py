@@ -1,6 +1,5 @@
 """How gradients are exchanged: order, overlap, buffers, failures, and the end."""
 
-import re
 import time
 import weakref
 from typing import Any
@@ -11,8 +10,7 @@ from torch import Tensor, nn
 
 import gradwire as hvd
 from gradwire.collectives import CollectiveError, Communicator, Mismatch
-from tests.harness import Worlds
-from tests.ranks.training import assert_same_on_all_ranks, copies, in_world, loss_of, perceptron, share, spy
+from tests.ranks.training import assert_same_on_all_ranks, loss_of, on_ranks, perceptron, share, spy
 
 
 class Parallel(nn.Module):
@@ -29,82 +27,62 @@ class Parallel(nn.Module):
         return total.sum()
 
 
-@in_world
-def learned_orders(called: list[list[int]]) -> list[list[list[str]]]:
-    """The names in each bucket after each step. called[rank]: the order in which that rank calls the layers."""
+@on_ranks(2)
+def test_buckets_follow_the_order_of_rank_0() -> None:
+    """Rank 0 reaches layers 2, 0, 3 and never 1 and 4, which therefore come last."""
     model = Parallel(5)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), bucket_bytes=128
     )
-    seen = []
-    for _ in range(3):
-        seen.append([[name.split(".")[1] for name in bucket.names] for bucket in optimizer._rule.bucketing.buckets])
+    for step in range(3):
+        seen = [[name.split(".")[1] for name in bucket.names] for bucket in optimizer._rule.bucketing.buckets]  # type: ignore[attr-defined]
+        assert seen == ([["2", "0"], ["3", "4"], ["1"]] if step else [["4", "3"], ["2", "1"], ["0"]])
         optimizer.zero_grad()
-        model(called[hvd.rank()]).backward()
+        model([0, 1, 2, 3, 4] if hvd.rank() else [3, 0, 2]).backward()
         optimizer.step()
     assert_same_on_all_ranks([p.grad for p in model.parameters() if p.grad is not None])
     optimizer.close()
-    return seen  # type: ignore[return-value]
 
 
-def test_buckets_follow_the_order_of_rank_0(ranks: Worlds) -> None:
-    """Rank 0 reaches layers 2, 0, 3 and never 1 and 4, which therefore come last."""
-    seen = ranks(2).run(learned_orders, [[3, 0, 2], [0, 1, 2, 3, 4]])
-    assert seen[0] == seen[1]
-    at_first, *later = seen[0]
-    assert at_first == [["4", "3"], ["2", "1"], ["0"]]
-    assert later == [[["2", "0"], ["3", "4"], ["1"]]] * 2
-
-
-@in_world
-def reductions_in_flight() -> list[list[bool]]:
-    """Whether anything was under way when backward reached the last parameter, and after backward, in each step."""
+@on_ranks(2)
+def test_buckets_travel_while_backward_runs_and_have_arrived_when_it_returns() -> None:
+    """Something is under way when backward() reaches the last parameter, and nothing after it."""
     model = perceptron()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), bucket_bytes=200)
-    seen: list[list[bool]] = []
+    seen: list[bool] = []
 
-    def look() -> bool:
-        return any(bucket.in_flight for bucket in optimizer._rule.bucketing.buckets)
+    def look(*_: Any) -> None:
+        seen.append(any(bucket.in_flight for bucket in optimizer._rule.bucketing.buckets))
 
-    model[0].weight.register_hook(lambda gradient: seen.append([look()]))
+    model[0].weight.register_hook(look)
     for step in range(3):
         optimizer.zero_grad()
         loss_of(model, share(step)).backward()
-        seen[-1].append(look())
+        look()
         optimizer.step()
+    assert seen == [True, False] * 3
     optimizer.close()
-    return seen
 
 
-def test_buckets_travel_while_backward_runs_and_have_arrived_when_it_returns(ranks: Worlds) -> None:
-    assert ranks(2).run(reductions_in_flight) == [[[True, False]] * 3] * 2
-
-
-@in_world
-def storages() -> tuple[int, int, int]:
-    """How many buffers hold all gradients; how many messages and elements one step sends."""
+@on_ranks(2)
+def test_gradients_are_views_of_fused_buckets() -> None:
     model = perceptron()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     sent: list[int] = []
     spy(optimizer, lambda tensor, options: sent.append(tensor.numel()))
     loss_of(model, share(0)).backward()
-    buffers = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
+    assert len({p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}) == 1
+    numel = sum(p.numel() for p in model.parameters())
+    assert len(sent) == 1
+    assert numel < sent[0] < numel + 6 * 16 + 6, "gradients, padding and one element of presence for each"
     optimizer.close()
-    return len(buffers), len(sent), sum(sent)
-
-
-def test_gradients_are_views_of_fused_buckets(ranks: Worlds) -> None:
-    numel = sum(p.numel() for p in perceptron().parameters())
-    for buffers, messages, elements in ranks(2).run(storages):
-        assert (buffers, messages) == (1, 1)
-        assert numel < elements < numel + 6 * 16 + 6, "gradients, padding and one element of presence for each"
 
 
 LATE_S = 0.1
 
 
-@in_world
-def waiting() -> None:
+@on_ranks(2)
+def test_time_spent_waiting_is_measured() -> None:
     """Rank 0 is still in backward, for LATE_S and more, when rank 1 begins to wait."""
     model = perceptron()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -134,25 +112,7 @@ def waiting() -> None:
     optimizer.close()
 
 
-def test_time_spent_waiting_is_measured(ranks: Worlds) -> None:
-    ranks(2).run(waiting)
-
-
-@in_world
-def other_parameters(kind: str) -> str:
-    """The last rank has another shape or dtype, or parameters more; the error that each rank gets."""
-    layers = [nn.Linear(2, 3), nn.Linear(3, 2)]
-    if hvd.rank() == hvd.size() - 1:
-        layers = {
-            "shape": [nn.Linear(2, 3), nn.Linear(3, 4)],
-            "dtype": [nn.Linear(2, 3), nn.Linear(3, 2, dtype=torch.float64)],
-            "count": [nn.Linear(2, 3), nn.Linear(3, 2), nn.Linear(1, 1)],
-        }[kind]
-    with pytest.raises(ValueError, match="do not train the same parameters") as error:
-        hvd.DistributedOptimizer(torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1))
-    return str(error.value)
-
-
+@on_ranks(3)
 @pytest.mark.parametrize(
     ("kind", "who"),
     [
@@ -161,13 +121,22 @@ def other_parameters(kind: str) -> str:
         ("count", r"'parameter 4' is not trained on rank 0, and has shape \[1, 1\] and dtype torch\.float32 on rank 2"),
     ],
 )
-def test_ranks_must_have_the_same_parameters(ranks: Worlds, kind: str, who: str) -> None:
-    for rank, message in enumerate(ranks(3).run(other_parameters, kind)):
-        assert re.fullmatch(f"rank {rank}: ranks 0 and 2 do not train the same parameters: {who}", message)
+def test_ranks_must_have_the_same_parameters(kind: str, who: str) -> None:
+    """The last rank has another shape or dtype, or parameters more."""
+    layers = [nn.Linear(2, 3), nn.Linear(3, 2)]
+    if hvd.rank() == hvd.size() - 1:
+        layers = {
+            "shape": [nn.Linear(2, 3), nn.Linear(3, 4)],
+            "dtype": [nn.Linear(2, 3), nn.Linear(3, 2, dtype=torch.float64)],
+            "count": [nn.Linear(2, 3), nn.Linear(3, 2), nn.Linear(1, 1)],
+        }[kind]
+    message = f"^rank {hvd.rank()}: ranks 0 and 2 do not train the same parameters: {who}$"
+    with pytest.raises(ValueError, match=message):
+        hvd.DistributedOptimizer(torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1))
 
 
-@in_world
-def out_of_step() -> list[str]:
+@on_ranks(2)
+def test_failures_surface_from_backward() -> None:
     """Rank 1 does something else than rank 0, and both say so when they call backward(), then and later."""
     model = perceptron()
     communicator = Communicator(timeout_s=2.0)
@@ -175,29 +144,18 @@ def out_of_step() -> list[str]:
     loss_of(
         model, share(0)
     ).backward()  # so that the exchange is known, and has begun when the ranks find that they differ
-    errors = []
-    if hvd.rank() == 1:
-        with pytest.raises(CollectiveError) as error:
-            communicator.allreduce(torch.zeros(3))
-        errors.append(str(error.value))
-    while len(errors) < 3:
+    other = lambda: communicator.allreduce(torch.zeros(3))  # noqa: E731
+    for message in ("the ranks do not agree", "broken", "broken"):
         optimizer.zero_grad()
-        with pytest.raises(CollectiveError) as error:
-            loss_of(model, share(0)).backward()
-        errors.append(str(error.value))
+        call = other if hvd.rank() == 1 and message != "broken" else loss_of(model, share(0)).backward
+        with pytest.raises(CollectiveError, match=message):
+            call()
     optimizer.close()
     communicator.close()
-    return errors
 
 
-def test_failures_surface_from_backward(ranks: Worlds) -> None:
-    for first, *later in ranks(2).run(out_of_step):
-        assert "the ranks do not agree" in first
-        assert all("broken" in message for message in later)
-
-
-@in_world
-def out_of_step_at_first() -> None:
+@on_ranks(2)
+def test_training_goes_on_after_a_mismatch_before_data_moved() -> None:
     """Rank 1 does something else than rank 0 before anything is known: both say so, and training goes on."""
     model = perceptron()
     communicator = Communicator(timeout_s=20.0)
@@ -217,12 +175,9 @@ def out_of_step_at_first() -> None:
     communicator.close()
 
 
-def test_training_goes_on_after_a_mismatch_before_data_moved(ranks: Worlds) -> None:
-    ranks(2).run(out_of_step_at_first)
-
-
-@in_world
-def closing() -> list[Any]:
+@on_ranks(2)
+def test_close_gives_parameters_back() -> None:
+    """Gradients are local again, and a Communicator that was given stays open."""
     model = perceptron()
     communicator = Communicator()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -232,24 +187,17 @@ def closing() -> list[Any]:
         optimizer.close()
     loss_of(model, share(0)).backward()
     inner.step()
+    assert len(set(hvd.allgather_object(float(model[0].weight.grad.sum())))) == 2
     total = torch.ones(1)
     communicator.allreduce(total)
+    assert total == 2
     communicator.close()
     with pytest.raises(CollectiveError, match="closed"):
         optimizer.step()
-    return [float(total), float(model[0].weight.grad.sum())]
 
 
-def test_close_gives_parameters_back(ranks: Worlds) -> None:
-    """Gradients are local again, and a Communicator that was given stays open."""
-    results = ranks(2).run(closing)
-    assert [total for total, _ in results] == [2.0, 2.0]
-    assert results[0][1] != results[1][1]
-
-
-@in_world
-def dropping() -> list[Tensor]:
-    """A wrapper that is dropped without close() does not live on in the hooks of the parameters."""
+@on_ranks(2)
+def test_a_wrapper_that_is_dropped_does_not_live_on_in_the_hooks_of_the_parameters() -> None:
     model = perceptron()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     loss_of(model, share(0)).backward()
@@ -260,8 +208,3 @@ def dropping() -> list[Tensor]:
     loss_of(model, share(0)).backward()
     assert_same_on_all_ranks([p.grad for p in model.parameters() if p.grad is not None])
     optimizer.close()
-    return copies(model.parameters())
-
-
-def test_dropping_a_wrapper(ranks: Worlds) -> None:
-    ranks(2).run(dropping)

@@ -1,24 +1,30 @@
-"""Which parameters have gradients, on which ranks, of what kind: missing, frozen, added, tied, mixed, sparse."""
+"""Which parameters have gradients, on which ranks, of what kind: missing, frozen, added, tied, mixed, of several optimizers."""
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
-from tests.harness import Worlds
 from tests.ranks.training import (
     STEPS,
+    Data,
+    assert_as_in_one_process,
     assert_close,
     assert_same_on_all_ranks,
     batch,
-    copies,
     gradients,
-    in_world,
     loss_of,
+    on_ranks,
     perceptron,
+    sgd,
     share,
     spy,
+    take_steps,
 )
+
+Optimizer = torch.optim.Optimizer
 
 
 class Branches(nn.Module):
@@ -33,43 +39,7 @@ class Branches(nn.Module):
         return sum((self.branches[i](inputs) for i in sorted(used)), torch.zeros(len(inputs), 3, requires_grad=True))
 
 
-def momentum(parameters: object) -> torch.optim.SGD:
-    """An optimizer that moves a parameter whose gradient is zero, but not one that has none."""
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)  # type: ignore[arg-type]
-
-
-@in_world
-def branches_used(used: list[list[set[int]]], set_to_none: bool) -> tuple[list[Tensor], list[list[bool]]]:
-    """used[step][rank]: the branches a rank uses. Returns the weights, and which had gradients after each step."""
-    model = Branches()
-    optimizer = hvd.DistributedOptimizer(
-        momentum(model.parameters()), named_parameters=model.named_parameters(), bucket_bytes=100
-    )
-    seen = []
-    for step, by_rank in enumerate(used):
-        optimizer.zero_grad(set_to_none=set_to_none)
-        inputs, targets = share(step)
-        (model(inputs, by_rank[hvd.rank()]) * targets).mean().backward()
-        optimizer.step()
-        seen.append([branch.weight.grad is not None for branch in model.branches])
-        assert_same_on_all_ranks([p.grad for p in model.parameters() if p.grad is not None])
-    assert_same_on_all_ranks(model.parameters())
-    optimizer.close()
-    return copies(model.parameters()), seen
-
-
-def branches_of_one_process(used: list[list[set[int]]], set_to_none: bool) -> list[Tensor]:
-    model = Branches()
-    optimizer = momentum(model.parameters())
-    for step, by_rank in enumerate(used):
-        optimizer.zero_grad(set_to_none=set_to_none)
-        inputs, targets = batch(step)
-        pieces = zip(inputs.chunk(len(by_rank)), targets.chunk(len(by_rank)), by_rank, strict=True)
-        torch.stack([(model(x, branches) * y).mean() for x, y, branches in pieces]).mean().backward()
-        optimizer.step()
-    return copies(model.parameters())
-
-
+#: By step and rank, the branches that it uses.
 USED: dict[str, list[list[set[int]]]] = {
     "other branches on each rank": [[{0}, {1}], [{0, 1}, {1, 2}], [{2}, {0}], [{1}, {1}]],
     "a branch that nobody uses": [[{0}, {0, 1}], [{1}, {0, 1}], [{0}, {1}]],
@@ -79,195 +49,131 @@ USED: dict[str, list[list[set[int]]]] = {
 }
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("case", USED)
-def test_branches(ranks: Worlds, case: str, set_to_none: bool) -> None:
-    expected = branches_of_one_process(USED[case], set_to_none)
-    for weights, seen in ranks(2).run(branches_used, USED[case], set_to_none):
-        assert_close(weights, expected, rtol=1e-4, atol=1e-5)
-        if set_to_none:
-            assert seen == [[any(i in used for used in by_rank) for i in range(3)] for by_rank in USED[case]]
+def test_branches(case: str, set_to_none: bool) -> None:
+    def train(model: Branches, optimizer: Optimizer, data: Data) -> None:
+        for step, by_rank in enumerate(USED[case]):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            inputs, targets = data(step)
+            if data is share:
+                (model(inputs, by_rank[hvd.rank()]) * targets).mean().backward()
+            else:
+                pieces = zip(inputs.chunk(2), targets.chunk(2), by_rank, strict=True)
+                torch.stack([(model(x, branches) * y).mean() for x, y, branches in pieces]).mean().backward()
+            optimizer.step()
+            if set_to_none:
+                reached = [any(i in used for used in by_rank) for i in range(3)]
+                assert [branch.weight.grad is not None for branch in model.branches] == reached
+
+    assert_as_in_one_process(train, model_of=Branches, bucket_bytes=100)
 
 
-@in_world
-def rank_without_backward() -> list[Tensor]:
-    """Rank 0 does not call backward() in step 1; the last rank not in step 0."""
-    model = perceptron()
-    optimizer = hvd.DistributedOptimizer(momentum(model.parameters()))
-    for step in range(3):
-        model.zero_grad()  # which the wrapper does not hear of
-        if (hvd.rank(), step) not in {(0, 1), (hvd.size() - 1, 0)}:
-            loss_of(model, share(step)).backward()
-        optimizer.step()
-    assert_same_on_all_ranks(model.parameters())
-    optimizer.close()
-    return copies(model.parameters())
+@on_ranks(3)
+def test_a_rank_may_skip_backward() -> None:
+    """Rank 0 does not call it in step 1; the last rank not in step 0."""
+
+    def train(model: nn.Module, optimizer: Optimizer, data: Data) -> None:
+        for step in range(3):
+            model.zero_grad()  # which the wrapper does not hear of
+            skipping = {0: 2, 1: 0}.get(step)
+            for rank in [hvd.rank()] if data is share else range(3):
+                piece = share(step) if data is share else batch(step, rank, 3)
+                if rank != skipping:
+                    (loss_of(model, piece) / (1 if data is share else 3)).backward()
+            optimizer.step()
+
+    assert_as_in_one_process(train)
 
 
-def test_a_rank_may_skip_backward(ranks: Worlds) -> None:
-    model = perceptron()
-    optimizer = momentum(model.parameters())
-    for step in range(3):
-        optimizer.zero_grad()
-        inputs, targets = batch(step)
-        skipped = {0: 2, 1: 0}.get(step)
-        pieces = list(zip(inputs.chunk(3), targets.chunk(3), strict=True))
-        torch.stack([loss_of(model, piece) for i, piece in enumerate(pieces) if i != skipped]).sum().div(3).backward()
-        optimizer.step()
-    for weights in ranks(3).run(rank_without_backward):
-        assert_close(weights, model.parameters(), rtol=1e-4, atol=1e-5)
-
-
-def train_freezing(model: nn.Sequential, optimizer: torch.optim.Optimizer, whole_batch: bool) -> list[Tensor]:
+@on_ranks(3)
+def test_freezing_and_thawing() -> None:
     """Begin with the first layer frozen; thaw it, freeze the last, thaw that."""
-    for step, trainable in enumerate([(2, 4), (0, 2, 4), (0, 2, 4), (0, 2), (0, 2), (4,), (0, 2, 4), (0, 2, 4)]):
-        for layer in (0, 2, 4):
-            model[layer].requires_grad_(layer in trainable)
-        optimizer.zero_grad()
-        loss_of(model, batch(step) if whole_batch else share(step)).backward()
-        optimizer.step()
-    return copies(model.parameters())
+
+    def train(model: Any, optimizer: Optimizer, data: Data) -> None:
+        for step, trainable in enumerate([(2, 4), (0, 2, 4), (0, 2, 4), (0, 2), (0, 2), (4,), (0, 2, 4), (0, 2, 4)]):
+            for layer in (0, 2, 4):
+                model[layer].requires_grad_(layer in trainable)
+            take_steps(model, optimizer, data, [step])
+
+    def frozen() -> nn.Sequential:
+        model = perceptron()
+        model[0].requires_grad_(False)
+        return model
+
+    assert_as_in_one_process(train, model_of=frozen)
 
 
-@in_world
-def freezing() -> list[Tensor]:
-    model = perceptron()
-    model[0].requires_grad_(False)
-    optimizer = hvd.DistributedOptimizer(momentum(model.parameters()), model.named_parameters(), bucket_bytes=200)
-    weights = train_freezing(model, optimizer, whole_batch=False)
-    assert_same_on_all_ranks(weights)
-    optimizer.close()
-    return weights
-
-
-def test_freezing_and_thawing(ranks: Worlds) -> None:
-    model = perceptron()
-    expected = train_freezing(model, momentum(model.parameters()), whole_batch=True)
-    for weights in ranks(3).run(freezing):
-        assert_close(weights, expected, rtol=1e-4, atol=1e-5)
-
-
-@in_world
-def frozen_parameters_do_not_travel() -> int:
-    """Bytes of buckets while most is frozen."""
+@on_ranks(2)
+def test_frozen_parameters_do_not_travel() -> None:
     small, large = nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(10000), requires_grad=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([small, large], lr=1.0))
-    sent = []
+    sent: list[int] = []
     spy(optimizer, lambda tensor, options: sent.append(tensor.nbytes))
     (small.sum() + large.sum()).backward()
+    assert 40 < sum(sent) < 200
     optimizer.close()
-    return sum(sent)
 
 
-def test_frozen_parameters_do_not_travel(ranks: Worlds) -> None:
-    assert all(40 < sent < 200 for sent in ranks(2).run(frozen_parameters_do_not_travel))
-
-
-@in_world
-def thawed_without_zero_grad() -> list[float]:
-    """Nothing tells the wrapper of the thaw before backward() reaches the parameter, which is the first that it reaches."""
+@on_ranks(2)
+def test_thawed_without_zero_grad() -> None:
+    """Nothing tells the wrapper of the thaw before backward() reaches the parameter, which is the first that it reaches; or,
+    where nothing else requires gradients, there was nothing to exchange before."""
     first, last = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1), requires_grad=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, last], lr=1.0))
     optimizer.zero_grad()
     last.requires_grad_(True)
     (first * 2 * last * hvd.rank()).sum().backward()
+    assert (first.grad, last.grad) == (1.0, 1.0)
     optimizer.close()
-    return [float(p.grad) for p in (first, last) if p.grad is not None]
-
-
-def test_thawed_without_zero_grad(ranks: Worlds) -> None:
-    assert ranks(2).run(thawed_without_zero_grad) == [[1.0, 1.0]] * 2
-
-
-@in_world
-def thawed_before_zero_grad() -> float:
-    """Nothing else requires gradients, so there was nothing to exchange before."""
     weight = nn.Parameter(torch.ones(1), requires_grad=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
     weight.requires_grad_(True)
     optimizer.zero_grad()
     (weight * hvd.rank()).sum().backward()
+    assert weight.grad == 0.5
     optimizer.close()
-    assert weight.grad is not None
-    return float(weight.grad)
 
 
-def test_thawed_before_zero_grad(ranks: Worlds) -> None:
-    assert ranks(2).run(thawed_before_zero_grad) == [0.5] * 2
-
-
-def train_adding(model: nn.Sequential, optimizer: torch.optim.Optimizer, whole_batch: bool) -> list[Tensor]:
+@on_ranks(2)
+def test_add_param_group() -> None:
     """Add the last layer between steps, and the first between backward() and step()."""
-    for step in range(STEPS):
-        if step == 2:
-            optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.02})
-        model.zero_grad()
-        loss_of(model, batch(step) if whole_batch else share(step)).backward()
-        if step == 3:
-            optimizer.add_param_group({"params": list(model[0].parameters())})
-        optimizer.step()
-    return copies(model.parameters())
 
+    def train(model: Any, optimizer: Optimizer, data: Data) -> None:
+        for step in range(STEPS):
+            if step == 2:
+                optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.02})
+            model.zero_grad()
+            loss_of(model, data(step)).backward()
+            if step == 3:
+                optimizer.add_param_group({"params": list(model[0].parameters())})
+            optimizer.step()
+        assert len(optimizer.param_groups) == 3
 
-@in_world
-def adding() -> list[Tensor]:
-    model = perceptron()
-    optimizer = hvd.DistributedOptimizer(momentum(model[2].parameters()), bucket_bytes=200)
-    weights = train_adding(model, optimizer, whole_batch=False)
-    assert_same_on_all_ranks(weights)
-    assert len(optimizer.param_groups) == 3
-    optimizer.close()
-    return weights
-
-
-def test_add_param_group(ranks: Worlds) -> None:
-    model = perceptron()
-    expected = train_adding(model, momentum(model[2].parameters()), whole_batch=True)
-    for weights in ranks(2).run(adding):
-        assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+    assert_as_in_one_process(train, lambda model: sgd(model[2].parameters()))  # type: ignore[index]
 
 
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(10, 4)
-        self.head = nn.Linear(4, 10)
-        self.head.weight = self.embedding.weight
+        self.body = nn.Linear(6, 6, bias=False)
+        self.head = nn.Linear(6, 6)
+        self.head.weight = self.body.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.embedding(tokens))
-        return logits
-
-
-def train_tied(model: Tied, optimizer: torch.optim.Optimizer, rank: int, size: int) -> list[Tensor]:
-    for step in range(3):
-        optimizer.zero_grad()
-        tokens = torch.arange(8).roll(step).chunk(size)[rank]
-        nn.functional.cross_entropy(model(tokens), tokens).backward()
-        optimizer.step()
-    return copies(model.parameters())
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(inputs))
+        return logits[:, :3]
 
 
-@in_world
-def tied() -> list[Tensor]:
-    model = Tied()
-    named = [("embedding", model.embedding.weight), ("head", model.head.weight), ("bias", model.head.bias)]
-    optimizer = hvd.DistributedOptimizer(momentum(model.parameters()), named_parameters=named)
-    weights = train_tied(model, optimizer, hvd.rank(), hvd.size())
-    optimizer.close()
-    return weights
+@on_ranks(2)
+def test_tied_weights() -> None:
+    assert_as_in_one_process(lambda *training: take_steps(*training, range(3)) and None, model_of=Tied)
 
 
-def test_tied_weights(ranks: Worlds) -> None:
-    model = Tied()
-    expected = train_tied(model, momentum(model.parameters()), 0, 1)
-    for weights in ranks(2).run(tied):
-        assert_close(weights, expected, rtol=1e-4, atol=1e-5)
-
-
-@in_world
-def mixed_dtypes() -> list[float]:
+@on_ranks(3)
+def test_mixed_dtypes() -> None:
     dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float32)
     weights = [nn.Parameter(torch.zeros(5, dtype=dtype)) for dtype in dtypes]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), compression=hvd.Compression.fp16)
@@ -276,16 +182,12 @@ def mixed_dtypes() -> list[float]:
         sum(((i + 1 + hvd.rank()) * w.sum()).double() for i, w in enumerate(weights)).backward()  # type: ignore[union-attr]
         assert all(w.grad is not None and w.grad.dtype == w.dtype for w in weights)
         optimizer.step()
+    assert [float(w[0]) for w in weights] == [-4.0, -6.0, -8.0, -10.0, -12.0]
     optimizer.close()
-    return [float(w[0]) for w in weights]
 
 
-def test_mixed_dtypes(ranks: Worlds) -> None:
-    assert ranks(3).run(mixed_dtypes) == [[-4.0, -6.0, -8.0, -10.0, -12.0]] * 3
-
-
-@in_world
-def odd_shapes() -> list[list[float] | None]:
+@on_ranks(2)
+def test_odd_shapes() -> None:
     """Scalars, empty, transposed and channels-last parameters; gradients are laid out like their parameters."""
     weights = [
         nn.Parameter(torch.zeros(())),
@@ -299,24 +201,21 @@ def odd_shapes() -> list[list[float] | None]:
         optimizer.zero_grad()
         torch.stack([(w * torch.arange(w.numel()).view(w.shape) * hvd.rank()).sum() for w in weights]).sum().backward()
     assert all(w.grad is not None and w.grad.stride() == w.stride() for w in weights[:4])
+    for weight in weights:
+        assert weight.grad is not None
+        assert weight.grad.flatten().tolist() == [i / 2 for i in range(weight.numel())]
     optimizer.close()
-    return [None if w.grad is None else w.grad.flatten().tolist() for w in weights]
 
 
-def test_odd_shapes(ranks: Worlds) -> None:
-    expected = [[i / 2 for i in range(numel)] for numel in (1, 0, 6, 24, 8)]
-    assert ranks(2).run(odd_shapes) == [expected] * 2
-
-
-@in_world
-def two_optimizers() -> tuple[list[Tensor], list[Tensor | None]]:
-    """Both reached by one backward(), on odd ranks in the other order; then each by its own.
+@on_ranks(3)
+def test_two_wrapped_optimizers() -> None:
+    """Both are reached by one backward(), on odd ranks in the other order; then each by its own.
 
     Each has a parameter that is not reached, so that some of its buckets have to wait for the end of backward().
     """
     first, second = perceptron(1), perceptron(2)
     optimizers = [
-        hvd.DistributedOptimizer(momentum([nn.Parameter(torch.zeros(1)), *model.parameters()]), bucket_bytes=200)
+        hvd.DistributedOptimizer(sgd([nn.Parameter(torch.zeros(1)), *model.parameters()]), bucket_bytes=200)
         for model in (first, second)
     ]
     for step in range(STEPS):
@@ -327,25 +226,11 @@ def two_optimizers() -> tuple[list[Tensor], list[Tensor | None]]:
         for optimizer in optimizers:
             optimizer.step()
     before = gradients(second.parameters())
-    optimizers[0].zero_grad()
-    loss_of(first, share(0)).backward()
-    optimizers[0].step()
+    take_steps(first, optimizers[0], share, [0])
     assert all(torch.equal(a, b) for a, b in zip(before, gradients(second.parameters()), strict=True))  # type: ignore[arg-type]
-    for optimizer in optimizers:
-        optimizer.close()
-    return copies(first.parameters()), copies(second.parameters())
-
-
-def test_two_wrapped_optimizers(ranks: Worlds) -> None:
-    expected = []
-    for seed, steps in ((1, [*range(STEPS), 0]), (2, [*range(STEPS)])):
-        model = perceptron(seed)
-        optimizer = momentum(model.parameters())
-        for step in steps:
-            optimizer.zero_grad()
-            loss_of(model, batch(step)).backward()
-            optimizer.step()
-        expected.append(copies(model.parameters()))
-    for result in ranks(3).run(two_optimizers):
-        for weights, wanted in zip(result, expected, strict=True):
-            assert_close(weights, wanted, rtol=1e-4, atol=1e-5)
+    for seed, model, steps in ((1, first, [*range(STEPS), 0]), (2, second, [*range(STEPS)])):
+        optimizers[seed - 1].close()
+        assert_same_on_all_ranks(model.parameters())
+        alone = perceptron(seed)
+        take_steps(alone, sgd(alone.parameters()), batch, steps)
+        assert_close(model.parameters(), alone.parameters(), rtol=1e-4, atol=1e-5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,21 +15,20 @@ import gradwire as hvd
 from gradwire.collectives import ReplicasDiffer
 from tests.harness import ON_EVERY_TRANSPORT, Worlds, wide
 from tests.ranks.exact import on_host
-from tests.ranks.training import assert_same_on_all_ranks, in_world, loss_of
+from tests.ranks.training import (
+    assert_close,
+    assert_equal,
+    assert_goes_on,
+    assert_same_on_all_ranks,
+    batch_of,
+    in_world,
+    loss_of,
+    network,
+    on_ranks,
+    train,
+)
 
-pytestmark = ON_EVERY_TRANSPORT
-
-STEPS, WARMUP = 14, 3
-
-
-def model_of(seed: int = 0, width: int = 16) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)).double()
-
-
-def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(4, 6, generator=generator).double(), torch.randn(4, 3, generator=generator).double()
+STEPS, WARMUP = 11, 3
 
 
 def outer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
@@ -44,23 +42,6 @@ def wrapped(model: nn.Module, *, outer: bool = True, **options: Any) -> hvd.Loca
     )
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, batch_of(step, hvd.rank())).backward()
-        optimizer.step()
-
-
-@in_world
-def trained(**options: Any) -> list[Tensor]:
-    """Return this rank's parameters after some steps."""
-    model = model_of()
-    optimizer = wrapped(model, **options)
-    train(model, optimizer, range(STEPS))
-    optimizer.close()
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
 def simulated(
     size: int,
     *,
@@ -72,7 +53,7 @@ def simulated(
     alpha: float = 0.5,
 ) -> list[list[Tensor]]:
     """Return every rank's parameters after the same steps, taken one rank after the other."""
-    models = [model_of() for _ in range(size)]
+    models = [network().double() for _ in range(size)]
     ranks = [list(model.parameters()) for model in models]
     inners = [torch.optim.SGD(parameters, lr=0.1, momentum=0.5) for parameters in ranks]
     parts = [[0], [1, 2, 3]] if fragments == 2 else [[0, 1, 2, 3]]
@@ -87,7 +68,7 @@ def simulated(
             outers = [made([common[i] for i in part]) for part in parts]
         for rank, model in enumerate(models):
             inners[rank].zero_grad()
-            loss_of(model, batch_of(step, rank)).backward()
+            loss_of(model, batch_of(step, rank, torch.float64)).backward()
         if alone < 0:
             for together in zip(*ranks, strict=True):
                 mean = torch.stack([parameter.grad for parameter in together]).mean(0)  # type: ignore[misc]
@@ -128,49 +109,30 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("size", [2, *wide(1, 3)])
-def test_steps_are_those_of_a_simulation(ranks: Worlds, case: str, size: int) -> None:
-    found, expected = ranks(size).run(trained, **CASES[case]), simulated(size, **CASES[case])
-    for mine, theirs in zip(found, expected, strict=True):
-        for one, other in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+@ON_EVERY_TRANSPORT
+@on_ranks(2, *wide(1, 3))
+def test_steps_are_those_of_a_simulation() -> None:
+    for case, options in CASES.items():
+        model = network().double()
+        optimizer = wrapped(model, **options)
+        train(model, optimizer, range(STEPS))
+        optimizer.close()
+        expected = simulated(hvd.size(), **options)[hvd.rank()]
+        assert_close(model.parameters(), expected, rtol=1e-9, atol=1e-12, msg=lambda said, case=case: f"{case}: {said}")
 
 
-@in_world
-def trained_as_usual_at_first() -> None:
-    first, second = model_of(), model_of()
+@on_ranks(2)
+def test_the_warm_up_is_synchronous_training() -> None:
+    first, second = network().double(), network().double()
     local = wrapped(first, every=5, warmup_steps=STEPS)
     usual = hvd.DistributedOptimizer(
         torch.optim.SGD(second.parameters(), lr=0.1, momentum=0.5), second.named_parameters()
     )
     train(first, local, range(STEPS))
     train(second, usual, range(STEPS))
-    for one, other in zip(first.parameters(), second.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_equal(first.parameters(), second.parameters())
     local.close()
     usual.close()
-
-
-def test_the_warm_up_is_synchronous_training(ranks: Worlds) -> None:
-    ranks(2).run(trained_as_usual_at_first)
-
-
-def big_model() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 700), nn.Tanh(), nn.Linear(700, 3))
-
-
-def big_batch(step: int) -> tuple[Tensor, Tensor]:
-    inputs, targets = batch_of(step, hvd.rank())
-    return inputs.float(), targets.float()
-
-
-def train_big(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, big_batch(step)).backward()
-        optimizer.step()
 
 
 def big_wrapped(model: nn.Module, **options: Any) -> hvd.LocalUpdates:
@@ -179,7 +141,6 @@ def big_wrapped(model: nn.Module, **options: Any) -> hvd.LocalUpdates:
 
 
 CODED: dict[str, dict[str, Any]] = {
-    "int8": {"every": 3, "codec": "int8"},
     "chunktopk": {"every": 3, "codec": "chunktopk"},
     "onebit": {"every": 3, "codec": "onebit"},
     "topk, by name": {"every": 3, "codec": "int4", "policy": {"0.*": "topk"}},
@@ -220,86 +181,60 @@ def sum_of_codes_on_hosts(host_of: str, team_of: str, *, inner: bool) -> None:
         sum_of_codes(team_of, inner=inner)
 
 
-@pytest.mark.parametrize("host_of", ["a", "ab", "aabb"])
-def test_few_numbers_of_each_rank_are_summed(ranks: Worlds, host_of: str) -> None:
-    ranks(len(host_of)).run(sum_of_codes_on_hosts, host_of, host_of, inner=False)
-
-
 @pytest.mark.parametrize(
-    ("host_of", "team_of"),
-    [("aa", "xx"), ("ab", "xx"), ("aaaa", "xxyy"), ("aaa", "xxx"), ("aabb", "xxyy"), ("aabb", "xxxx")],
+    ("host_of", "team_of", "inner"),
+    [
+        ("aabb", "aabb", False),
+        ("ab", "xx", True),
+        ("aaaa", "xxyy", True),
+        ("aabb", "xxyy", True),
+        ("aabb", "xxxx", True),
+    ],
 )
-def test_what_inner_ranks_send_alike_counts_once(ranks: Worlds, host_of: str, team_of: str) -> None:
-    ranks(len(host_of)).run(sum_of_codes_on_hosts, host_of, team_of, inner=True)
+def test_few_numbers_of_each_rank_or_team_are_summed(ranks: Worlds, host_of: str, team_of: str, inner: bool) -> None:
+    """What the inner ranks of a team send alike counts once."""
+    ranks(len(host_of)).run(sum_of_codes_on_hosts, host_of, team_of, inner=inner)
 
 
-@in_world
-def resumed(options: dict[str, Any], at: int) -> None:
-    """Train, save, train on; then do that last part again from what was saved."""
-
-    def with_outer(model: nn.Module) -> dict[str, Any]:
-        return {**options, "outer": outer_of(list(model.parameters()))}
-
-    model = big_model()
-    optimizer = big_wrapped(model, **with_outer(model))
-    train_big(model, optimizer, range(at))
-    saved = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
-    train_big(model, optimizer, range(at, STEPS))
-    optimizer.close()
-
-    saved.seek(0)
-    state = torch.load(saved, weights_only=True)
-    again = big_model()
-    again.load_state_dict(state["model"])
-    optimizer = big_wrapped(again, **with_outer(again))
-    optimizer.load_state_dict(state["optimizer"])
-    train_big(again, optimizer, range(at, STEPS))
-    optimizer.close()
-    for one, other in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("case", [*CODED, "none"])
-def test_training_goes_on_bit_for_bit(ranks: Worlds, case: str) -> None:
+def test_training_goes_on_bit_for_bit(case: str) -> None:
     options = CODED.get(case, {"every": 4, "warmup_steps": WARMUP})
-    for at in (2, WARMUP, 8, 9):
-        ranks(2).run(resumed, options, at)
+
+    def made() -> tuple[nn.Module, hvd.LocalUpdates]:
+        model = network(700)
+        return model, big_wrapped(model, outer=outer_of(list(model.parameters())), **options)
+
+    assert_goes_on(made, (2, WARMUP, 8, 9)[0 if "warmup_steps" in options else 2 :], STEPS)
 
 
-@in_world
-def met(options: dict[str, Any]) -> tuple[float, float]:
-    """Return how many times fewer bytes were sent, and the share of time spent waiting."""
-    model = big_model()
+@on_ranks(2, *wide(3))
+@pytest.mark.parametrize("case", CODED)
+def test_ranks_that_meet_hold_the_same(case: str) -> None:
+    options = CODED[case]
+    model = network(700)
     optimizer = big_wrapped(model, **options)
-    train_big(model, optimizer, range(options.get("warmup_steps", 0) + 3 * options["every"]))
+    train(model, optimizer, range(options.get("warmup_steps", 0) + 2 * options["every"]))
     if not options.get("delay"):
         assert_same_on_all_ranks(model.parameters())
     report = optimizer.report(batch_per_rank=4)
     assert (report.batch_per_rank, report.global_batch) == (4, 4 * hvd.size())
     assert f"a batch of 4 a rank, {4 * hvd.size()} in all" in str(report)
+    assert report.bytes_saved > 2
+    assert 0 <= report.wait_share <= 1
     optimizer.close()
-    return report.bytes_saved, report.wait_share
-
-
-@pytest.mark.parametrize("case", CODED)
-def test_ranks_that_meet_hold_the_same(ranks: Worlds, case: str) -> None:
-    for size in (2, 3):
-        for saved, wait_share in ranks(size).run(met, CODED[case]):
-            assert saved > 2
-            assert 0 <= wait_share <= 1
 
 
 @in_world
 def moved_to(states: list[dict[str, Any]] | None, options: dict[str, Any]) -> dict[str, Any]:
     """Train from states of another number of ranks, all of which this rank is given, or from the beginning."""
-    model = big_model()
+    model = network(700)
     optimizer = big_wrapped(model, **options)
     if states is not None:
         own, *others = states[hvd.rank() % len(states) :] + states[: hvd.rank() % len(states)]
         model.load_state_dict(own["model"])
         optimizer.load_state_dict(own["optimizer"], also=[other["optimizer"] for other in others])
-    train_big(model, optimizer, range(6))
+    train(model, optimizer, range(6))
     assert_same_on_all_ranks(model.parameters())
     state = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     optimizer.close()
@@ -337,16 +272,17 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-@in_world
-def load_what_is_damaged(codec: str) -> None:
+@pytest.mark.parametrize("codec", ["none", "onebit"])
+@on_ranks(2)
+def test_what_one_rank_cannot_load_no_rank_loads(codec: str) -> None:
     """Give one rank damaged states of an earlier step, and states to hand over that are of other steps; then train on as if
     nothing had happened."""
-    models = [big_model(), big_model()]
+    models = [network(700), network(700)]
     for model in models:
         optimizer = big_wrapped(model, every=4, codec=codec, fragments=2, delay=1)
-        train_big(model, optimizer, range(4))
+        train(model, optimizer, range(4))
         state = copy.deepcopy(optimizer.state_dict())
-        train_big(model, optimizer, range(4, 6))  # a fragment is on its way
+        train(model, optimizer, range(4, 6))  # a fragment is on its way
         if model is models[1]:
             for damage, harm in DAMAGES.items():
                 if damage == "no residual" and codec == "none":
@@ -359,25 +295,19 @@ def load_what_is_damaged(codec: str) -> None:
             for other in ({}, copy.deepcopy(optimizer.state_dict())):
                 with pytest.raises(ValueError, match=r"failed on rank 1, and nothing was loaded .*also"):
                     optimizer.load_state_dict(state, also=[other] if hvd.rank() == 1 else [])
-        train_big(model, optimizer, range(6, STEPS))
+        train(model, optimizer, range(6, STEPS))
         optimizer.close()
-    for one, twin in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(one, twin)
+    assert_equal(*(model.parameters() for model in models))
 
 
-@pytest.mark.parametrize("codec", ["none", "onebit"])
-def test_what_one_rank_cannot_load_no_rank_loads(ranks: Worlds, codec: str) -> None:
-    ranks(2).run(load_what_is_damaged, codec)
-
-
-@in_world
-def waited() -> None:
+@on_ranks(2)
+def test_time_spent_waiting_is_not_forgotten() -> None:
     """Look at the time spent waiting after every step, and after a state has been loaded."""
-    model = big_model()
+    model = network(700)
     optimizer = big_wrapped(model, every=2, warmup_steps=WARMUP)
     waits = [0.0]
     for step in range(STEPS):
-        train_big(model, optimizer, range(step, step + 1))
+        train(model, optimizer, range(step, step + 1))
         waits.append(optimizer.communication_wait_s)
     optimizer.load_state_dict(optimizer.state_dict())
     waits.append(optimizer.communication_wait_s)
@@ -386,14 +316,10 @@ def waited() -> None:
     optimizer.close()
 
 
-def test_time_spent_waiting_is_not_forgotten(ranks: Worlds) -> None:
-    ranks(2).run(waited)
-
-
-@in_world
-def counted() -> None:
+@on_ranks(2)
+def test_a_report_counts_the_warm_up_and_the_steps_after_it() -> None:
     """Count bytes: as many go out for all gradients of a step as for all movements every fourth step."""
-    model = model_of()
+    model = network().double()
     optimizer = wrapped(model, every=4, warmup_steps=WARMUP)
     train(model, optimizer, range(WARMUP))
     before = optimizer.report()
@@ -417,16 +343,12 @@ def counted() -> None:
     optimizer.close()
 
 
-def test_a_report_counts_the_warm_up_and_the_steps_after_it(ranks: Worlds) -> None:
-    ranks(2).run(counted)
-
-
-@in_world
-def in_groups() -> None:
+@on_ranks(4)
+def test_groups_average_inside_and_meet_outside() -> None:
     """Average among two ranks in every step, and with the other two in every third."""
     groups = [torch.distributed.new_group(pair) for pair in ([0, 1], [2, 3])]
     mine = groups[hvd.rank() // 2]
-    model = model_of()
+    model = network().double()
     optimizer = wrapped(model, every=3, inner=mine)
     for step in range(STEPS):
         train(model, optimizer, range(step, step + 1))
@@ -443,14 +365,10 @@ def in_groups() -> None:
     optimizer.close()
 
 
-def test_groups_average_inside_and_meet_outside(ranks: Worlds) -> None:
-    ranks(4).run(in_groups)
-
-
-@in_world
-def refuse() -> None:
-    model = model_of()
-    other = model_of()
+@on_ranks(2)
+def test_what_cannot_be_meant_is_refused() -> None:
+    model = network().double()
+    other = network().double()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     for options, message in (
         ({"every": 0}, "every must be a whole number >= 1, not 0"),
@@ -474,42 +392,30 @@ def refuse() -> None:
         later.load_state_dict(optimizer.state_dict())
 
 
-def test_what_cannot_be_meant_is_refused(ranks: Worlds) -> None:
-    ranks(2).run(refuse)
-
-
-@in_world
-def diverge() -> None:
+@on_ranks(2)
+def test_replicas_that_start_unequal_are_told() -> None:
     """Begin elsewhere on one rank, so that its common parameters differ."""
-    model = model_of(seed=hvd.rank())
+    model = network(seed=hvd.rank()).double()
     optimizer = wrapped(model, every=2)
     with pytest.raises(ReplicasDiffer, match="weight"):
         train(model, optimizer, range(STEPS))
 
 
-def test_replicas_that_start_unequal_are_told(ranks: Worlds) -> None:
-    ranks(2).run(diverge)
-
-
-@in_world
-def with_other_settings() -> None:
+@on_ranks(2)
+def test_ranks_with_other_settings_are_told() -> None:
     for name, values in {"every": (2, 3), "alpha": (0.25, 0.5), "codec": ("int8", "none")}.items():
         options = {"every": 2, name: values[hvd.rank()]}
         said = {"codec": "policy"}.get(name, name)  # a codec is the policy for all names
         with pytest.raises(
             ValueError, match=rf"do not make the same LocalUpdates: {said} is .* on rank 0; .* on rank 1"
         ):
-            wrapped(model_of(), **options)
+            wrapped(network().double(), **options)
 
 
-def test_ranks_with_other_settings_are_told(ranks: Worlds) -> None:
-    ranks(2).run(with_other_settings)
-
-
-@in_world
-def on_some_ranks() -> None:
+@on_ranks(3)
+def test_a_rank_outside_of_the_set_trains_by_itself() -> None:
     pair = hvd.add_process_set([0, 2])
-    model = model_of()
+    model = network().double()
     optimizer = wrapped(model, every=2, process_set=pair)
     train(model, optimizer, range(4))
     assert optimizer.report().steps == 4
@@ -517,7 +423,3 @@ def on_some_ranks() -> None:
     assert torch.equal(vectors[0], vectors[2])
     assert not torch.equal(vectors[0], vectors[1])
     optimizer.close()
-
-
-def test_a_rank_outside_of_the_set_trains_by_itself(ranks: Worlds) -> None:
-    ranks(3).run(on_some_ranks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +16,16 @@ from torch import Tensor, nn
 import gradwire as hvd
 from gradwire.collectives import Communicator
 from gradwire.trainer.gradients.checkpoint_format import SHARDS
-from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds, wide
-from tests.ranks.training import assert_same_on_all_ranks, copies, in_world
+from tests.harness import EXCHANGE_TIMEOUT_S, Worlds, wide
+from tests.ranks.training import (
+    assert_close,
+    assert_equal,
+    assert_same_on_all_ranks,
+    copies,
+    in_world,
+    on_ranks,
+    through_a_file,
+)
 
 STEPS = 4
 SEGMENT_BYTES = 256
@@ -96,18 +103,34 @@ def train(model: Network, optimizer: hvd.DistributedOptimizer, steps: range, *, 
             scheduler.step()
 
 
-def assert_equal(one: nn.Module, other: nn.Module) -> None:
-    for (name, mine), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
-
-
 def state_bytes(optimizer: hvd.DistributedOptimizer) -> int:
     states = optimizer.state.values()
     return sum(value.nbytes for state in states for name, value in state.items() if name != "step")
 
 
-@in_world
-def compare(name: str, algorithm: str, options: dict[str, Any]) -> None:
+#: Of the optimizers, the algorithms and what changes the exchange, each and each pair that matters.
+CASES: list[tuple[int, str, str, dict[str, Any]]] = [
+    (2, "adamw foreach", "auto", {}),
+    (3, "sgd", "ring", {}),
+    (3, "adam", "rsag", {}),
+    (2, "adagrad", "tree", {}),
+    (3, "sgd foreach", "ring", {"op": hvd.Sum, "groups": 2}),
+    (2, "adam foreach", "ring", {"gradient_predivide_factor": 3.0}),
+    (3, "adamw", "ring", {"compression": "bf16"}),
+    (3, "adamw foreach", "ring", {"compression": "int8", "policy": {"*.weight": "topk"}}),
+    (2, "adamw foreach", "auto", {"policy": {"wide.weight": "powersgd"}}),
+]
+SWEEP = [
+    pytest.param(size, name, algorithm, {}, marks=pytest.mark.wide)
+    for name, algorithm in (("adamw foreach", "auto"), ("sgd", "ring"), ("adam", "rsag"), ("adagrad", "tree"))
+    for size in range(1, 6)
+    if (size, name, algorithm, {}) not in CASES
+]
+
+
+@on_ranks()
+@pytest.mark.parametrize(("size", "name", "algorithm", "options"), [*CASES, *SWEEP], ids=str)
+def test_it_is_the_unsharded_training_to_the_bit(name: str, algorithm: str, options: dict[str, Any]) -> None:
     with exchanged_by(algorithm) as one, exchanged_by(algorithm) as other:
         model, twin = Network(), Network()
         whole = wrapped(model, one, name, shard=False, **options)
@@ -115,7 +138,7 @@ def compare(name: str, algorithm: str, options: dict[str, Any]) -> None:
         for steps in (range(1), range(1, STEPS)):  # buckets are laid out anew after the first step
             train(model, whole, steps)
             train(twin, sharded, steps)
-            assert_equal(model, twin)
+            assert_equal(model.parameters(), twin.parameters())
         before = copies(twin.parameters())
         for each, net in ((whole, model), (sharded, twin)):
             net.frozen.requires_grad_(True)
@@ -129,7 +152,7 @@ def compare(name: str, algorithm: str, options: dict[str, Any]) -> None:
             each.step()
             net.wide.weight.requires_grad_(True)
             train(net, each, range(STEPS, STEPS + 2))
-        assert_equal(model, twin)
+        assert_equal(model.parameters(), twin.parameters())
         assert not torch.equal(before[0], next(twin.parameters()))
         assert_same_on_all_ranks(twin.parameters())
         each_rank = hvd.allgather_object(state_bytes(sharded))
@@ -146,35 +169,6 @@ def compare(name: str, algorithm: str, options: dict[str, Any]) -> None:
         sharded.close()
 
 
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("size", [1, 2, 3, *wide(4), 5])
-@pytest.mark.parametrize(
-    ("name", "algorithm"), [("adamw foreach", "auto"), ("sgd", "ring"), ("adam", "rsag"), ("adagrad", "tree")]
-)
-def test_it_is_the_unsharded_training_to_the_bit(ranks: Worlds, name: str, algorithm: str, size: int) -> None:
-    ranks(size).run(compare, name, algorithm, {})
-
-
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_it_holds_for_every_optimizer_that_goes_by_element(ranks: Worlds, name: str) -> None:
-    ranks(3).run(compare, name, "ring", {})
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"compression": "bf16"},
-        {"compression": "int8", "policy": {"*.weight": "topk"}},
-        {"policy": {"wide.weight": "powersgd"}},
-        {"op": hvd.Sum, "groups": 2},
-        {"gradient_predivide_factor": 3.0},
-    ],
-    ids=str,
-)
-def test_it_holds_with_what_changes_the_exchange(ranks: Worlds, options: dict[str, Any]) -> None:
-    ranks(3).run(compare, "adamw foreach", "ring", options)
-
-
 class Replacing(torch.optim.SGD):
     """Gives parameters other memory in every step."""
 
@@ -186,8 +180,10 @@ class Replacing(torch.optim.SGD):
                     parameter.data = parameter.data - group["lr"] * parameter.grad
 
 
-@in_world
-def move_memory(algorithm: str, kind: Callable[..., torch.optim.Optimizer]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [Replacing, partial(torch.optim.SGD, momentum=0.9)], ids=["replaced", "kept"])
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+def test_memory_of_parameters_may_change(algorithm: str, kind: Callable[..., torch.optim.Optimizer]) -> None:
     with exchanged_by(algorithm) as one, exchanged_by(algorithm) as other:
         model, twin = Network(), Network()
         for net, communicator, shard in ((model, one, False), (twin, other, True)):
@@ -198,47 +194,23 @@ def move_memory(algorithm: str, kind: Callable[..., torch.optim.Optimizer]) -> N
                 net.wide.weight.data = net.wide.weight.data.clone()
                 net.one.data = net.one.data.clone()
             wrapping.close()
-        assert_equal(model, twin)
+        assert_equal(model.parameters(), twin.parameters())
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "ring"])
-def test_memory_of_parameters_may_change(ranks: Worlds, algorithm: str) -> None:
-    for kind in (Replacing, partial(torch.optim.SGD, momentum=0.9)):
-        ranks(3).run(move_memory, algorithm, kind)
-
-
-@in_world
-def share_memory_evenly() -> tuple[int, int, int]:
-    """Return the bytes of state on this rank, on one that has all of it, and of padding that one rank may have more."""
-    with exchanged_by("auto") as one:
-        model = nn.Sequential(nn.Linear(100, 301), nn.Linear(301, 7))
-        whole = torch.optim.AdamW(model.parameters())
-        sharded = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters()), shard_states=True, process_set=one)
-        (model(torch.ones(2, 100)).sum()).backward()
-        sharded.step()
-        whole.step()
-        in_all = sum(state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes for state in whole.state.values())
-        padding = 2 * sum(64 * len(bucket.items) for bucket in sharded._rule.buckets)
-        mine = state_bytes(sharded)
-        sharded.close()
-        return mine, in_all, padding
-
-
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_a_rank_keeps_its_part_of_the_state(ranks: Worlds, size: int) -> None:
-    results = ranks(size).run(share_memory_evenly)
-    (_, in_all, padding), *_ = results
-    assert sum(mine for mine, _, _ in results) == in_all
-    for mine, _, _ in results:
-        assert abs(mine - in_all / size) <= padding
-
-
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
+@on_ranks(3, *wide(2, 5))
+def test_a_rank_keeps_its_part_of_the_state() -> None:
+    """But for padding, of which one rank may have more than another."""
+    model = nn.Sequential(nn.Linear(100, 301), nn.Linear(301, 7))
+    whole = torch.optim.AdamW(model.parameters())
+    sharded = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters()), shard_states=True)
+    (model(torch.ones(2, 100)).sum()).backward()
+    sharded.step()
+    whole.step()
+    in_all = sum(state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes for state in whole.state.values())
+    padding = 2 * sum(64 * len(bucket.items) for bucket in sharded._rule.buckets)
+    assert sum(hvd.allgather_object(state_bytes(sharded))) == in_all
+    assert abs(state_bytes(sharded) - in_all / hvd.size()) <= padding
+    sharded.close()
 
 
 @in_world
@@ -274,21 +246,21 @@ def go_on(directory: Path, saved: int, options: dict[str, Any]) -> None:
             runs.append(model)
             optimizer.close()
     for other in runs[1:]:
-        assert_equal(runs[0], other)
+        assert_equal(runs[0].parameters(), other.parameters())
 
 
-@pytest.mark.parametrize("now", [1, 2, 3, 4, 5])
-def test_a_checkpoint_goes_on_on_any_number_of_ranks(ranks: Worlds, tmp_path: Path, now: int) -> None:
-    for shard in (False, True):
-        ranks(4).run(save, tmp_path, shard, {})
-    ranks(now).run(go_on, tmp_path, 4, {})
-
-
-def test_a_checkpoint_with_a_codec_goes_on(ranks: Worlds, tmp_path: Path) -> None:
-    options = {"policy": {"wide.weight": "onebit"}}
+@pytest.mark.parametrize(
+    ("now", "options"),
+    [(2, {}), (4, {}), (3, {"policy": {"wide.weight": "onebit"}})]
+    + [pytest.param(now, {}, marks=pytest.mark.wide) for now in (1, 3, 5)],
+    ids=str,
+)
+def test_a_checkpoint_goes_on_on_any_number_of_ranks(
+    ranks: Worlds, tmp_path: Path, now: int, options: dict[str, Any]
+) -> None:
     for shard in (False, True):
         ranks(3).run(save, tmp_path, shard, options)
-    ranks(3).run(go_on, tmp_path, 3, options)
+    ranks(now).run(go_on, tmp_path, 3, options)
 
 
 @in_world
@@ -339,8 +311,9 @@ def test_what_cannot_be_loaded_is_refused_on_all_ranks(ranks: Worlds, tmp_path: 
     ranks(2).run(load_wrongly, tmp_path)
 
 
-@in_world
-def clip(norm_type: float) -> None:
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@on_ranks(2)
+def test_gradients_are_clipped_by_the_norm_over_all_ranks(norm_type: float) -> None:
     """Clip twice: with a limit that is exceeded, and one that is not."""
     with exchanged_by("ring") as one, exchanged_by("ring") as other:
         model, twin = Network(), Network()
@@ -357,8 +330,7 @@ def clip(norm_type: float) -> None:
             torch.testing.assert_close(norms[1].double(), norms[0].double(), rtol=1e-6, atol=0)
             assert float(norms[0]) > 0.01
             assert len(set(hvd.allgather_object(float(norms[1])))) == 1
-            for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
+            assert_close(model.parameters(), twin.parameters(), rtol=1e-6, atol=1e-8)
         assert_same_on_all_ranks(twin.parameters())
         with pytest.raises(ValueError, match="norm_type must be a number > 0, not 0"):
             sharded.clip_grad_norm_(1.0, 0)
@@ -366,13 +338,9 @@ def clip(norm_type: float) -> None:
         sharded.close()
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_gradients_are_clipped_by_the_norm_over_all_ranks(ranks: Worlds, norm_type: float) -> None:
-    ranks(3).run(clip, norm_type)
-
-
-@in_world
-def clip_nan(norm_type: float) -> None:
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@on_ranks(2)
+def test_a_norm_that_is_nan_makes_all_gradients_nan_as_in_torch(norm_type: float) -> None:
     """Clip where one gradient of one rank is NaN."""
     model, twin = Network(), Network()
     for net, shard in ((model, False), (twin, True)):
@@ -384,17 +352,11 @@ def clip_nan(norm_type: float) -> None:
             optimizer.step()
             optimizer.close()
     assert model.wide.weight.isnan().all(), "as torch does"
-    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+    assert_close(model.parameters(), twin.parameters(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_a_norm_that_is_nan_makes_all_gradients_nan_as_in_torch(ranks: Worlds, norm_type: float) -> None:
-    ranks(2).run(clip_nan, norm_type)
-
-
-@in_world
-def misuse() -> None:
+@on_ranks(2)
+def test_what_would_go_wrong_silently_is_an_error() -> None:
     with exchanged_by("ring") as communicator:
         model = Network()
         optimizer = wrapped(model, communicator, "adam", shard=True, compression="none")
@@ -425,12 +387,8 @@ def misuse() -> None:
         optimizer.close()
 
 
-def test_what_would_go_wrong_silently_is_an_error(ranks: Worlds) -> None:
-    ranks(2).run(misuse)
-
-
-@in_world
-def refuse() -> None:
+@on_ranks(2)
+def test_what_does_not_go_with_it_is_refused_when_the_optimizer_is_made() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     gaps = nn.Parameter(torch.ones(4, 8)[:, ::2])
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -451,7 +409,3 @@ def refuse() -> None:
     with pytest.raises(ValueError, match=r"is sparse, which does not go with shard_states=True.*sparse_as_dense"):
         embedding(torch.tensor([1])).sum().backward()
     rows.close()
-
-
-def test_what_does_not_go_with_it_is_refused_when_the_optimizer_is_made(ranks: Worlds) -> None:
-    ranks(2).run(refuse)

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import gradwire as hvd
 from gradwire.trainer.gradients.compression import Compressor, ErrorFeedback
-from tests.harness import Worlds
-from tests.ranks.training import BATCH, STEPS, assert_close, assert_same_on_all_ranks, copies, in_world
+from tests.harness import wide
+from tests.ranks.training import BATCH, STEPS, assert_close, assert_same_on_all_ranks, on_ranks
 
 SIZE = 4
 
@@ -57,8 +57,13 @@ def adamw(parameters: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
 
-@in_world
-def weights_of_shards(passes: int, set_to_none: bool, bucket_bytes: int) -> list[Tensor]:
+@on_ranks(SIZE)
+@pytest.mark.parametrize(
+    ("passes", "set_to_none", "bucket_bytes"),
+    [(1, True, 25_000_000), (2, False, 400)]
+    + [pytest.param(*case, marks=pytest.mark.wide) for case in ((1, False, 1), (2, True, 400))],
+)
+def test_as_without_shards(passes: int, set_to_none: bool, bucket_bytes: int) -> None:
     """Replicas begin with the weights of the first one, by broadcast."""
     mesh = two_by_two()
     replicas = mesh.get_group("replicate")
@@ -71,6 +76,8 @@ def weights_of_shards(passes: int, set_to_none: bool, bucket_bytes: int) -> list
         process_set=replicas,
         bucket_bytes=bucket_bytes,
     )
+    alone = network()
+    plain = adamw(alone.parameters())
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none)
         for part in range(passes):
@@ -78,29 +85,25 @@ def weights_of_shards(passes: int, set_to_none: bool, bucket_bytes: int) -> list
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         assert all(isinstance(p.grad, DTensor) for p in model.parameters())
         optimizer.step()
+        plain.zero_grad()
+        loss_at(alone, inputs_of(step)).backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        plain.step()
     weights = [p.full_tensor() for p in model.parameters() if isinstance(p, DTensor)]
     assert_same_on_all_ranks(weights)
+    assert_close(weights, alone.parameters(), rtol=1e-4, atol=1e-5)
     optimizer.close()
-    return copies(weights)
 
 
-@pytest.mark.parametrize(
-    ("passes", "set_to_none", "bucket_bytes"), [(1, True, 25_000_000), (1, False, 1), (2, True, 400), (2, False, 400)]
-)
-def test_as_without_shards(ranks: Worlds, passes: int, set_to_none: bool, bucket_bytes: int) -> None:
-    model = network()
-    optimizer = adamw(model.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_at(model, inputs_of(step)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-    for weights in ranks(SIZE).run(weights_of_shards, passes, set_to_none, bucket_bytes):
-        assert_close(weights, model.parameters(), rtol=1e-4, atol=1e-5)
+def chunk_of(whole: Tensor, shard: int) -> Tensor:
+    """As fully_shard divides: whole rows, the first rank's one more, or all."""
+    chunks = whole.chunk(2)
+    return chunks[shard] if shard < len(chunks) else whole[:0]
 
 
-@in_world
-def encoded_shards(compression: Compressor) -> None:
+@pytest.mark.parametrize("compression", ["onebit", "powersgd", *wide(ErrorFeedback("int4"))])
+@on_ranks(SIZE)
+def test_codecs(compression: Compressor) -> None:
     """Against an optimizer of plain parameters that are this rank's shards, to the bit; saved and loaded on the way."""
     mesh = two_by_two()
     replica, shard = mesh.get_coordinate()  # type: ignore[misc]
@@ -147,19 +150,8 @@ def encoded_shards(compression: Compressor) -> None:
         one.close()
 
 
-def chunk_of(whole: Tensor, shard: int) -> Tensor:
-    """As fully_shard divides: whole rows, the first rank's one more, or all."""
-    chunks = whole.chunk(2)
-    return chunks[shard] if shard < len(chunks) else whole[:0]
-
-
-@pytest.mark.parametrize("compression", ["onebit", "powersgd", ErrorFeedback("int4")])
-def test_codecs(ranks: Worlds, compression: Compressor) -> None:
-    ranks(SIZE).run(encoded_shards, compression)
-
-
-@in_world
-def one_after_the_other() -> None:
+@on_ranks(SIZE)
+def test_gradients_that_come_when_backward_has_ended() -> None:
     """Two models sharded each by itself: of the first, gradients come when backward has ended, after those of the second."""
     mesh = two_by_two()
     models = [fully_shard(nn.Linear(4, 4), mesh=mesh["shard"]) for _ in range(2)]
@@ -178,12 +170,8 @@ def one_after_the_other() -> None:
     optimizer.close()
 
 
-def test_gradients_that_come_when_backward_has_ended(ranks: Worlds) -> None:
-    ranks(SIZE).run(one_after_the_other)
-
-
-@in_world
-def replicated() -> None:
+@on_ranks(SIZE)
+def test_a_replicated_parameter() -> None:
     """A parameter that a mesh replicates, whose gradient is still to be summed up over that mesh."""
     mesh = two_by_two()
     weight = nn.Parameter(distribute_tensor(torch.ones(3), mesh["shard"], [Replicate()]))
@@ -198,12 +186,8 @@ def replicated() -> None:
     optimizer.close()
 
 
-def test_a_replicated_parameter(ranks: Worlds) -> None:
-    ranks(SIZE).run(replicated)
-
-
-@in_world
-def refusals() -> None:
+@on_ranks(SIZE)
+def test_different_shards_are_not_averaged() -> None:
     """Wherever ranks of the process set hold different shards, on all of them; nothing is left of what was refused."""
     mesh = two_by_two()
     model = sharded(network(), mesh)
@@ -223,7 +207,3 @@ def refusals() -> None:
         assert isinstance(parameter.grad, DTensor)
         torch.testing.assert_close(parameter.grad.full_tensor(), plain.grad)
     optimizer.close()
-
-
-def test_different_shards_are_not_averaged(ranks: Worlds) -> None:
-    ranks(SIZE).run(refusals)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
-from tests.harness import Worlds
-from tests.ranks.training import BATCH, STEPS, assert_close, assert_same_on_all_ranks, copies, in_world
+from tests.ranks.training import BATCH, STEPS, assert_close, assert_same_on_all_ranks, on_ranks
 
 ROWS = 40
 Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -42,59 +41,29 @@ class Bag(nn.Module):
         return (out + self.rare(samples[:, 0]) if rare else out).square().sum(1).mean()
 
 
-def losses(model: Bag, step: int, parts: int) -> list[Tensor]:
-    """The rare table is for the first rank's samples alone, and not for every step: its mean has zeros for the others."""
-    rank, size = (hvd.rank(), hvd.size()) if hvd.is_initialized() else (0, 1)
-    result = []
-    if size > 1:
-        own = words(step).chunk(3)[rank].chunk(parts)
-        return [model(part, rare=rank == 0 and step % 2 == 0) for part in own]
-    for rank, samples in enumerate(words(step).chunk(3)):
-        result += [model(part, rare=rank == 0 and step % 2 == 0) / 3 for part in samples.chunk(parts)]
-    return result
+def losses(model: Bag, step: int, parts: int, ranks: Iterable[int]) -> list[Tensor]:
+    """Return what these of three ranks are to lose. The rare table is for the first rank's samples alone, and not for every
+    step: its mean has zeros for the others."""
+    return [
+        model(part, rare=rank == 0 and step % 2 == 0)
+        for rank in ranks
+        for part in words(step).chunk(3)[rank].chunk(parts)
+    ]
 
 
-def train(model: Bag, optimizer: torch.optim.Optimizer, parts: int, set_to_none: bool) -> None:
+def train(model: Bag, optimizer: torch.optim.Optimizer, parts: int, set_to_none: bool, ranks: Iterable[int]) -> None:
+    ranks = list(ranks)
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=set_to_none)
-        for loss in losses(model, step, parts):
-            loss.backward()
+        for loss in losses(model, step, parts, ranks):
+            (loss / len(ranks)).backward()
         optimizer.step()
 
 
-def expected(name: str, parts: int) -> list[Tensor]:
-    """One process's weights, with dense gradients where that is the same."""
-    model = Bag(sparse=True, dense_too=name != "sparse adam")
-    train(model, MAKERS[name](model.parameters()), parts, True)
-    return copies(model.parameters())
-
-
-@in_world
-def in_ranks(cases: list[tuple[str, dict[str, Any], bool]]) -> list[list[Tensor]]:
-    results = []
-    for name, options, set_to_none in cases:
-        model = Bag(sparse=True, dense_too=name != "sparse adam")
-        inner = MAKERS[name](model.parameters())
-        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), **options)
-        train(model, optimizer, options.get("backward_passes_per_step", 1), set_to_none)
-        assert_same_on_all_ranks(model.parameters())
-        gradient = model.words.weight.grad
-        assert gradient is not None
-        assert gradient.is_sparse is not options.get("sparse_as_dense", False)
-        if gradient.is_sparse:
-            assert gradient.is_coalesced()
-            assert_same_on_all_ranks([gradient.indices(), gradient.values()])
-            in_buckets = sum(bucket.buffer.values.numel() for bucket in optimizer._rule.bucketing.buckets)  # type: ignore[attr-defined]
-            assert in_buckets < model.words.weight.numel(), "the table is still exchanged as a dense one, too"
-        results.append(copies(model.parameters()))
-        optimizer.close()
-    return results
-
-
-def test_as_one_process(ranks: Worlds) -> None:
-    """Ranks have other numbers of rows, and of one table some have no gradient."""
-    cases = [
-        ("sgd", {}, True),
+@on_ranks(3)
+@pytest.mark.parametrize(
+    ("name", "options", "set_to_none"),
+    [
         ("sgd", {}, False),
         ("adagrad", {}, True),
         ("sparse adam", {}, True),
@@ -104,25 +73,37 @@ def test_as_one_process(ranks: Worlds) -> None:
         ("adagrad", {"gradient_predivide_factor": 4.0}, True),
         ("sgd", {"policy": {"out.*": "none", "*": hvd.ErrorFeedback("int8")}}, True),
         ("sgd", {"groups": 2}, True),
-    ]
-    for results in ranks(3).run(in_ranks, cases):
-        for (name, options, _), weights in zip(cases, results, strict=True):
-            parts = options.get("backward_passes_per_step", 1)
-            wanted = expected(name, parts)
-            assert_close(
-                weights, wanted, rtol=1e-4, atol=1e-5, msg=lambda said, case=(name, options): f"{case}: {said}"
-            )
+        ("sgd", {"compression": "bf16"}, True),
+    ],
+    ids=str,
+)
+def test_as_one_process(name: str, options: dict[str, Any], set_to_none: bool) -> None:
+    """Ranks have other numbers of rows, and of one table some have no gradient."""
+    parts = options.get("backward_passes_per_step", 1)
+    model, alone = (Bag(sparse=True, dense_too=name != "sparse adam") for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(MAKERS[name](model.parameters()), model.named_parameters(), **options)
+    train(model, optimizer, parts, set_to_none, [hvd.rank()])
+    assert_same_on_all_ranks(model.parameters())
+    train(alone, MAKERS[name](alone.parameters()), parts, True, range(3))
+    casts = "compression" in options
+    tolerance = {"rtol": 0.05, "atol": 0.02} if casts else {"rtol": 1e-4, "atol": 1e-5}
+    assert_close(model.parameters(), alone.parameters(), **tolerance)
+    if casts:
+        assert not all(map(torch.equal, model.parameters(), alone.parameters())), "nothing was rounded"
+    gradient = model.words.weight.grad
+    assert gradient is not None
+    assert gradient.is_sparse is not options.get("sparse_as_dense", False)
+    if gradient.is_sparse:
+        assert gradient.is_coalesced()
+        assert_same_on_all_ranks([gradient.indices(), gradient.values()])
+        buckets: Any = optimizer._rule.bucketing.buckets
+        in_buckets = sum(bucket.buffer.values.numel() for bucket in buckets)
+        assert in_buckets < model.words.weight.numel(), "the table is still exchanged as a dense one, too"
+    optimizer.close()
 
 
-def test_casts_and_sums(ranks: Worlds) -> None:
-    cases = [("sgd", {"compression": "bf16"}, True), ("sgd", {"op": hvd.Sum}, True)]
-    for cast, _ in ranks(3).run(in_ranks, cases):
-        assert_close(cast, expected("sgd", 1), rtol=0.05, atol=0.02)
-        assert any(not torch.equal(a, b) for a, b in zip(cast, expected("sgd", 1), strict=True)), "nothing was rounded"
-
-
-@in_world
-def sums() -> None:
+@on_ranks(2)
+def test_sums() -> None:
     table = nn.Embedding(4, 1, sparse=True)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), op=hvd.Sum)
     for _ in range(2):  # in the first step nobody knows yet that it is sparse
@@ -140,8 +121,8 @@ def sums() -> None:
     optimizer.close()
 
 
-@in_world
-def averages_that_grow() -> None:
+@on_ranks(2)
+def test_accumulation_and_freezing() -> None:
     """A backward() after the exchange adds to the average; frozen tables keep out of it, and come back."""
     tables = nn.ModuleList(nn.Embedding(4, 1, sparse=True) for _ in range(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(tables.parameters(), lr=1.0))
@@ -169,11 +150,3 @@ def averages_that_grow() -> None:
         assert [rows(table) for table in tables] == [[0.5, 0, 0.5, 0]] * 2
         optimizer.step()
     optimizer.close()
-
-
-def test_sums(ranks: Worlds) -> None:
-    ranks(2).run(sums)
-
-
-def test_accumulation_and_freezing(ranks: Worlds) -> None:
-    ranks(2).run(averages_that_grow)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import io
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
+from tests.harness import RUN_TIMEOUT_S, World, Worlds
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Data = Callable[..., tuple[Tensor, Tensor]]
 
 BATCH = 24  # divisible by the world sizes in use
 STEPS = 5
@@ -32,15 +38,51 @@ def in_world(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def on_ranks(*sizes: Any, initialized: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of what each rank does.
+
+    The function runs on so many ranks, or on each of several numbers of them in turn, with the test's parameters and fixtures as
+    its arguments; without a number, the test has a parameter `size`. initialized: whether hvd.init() has been called.
+    """
+
+    def make(body: Callable[..., None]) -> Callable[..., None]:
+        on_a_rank = in_world(body) if initialized else body
+
+        @functools.wraps(body)
+        def test(ranks: Worlds | None = None, size: int = sizes[0] if sizes else 0, **arguments: Any) -> None:
+            if ranks is None:  # on a rank, which finds this function by its name
+                on_a_rank(**arguments)
+            else:
+                ranks(size).run(test, **arguments)
+
+        fixtures = ["ranks"] if len(sizes) == 1 else ["ranks", "size"]
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in fixtures]
+        own = inspect.signature(body).parameters.values()
+        test.__signature__ = inspect.Signature([*parameters, *own])  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("size", sizes)(test) if len(sizes) > 1 else test
+
+    return make
+
+
+def assert_survived(world: World, victims: Iterable[int], deadline_s: float = RUN_TIMEOUT_S) -> list[Any]:
+    """Return what each rank but the victims returned of what the world has started, within a deadline."""
+    survivors = [rank for rank in range(world.size) if rank not in set(victims)]
+    outcomes = world.collect(deadline_s, ranks=survivors)
+    for outcome in outcomes:
+        assert outcome.status == "returned", str(outcome)
+    return [outcome.value for outcome in outcomes]
+
+
 def perceptron(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the global batch of a step: inputs and targets."""
+def batch(step: int, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
+    """Return the global batch of a step, inputs and targets, or one of `parts` pieces of it."""
     generator = torch.Generator().manual_seed(1000 + step)
-    return torch.randn(BATCH, 6, generator=generator), torch.randn(BATCH, 3, generator=generator)
+    inputs, targets = torch.randn(BATCH, 6, generator=generator), torch.randn(BATCH, 3, generator=generator)
+    return inputs.chunk(parts)[part], targets.chunk(parts)[part]
 
 
 def share(step: int, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
@@ -56,6 +98,87 @@ def loss_of(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.mse_loss(model(inputs), targets)
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Return an optimizer that moves a parameter whose gradient is zero, but not one that has none."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, steps: Iterable[int]) -> list[float]:
+    """Train on the batches of these steps; return the losses."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, data(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_as_in_one_process(
+    train: Callable[[Any, Any, Data], Any],
+    make: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: sgd(model.parameters()),
+    model_of: Callable[[], nn.Module] = perceptron,
+    *,
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+    **options: Any,
+) -> None:
+    """Train on the ranks' shares of batches with a DistributedOptimizer of these options, and on whole batches without one: the
+    weights, and what `train` returns, must be close, the weights of replicas equal, and nothing may warn."""
+    alone, together = model_of(), model_of()
+    expected = train(alone, make(alone), batch)
+    options = {"bucket_bytes": 200, **options}
+    optimizer = hvd.DistributedOptimizer(make(together), together.named_parameters(), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = train(together, optimizer, share)
+    optimizer.close()
+    assert_same_on_all_ranks(together.parameters())
+    assert_close(together.parameters(), alone.parameters(), rtol=rtol, atol=atol)
+    if expected is not None:
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+# One rank's own data, for training that no single process repeats on a whole batch
+
+
+def network(width: int = 16, seed: int = 0) -> nn.Sequential:
+    """Return a model whose first matrix codecs are for, where its width is 700."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def batch_of(step: int, rank: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(4, 6, generator=generator).to(dtype), torch.randn(4, 3, generator=generator).to(dtype)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    """Train on batches of this rank's own, in the dtype of the model."""
+    dtype = next(model.parameters()).dtype
+    take_steps(model, optimizer, lambda step: batch_of(step, hvd.rank(), dtype), steps)
+
+
+def assert_goes_on(made: Callable[[], tuple[nn.Module, Any]], stops: Iterable[int], steps: int) -> None:
+    """Train a model with its optimizer, and save now and then; what comes after that, done again from what was saved, must end
+    alike to the bit."""
+    model, optimizer = made()
+    saved = {}
+    for step in range(steps):
+        if step in stops:
+            saved[step] = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        train(model, optimizer, [step])
+    for at, state in saved.items():
+        again, resumed = made()
+        again.load_state_dict(state["model"])
+        resumed.load_state_dict(state["optimizer"])
+        train(again, resumed, range(at, steps))
+        assert_equal(model.parameters(), again.parameters())
+        resumed.close()
+    optimizer.close()
+
+
 def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
@@ -64,10 +187,24 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in parameters]
 
 
-def assert_same_on_all_ranks(tensors: Iterable[Tensor]) -> None:
+def through_a_file(state: Any) -> Any:
+    """Return what torch.load() makes of what torch.save() writes."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def assert_equal(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> None:
+    """Compare bit for bit."""
+    for number, (one, other) in enumerate(zip(tensors, others, strict=True)):
+        assert torch.equal(one, other), f"tensor {number}"
+
+
+def assert_same_on_all_ranks(tensors: Iterable[Tensor], process_set: Any = None) -> None:
     """Compare bit for bit."""
     mine = [tensor.detach().numpy().tobytes() for tensor in tensors]
-    for rank, theirs in enumerate(hvd.allgather_object(mine)):
+    for rank, theirs in enumerate(hvd.allgather_object(mine, process_set=process_set)):
         assert theirs == mine, f"rank {rank} has other values than rank {hvd.rank()}"
 
 

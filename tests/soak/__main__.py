@@ -13,11 +13,13 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -128,43 +130,41 @@ class Soak:
 
     def run_faults(self, start: int, faults: int) -> None:
         """start: the first fault."""
-        drawn = partial(draw_fault, self._seed, self._place.transport, on_hosts=self._place.on_hosts)
 
         def begin(fault: Fault) -> _Running:
             world, directory, network = self._place.world(fault.size, fault.hosts)
             world.start(suffer, fault, self._place.address, network, directory)
             return _Running(fault, world, directory, FAULT_DEADLINE_S, partial(self._judge, fault, network))
 
-        self._run(map(begin, map(drawn, range(start, start + faults))), faults)
+        self._run(partial(draw_fault, on_hosts=self._place.on_hosts), begin, start, faults)
 
     def run_meetings(self, start: int, faults: int) -> None:
         """start: the first fault of ranks that meet."""
-        drawn = partial(draw_meeting_fault, self._seed, self._place.transport)
 
         def begin(fault: MeetingFault) -> _Running:
             world, directory, _ = self._place.world(fault.size, 1)
             world.start(come_together, fault, directory)
             return _Running(fault, world, directory, FAULT_DEADLINE_S, partial(self._judge_meeting, fault))
 
-        self._run(map(begin, map(drawn, range(start, start + faults))), faults)
+        self._run(draw_meeting_fault, begin, start, faults)
 
     def run_training(self, start: int, faults: int) -> None:
         """start: the first fault of training."""
-        drawn = partial(draw_training_fault, self._seed, self._place.transport)
 
         def begin(fault: TrainingFault) -> _Running:
             world, directory, _ = self._place.world(fault.size, 1)
             world.start(train, fault, directory)
             return _Running(fault, world, directory, TRAINING_DEADLINE_S, partial(self._judge_training, fault))
 
-        self._run(map(begin, map(drawn, range(start, start + faults))), faults)
+        self._run(draw_training_fault, begin, start, faults)
 
-    def _run(self, worlds: Iterable[_Running], faults: int) -> None:
-        """Judge worlds with faults. worlds_at_a_time of the place live at the same time."""
+    def _run(self, draw: Callable[..., Any], begin: Callable[[Any], _Running], start: int, faults: int) -> None:
+        """Draw faults, from the start-th on, begin their worlds, and judge them. worlds_at_a_time of the place live at the same
+        time."""
         running: deque[_Running] = deque()
         before = self.tally.faults
-        for begun in worlds:
-            running.append(begun)
+        for index in range(start, start + faults):
+            running.append(begin(draw(self._seed, self._place.transport, index)))
             if len(running) == self._place.worlds_at_a_time:
                 self._end_of(running.popleft())
             self._progress(f"{self.tally.faults - before} of {faults} faults")
@@ -283,48 +283,49 @@ def table(tallies: Sequence[Tally]) -> Table:
     return drawn
 
 
+def _table(heading: str, tallies: Sequence[Tally], rows: dict[str, Callable[[Tally], str]]) -> Table:
+    """Draw a table with a column for each transport. rows: by what stands before each, what a transport has in it."""
+    drawn = Table(box=box.SIMPLE, padding=0)
+    drawn.add_column(heading)
+    for tally in tallies:
+        drawn.add_column(tally.transport, justify="right")
+    for name, cell in rows.items():
+        drawn.add_row(name, *map(cell, tallies))
+    return drawn
+
+
 def fault_table(tallies: Sequence[Tally]) -> Table:
     """A row for each kind of fault: on each transport how many there were, the slowest news of one, and of how many somebody was
     not told."""
-    drawn = Table(box=box.SIMPLE, padding=0)
-    drawn.add_column("number, and\nslowest news, s")
-    for tally in tallies:
-        drawn.add_column(tally.transport, justify="right")
-    for kind in (*KINDS, *NETWORK_KINDS):
-        every = [tally.news_s.get(kind, []) for tally in tallies]
-        drawn.add_row(kind, *(_cell(news, max) for news in every))
-    return drawn
+    rows = {
+        kind: lambda tally, kind=kind: _cell(tally.news_s.get(kind, []), max)  # type: ignore[misc]
+        for kind in (*KINDS, *NETWORK_KINDS)
+    }
+    return _table("number, and\nslowest news, s", tallies, rows)
 
 
 def training_table(tallies: Sequence[Tally]) -> Table:
     """A row for each rule and kind of fault: on each transport how many of them were to be told, the median and the slowest news
     of one, and of how many somebody was not told; and how many the others were to outlive."""
-    drawn = Table(box=box.SIMPLE, padding=0)
-    drawn.add_column("told, median and\nslowest news, s; outlived")
-    for tally in tallies:
-        drawn.add_column(tally.transport, justify="right")
-    for rule in RULES:
-        for kind in TRAINING_KINDS:
-            cells = []
-            for tally in tallies:
-                news, outlived = _cell(tally.training_s.get((rule, kind), []), median, max), tally.outlived[rule, kind]
-                cells.append("; ".join(part for part in (news, str(outlived) if outlived else "") if part))
-            drawn.add_row(f"{rule}, {kind}", *cells)
-    return drawn
+
+    def cell(tally: Tally, rule_and_kind: tuple[str, str]) -> str:
+        news, outlived = _cell(tally.training_s.get(rule_and_kind, []), median, max), tally.outlived[rule_and_kind]
+        return "; ".join(part for part in (news, str(outlived) if outlived else "") if part)
+
+    rows = {", ".join(key): partial(cell, rule_and_kind=key) for key in product(RULES, TRAINING_KINDS)}
+    return _table("told, median and\nslowest news, s; outlived", tallies, rows)
 
 
 def meeting_table(tallies: Sequence[Tally]) -> Table:
     """A row for each kind of fault while ranks meet, of ranks that had arrived and of those that had not, of which the others
     only know at their deadline: how many, the median and the slowest news of one, and of how many somebody was not told."""
-    drawn = Table(box=box.SIMPLE, padding=0)
-    drawn.add_column("while ranks meet:\nmedian and slowest news, s")
-    for tally in tallies:
-        drawn.add_column(tally.transport, justify="right")
-    for kind in MEETING_KINDS:
-        for arrived in (True, False):
-            cells = [_cell(tally.meeting_s.get((kind, arrived), []), median, max) for tally in tallies]
-            drawn.add_row(f"{kind}, {'after' if arrived else 'before'} its arrival", *cells)
-    return drawn
+    rows = {
+        f"{kind}, {'after' if arrived else 'before'} its arrival": lambda tally, key=(kind, arrived): _cell(  # type: ignore[misc]
+            tally.meeting_s.get(key, []), median, max
+        )
+        for kind, arrived in product(MEETING_KINDS, (True, False))
+    }
+    return _table("while ranks meet:\nmedian and slowest news, s", tallies, rows)
 
 
 def training_line(tallies: Sequence[Tally]) -> str:

@@ -42,8 +42,24 @@ LATEST_POSITION = SESSION_OPERATIONS // 4  # so that most of the session is stil
 
 
 @dataclass(frozen=True)
-class Fault:
-    """A world of `size` ranks, in which rank `victim` fails as `kind` says.
+class FaultOfOne:
+    """A world of `size` ranks, in which rank `victim` fails as `kind` says; the index-th that is drawn for a transport."""
+
+    seed: int
+    transport: str
+    index: int
+    size: int
+    victim: int
+    kind: str
+
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.size) if rank != self.victim)
+
+
+@dataclass(frozen=True)
+class Fault(FaultOfOne):
+    """A fault of ranks that exchange.
 
     position: of the operation of the session before which it does. phase: what goes on then: large asynchronous operations, or
     nothing for a while. after_s: the time for which that has gone on. communicators: of every rank; the first is used.
@@ -53,14 +69,8 @@ class Fault:
     way: in which the victim's host is cut off; outages, outage_s: how often, and for how long, where the link comes back.
     """
 
-    seed: int
-    transport: str
-    index: int
-    size: int
     hosts: int
     host_of: str
-    victim: int
-    kind: str
     phase: str
     position: int
     after_s: float
@@ -91,10 +101,6 @@ class Fault:
     def silence_s(self) -> float:
         """For how long a rank that fails so may be taken for alive, beyond the deadline of an operation."""
         return SILENCE_S if self.kind in SILENT and self.patient else 0.0
-
-    @property
-    def survivors(self) -> tuple[int, ...]:
-        return tuple(rank for rank in range(self.size) if rank != self.victim)
 
     @property
     def reporting(self) -> tuple[int, ...]:

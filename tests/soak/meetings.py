@@ -22,7 +22,7 @@ import torch.distributed as dist
 import gradwire as hvd
 from gradwire.collectives import Communicator
 from gradwire.trainer.world import meeting
-from tests.soak.faults import KILLED, STOPPED
+from tests.soak.faults import KILLED, STOPPED, FaultOfOne
 from tests.soak.ranks import (
     Report,
     Witness,
@@ -46,26 +46,16 @@ _PACKAGES = (f"{os.sep}collectives{os.sep}", f"{os.sep}trainer{os.sep}")
 
 
 @dataclass(frozen=True)
-class MeetingFault:
-    """A world of `size` ranks that meet at a place, in which rank `victim` fails as `kind` says, at one of its own calls of a
-    function of ours: the position-th. Where it makes fewer, it fails when the ranks have met."""
+class MeetingFault(FaultOfOne):
+    """A fault of ranks that meet at a place, at one of the victim's own calls of a function of ours: the position-th. Where it
+    makes fewer, it fails when the ranks have met."""
 
-    seed: int
-    transport: str
-    index: int
-    size: int
-    victim: int
-    kind: str
     place: str
     position: int
 
     @property
     def timeout_s(self) -> float:
         return TIMEOUT_S if self.kind == STOPPED else FAR_S
-
-    @property
-    def survivors(self) -> tuple[int, ...]:
-        return tuple(rank for rank in range(self.size) if rank != self.victim)
 
     def __str__(self) -> str:
         return f"rank {self.victim} of {self.size} {self.kind} at call {self.position} of {self.place}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from tests.soak.faults import EXITS, KILLED, RAISES, STOPPED
+from tests.soak.faults import EXITS, KILLED, RAISES, STOPPED, FaultOfOne
 
 SYNCHRONOUS, LOCAL, SERVER, KEYS, HOGWILD = RULES = (
     "DistributedOptimizer",
@@ -78,19 +78,13 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class TrainingFault:
-    """Describes a world of `size` ranks that train by a rule, in which rank `victim` fails as `kind` says, at a moment of a step.
+class TrainingFault(FaultOfOne):
+    """A fault of ranks that train by a rule, at a moment of a step.
 
     after_s: the time for which that has gone on then. survivors_close: whether the others close their optimizer after the
     error.
     """
 
-    seed: int
-    transport: str
-    index: int
-    size: int
-    victim: int
-    kind: str
     moment: str
     step: int
     after_s: float
@@ -105,10 +99,6 @@ class TrainingFault:
     def silence_s(self) -> float:
         """Return for how long a rank that fails so may be taken for alive."""
         return TIMEOUT_S if self.kind == STOPPED else 0.0
-
-    @property
-    def survivors(self) -> tuple[int, ...]:
-        return tuple(rank for rank in range(self.size) if rank != self.victim)
 
     @property
     def reporting(self) -> tuple[int, ...]:

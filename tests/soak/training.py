@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import gradwire as hvd
 from tests.harness import meet
-from tests.ranks.training import loss_of
+from tests.ranks.training import batch_of, loss_of, network
 from tests.soak.faults import EXIT_CODES, EXITS, KILLED, RAISES
 from tests.soak.ranks import (
     Diary,
@@ -46,7 +46,6 @@ from tests.soak.rules import (
     TrainingFault,
 )
 
-BATCH = 4
 LR = 0.002  # at which four ranks that add up their steps, as those of Hogwild do, do not diverge
 ON_S = 60.0  # for which ranks train on at most
 STEPS_WITHOUT = 5  # that survivors take once the victim is known to be lost
@@ -63,7 +62,7 @@ def train(fault: TrainingFault, directory: Path) -> NoReturn:
     diary = Diary(diary_file(directory, rank))
     diary.note("joining")
     hvd.init(timeout_s=fault.timeout_s)
-    model = _model()
+    model = network(700)
     optimizer = _optimizer(fault, model)
     meet("trains")  # all have theirs, so that none is lost in the making
     victim = _Victim(fault, model, directory) if rank == fault.victim else None
@@ -134,6 +133,7 @@ def _train(
     failed_at: Path,
 ) -> None:
     """Train step by step. waited_since: holds when the present step began. failed_at: a file, as soon as the victim fails."""
+    rank = dist.get_rank()
     last: int | None = None
     until = time.monotonic() + ON_S
     for step in count():
@@ -152,7 +152,7 @@ def _train(
             victim.prepare(step)
         optimizer.zero_grad()
         for part in range(fault.rule.options.get("backward_passes_per_step", 1)):
-            loss_of(model, _batch(2 * step + part)).backward()
+            loss_of(model, batch_of(2 * step + part, rank)).backward()
         diary.note(f"step {step}: stepping")
         optimizer.step()
         report.done += 1
@@ -191,17 +191,6 @@ def _end(error: BaseException) -> NoReturn:
         leave(EXIT_CODES[EXITS])
     sys.excepthook(type(error), error, error.__traceback__)
     leave(EXIT_CODES[RAISES])
-
-
-def _model() -> nn.Sequential:
-    """Return a model with one matrix that codecs are for."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 700), nn.Tanh(), nn.Linear(700, 3))
-
-
-def _batch(number: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
-    return torch.randn(BATCH, 6, generator=generator), torch.randn(BATCH, 3, generator=generator)
 
 
 def _optimizer(fault: TrainingFault, model: nn.Module) -> Any:

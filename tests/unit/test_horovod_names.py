@@ -1,13 +1,28 @@
-"""Every name of Horovod's package for PyTorch is here, takes its arguments in Horovod's order, and stands in the guide."""
+"""Every name of Horovod's package for PyTorch is here, takes its arguments in Horovod's order, answers as programs expect,
+and stands in the guide; programs that import Horovod find the trainer, after alias_horovod()."""
 
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import gradwire
+import gradwire as hvd
+from gradwire.collectives import CollectiveTimeout, Mismatch, PeerLost
+from gradwire.collectives.plan.topology import Topology
+from gradwire.trainer.horovod.alias import check_extension, num_rank_is_power_2
+from gradwire.trainer.world.world import current_world
 from tests.pages import ROOT
 
 VALUES = ("average", "name", "op", "prescale_factor", "postscale_factor", "process_set")
@@ -93,3 +108,139 @@ def test_the_guide_has_each_name_once() -> None:
     ]
     assert sorted(named) == sorted(NAMES)
     assert set(NAMES) - {"elastic"} <= set(gradwire.__all__)
+
+
+PROBES = [name for name in hvd.__all__ if name.endswith(("_built", "_enabled", "_supported"))]
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def test_built() -> None:
+    assert len(PROBES) == 10
+    assert {name for name in PROBES if getattr(hvd, name)() is True} == {
+        name
+        for name, answer in {
+            "gloo_built": dist.is_gloo_available(),
+            "nccl_built": dist.is_nccl_available(),
+            "cuda_built": torch.version.cuda is not None,
+            "rocm_built": torch.version.hip is not None,
+        }.items()
+        if answer
+    }
+    assert {getattr(hvd, name)() for name in PROBES} <= {True, False}
+
+
+def test_enabled(world: None) -> None:
+    assert hvd.gloo_enabled()
+    hvd.shutdown()
+    assert not hvd.gloo_enabled()
+
+
+def test_homogeneous(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hvd.is_homogeneous()
+    for hosts, alike in [("aabb", True), ("abab", True), ("aab", False)]:
+        monkeypatch.setattr(current_world(), "hosts", Topology.from_host_ids(0, hosts).hosts)
+        assert hvd.is_homogeneous() is alike
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_before_init(error: type[Exception]) -> None:
+    for function in (hvd.rank, hvd.size, hvd.local_rank, hvd.is_homogeneous, lambda: hvd.add_process_set([0])):
+        with pytest.raises(error, match=r"call hvd\.init\(\) first"):
+            function()
+
+
+def test_what_the_engine_raises_is_what_programs_catch() -> None:
+    lost = PeerLost([1], rank=0, operation="allreduce", has_left=False)
+    late = CollectiveTimeout(3.0, [1], rank=0, operation="allreduce")
+    apart = Mismatch({0: "allreduce", 1: "barrier"}, rank=0, operation="allreduce")
+    for error in (lost, late, apart):
+        assert isinstance(error, hvd.HorovodInternalError)
+        assert isinstance(error, RuntimeError)
+    assert str(hvd.HorovodInternalError("a program's own")) == "a program's own"
+    with pytest.raises(RuntimeError):
+        raise hvd.HorovodInternalError
+
+
+THIRD_PARTY = """
+    import importlib.util
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    import gradwire
+
+    assert importlib.util.find_spec("horovod") is None
+    gradwire.alias_horovod()
+    gradwire.alias_horovod()
+
+    import horovod
+    import horovod.torch
+    import horovod.torch as hvd
+    import horovod.torch.mpi_ops as mpi_ops
+    from horovod.common.exceptions import HorovodInternalError
+    from horovod.common.process_sets import global_process_set
+    from horovod.common.util import check_extension, gpu_available, num_rank_is_power_2
+    from horovod.torch import Compression, DistributedOptimizer
+    from horovod.torch.compression import Compression as Other
+    from horovod.torch.functions import broadcast_object
+    from horovod.torch.mpi_ops import Average, allreduce_async_, rank, size, synchronize
+
+    check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
+    assert hvd is horovod.torch and mpi_ops is hvd.mpi_ops and mpi_ops.allreduce is gradwire.allreduce
+    assert set(gradwire.__all__) <= set(vars(hvd)) and hvd.__all__ == sorted(gradwire.__all__)
+    assert DistributedOptimizer is gradwire.DistributedOptimizer and Other is Compression is gradwire.Compression
+    assert HorovodInternalError is gradwire.HorovodInternalError
+    assert global_process_set is gradwire.global_process_set
+    assert tuple(map(int, horovod.__version__.split("."))) >= (0, 28)
+    assert importlib.util.find_spec("horovod.torch") is not None
+    try:
+        import horovod.tensorflow
+    except ModuleNotFoundError as error:
+        assert error.name == "horovod.tensorflow"
+    else:
+        raise AssertionError("there is no such part")
+    import torch
+
+    hvd.init()
+    assert (rank(), size()) == (0, 1)
+    assert synchronize(allreduce_async_(torch.ones(2), op=Average)).tolist() == [1, 1]
+    hvd.shutdown()
+    print("done")
+"""
+
+
+def test_third_party_code(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(THIRD_PARTY.replace("__file__", "''"))],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("from here on, `import horovod.torch` finds gradwire") == 1
+    assert done.stdout.endswith("done\n")
+
+
+def test_after_horovod_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    horovod = ModuleType("horovod")
+    horovod.__file__ = "/somewhere/horovod/__init__.py"
+    monkeypatch.setitem(sys.modules, "horovod", horovod)
+    with pytest.raises(
+        RuntimeError, match=r"Horovod itself has been imported, from /somewhere/horovod.*call gradwire\.alias"
+    ):
+        gradwire.alias_horovod()
+    assert not hasattr(horovod, "torch")
+
+
+def test_parts_that_are_not_here() -> None:
+    check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", "", "mpi_lib_v2")
+    with pytest.raises(ImportError, match=r"horovod\.tensorflow is not a part of gradwire; horovod\.torch is"):
+        check_extension("horovod.tensorflow")
+    assert [ranks for ranks in range(10) if num_rank_is_power_2(ranks)] == [1, 2, 4, 8]

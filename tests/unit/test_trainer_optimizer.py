@@ -1,7 +1,6 @@
 """DistributedOptimizer and the verbs in a world of one, which takes no processes; and what is refused."""
 
 import copy
-import inspect
 import io
 import pickle
 import warnings
@@ -10,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gradwire as hvd
 from gradwire.collectives import Communicator
 from gradwire.collectives.errors import CollectiveError
 from gradwire.trainer.world.joined import World
+from tests.ranks.training import batch, loss_of, perceptron
 
 
 @pytest.fixture(autouse=True)
@@ -30,16 +30,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 WEIGHT = nn.Parameter(torch.zeros(2))
 
 
-def perceptron() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-
-
-def loss_of(model: nn.Module, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(step)
-    return nn.functional.mse_loss(model(torch.randn(4, 6, generator=generator)), torch.randn(4, 3, generator=generator))
-
-
 def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -49,17 +39,6 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
     "fused adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.1, fused=True),
 }
-
-
-def test_position() -> None:
-    assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (
-        0,
-        1,
-        0,
-        1,
-        0,
-        1,
-    )
 
 
 def test_verbs_are_identities() -> None:
@@ -90,11 +69,11 @@ def test_the_same_bits_as_without_the_wrapper(name: str, scaled: bool) -> None:
         scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=64.0)
         for step in range(4):
             optimizer.zero_grad()
-            scaler.scale(loss_of(model, step)).backward()
+            scaler.scale(loss_of(model, batch(step))).backward()
             scaler.step(optimizer)
             scaler.update()
         weights.append([p.detach().clone() for p in model.parameters()])
-    assert all(torch.equal(bare, wrapped) for bare, wrapped in zip(*weights, strict=True))
+    assert all(map(torch.equal, *weights))
 
 
 def test_it_is_the_wrapped_optimizer() -> None:
@@ -116,7 +95,7 @@ def test_it_is_the_wrapped_optimizer() -> None:
 def test_checkpoints_are_interchangeable() -> None:
     model = perceptron()
     optimizer = hvd.DistributedOptimizer(sgd(model))
-    loss_of(model, 0).backward()
+    loss_of(model, batch(0)).backward()
     optimizer.step()
     saved = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
@@ -128,31 +107,15 @@ def test_checkpoints_are_interchangeable() -> None:
     bare.load_state_dict(loaded["optimizer"])
     for one, other in ((model, optimizer), (again, bare)):
         other.zero_grad()
-        loss_of(one, 1).backward()
+        loss_of(one, batch(1)).backward()
         other.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
 def test_a_parameter_is_in_one_group() -> None:
     model = perceptron()
-    with pytest.raises(ValueError, match=r"a parameter of shape \[5, 6\] is in groups\[0\] and in groups\[1\]"):
+    with pytest.raises(ValueError, match=r"a parameter of shape \[16, 6\] is in groups\[0\] and in groups\[1\]"):
         hvd.DistributedOptimizer(sgd(model), groups=[[model[0].weight], [model[0].bias, model[0].weight]])
-
-
-def test_arguments_have_horovods_order() -> None:
-    names = list(inspect.signature(hvd.DistributedOptimizer).parameters)
-    assert names[:10] == [
-        "optimizer",
-        "named_parameters",
-        "compression",
-        "backward_passes_per_step",
-        "op",
-        "gradient_predivide_factor",
-        "num_groups",
-        "groups",
-        "sparse_as_dense",
-        "process_set",
-    ]
 
 
 def test_frozen_integers_are_no_error() -> None:
@@ -160,7 +123,7 @@ def test_frozen_integers_are_no_error() -> None:
     model = perceptron()
     model.register_parameter("table", nn.Parameter(torch.arange(3), requires_grad=False))
     optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression="int8", groups=2)
-    loss_of(model, 0).backward()
+    loss_of(model, batch(0)).backward()
     optimizer.step()
     optimizer.zero_grad()
     assert model.table.tolist() == [0, 1, 2]
@@ -176,7 +139,7 @@ def test_schedulers_see_steps_and_set_rates(wrapped_first: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(2):
-            loss_of(model, step).backward()
+            loss_of(model, batch(step)).backward()
             optimizer.step()
             scheduler.step()
     assert inner.param_groups[0]["lr"] == 0.025
@@ -185,13 +148,13 @@ def test_schedulers_see_steps_and_set_rates(wrapped_first: bool) -> None:
 def test_models_can_be_copied_and_saved_while_wrapped() -> None:
     model = perceptron()
     optimizer = hvd.DistributedOptimizer(sgd(model))
-    loss_of(model, 0).backward()
+    loss_of(model, batch(0)).backward()
     saved = io.BytesIO()
     torch.save(model, saved)
     saved.seek(0)
     for other in (copy.deepcopy(model), torch.load(saved, weights_only=False)):
         other.zero_grad()
-        loss_of(other, 0).backward()
+        loss_of(other, batch(0)).backward()
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), other.parameters(), strict=True))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"cannot be copied or pickled: save its state_dict\(\)"):
         copy.deepcopy(optimizer)
@@ -210,9 +173,11 @@ def test_a_step_without_any_gradient() -> None:
 
 def test_named_parameters_may_cover_more_than_the_optimizer() -> None:
     model = perceptron()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([*model[2].parameters(), *model[4].parameters()], lr=0.1), model.named_parameters()
+    )
     optimizer.add_param_group({"params": list(model[0].parameters())})
-    loss_of(model, 0).backward()
+    loss_of(model, batch(0)).backward()
     names = {name for bucket in optimizer._rule.bucketing.buckets for name in bucket.names}
     assert names == {name for name, _ in model.named_parameters()}
 
@@ -253,7 +218,7 @@ def test_nothing_to_train() -> None:
             ValueError,
             "must be unique; found more than once: a",
         ),
-        ({"named_parameters": []}, ValueError, r"must name all parameters .* 4 of them are not named .*\[5, 6\]"),
+        ({"named_parameters": []}, ValueError, r"must name all parameters .* 6 of them are not named .*\[16, 6\]"),
     ],
 )
 def test_refusals(options: dict[str, Any], error: type[Exception], message: str) -> None:

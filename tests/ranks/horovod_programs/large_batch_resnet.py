@@ -19,7 +19,7 @@ parser.add_argument("--base-lr", type=float, default=0.0125)
 parser.add_argument("--warmup-epochs", type=float, default=1)
 args = parser.parse_args()
 
-STEPS = 4  # an epoch
+STEPS = 2  # an epoch
 
 
 class Block(nn.Module):

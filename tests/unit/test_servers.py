@@ -1,16 +1,21 @@
-"""The updater of a parameter server: who waits there is told whom it has lost, whoever that was to contribute."""
+"""What servers tell who waits there, what they do with what no worker says, and how a worker takes leave of them."""
 
 from __future__ import annotations
 
 import threading
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gradwire.collectives import CollectiveError, CollectiveTimeout, PeerLost
+from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
 from gradwire.trainer.servers.aggregator import Scheme
 from gradwire.trainer.servers.connection import QuorumLost
+from gradwire.trainer.servers.key_value.keys import Entry, KeySpec
+from gradwire.trainer.servers.key_value.messages import ROWS, KeyServer, RemoteKeys
+from gradwire.trainer.servers.messages import SETTINGS, Server
+from gradwire.trainer.servers.serving import LEAVE, Client
 from gradwire.trainer.servers.updater import Updater
 
 FAR_S = 60.0
@@ -76,3 +81,65 @@ def test_who_holds_an_update_up_is_named() -> None:
     with pytest.raises(CollectiveTimeout) as caught:
         updater.exchange(1, 0, 1.0, updater.flat.empty())
     assert caught.value.waiting_for == (0, 2)
+
+
+def test_the_quorum_of_a_key_that_is_lost_is_smaller_by_those_that_have_left() -> None:
+    spec = KeySpec("w", 0, torch.Size([2]), torch.float32, 0)
+    entry = Entry(spec, torch.zeros(2), range(3), Scheme(quorum=3, grace_s=0.0, staleness=None, late="next"))
+    entry.leave(2)
+    entry.lose(1)
+    entry.push(0, torch.ones(2))
+    with pytest.raises(QuorumLost, match="fewer than the quorum of 2") as caught:
+        entry.pull(0, None, 60.0, 0)
+    assert (caught.value.ranks, caught.value.quorum) == ((1,), 2)
+
+
+def test_a_kind_that_nobody_says_is_not_taken_for_another() -> None:
+    nothing: Any = None
+    server, keys = Server(nothing, nothing, {}), KeyServer(nothing, {})
+    for serving, last in ((server, SETTINGS), (keys, ROWS)):
+        with pytest.raises(ValueError, match=f"rank 3 says {last + 1}, which is n.* PUSH"):
+            serving._answer(3, nothing, last + 1, [0.0, 0.0, 0.0])
+
+
+SPEC = KeySpec("w", 0, torch.Size([2]), torch.float32, 1)
+
+
+class Pair:
+    """Stands for a Communicator of a worker and its server, in which receiving raises an error."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.sent: list[int] = []
+        self.is_closed = False
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        self.sent.append(int(tensor[0]))
+
+    def recv(self, tensor: Tensor, rank: int) -> None:
+        raise self.error
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def client_of(pair: Any) -> RemoteKeys:
+    return RemoteKeys(3, 1, cast(Communicator, pair))
+
+
+def test_a_worker_says_that_it_leaves() -> None:
+    client = client_of(pair := Pair(RuntimeError()))
+    client.push(SPEC, torch.ones(2), None)
+    client.leave()
+    assert (pair.sent[-1], pair.is_closed) == (LEAVE, False)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), PeerLost([1], rank=0, operation="recv", has_left=False)])
+def test_the_communicator_ends_where_an_answer_was_broken_off(error: BaseException) -> None:
+    client: Client = client_of(pair := Pair(error))
+    with pytest.raises(type(error)) as caught:
+        client.counts()
+    client.leave()
+    assert (LEAVE in pair.sent, pair.is_closed) == (False, True)
+    if isinstance(caught.value, PeerLost):
+        assert "rank 3: report at the server on rank 1: lost rank 1" in str(caught.value)
