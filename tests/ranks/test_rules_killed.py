@@ -144,7 +144,7 @@ def test_one_is_killed_in_an_exchange_of_all(failing_world: Callable[[int], Worl
 
 def die_in_the_push(optimizer: hvd.ParameterServer) -> None:
     """Have this rank end when it has said that gradients come, and has not sent them."""
-    for pair in optimizer._owned:
+    for pair in optimizer._part.communicators:
         send, end = pair.send, die_at(2)
 
         def counted(
