@@ -228,13 +228,17 @@ def gather(case: Case) -> Example:
     if case.comm.rank != case.root:
         return partial(case.comm.gather, source, None, case.root), [source], [case.own()]
     outputs = [output, *(case.zeros(case.numel) for _ in range(case.comm.size - 1))]
-    return partial(case.comm.gather, source, outputs, case.root), outputs, case.everyones()
+    wanted = [*case.everyones(), case.own()]
+    return partial(case.comm.gather, source, outputs, case.root), [*outputs, *case.apart(source)], wanted
 
 
 def scatter(case: Case) -> Example:
     output, source = case.pair(case.numel, case.of(0))
-    sources = [source, *map(case.make, case.everyones()[1:])] if case.comm.rank == case.root else None
-    return partial(case.comm.scatter, output, sources, case.root), [output], [case.own()]
+    if case.comm.rank != case.root:
+        return partial(case.comm.scatter, output, None, case.root), [output], [case.own()]
+    sources = [source, *map(case.make, case.everyones()[1:])]
+    tensors = [output, *sources] if case.apart(source) else [output]
+    return partial(case.comm.scatter, output, sources, case.root), tensors, [case.own(), *case.everyones()]
 
 
 def alltoall(case: Case) -> Example:
