@@ -76,6 +76,13 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
+def _turns(numels: tuple[int, ...], kinds: tuple[str, ...]) -> Iterator[tuple[int, int, int, str]]:
+    """Give each number of numbers, with its turn, and a kind, with its place: every kind to the most, one to the others."""
+    for turn, numel in enumerate(numels):
+        some = kinds if numel == max(numels) else (kinds[turn % len(kinds)],)
+        yield from ((turn, numel, place, kind) for place, kind in enumerate(some))
+
+
 class Pair:
     """The reference on the CPU and the kernels on a device, given the same, as if each had its own memory."""
 
@@ -113,15 +120,14 @@ def check_chunks(
     numels: tuple[int, ...] = CHUNK_NUMELS,
     kinds: tuple[str, ...] = KINDS,
 ) -> list[str]:
-    """What differs."""
+    """Return what differs. Every kind of numbers is tried at the largest numel, one in turn at each other."""
     pair = Pair(kernels, device)
-    for turn, numel in enumerate(numels):
-        for place, kind in enumerate(kinds if numel > 4095 else (kinds[turn % len(kinds)],)):
-            residual = numbers(numel, "gaussian", turn + 2) if (turn + place) % 2 else None
-            encoded = (numbers(numel, kind, turn), residual, _unwritten(codec.wire_bytes(numel)), codec.k)
-            wire = pair.both("chunktopk_encode", *encoded, at=numel % 3)[-1]
-            for add in (False, True):
-                pair.both("chunktopk_decode", wire, numbers(numel, "wide"), codec.k, add, 0.3)
+    for turn, numel, place, kind in _turns(numels, kinds):
+        residual = numbers(numel, "gaussian", turn + 2) if (turn + place) % 2 else None
+        encoded = (numbers(numel, kind, turn), residual, _unwritten(codec.wire_bytes(numel)), codec.k)
+        wire = pair.both("chunktopk_encode", *encoded, at=numel % 3)[-1]
+        for add in (False, True):
+            pair.both("chunktopk_decode", wire, numbers(numel, "wide"), codec.k, add, 0.3)
     return pair.failures
 
 
@@ -132,16 +138,15 @@ def _unwritten(nbytes: int) -> Tensor:
 def check_dense(
     kernels: CudaKernels | TorchKernels, device: str, codec: Dense, numels: tuple[int, ...] = DENSE_NUMELS
 ) -> list[str]:
-    """What differs."""
+    """Return what differs. Every kind of numbers is tried at the largest numel, one in turn at each other."""
     pair = Pair(kernels, device)
-    for turn, numel in enumerate(numels):
-        for kind in KINDS if numel > 1024 else (KINDS[turn % len(KINDS)],):
-            values, before = numbers(numel, kind, turn), numbers(numel, "wide", turn + 1)
-            feedback, at = numbers(numel, "gaussian", turn + 2) if turn % 2 else None, turn % 3
-            encoded = (values, feedback, _unwritten(codec.wire_bytes(numel)), *codec._encoder(), SEED)
-            wire = pair.both(f"{codec.name}_encode", *encoded, at=at)[-1]
-            for add in (False, True):
-                pair.both(f"{codec.name}_decode", wire, before, *codec._decoder(), add, 0.3, at=at)
+    for turn, numel, place, kind in _turns(numels, KINDS):
+        values, before = numbers(numel, kind, turn), numbers(numel, "wide", turn + 1)
+        feedback, at = numbers(numel, "gaussian", turn + 2) if (turn + place) % 2 else None, (turn + place) % 3
+        encoded = (values, feedback, _unwritten(codec.wire_bytes(numel)), *codec._encoder(), SEED)
+        wire = pair.both(f"{codec.name}_encode", *encoded, at=at)[-1]
+        for add in (False, True):
+            pair.both(f"{codec.name}_decode", wire, before, *codec._decoder(), add, 0.3, at=at)
     return pair.failures
 
 
@@ -152,15 +157,13 @@ def check_sparse(
     numels: tuple[int, ...] = SPARSE_NUMELS,
     kinds: tuple[str, ...] = KINDS,
 ) -> list[str]:
-    """What differs."""
+    """Return what differs. Every kind of numbers is tried at the largest numel, one in turn at each other."""
     pair = Pair(kernels, device)
-    for turn, numel in enumerate(numels):
-        k = codec.count(numel)
-        for place, kind in enumerate(kinds if numel > 1025 else (kinds[turn % len(kinds)],)):
-            feedback = (turn + place) % 2 == 1 or codec.name == "dgc"
-            residual = numbers(numel, "gaussian", turn + 2) if feedback else None
-            wire = _unwritten(codec.wire_bytes(numel))
-            _SPARSE[codec.name](pair, codec, k, numbers(numel, kind, turn), residual, wire)
+    for turn, numel, place, kind in _turns(numels, kinds):
+        feedback = (turn + place) % 2 == 1 or codec.name == "dgc"
+        residual = numbers(numel, "gaussian", turn + 2) if feedback else None
+        wire = _unwritten(codec.wire_bytes(numel))
+        _SPARSE[codec.name](pair, codec, codec.count(numel), numbers(numel, kind, turn), residual, wire)
     return pair.failures
 
 

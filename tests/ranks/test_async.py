@@ -58,7 +58,8 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "resize_(0)": lambda tensor: tensor.resize_(0),
 }
 BEGUN = (
-    ["allreduce", "compressed", "prepared", "broadcast", "reduce", "allgather", "reduce_scatter", "alltoall", "gather", "scatter", "messages"]
+    *("allreduce", "compressed", "prepared", "broadcast", "reduce", "allgather", "reduce_scatter"),
+    *("alltoall", "gather", "scatter", "messages"),
 )
 NUMEL = 3000
 

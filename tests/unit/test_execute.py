@@ -49,7 +49,7 @@ def follow(
 
 
 @pytest.mark.parametrize("algorithm", list(PLANNERS["allreduce"]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12)
 @given(size=SIZES, numel=LENGTHS, segment=SEGMENTS, eager=st.booleans())
 def test_allreduce(algorithm: str, size: int, numel: int, segment: int, eager: bool) -> None:
     hub = Hub(size, eager=eager)
@@ -68,7 +68,7 @@ def test_allreduce(algorithm: str, size: int, numel: int, segment: int, eager: b
 
 
 @pytest.mark.parametrize("algorithm", list(PLANNERS["allgather"]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12)
 @given(lengths=st.lists(st.integers(0, 60), min_size=1, max_size=6), segment=SEGMENTS, eager=st.booleans())
 def test_allgather_and_reduce_scatter_of_unequal_blocks(
     algorithm: str, lengths: list[int], segment: int, eager: bool
@@ -245,7 +245,7 @@ CODECS = {"none": Raw(), "int8": Int8(block=16), "int8, stochastic": Int8(block=
 
 @pytest.mark.parametrize("name", list(CODECS))
 @pytest.mark.parametrize("algorithm", list(PLANNERS["allreduce"]))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4)
 @given(size=SIZES, numel=LENGTHS, segment_bytes=st.integers(1, 300), eager=st.booleans(), grouped=st.booleans())
 def test_codes_ride_every_algorithm(
     name: str, algorithm: str, size: int, numel: int, segment_bytes: int, eager: bool, grouped: bool
