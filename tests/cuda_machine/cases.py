@@ -1,7 +1,8 @@
-"""What the CUDA kernels must do, on the machine and on a GPU: as the reference does, byte for byte."""
+"""What kernels must do, on the CPU, on the machine and on a GPU: as the reference does, byte for byte."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from gradwire.collectives.compression.casts import BFloat16, Float16
 from gradwire.collectives.compression.chunktopk import ChunkTopK
+from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.dense import Dense
 from gradwire.collectives.compression.dgc import DGC
 from gradwire.collectives.compression.fp8 import Float8
@@ -20,7 +22,7 @@ from gradwire.collectives.compression.sparse import Sparse
 from gradwire.collectives.compression.stochastic import QSGD, Natural, TernGrad
 from gradwire.collectives.compression.threshold import Threshold
 from gradwire.collectives.compression.topk import TopK
-from gradwire.collectives.kernels.cuda.kernels import CudaKernels, TorchKernels
+from gradwire.collectives.kernels.cuda.kernels import CudaKernels
 from gradwire.collectives.kernels.reference import quantize as reference
 from gradwire.collectives.kernels.reference import sparse as reference_sparse
 
@@ -49,6 +51,7 @@ CHUNKED: tuple[ChunkTopK, ...] = (ChunkTopK(), ChunkTopK(4), ChunkTopK(1024))
 CHUNK_NUMELS = (1, 31, 4095, 4097, 9001)
 SPARSE_NUMELS = (1, 31, 33, 1024, 1025, 8192, 20_001)
 KINDS = ("gaussian", "wide", "ties", "few", "constant", "denormal", "large", "not finite", "any bits")
+MORE_KINDS = (*KINDS, "heavy-tailed", "zeros", "near the least", "mostly not finite")
 SEED = 0xFEDC_BA98
 
 
@@ -64,16 +67,35 @@ def numbers(numel: int, kind: str, seed: int = 0) -> Tensor:
         "few": lambda: torch.where(other < 0.01, x, torch.where(other < 0.5, 0.0, -0.0)),
         "constant": lambda: torch.full((numel,), -0.3) * (torch.arange(numel) % 2048 < 1024),
         "denormal": lambda: x * 1e-40,
+        "heavy-tailed": lambda: x / (other**3 + 1e-9),
+        "zeros": lambda: torch.where(other < 0.5, 0.0, -0.0),
+        "near the least": lambda: x * 2.0**-101,
+        "mostly not finite": lambda: torch.where(other < 0.45, math.nan, torch.where(other > 0.55, -math.inf, x)),
         "large": lambda: x * 2.0**126,
-        "not finite": lambda: torch.where(other < 0.01, torch.where(x > 0, float("inf"), float("nan")), x),
+        "not finite": lambda: torch.where(other < 0.01, torch.where(x > 0, math.inf, math.nan), x),
     }
     return made[kind]()
 
 
+def bits(tensor: Tensor) -> Tensor:
+    """Return the bits of float32 numbers, with one NaN for all."""
+    return torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor).view(torch.int32).cpu()
+
+
 def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, with one NaN for all."""
-    a, b = (torch.where(t.isnan(), torch.full_like(t, float("nan")), t).view(torch.int32) for t in (a.cpu(), b.cpu()))
-    return torch.equal(a, b)
+    return torch.equal(bits(a), bits(b))
+
+
+def encoded(codec: Codec, values: Tensor, residual: Tensor | None = None, **options: Any) -> Tensor:
+    wire = _unwritten(codec.wire_bytes(values.numel()))
+    codec.encode(values, wire, residual=residual, **options)
+    return wire
+
+
+def decoded(codec: Codec, wire: Tensor, numel: int) -> Tensor:
+    out = torch.full((numel,), math.nan)
+    codec.decode(wire, out)
+    return out
 
 
 def _turns(numels: tuple[int, ...], kinds: tuple[str, ...]) -> Iterator[tuple[int, int, int, str]]:
@@ -84,9 +106,12 @@ def _turns(numels: tuple[int, ...], kinds: tuple[str, ...]) -> Iterator[tuple[in
 
 
 class Pair:
-    """The reference on the CPU and the kernels on a device, given the same, as if each had its own memory."""
+    """The reference on the CPU and the kernels on a device, given the same, as if each had its own memory.
 
-    def __init__(self, kernels: CudaKernels | TorchKernels, device: str) -> None:
+    kernels: an object or a module that has the functions of the reference.
+    """
+
+    def __init__(self, kernels: Any, device: str) -> None:
         self.kernels, self.device = kernels, torch.device(device)
         self.failures: list[str] = []
 
@@ -114,7 +139,7 @@ class Pair:
 
 
 def check_chunks(
-    kernels: CudaKernels | TorchKernels,
+    kernels: Any,
     device: str,
     codec: ChunkTopK,
     numels: tuple[int, ...] = CHUNK_NUMELS,
@@ -123,7 +148,7 @@ def check_chunks(
     """Return what differs. Every kind of numbers is tried at the largest numel, one in turn at each other."""
     pair = Pair(kernels, device)
     for turn, numel, place, kind in _turns(numels, kinds):
-        residual = numbers(numel, "gaussian", turn + 2) if (turn + place) % 2 else None
+        residual = numbers(numel, "gaussian", turn + 2) if (turn + place + numel) % 2 else None
         encoded = (numbers(numel, kind, turn), residual, _unwritten(codec.wire_bytes(numel)), codec.k)
         wire = pair.both("chunktopk_encode", *encoded, at=numel % 3)[-1]
         for add in (False, True):
@@ -136,13 +161,17 @@ def _unwritten(nbytes: int) -> Tensor:
 
 
 def check_dense(
-    kernels: CudaKernels | TorchKernels, device: str, codec: Dense, numels: tuple[int, ...] = DENSE_NUMELS
+    kernels: Any,
+    device: str,
+    codec: Dense,
+    numels: tuple[int, ...] = DENSE_NUMELS,
+    kinds: tuple[str, ...] = KINDS,
 ) -> list[str]:
     """Return what differs. Every kind of numbers is tried at the largest numel, one in turn at each other."""
     pair = Pair(kernels, device)
-    for turn, numel, place, kind in _turns(numels, KINDS):
+    for turn, numel, place, kind in _turns(numels, kinds):
         values, before = numbers(numel, kind, turn), numbers(numel, "wide", turn + 1)
-        feedback, at = numbers(numel, "gaussian", turn + 2) if (turn + place) % 2 else None, (turn + place) % 3
+        feedback, at = numbers(numel, "gaussian", turn + 2) if (turn + place + numel) % 2 else None, (turn + place) % 3
         encoded = (values, feedback, _unwritten(codec.wire_bytes(numel)), *codec._encoder(), SEED)
         wire = pair.both(f"{codec.name}_encode", *encoded, at=at)[-1]
         for add in (False, True):
@@ -151,7 +180,7 @@ def check_dense(
 
 
 def check_sparse(
-    kernels: CudaKernels | TorchKernels,
+    kernels: Any,
     device: str,
     codec: Sparse,
     numels: tuple[int, ...] = SPARSE_NUMELS,
@@ -160,11 +189,16 @@ def check_sparse(
     """Return what differs. Every kind of numbers is tried at the largest numel, one in turn at each other."""
     pair = Pair(kernels, device)
     for turn, numel, place, kind in _turns(numels, kinds):
-        feedback = (turn + place) % 2 == 1 or codec.name == "dgc"
+        feedback = (turn + place + numel) % 2 == 1 or codec.name == "dgc"
         residual = numbers(numel, "gaussian", turn + 2) if feedback else None
-        wire = _unwritten(codec.wire_bytes(numel))
-        _SPARSE[codec.name](pair, codec, codec.count(numel), numbers(numel, kind, turn), residual, wire)
+        code(pair, codec, numbers(numel, kind, turn), residual)
     return pair.failures
+
+
+def code(pair: Pair, codec: Sparse, values: Tensor, residual: Tensor | None) -> None:
+    """Encode and decode on both sides, in the ways that the codec has."""
+    numel = len(values)
+    _SPARSE[codec.name](pair, codec, codec.count(numel), values, residual, _unwritten(codec.wire_bytes(numel)))
 
 
 def _topk(pair: Pair, codec: Any, k: int, values: Tensor, residual: Tensor | None, wire: Tensor) -> None:
