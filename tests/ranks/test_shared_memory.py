@@ -153,11 +153,6 @@ def some_in_shared_memory() -> None:
             assert without_a_copy(comm)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_tensors_may_lie_anywhere(ranks: Worlds, world: int) -> None:
-    ranks(world).run(some_in_shared_memory)
-
-
 def segments() -> int:
     return sum("memfd:gradwire" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
@@ -294,10 +289,6 @@ def ask_for_too_much() -> None:
         assert not without_a_copy(comm)
 
 
-def test_more_than_there_is(ranks: Worlds) -> None:
-    ranks(2).run(ask_for_too_much)
-
-
 def open_too_many_files() -> None:
     """Rank 0 can open nothing more: its tensors are ordinary, and those of the others are copied."""
     rank = dist.get_rank()
@@ -316,10 +307,6 @@ def open_too_many_files() -> None:
                 assert torch.equal(tensor, torch.full_like(tensor, float(comm.size)))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
-
-
-def test_too_many_open_files(ranks: Worlds) -> None:
-    ranks(2).run(open_too_many_files)
 
 
 def fork_in_the_middle() -> None:
@@ -347,11 +334,8 @@ def fork_in_the_middle() -> None:
         assert without_a_copy(comm)
 
 
-def test_a_forked_child_does_no_harm(ranks: Worlds) -> None:
-    ranks(2).run(fork_in_the_middle)
-
-
 def forget_to_close() -> None:
+    """A Communicator that nobody closed leaves nothing."""
     gc.collect()
     before = segments(), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
@@ -363,8 +347,19 @@ def forget_to_close() -> None:
     assert segments() == before[0]
 
 
-def test_a_communicator_that_nobody_closed_leaves_nothing(ranks: Worlds) -> None:
-    ranks(2).run(forget_to_close)
+@pytest.mark.parametrize(
+    ("check", "world"),
+    [
+        (some_in_shared_memory, 2),
+        (some_in_shared_memory, 3),
+        (ask_for_too_much, 2),
+        (open_too_many_files, 2),
+        (fork_in_the_middle, 2),
+        (forget_to_close, 2),
+    ],
+)
+def test_it_holds(ranks: Worlds, check: Callable[[], None], world: int) -> None:
+    ranks(world).run(check)
 
 
 def cannot_open(when: str) -> tuple[str, ...]:

@@ -66,39 +66,25 @@ def connect_by_itself(hosts: str, memory: str, without_kernels: int | None) -> t
 
 
 @pytest.mark.parametrize(
-    ("hosts", "memory", "expected"),
+    ("hosts", "memory", "near", "far"),
     [
-        ("aaa", "1", [{"memory", "gloo"}] * 3),
-        ("aaa", "0", [{"tcp"}] * 3),
-        ("abc", "1", [{"tcp"}] * 3),
-        ("aab", "1", [{"memory", "tcp"}, {"memory", "tcp"}, {"tcp"}]),
-        ("aab", "0", [{"tcp"}] * 3),
+        ("aaa", "1", [{"memory"}] * 3, "gloo"),
+        ("aaa", "0", [set()] * 3, "tcp"),
+        ("abc", "1", [set()] * 3, "tcp"),
+        ("aab", "1", [{"memory"}, {"memory"}, set()], "tcp"),
+        ("aab", "0", [set()] * 3, "tcp"),
     ],
 )
 def test_ranks_that_share_no_memory_have_connections_of_their_own(
-    ranks: Worlds, hosts: str, memory: str, expected: list[set[str]]
+    ranks: Worlds, hosts: str, memory: str, near: list[set[str]], far: str
 ) -> None:
-    found = ranks(3).run(connect_by_itself, hosts, memory, None)
-    assert found == [(through, []) for through in expected]
-
-
-@pytest.mark.parametrize(
-    ("hosts", "memory", "expected"),
-    [
-        ("abc", "1", [{"gloo"}] * 3),
-        ("aaa", "0", [{"gloo"}] * 3),
-        ("aab", "1", [{"memory", "gloo"}, {"memory", "gloo"}, {"gloo"}]),
-    ],
-)
-def test_all_use_gloo_where_one_rank_cannot_drive_connections(
-    ranks: Worlds, hosts: str, memory: str, expected: list[set[str]]
-) -> None:
-    """One of them says so, and why."""
+    """Where one rank cannot drive connections, all use gloo, and one of them says so, and why."""
+    assert ranks(3).run(connect_by_itself, hosts, memory, None) == [(through | {far}, []) for through in near]
     found = ranks(3).run(connect_by_itself, hosts, memory, 1)
-    assert [through for through, _ in found] == expected
-    [warning] = [warning for _, warnings in found for warning in warnings]
-    assert "through gloo" in warning
-    assert "rank 1: not on this machine" in warning
+    assert [through for through, _ in found] == [through | {"gloo"} for through in near]
+    warnings = [warning for _, warnings in found for warning in warnings]
+    assert len(warnings) == (far == "tcp")
+    assert all("through gloo" in warning and "rank 1: not on this machine" in warning for warning in warnings)
 
 
 def reduce_oddities(hosts: str) -> dict[tuple[str, str], list[int]]:
