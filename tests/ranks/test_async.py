@@ -277,21 +277,14 @@ def test_async(ranks: Worlds, world: int, function: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("world", [3, *wide(2)])
-def test_handle_of_an_operation_that_waits(ranks: Worlds, world: int) -> None:
-    ranks(world).run(handle_of_an_operation_that_waits)
+@pytest.mark.parametrize(
+    "function", [handle_of_an_operation_that_waits, close_with_operations_in_flight, works_on_what_it_was_given]
+)
+def test_while_others_come_late(ranks: Worlds, world: int, function: Callable[[], None]) -> None:
+    ranks(world).run(function)
 
 
 @pytest.mark.parametrize("world", [3, *wide(2)])
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_another_thread_runs_during_wait(ranks: Worlds, world: int, asynchronous: bool) -> None:
     ranks(world).run(another_thread_runs_during_wait, asynchronous)
-
-
-@pytest.mark.parametrize("world", [3, *wide(2)])
-def test_close_with_operations_in_flight(ranks: Worlds, world: int) -> None:
-    ranks(world).run(close_with_operations_in_flight)
-
-
-@pytest.mark.parametrize("world", [3, *wide(2)])
-def test_what_becomes_of_a_tensor_does_not_concern_the_operation(ranks: Worlds, world: int) -> None:
-    ranks(world).run(works_on_what_it_was_given)

@@ -202,24 +202,15 @@ def refused_inside_vmap() -> None:
 
 
 @ON_EVERY_TRANSPORT
-def test_odd_and_ordinary_in_turn(ranks: Worlds) -> None:
-    assert ranks(3).run(odd_and_ordinary_in_turn) == [[]] * 3
+@pytest.mark.parametrize("check", [odd_and_ordinary_in_turn, in_and_out_of_inference_mode, keeping_nan])
+def test_it_holds(ranks: Worlds, check: Callable[[], list[str]]) -> None:
+    assert ranks(3).run(check) == [[]] * 3
 
 
 @ON_EVERY_TRANSPORT
 @pytest.mark.parametrize("pairs", [SOME, *wide(EVERY)], ids=["some kinds", "every kind"])
 def test_with_every_codec(ranks: Worlds, pairs: list[tuple[str, str]]) -> None:
     assert ranks(2).run(with_codecs, pairs) == [[]] * 2
-
-
-@ON_EVERY_TRANSPORT
-def test_in_and_out_of_inference_mode(ranks: Worlds) -> None:
-    assert ranks(3).run(in_and_out_of_inference_mode) == [[]] * 3
-
-
-@ON_EVERY_TRANSPORT
-def test_nan_in_min_and_max(ranks: Worlds) -> None:
-    assert ranks(3).run(keeping_nan) == [[]] * 3
 
 
 @pytest.mark.parametrize("name", WITHOUT_MEMORY)
