@@ -22,6 +22,7 @@ from gradwire.collectives.plan.coded import CodedProgram
 from gradwire.collectives.plan.schedule import Place
 from gradwire.collectives.run.executor import execute
 from gradwire.collectives.run.payload import Codes, Scratch
+from tests.ranks.exact import cover
 from tests.shot_model import CPU, ShotModel
 from tests.unit.in_process import Hub, InProcessTransport, run_ranks
 
@@ -98,11 +99,7 @@ def test_what_is_shorter_as_it_is_goes_as_it_is() -> None:
 CODED = [Int8(stochastic=True), Int4(), Threshold(), RandomK(ratio=0.2), ChunkTopK()]
 
 
-@pytest.mark.parametrize(
-    ("codec", "size", "eager"),
-    [(c, s, e) for c, s in ((CODED[0], 1), (CODED[2], 2), (CODED[3], 3)) for e in (True, False)]
-    + [(c, 5, e) for c in CODED for e in (True, False)],
-)
+@pytest.mark.parametrize(("codec", "size", "eager"), cover(CODED, (1, 2, 3, 5), (True, False)))
 def test_every_order_of_messages_gives_the_result_of_the_model(size: int, eager: bool, codec: Codec) -> None:
     numel, hosts = 60_011, [[rank] for rank in range(size)]
     model = ShotModel(codec, numel, hosts, 200, with_feedback=True)
