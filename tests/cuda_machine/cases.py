@@ -1,7 +1,8 @@
-"""What the CUDA kernels must do, on the machine and on a GPU: as the reference does, byte for byte."""
+"""What kernels must do, on the CPU, on the machine and on a GPU: as the reference does, byte for byte."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.compression.chunktopk import ChunkTopK
+from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.dense import (
     QSGD,
     BFloat16,
@@ -22,7 +24,7 @@ from gradwire.collectives.compression.dense import (
     TernGrad,
 )
 from gradwire.collectives.compression.sparse import DGC, RandomK, Sparse, Threshold, TopK
-from gradwire.collectives.kernels.cuda.kernels import CudaKernels, TorchKernels
+from gradwire.collectives.kernels.cuda.kernels import CudaKernels
 from gradwire.collectives.kernels.reference import quantize as reference
 from gradwire.collectives.kernels.reference import sparse as reference_sparse
 
@@ -51,6 +53,7 @@ CHUNKED: tuple[ChunkTopK, ...] = (ChunkTopK(), ChunkTopK(4), ChunkTopK(1024))
 CHUNK_NUMELS = (1, 31, 4095, 4097, 9001)
 SPARSE_NUMELS = (1, 31, 33, 1024, 1025, 8192, 20_001)
 KINDS = ("gaussian", "wide", "ties", "few", "constant", "denormal", "large", "not finite", "any bits")
+MORE_KINDS = (*KINDS, "heavy-tailed", "zeros", "near the least", "mostly not finite")
 SEED = 0xFEDC_BA98
 
 
@@ -66,22 +69,51 @@ def numbers(numel: int, kind: str, seed: int = 0) -> Tensor:
         "few": lambda: torch.where(other < 0.01, x, torch.where(other < 0.5, 0.0, -0.0)),
         "constant": lambda: torch.full((numel,), -0.3) * (torch.arange(numel) % 2048 < 1024),
         "denormal": lambda: x * 1e-40,
+        "heavy-tailed": lambda: x / (other**3 + 1e-9),
+        "zeros": lambda: torch.where(other < 0.5, 0.0, -0.0),
+        "near the least": lambda: x * 2.0**-101,
+        "mostly not finite": lambda: torch.where(other < 0.45, math.nan, torch.where(other > 0.55, -math.inf, x)),
         "large": lambda: x * 2.0**126,
-        "not finite": lambda: torch.where(other < 0.01, torch.where(x > 0, float("inf"), float("nan")), x),
+        "not finite": lambda: torch.where(other < 0.01, torch.where(x > 0, math.inf, math.nan), x),
     }
     return made[kind]()
 
 
+def bits(tensor: Tensor) -> Tensor:
+    """Return the bits of float32 numbers, with one NaN for all."""
+    return torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor).view(torch.int32).cpu()
+
+
 def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, with one NaN for all."""
-    a, b = (torch.where(t.isnan(), torch.full_like(t, float("nan")), t).view(torch.int32) for t in (a.cpu(), b.cpu()))
-    return torch.equal(a, b)
+    return torch.equal(bits(a), bits(b))
+
+
+def encoded(codec: Codec, values: Tensor, residual: Tensor | None = None, **options: Any) -> Tensor:
+    wire = _unwritten(codec.wire_bytes(values.numel()))
+    codec.encode(values, wire, residual=residual, **options)
+    return wire
+
+
+def decoded(codec: Codec, wire: Tensor, numel: int) -> Tensor:
+    out = torch.full((numel,), math.nan)
+    codec.decode(wire, out)
+    return out
+
+
+def _turns(numels: tuple[int, ...], kinds: tuple[str, ...]) -> Iterator[tuple[int, int, int, str]]:
+    """Give each number of numbers, with its turn, and a kind, with its place: every kind to the most, one to the others."""
+    for turn, numel in enumerate(numels):
+        some = kinds if numel == max(numels) else (kinds[turn % len(kinds)],)
+        yield from ((turn, numel, place, kind) for place, kind in enumerate(some))
 
 
 class Pair:
-    """The reference on the CPU and the kernels on a device, given the same, as if each had its own memory."""
+    """The reference on the CPU and the kernels on a device, given the same, as if each had its own memory.
 
-    def __init__(self, kernels: CudaKernels | TorchKernels, device: str) -> None:
+    kernels: an object or a module that has the functions of the reference.
+    """
+
+    def __init__(self, kernels: Any, device: str) -> None:
         self.kernels, self.device = kernels, torch.device(device)
         self.failures: list[str] = []
 
@@ -109,21 +141,20 @@ class Pair:
 
 
 def check_chunks(
-    kernels: CudaKernels | TorchKernels,
+    kernels: Any,
     device: str,
     codec: ChunkTopK,
     numels: tuple[int, ...] = CHUNK_NUMELS,
     kinds: tuple[str, ...] = KINDS,
 ) -> list[str]:
-    """What differs."""
+    """Return what differs. Every kind of numbers is tried at the largest numel, one in turn at each other."""
     pair = Pair(kernels, device)
-    for turn, numel in enumerate(numels):
-        for place, kind in enumerate(kinds if numel > 4095 else (kinds[turn % len(kinds)],)):
-            residual = numbers(numel, "gaussian", turn + 2) if (turn + place) % 2 else None
-            encoded = (numbers(numel, kind, turn), residual, _unwritten(codec.wire_bytes(numel)), codec.k)
-            wire = pair.both("chunktopk_encode", *encoded, at=numel % 3)[-1]
-            for add in (False, True):
-                pair.both("chunktopk_decode", wire, numbers(numel, "wide"), codec.k, add, 0.3)
+    for turn, numel, place, kind in _turns(numels, kinds):
+        residual = numbers(numel, "gaussian", turn + 2) if (turn + place + numel) % 2 else None
+        encoded = (numbers(numel, kind, turn), residual, _unwritten(codec.wire_bytes(numel)), codec.k)
+        wire = pair.both("chunktopk_encode", *encoded, at=numel % 3)[-1]
+        for add in (False, True):
+            pair.both("chunktopk_decode", wire, numbers(numel, "wide"), codec.k, add, 0.3)
     return pair.failures
 
 
@@ -132,38 +163,44 @@ def _unwritten(nbytes: int) -> Tensor:
 
 
 def check_dense(
-    kernels: CudaKernels | TorchKernels, device: str, codec: Dense, numels: tuple[int, ...] = DENSE_NUMELS
+    kernels: Any,
+    device: str,
+    codec: Dense,
+    numels: tuple[int, ...] = DENSE_NUMELS,
+    kinds: tuple[str, ...] = KINDS,
 ) -> list[str]:
-    """What differs."""
+    """Return what differs. Every kind of numbers is tried at the largest numel, one in turn at each other."""
     pair = Pair(kernels, device)
-    for turn, numel in enumerate(numels):
-        for kind in KINDS if numel > 1024 else (KINDS[turn % len(KINDS)],):
-            values, before = numbers(numel, kind, turn), numbers(numel, "wide", turn + 1)
-            feedback, at = numbers(numel, "gaussian", turn + 2) if turn % 2 else None, turn % 3
-            encoded = (values, feedback, _unwritten(codec.wire_bytes(numel)), *codec._encoder(), SEED)
-            wire = pair.both(f"{codec.name}_encode", *encoded, at=at)[-1]
-            for add in (False, True):
-                pair.both(f"{codec.name}_decode", wire, before, *codec._decoder(), add, 0.3, at=at)
+    for turn, numel, place, kind in _turns(numels, kinds):
+        values, before = numbers(numel, kind, turn), numbers(numel, "wide", turn + 1)
+        feedback, at = numbers(numel, "gaussian", turn + 2) if (turn + place + numel) % 2 else None, (turn + place) % 3
+        encoded = (values, feedback, _unwritten(codec.wire_bytes(numel)), *codec._encoder(), SEED)
+        wire = pair.both(f"{codec.name}_encode", *encoded, at=at)[-1]
+        for add in (False, True):
+            pair.both(f"{codec.name}_decode", wire, before, *codec._decoder(), add, 0.3, at=at)
     return pair.failures
 
 
 def check_sparse(
-    kernels: CudaKernels | TorchKernels,
+    kernels: Any,
     device: str,
     codec: Sparse,
     numels: tuple[int, ...] = SPARSE_NUMELS,
     kinds: tuple[str, ...] = KINDS,
 ) -> list[str]:
-    """What differs."""
+    """Return what differs. Every kind of numbers is tried at the largest numel, one in turn at each other."""
     pair = Pair(kernels, device)
-    for turn, numel in enumerate(numels):
-        k = codec.count(numel)
-        for place, kind in enumerate(kinds if numel > 1025 else (kinds[turn % len(kinds)],)):
-            feedback = (turn + place) % 2 == 1 or codec.name == "dgc"
-            residual = numbers(numel, "gaussian", turn + 2) if feedback else None
-            wire = _unwritten(codec.wire_bytes(numel))
-            _SPARSE[codec.name](pair, codec, k, numbers(numel, kind, turn), residual, wire)
+    for turn, numel, place, kind in _turns(numels, kinds):
+        feedback = (turn + place + numel) % 2 == 1 or codec.name == "dgc"
+        residual = numbers(numel, "gaussian", turn + 2) if feedback else None
+        code(pair, codec, numbers(numel, kind, turn), residual)
     return pair.failures
+
+
+def code(pair: Pair, codec: Sparse, values: Tensor, residual: Tensor | None) -> None:
+    """Encode and decode on both sides, in the ways that the codec has."""
+    numel = len(values)
+    _SPARSE[codec.name](pair, codec, codec.count(numel), values, residual, _unwritten(codec.wire_bytes(numel)))
 
 
 def _topk(pair: Pair, codec: Any, k: int, values: Tensor, residual: Tensor | None, wire: Tensor) -> None:

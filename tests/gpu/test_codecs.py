@@ -39,17 +39,13 @@ def kernels() -> CudaKernels:
     return found
 
 
-def ids(codec: Dense | Sparse) -> str:
-    return repr(codec)
-
-
-@pytest.mark.parametrize("codec", DENSE, ids=ids)
+@pytest.mark.parametrize("codec", DENSE, ids=repr)
 def test_dense(kernels: CudaKernels, codec: Dense) -> None:
     assert check_dense(kernels, "cuda", codec) == []
     assert check_dense(kernels, "cuda", codec, (LARGE,)) == []
 
 
-@pytest.mark.parametrize("codec", SPARSE, ids=ids)
+@pytest.mark.parametrize("codec", SPARSE, ids=repr)
 def test_sparse(kernels: CudaKernels, codec: Sparse) -> None:
     assert check_sparse(kernels, "cuda", codec) == []
     assert check_sparse(kernels, "cuda", codec, (LARGE,), ("gaussian", "ties", "few", "not finite")) == []
@@ -63,7 +59,7 @@ def test_chunks(kernels: CudaKernels, codec: ChunkTopK) -> None:
     assert check_chunks(TorchKernels(), "cuda", codec, (1, 9001)) == []
 
 
-@pytest.mark.parametrize("codec", DENSE + SPARSE, ids=ids)
+@pytest.mark.parametrize("codec", DENSE + SPARSE, ids=repr)
 def test_plain_torch(codec: Dense | Sparse) -> None:
     """What does the work where there is no CuPy."""
     if isinstance(codec, Dense):
@@ -103,7 +99,7 @@ def test_decodes_what_the_cpu_encoded(kernels: CudaKernels) -> None:
     assert torch.equal(here, there.cpu())
 
 
-@pytest.mark.parametrize("codec", DENSE + SPARSE, ids=ids)
+@pytest.mark.parametrize("codec", DENSE + SPARSE, ids=repr)
 def test_in_a_graph(kernels: CudaKernels, codec: Dense | Sparse) -> None:
     """Captured once, then replayed on other numbers: nothing is synchronised, and nothing goes through the host."""
     numel = 100_000

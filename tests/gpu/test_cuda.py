@@ -6,17 +6,19 @@ import torch.distributed as dist
 
 from gradwire.collectives import Communicator
 from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
-from tests.ranks.exact import ALLREDUCES, SEGMENT_BYTES, Checks, contribution, reduced, reductions
+from tests.ranks.exact import ALLREDUCES, DTYPES, OPS, SEGMENT_BYTES, Checks, contribution, cover, reduced
+from tests.ranks.test_collectives import NUMELS, clash
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
-def exact(backend: str, algorithm: str) -> list[str]:
+def exact(backend: str) -> list[str]:
     checks = Checks()
     group = dist.new_group(backend=backend)
     with Communicator(group, timeout_s=EXCHANGE_TIMEOUT_S, segment_bytes=SEGMENT_BYTES) as comm:
-        for dtype, op, numel in reductions(comm.size):
-            with checks.case(dtype=dtype, op=op, numel=numel):
+        numels = [numel(comm.size) for numel in NUMELS.values()]
+        for algorithm, dtype, op, numel in cover([*ALLREDUCES, "native", "auto"], DTYPES, OPS, numels, clash=clash):
+            with checks.case(algorithm=algorithm, dtype=dtype, op=op, numel=numel):
                 tensor = contribution(comm.rank, comm.size, numel, dtype, op).cuda()
                 comm.allreduce(tensor, op, algorithm=algorithm)
                 assert tensor.is_cuda
@@ -66,9 +68,8 @@ def follows_the_stream(backend: str) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 class TestGloo:
-    @pytest.mark.parametrize("algorithm", [*ALLREDUCES, "native", "auto"])
-    def test_exact(self, ranks: Worlds, world: int, algorithm: str) -> None:
-        assert ranks(world).run(exact, "gloo", algorithm) == [[]] * world
+    def test_exact(self, ranks: Worlds, world: int) -> None:
+        assert ranks(world).run(exact, "gloo") == [[]] * world
 
     def test_other_verbs(self, ranks: Worlds, world: int) -> None:
         ranks(world).run(other_verbs, "gloo")
@@ -79,9 +80,8 @@ class TestGloo:
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a torch built with NCCL")
 class TestNccl:
-    @pytest.mark.parametrize("algorithm", [*ALLREDUCES, "native", "auto"])
-    def test_exact(self, ranks: Worlds, algorithm: str) -> None:
-        assert ranks(1).run(exact, "nccl", algorithm) == [[]]
+    def test_exact(self, ranks: Worlds) -> None:
+        assert ranks(1).run(exact, "nccl") == [[]]
 
     def test_other_verbs(self, ranks: Worlds) -> None:
         ranks(1).run(other_verbs, "nccl")

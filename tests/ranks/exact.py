@@ -1,8 +1,11 @@
 """Exact inputs: unique per rank, and every result a small number that its dtype represents, so equality is the test."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from itertools import combinations, product
+from typing import Any
 
 import torch
 
@@ -35,33 +38,41 @@ def on_host(name: str) -> Iterator[None]:
         del os.environ[HOST_ID]
 
 
-def sizes(world_size: int) -> list[int]:
-    return sorted({0, 1, world_size - 1, world_size, world_size + 1, 37, SEVERAL_SEGMENTS})
-
-
 def ops(dtype: torch.dtype) -> tuple[str, ...]:
     return tuple(op for op in OPS if dtype is not torch.bool or op != "average")
 
 
-def reductions(world_size: int) -> list[tuple[torch.dtype, str, int]]:
-    """(dtype, op, numel): every size, every dtype in several segments, and every dtype with every op."""
-    every_size = [(dtype, "sum", numel) for dtype in (torch.bfloat16, torch.float32) for numel in sizes(world_size)]
-    several_segments = [(dtype, "sum", SEVERAL_SEGMENTS) for dtype in DTYPES]
-    every_op = [(dtype, op, world_size + 1) for dtype in DTYPES for op in ops(dtype)]
-    return list(dict.fromkeys(every_size + several_segments + every_op))
+def cover(
+    *parameters: Sequence[Any], clash: Callable[[Any, Any], bool] = lambda one, other: False
+) -> list[tuple[Any, ...]]:
+    """Return few rows of the product of parameters, in which each two values of two parameters meet at least once.
 
+    clash: whether two values, of an earlier and of a later parameter, cannot meet. The rows are the same in every run.
+    """
+    columns = [[(column, which) for which in range(len(values))] for column, values in enumerate(parameters)]
 
-def copies(world_size: int) -> list[tuple[torch.dtype, int]]:
-    """(dtype, numel): every size, and every dtype in several segments."""
-    every_size = [(torch.float32, numel) for numel in sizes(world_size)]
-    return list(dict.fromkeys(every_size + [(dtype, SEVERAL_SEGMENTS) for dtype in DTYPES]))
+    @cache
+    def fit(*pair: tuple[int, int]) -> bool:
+        return not clash(*(parameters[column][which] for column, which in sorted(pair)))
 
-
-def uneven_parts(world_size: int, algorithm: str) -> list[list[int]]:
-    """Lengths of the ranks' parts of a list: equal, all different, none but one, none. Backends only know equal ones."""
-    equal = [[37] * world_size, [0] * world_size]
-    uneven = [[100 * rank for rank in range(world_size)], [0] * (world_size - 1) + [1000]]
-    return equal if algorithm == "native" else equal + uneven
+    pairs = (pair for one, other in combinations(columns, 2) for pair in product(one, other))
+    missing = dict.fromkeys(pair for pair in pairs if fit(*pair))
+    rows = []
+    while missing:
+        row = dict(next(iter(missing)))
+        for column, choices in enumerate(columns):
+            if column not in row:
+                chosen = list(row.items())
+                new = {
+                    choice: sum(tuple(sorted((choice, other))) in missing for other in chosen)
+                    for choice in choices
+                    if all(fit(choice, other) for other in chosen)
+                }
+                row[column] = max(new, key=new.__getitem__)[1]
+        for pair in combinations(sorted(row.items()), 2):
+            missing.pop(pair, None)
+        rows.append(tuple(values[row[column]] for column, values in enumerate(parameters)))
+    return rows
 
 
 def contribution(rank: int, world_size: int, numel: int, dtype: torch.dtype, op: str = "sum") -> torch.Tensor:

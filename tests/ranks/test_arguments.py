@@ -1,6 +1,7 @@
 """A caller's mistake is a ValueError or TypeError on the caller, before anything is sent; the Communicator goes on."""
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from gradwire.collectives import Communicator
 from gradwire.collectives.plan.algorithms import PLANNERS
 from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
-from tests.ranks.exact import WORLDS, communicator, contribution, reduced
+from tests.ranks.exact import Checks, communicator, contribution, reduced
 
 IN_SHARED_MEMORY = ("allreduce", "barrier")
 ONE, TWO = torch.ones(1), torch.ones(2)
@@ -64,13 +65,12 @@ MISTAKES: dict[str, tuple[type[Exception], str, Mistake]] = {
 }
 
 
-def make(name: str) -> None:
+def make_every_mistake() -> None:
     """Each rank alone makes the mistake, at a time when a message to the other would be taken for the next operation's."""
-    error, message, mistake = MISTAKES[name]
     with communicator() as comm:
-        for mistaken in range(comm.size):
+        for (name, (error, message, mistake)), mistaken in product(MISTAKES.items(), range(comm.size)):
             if comm.rank == mistaken:
-                with pytest.raises(error, match=message):
+                with Checks().case(mistake=name), pytest.raises(error, match=message):
                     mistake(comm)
             tensor = contribution(comm.rank, comm.size, 100, torch.float32)
             comm.allreduce(tensor)
@@ -152,29 +152,22 @@ def with_settings_of_its_own(settings: dict[int, tuple[int | None, dict[str, str
         assert torch.equal(tensor, reduced(comm.size, 999, torch.float32))
 
 
-def with_a_wrong_table(text: str, message: str) -> None:
+def with_a_wrong_table() -> None:
+    """What else is wrong with tables, tests/unit/test_selection.py says."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLLECTIVES_ALLREDUCE", text)
-        with pytest.raises(ValueError, match=message):
+        patch.setenv("COLLECTIVES_ALLREDUCE", "quick:0-max")
+        with pytest.raises(ValueError, match=r"COLLECTIVES_ALLREDUCE.*'quick'.*ring.*rsag.*tree.*direct.*native"):
             Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
     with communicator() as comm:
         comm.barrier()
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistake(ranks: Worlds, name: str) -> None:
-    ranks(2).run(make, name)
+@pytest.mark.parametrize("mistaken", [make_every_mistake, making_one, with_a_wrong_switch, with_a_wrong_table])
+def test_mistakes(ranks: Worlds, mistaken: Callable[[], None]) -> None:
+    ranks(2).run(mistaken)
 
 
-def test_making_one(ranks: Worlds) -> None:
-    ranks(2).run(making_one)
-
-
-def test_a_wrong_switch_is_found_before_anyone_connects(ranks: Worlds) -> None:
-    ranks(2).run(with_a_wrong_switch)
-
-
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 3])
 def test_names_of_algorithms(ranks: Worlds, world: int) -> None:
     shared = ("shared",) if world > 1 else ()
     names = {verb: (*PLANNERS[verb], *(shared if verb in IN_SHARED_MEMORY else ()), "native") for verb in PLANNERS}
@@ -207,18 +200,3 @@ def test_table_from_the_environment(ranks: Worlds, world: int) -> None:
     text = "recursive_doubling:0-16K;tree:16K-max"
     names = dict(zip((0, 16 * 1024 - 1, 16 * 1024, 1 << 30), ["recursive_doubling"] * 2 + ["tree"] * 2, strict=True))
     assert ranks(world).run(with_the_table, "COLLECTIVES_ALLREDUCE", text) == [names] * world
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("quick:0-max", "COLLECTIVES_ALLREDUCE.*'quick'.*ring.*rsag.*recursive_doubling.*tree.*direct.*native"),
-        ("ring:0-16Q;rsag:16K-max", "COLLECTIVES_ALLREDUCE.*16Q"),
-        ("ring:0-5;rsag:5-", "COLLECTIVES_ALLREDUCE.*'rsag:5-'"),
-        ("ring:0-16K", "0-max"),
-        ("ring:0-16K;rsag:32K-max", "gap"),
-        ("ring:16K", "range"),
-    ],
-)
-def test_wrong_table(ranks: Worlds, text: str, message: str) -> None:
-    ranks(2).run(with_a_wrong_table, text, message)

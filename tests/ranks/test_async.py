@@ -7,14 +7,16 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, Work
-from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds
+from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds, wide
 from tests.ranks.exact import SEVERAL_SEGMENTS, communicator, contribution, reduced
+from tests.ranks.test_collectives import VERBS, Case, elements
 
 pytestmark = ON_EVERY_TRANSPORT
 
@@ -55,57 +57,33 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     ".data =": lambda tensor: setattr(tensor, "data", torch.empty(0)),
     "resize_(0)": lambda tensor: tensor.resize_(0),
 }
+BEGUN = (
+    *("allreduce", "compressed", "prepared", "broadcast", "reduce", "allgather", "reduce_scatter"),
+    *("alltoall", "gather", "scatter", "messages"),
+)
 NUMEL = 3000
 
 
-def begun(comm: Communicator, verb: str) -> tuple[list[torch.Tensor], list[torch.Tensor], object]:
-    """Begin a verb on new tensors; return these, what those that are written must come to be, and the work."""
-    rank, size = comm.rank, comm.size
-
-    def of(giver: int, numel: int = NUMEL) -> torch.Tensor:
-        return torch.full((numel,), float(giver + 1))
-
-    total, everyone = float(sum(range(1, size + 1))), torch.cat([of(giver) for giver in range(size)])
-    mine, empty, wide = of(rank), torch.zeros(NUMEL), torch.zeros(size * NUMEL)
-    if verb == "allreduce":
-        return [mine], [torch.full((NUMEL,), total)], comm.allreduce(mine, async_op=True)
+def begun(comm: Communicator, verb: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]:
+    """Begin a verb on new tensors; return these, what they must come to be, and the works."""
+    case = Case(comm, "auto", torch.float32, "sum", NUMEL, "ordinary", 0)
+    mine, total = case.own(), [case.total()]
     if verb == "compressed":
-        return [mine], [torch.full((NUMEL,), total)], comm.allreduce(mine, codec="fp16", async_op=True)
+        return [mine], total, [comm.allreduce(mine, codec="fp16", async_op=True)]
     if verb == "prepared":
-        return [mine], [torch.full((NUMEL,), total)], comm.prepare_allreduce(mine).start()
-    if verb == "broadcast":
-        return [mine], [of(0)], comm.broadcast(mine, 0, async_op=True)
-    if verb == "reduce":
-        return [mine], [torch.full((NUMEL,), total) if rank == 0 else of(rank)], comm.reduce(mine, 0, async_op=True)
-    if verb == "allgather":
-        return [wide, mine], [everyone, of(rank)], comm.allgather(wide, mine, async_op=True)
-    if verb == "reduce_scatter":
-        given = everyone.clone()
-        return [empty, given], [size * of(rank), everyone], comm.reduce_scatter(empty, given, async_op=True)
-    if verb == "alltoall":
-        given = everyone.clone()
-        return [wide, given], [of(rank).repeat(size), everyone], comm.alltoall(wide, given, async_op=True)
-    if verb == "gather":
-        parts = [torch.zeros(NUMEL) for _ in range(size)] if rank == 0 else []
-        work = comm.gather(mine, parts or None, 0, async_op=True)
-        return [mine, *parts], [of(rank), *(of(giver) for giver in range(len(parts)))], work
-    if verb == "scatter":
-        parts = [of(taker) for taker in range(size)] if rank == 0 else []
-        return (
-            [empty, *parts],
-            [of(rank), *(part.clone() for part in parts)],
-            comm.scatter(empty, parts or None, 0, async_op=True),
-        )
-    assert verb == "messages"
-    works = [comm.send(mine, (rank + 1) % size, async_op=True), comm.recv(empty, (rank - 1) % size, async_op=True)]
-    return [mine, empty], [of(rank), of((rank - 1) % size)], works
+        return [mine], total, [comm.prepare_allreduce(mine).start()]
+    if verb == "messages":
+        before, after, landed = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size, torch.zeros(NUMEL)
+        works = [comm.send(mine, after, async_op=True), comm.recv(landed, before, async_op=True)]
+        return [mine, landed], [case.own(), case.of(before)], works
+    call, tensors, wanted = VERBS[verb][1](case)
+    return tensors, wanted, [call(async_op=True)]
 
 
 def works_on_what_it_was_given() -> None:
     """Rank 0 comes later, so that the operations of the others have not begun when their tensors change."""
-    verbs = "allreduce compressed prepared broadcast reduce allgather reduce_scatter alltoall gather scatter messages"
     with communicator() as comm:
-        for verb, (name, change) in itertools.product(verbs.split(), CHANGES.items()):
+        for verb, (name, change) in itertools.product(BEGUN, CHANGES.items()):
             if comm.rank == 0:
                 held_back(1)
             tensors, wanted, works = begun(comm, verb)
@@ -119,10 +97,10 @@ def works_on_what_it_was_given() -> None:
             gc.collect()
             if comm.rank == 1:
                 let_go(0)
-            for work in works if isinstance(works, list) else [works]:
+            for work in works:
                 work.wait()
             for found, expected in zip(memory, wanted, strict=True):
-                assert torch.equal(found, expected), (verb, name)
+                assert torch.equal(elements(found), expected.reshape(-1)), (verb, name)
 
 
 def runs_in_the_order_issued() -> None:
@@ -147,40 +125,8 @@ def mixed_with_synchronous() -> None:
             assert work.is_completed()
         assert torch.equal(tensor, torch.full_like(tensor, float(comm.size**6)))
         later = begin(comm, tensor)
-        comm.barrier()
+        comm.barrier(async_op=True).wait()
         assert later.is_completed()
-
-
-def every_verb() -> None:
-    with communicator() as comm:
-        rank, size = comm.rank, comm.size
-        mine = torch.full((3,), rank + 1)
-        everyone = torch.arange(1, size + 1).repeat_interleave(3)
-        total = torch.full((3,), size * (size + 1) // 2)
-        reduced_here, grouped, scattered, broadcast, rooted = (mine.clone() for _ in range(5))
-        gathered, exchanged, collected = (torch.zeros(3 * size, dtype=torch.int64) for _ in range(3))
-        works = [
-            comm.allreduce(reduced_here, async_op=True),
-            comm.grouped_allreduce([grouped], async_op=True),
-            comm.reduce_scatter(scattered, mine.repeat(size), async_op=True),
-            comm.allgather(gathered, mine, async_op=True),
-            comm.broadcast(broadcast, size - 1, async_op=True),
-            comm.reduce(rooted, 0, async_op=True),
-            comm.gather(mine, list(collected.split(3)) if rank == 0 else None, 0, async_op=True),
-            comm.scatter(mine, list(everyone.split(3)) if rank == 0 else None, 0, async_op=True),
-            comm.alltoall(exchanged, mine.repeat(size), async_op=True),
-            comm.barrier(async_op=True),
-        ]
-        for work in works:
-            assert work is not None
-            work.wait()
-        for result in (reduced_here, grouped, scattered):
-            assert torch.equal(result, total)
-        assert torch.equal(gathered, everyone)
-        assert torch.equal(exchanged, everyone)
-        assert torch.equal(broadcast, torch.full((3,), size))
-        assert torch.equal(rooted, total if rank == 0 else mine)
-        assert torch.equal(collected, everyone if rank == 0 else torch.zeros_like(everyone))
 
 
 def handle_of_an_operation_that_waits() -> None:
@@ -313,40 +259,32 @@ def nothing_is_left_of_those_nobody_closed() -> None:
     assert now <= (threads, files), f"{now} threads and files instead of {(threads, files)}"
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3, *wide(2)])
 @pytest.mark.parametrize(
     "function",
     [
         many_in_flight,
         runs_in_the_order_issued,
         mixed_with_synchronous,
-        every_verb,
         close_twice_then_call,
         threads_may_share_it,
         several_threads_call_alike,
         nothing_is_left_of_those_nobody_closed,
     ],
 )
-def test_async(ranks: Worlds, world: int, function) -> None:
+def test_async(ranks: Worlds, world: int, function: Callable[[], None]) -> None:
     ranks(world).run(function)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_handle_of_an_operation_that_waits(ranks: Worlds, world: int) -> None:
-    ranks(world).run(handle_of_an_operation_that_waits)
+@pytest.mark.parametrize("world", [3, *wide(2)])
+@pytest.mark.parametrize(
+    "function", [handle_of_an_operation_that_waits, close_with_operations_in_flight, works_on_what_it_was_given]
+)
+def test_while_others_come_late(ranks: Worlds, world: int, function: Callable[[], None]) -> None:
+    ranks(world).run(function)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [3, *wide(2)])
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_another_thread_runs_during_wait(ranks: Worlds, world: int, asynchronous: bool) -> None:
     ranks(world).run(another_thread_runs_during_wait, asynchronous)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_close_with_operations_in_flight(ranks: Worlds, world: int) -> None:
-    ranks(world).run(close_with_operations_in_flight)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_what_becomes_of_a_tensor_does_not_concern_the_operation(ranks: Worlds, world: int) -> None:
-    ranks(world).run(works_on_what_it_was_given)

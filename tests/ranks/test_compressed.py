@@ -1,7 +1,7 @@
 """Compressed allreduce against its model in one process, bit for bit; and what becomes of it when ranks differ or die."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from gradwire.collectives.compression.sparse import DGC, RandomK, TopK
 from gradwire.collectives.plan.algorithms import PLANNERS, hierarchical
 from gradwire.collectives.plan.schedule import Place, Schedule
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds, wide
-from tests.ranks.exact import ALLREDUCES, SEVERAL_SEGMENTS, Checks, contribution, on_host, reduced
+from tests.ranks.exact import ALLREDUCES, SEVERAL_SEGMENTS, Checks, contribution, cover, on_host, reduced
 from tests.ranks.test_failures import DEADLINE_S, FAR_S, TIMEOUT_S, Witness, die, witness
 from tests.shot_model import ShotModel
 
@@ -46,6 +46,25 @@ def communicator(segment_bytes: int = SEGMENT_BYTES) -> Communicator:
     return Communicator(timeout_s=EXCHANGE_TIMEOUT_S, segment_bytes=segment_bytes)
 
 
+def by_layout(ranks: Worlds, layouts: Sequence[str], check: Callable[[list[Any]], Any], rows: list[Any]) -> list[Any]:
+    """Run a check on worlds whose ranks are on these hosts, each with the rows that begin with it; what its ranks return."""
+    return [
+        found
+        for layout in layouts
+        for found in ranks(len(layout)).run(on_hosts_of, layout, check, [row[1:] for row in rows if row[0] == layout])
+    ]
+
+
+def on_hosts_of(layout: str, check: Callable[[list[Any]], Any], rows: list[Any]) -> Any:
+    with on_host(layout[dist.get_rank()]):
+        return check(rows)
+
+
+def elements(numel: int | str, size: int) -> int:
+    """Return a number of elements, which may be said by how it differs from the number of ranks."""
+    return numel if isinstance(numel, int) else size + int(numel)
+
+
 def inputs(size: int, numel: int, step: int) -> list[torch.Tensor]:
     """Of every rank: numbers of very different magnitudes, some of them zero."""
     generator = torch.Generator().manual_seed(1000 * step + numel)
@@ -55,111 +74,102 @@ def inputs(size: int, numel: int, step: int) -> list[torch.Tensor]:
     return numbers
 
 
-def same_as_model(name: str, numels: list[int]) -> list[str]:
+NUMELS = (0, 1, "-1", "+0", "+1", 2999, 20_000, LARGE)
+IN_MANY_CHUNKS = ("int8", "onebit", "topk", "chunktopk", "dgc")
+
+
+def same_as_model(rows: list[tuple[str, int | str, str, bool]]) -> list[str]:
     """With and without error feedback; the residuals too."""
-    codec, checks = codec_named(name), Checks()
+    checks = Checks()
     with communicator() as comm:
-        for numel in numels:
-            for op, with_feedback in (("sum", True), ("average", True), ("average", False)):
-                model = ShotModel(codec, numel, comm.topology.hosts, SEGMENT_BYTES, with_feedback=with_feedback)
-                feedback = comm.new_feedback(codec, numel) if with_feedback else None
-                for step in range(3):
-                    numbers = inputs(comm.size, numel, step)
-                    mine = numbers[comm.rank].clone()
-                    with checks.case(name=name, numel=numel, op=op, feedback=with_feedback, step=step):
-                        options = {"codec": codec, "feedback": feedback, "step": step, "seed": numel}
-                        comm.allreduce(mine, op, algorithm=shot_of(codec), **options)
-                        checks.equal(mine, model.step(numbers, op, step, seed=numel))
-                        if feedback is not None and model.feedbacks is not None:
-                            wanted = model.feedbacks[comm.rank].tensors()
-                            for key, tensor in feedback.tensors().items():
-                                checks.equal(tensor, wanted[key])
+        for name, numel, op, with_feedback in rows:
+            codec, numel = codec_named(name), elements(numel, comm.size)
+            model = ShotModel(codec, numel, comm.topology.hosts, SEGMENT_BYTES, with_feedback=with_feedback)
+            feedback = comm.new_feedback(codec, numel) if with_feedback else None
+            for step in range(3):
+                numbers = inputs(comm.size, numel, step)
+                mine = numbers[comm.rank].clone()
+                with checks.case(name=name, numel=numel, op=op, feedback=with_feedback, step=step):
+                    options = {"codec": codec, "feedback": feedback, "step": step, "seed": numel}
+                    comm.allreduce(mine, op, algorithm=shot_of(codec), **options)
+                    checks.equal(mine, model.step(numbers, op, step, seed=numel))
+                    if feedback is not None and model.feedbacks is not None:
+                        wanted = model.feedbacks[comm.rank].tensors()
+                        for key, tensor in feedback.tensors().items():
+                            checks.equal(tensor, wanted[key])
     return checks.failures
 
 
-def sizes(world: int) -> list[int]:
-    return sorted({0, 1, world - 1, world, world + 1, 2999})
-
-
 @ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("world", [1, 2, 3, *wide(5)])
-@pytest.mark.parametrize("name", [*COMPRESSING, *SPECIAL])
-def test_the_shot_equals_its_model(ranks: Worlds, world: int, name: str) -> None:
-    assert ranks(world).run(same_as_model, name, sizes(world)) == [[]] * world
+@pytest.mark.parametrize(
+    "layouts", [("a", "aa", "aaa", "aab", "abaca"), *wide(("aaaaa",), ("ab",), ("abab",), ("aaabb",))], ids="-".join
+)
+def test_the_shot_equals_its_model(ranks: Worlds, layouts: tuple[str, ...]) -> None:
+    """Full precision inside hosts; in many chunks, where the shares are long."""
+
+    def clash(one: object, other: object) -> bool:
+        return other == LARGE and one not in (*IN_MANY_CHUNKS, *layouts)
+
+    names = [*COMPRESSING, *SPECIAL]
+    rows = cover(layouts, names, NUMELS, ("sum", "average"), (True, False), clash=clash)
+    assert not any(by_layout(ranks, layouts, same_as_model, rows))
 
 
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("world", [2, 5])
-@pytest.mark.parametrize("name", ["int8", "onebit", "topk", "chunktopk", "dgc"])
-def test_the_shot_in_many_chunks(ranks: Worlds, world: int, name: str) -> None:
-    assert ranks(world).run(same_as_model, name, [LARGE]) == [[]] * world
-
-
-def same_as_model_on_hosts(host_of: str, name: str) -> list[str]:
-    with on_host(host_of[dist.get_rank()]):
-        return same_as_model(name, [0, 1, 7, 2999, 20_000])
-
-
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("host_of", ["aab", "abaca", *wide("ab", "abab", "aaabb")])
-@pytest.mark.parametrize("name", ["int8", "onebit, short blocks", "threshold", "dgc", "randomk", "int8, stochastic"])
-def test_full_precision_inside_hosts(ranks: Worlds, host_of: str, name: str) -> None:
-    assert ranks(len(host_of)).run(same_as_model_on_hosts, host_of, name) == [[]] * len(host_of)
-
-
-def digests(name: str, algorithm: str) -> list[str]:
-    """One of the bits of each result and of the residuals, at the end."""
-    codec, found = codec_named(name), []
+def digests(rows: list[tuple[str, str]], numel: int = LARGE) -> list[str]:
+    """Of codecs and algorithms, one of the bits of each result, at the end."""
+    found = []
     with communicator() as comm:
-        feedback = comm.new_feedback(codec, LARGE)
-        for step in range(3):
-            mine = inputs(comm.size, LARGE, step)[comm.rank]
-            work = comm.allreduce(
-                mine, codec=codec, feedback=feedback, step=step, algorithm=algorithm, async_op=step == 1
-            )
-            if work is not None:
-                work.wait()
-            found.append(hashlib.sha256(mine.numpy().tobytes()).hexdigest())
-        return found
+        for name, algorithm in rows:
+            codec = codec_named(name)
+            feedback = comm.new_feedback(codec, numel)
+            for step in range(3):
+                mine = inputs(comm.size, numel, step)[comm.rank]
+                work = comm.allreduce(
+                    mine, codec=codec, feedback=feedback, step=step, algorithm=algorithm, async_op=step == 1
+                )
+                if work is not None:
+                    work.wait()
+                found.append(hashlib.sha256(mine.numpy().tobytes()).hexdigest())
+    return found
 
 
-@pytest.mark.parametrize("world", [3])
-@pytest.mark.parametrize("name", [*COMPRESSING, *SPECIAL])
-def test_bits_are_the_same_on_all_ranks_and_in_every_run(ranks: Worlds, world: int, name: str) -> None:
-    first, second = (ranks(world).run(digests, name, "auto") for _ in range(2))
-    assert first == [first[0]] * world
+def test_bits_are_the_same_on_all_ranks_and_in_every_run(ranks: Worlds) -> None:
+    rows = [(name, "auto") for name in (*COMPRESSING, *SPECIAL)]
+    first, second = (ranks(3).run(digests, rows) for _ in range(2))
+    assert first == [first[0]] * 3
     assert second == first
 
 
-def exact_sums(name: str, algorithm: str) -> list[str]:
+def exact_sums(rows: list[tuple[str, str, str, int | str]]) -> list[str]:
     """Numbers so small that their sums are exact in any float."""
-    codec, checks = make_codec(name), Checks()
+    checks = Checks()
     with communicator(200) as comm:
-        for op in ("sum", "average"):
-            for numel in (0, 1, comm.size + 1, SEVERAL_SEGMENTS):
-                for step in (0, 1):
-                    mine = contribution(comm.rank, comm.size, numel, torch.float32)
-                    with checks.case(op=op, numel=numel, step=step):
-                        feedback = comm.new_feedback(codec, numel)
-                        comm.allreduce(mine, op, codec=codec, feedback=feedback, step=step, algorithm=algorithm)
-                        expected = reduced(comm.size, numel, torch.float32, op)
-                        if name == "randomk":
-                            assert bool((mine != 0).any()) or numel == 0
-                            expected = torch.where(mine != 0, expected, mine)
-                        tolerance = 0.01 if op == "average" and comm.size & (comm.size - 1) else 0
-                        if not torch.allclose(mine, expected, rtol=tolerance, atol=0):
-                            checks.equal(mine, expected)
+        for name, algorithm, op, numel in rows:
+            codec, numel = make_codec(name), elements(numel, comm.size)
+            for step in (0, 1):
+                mine = contribution(comm.rank, comm.size, numel, torch.float32)
+                with checks.case(name=name, algorithm=algorithm, op=op, numel=numel, step=step):
+                    feedback = comm.new_feedback(codec, numel)
+                    comm.allreduce(mine, op, codec=codec, feedback=feedback, step=step, algorithm=algorithm)
+                    expected = reduced(comm.size, numel, torch.float32, op)
+                    if name == "randomk":
+                        assert bool((mine != 0).any()) or numel == 0
+                        expected = torch.where(mine != 0, expected, mine)
+                    tolerance = 0.01 if op == "average" and comm.size & (comm.size - 1) else 0
+                    if not torch.allclose(mine, expected, rtol=tolerance, atol=0):
+                        checks.equal(mine, expected)
     return checks.failures
 
 
 @ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("world", [1, 4, *wide(5)])
-@pytest.mark.parametrize("algorithm", [*ALLREDUCES, "native", "auto", "two_shot"])
-@pytest.mark.parametrize("name", SUMMABLE)
-def test_summable_codecs_ride_any_algorithm(ranks: Worlds, world: int, algorithm: str, name: str) -> None:
-    assert ranks(world).run(exact_sums, name, algorithm) == [[]] * world
-    found = ranks(world).run(digests, name, algorithm)
-    assert found == [found[0]] * world
+@pytest.mark.parametrize("layouts", [("a", "aaaa"), *wide(("aaaaa",))], ids="-".join)
+def test_summable_codecs_ride_any_algorithm(ranks: Worlds, layouts: tuple[str, ...]) -> None:
+    algorithms = (*ALLREDUCES, "native", "auto", "two_shot")
+    rows = cover(layouts, SUMMABLE, algorithms, ("sum", "average"), (0, 1, "+1", SEVERAL_SEGMENTS))
+    assert not any(by_layout(ranks, layouts, exact_sums, rows))
+    size = len(layouts[-1])
+    found = ranks(size).run(digests, cover(SUMMABLE, algorithms), 10_007)
+    assert found == [found[0]] * size
 
 
 def numbers_in_place_of_codes() -> list[str]:
@@ -175,43 +185,30 @@ def numbers_in_place_of_codes() -> list[str]:
     return checks.failures
 
 
-def test_numbers_in_place_of_codes(ranks: Worlds) -> None:
-    assert ranks(2).run(numbers_in_place_of_codes) == [[]] * 2
-
-
-def ride_all_algorithms() -> list[str]:
+def ride_all_algorithms(rows: list[tuple[str, bool, int | str]]) -> list[str]:
     """Codes that are decoded and encoded on their way: the same bits everywhere, near the sum."""
     checks = Checks()
     with communicator(400) as comm:
-        for algorithm in PLANNERS["allreduce"]:
-            for codec in (Int8(block=16), Int8(block=16, stochastic=True)):
-                for numel in (0, 1, comm.size + 1, SEVERAL_SEGMENTS):
-                    numbers = inputs(comm.size, numel, 0)
-                    mine, expected = numbers[comm.rank].clone(), torch.stack(numbers).sum(0)
-                    with checks.case(algorithm=algorithm, codec=codec, numel=numel):
-                        comm.allreduce(mine, codec=codec, algorithm=algorithm, seed=3)
-                        first = mine.clone()
-                        comm.broadcast(first)
-                        checks.equal(mine, first)
-                        scale = max((float(tensor.abs().max()) for tensor in numbers if numel), default=0.0)
-                        assert bool(((mine - expected).abs() <= (2 * comm.size + 1) * comm.size * scale / 127).all())
+        for algorithm, stochastic, numel in rows:
+            numel = elements(numel, comm.size)
+            numbers = inputs(comm.size, numel, 0)
+            mine, expected = numbers[comm.rank].clone(), torch.stack(numbers).sum(0)
+            with checks.case(algorithm=algorithm, stochastic=stochastic, numel=numel):
+                codec = Int8(block=16, stochastic=stochastic)
+                comm.allreduce(mine, codec=codec, algorithm=algorithm, seed=3)
+                first = mine.clone()
+                comm.broadcast(first)
+                checks.equal(mine, first)
+                scale = max((float(tensor.abs().max()) for tensor in numbers if numel), default=0.0)
+                assert bool(((mine - expected).abs() <= (2 * comm.size + 1) * comm.size * scale / 127).all())
     return checks.failures
 
 
 @ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("world", [1, 3, *wide(4)])
-def test_codes_ride_all_algorithms(ranks: Worlds, world: int) -> None:
-    assert ranks(world).run(ride_all_algorithms) == [[]] * world
-
-
-def ride_all_algorithms_on_hosts(host_of: str) -> list[str]:
-    with on_host(host_of[dist.get_rank()]):
-        return ride_all_algorithms()
-
-
-@pytest.mark.parametrize("host_of", ["aabb", "abaca"])
-def test_codes_ride_all_algorithms_between_hosts(ranks: Worlds, host_of: str) -> None:
-    assert ranks(len(host_of)).run(ride_all_algorithms_on_hosts, host_of) == [[]] * len(host_of)
+@pytest.mark.parametrize("layouts", [("a", "aaa", "aabb", "abaca"), *wide(("aaaa",))], ids="-".join)
+def test_codes_ride_all_algorithms(ranks: Worlds, layouts: tuple[str, ...]) -> None:
+    rows = cover(layouts, [*PLANNERS["allreduce"]], (False, True), (0, 1, "+1", SEVERAL_SEGMENTS))
+    assert not any(by_layout(ranks, layouts, ride_all_algorithms, rows))
 
 
 def ride_what_was_registered() -> None:
@@ -247,77 +244,66 @@ def sum_beyond_half_precision() -> list[str]:
     return checks.failures
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_half_precision_does_not_overflow(ranks: Worlds, world: int) -> None:
-    assert ranks(world).run(sum_beyond_half_precision) == [[]] * world
-
-
-def lost_and_found(name: str, op: str) -> float:
-    """After some steps: the results, with all residuals, against the sum of all inputs; the largest difference, by the largest
-    input."""
-    steps, codec, numel = 8, codec_named(name), 5003
+def lost_and_found(rows: list[tuple[str, str]]) -> list[str]:
+    """After some steps: the results, with all residuals, are the sum of all inputs, but for some rounding."""
+    steps, numel, complaints = 8, 5003, []
     with communicator() as comm:
-        feedback = comm.new_feedback(codec, numel)
-        given, found = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
-        for step in range(steps):
-            numbers = inputs(comm.size, numel, step)
-            given += torch.stack(numbers).to(torch.float64).sum(0)
-            comm.allreduce(numbers[comm.rank], op, codec=codec, feedback=feedback, step=step)
-            found += numbers[comm.rank]
-        workers, owners = feedback.worker.to(torch.float64), torch.zeros(numel, dtype=torch.float64)
-        owners[feedback.shard.start : feedback.shard.stop] = feedback.owner
-        comm.allreduce(workers)
-        comm.allreduce(owners)
-        if op == "average":
-            workers /= comm.size
-            given /= comm.size
-        return float((found + workers + owners - given).abs().max() / given.abs().max())
-
-
-@pytest.mark.parametrize("world", [1, 4])
-@pytest.mark.parametrize("op", ["sum", "average"])
-@pytest.mark.parametrize("name", [name for name in (*COMPRESSING, *SPECIAL) if not name.startswith("dgc")])
-def test_error_feedback_telescopes(ranks: Worlds, world: int, op: str, name: str) -> None:
-    # What half precision loses in adding codes, nobody keeps.
-    tolerance = 2e-2 if name in ("fp16", "bf16") else 1e-4
-    assert max(ranks(world).run(lost_and_found, name, op)) < tolerance
-
-
-def error_feedback_on_hosts(host_of: str) -> float:
-    with on_host(host_of[dist.get_rank()]):
-        return lost_and_found("int4", "average")
-
-
-@pytest.mark.parametrize("host_of", ["aabb", "aaabb"])
-def test_error_feedback_telescopes_between_hosts(ranks: Worlds, host_of: str) -> None:
-    assert max(ranks(len(host_of)).run(error_feedback_on_hosts, host_of)) < 1e-4
-
-
-def poisoned(name: str, value: float) -> list[str]:
-    """One rank has a number that is not finite, once."""
-    codec, numel, at, complaints = codec_named(name), 4001, 1234, []
-    with communicator() as comm:
-        for algorithm in ("auto", shot_of(codec)):
+        for name, op in rows:
+            codec = codec_named(name)
             feedback = comm.new_feedback(codec, numel)
-            for step in range(3):
-                mine = inputs(comm.size, numel, step)[comm.rank]
-                if step == 1 and comm.rank == comm.size - 1:
-                    mine[at] = value
-                comm.allreduce(mine, "average", codec=codec, feedback=feedback, step=step, algorithm=algorithm)
-                finite = mine.isfinite()
-                if bool(finite.all()) != (step != 1):
-                    complaints.append(f"{algorithm}: step {step}: {int((~finite).sum())} not finite")
-                if step == 1 and bool(finite[at]) and "randomk" not in name:
-                    complaints.append(f"{algorithm}: finite where it was not")
-            complaints += [key for key, tensor in feedback.state_dict().items() if not bool(tensor.isfinite().all())]
+            given, found = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+            for step in range(steps):
+                numbers = inputs(comm.size, numel, step)
+                given += torch.stack(numbers).to(torch.float64).sum(0)
+                comm.allreduce(numbers[comm.rank], op, codec=codec, feedback=feedback, step=step)
+                found += numbers[comm.rank]
+            workers, owners = feedback.worker.to(torch.float64), torch.zeros(numel, dtype=torch.float64)
+            owners[feedback.shard.start : feedback.shard.stop] = feedback.owner
+            comm.allreduce(workers)
+            comm.allreduce(owners)
+            if op == "average":
+                workers /= comm.size
+                given /= comm.size
+            difference = float((found + workers + owners - given).abs().max() / given.abs().max())
+            # What half precision loses in adding codes, nobody keeps.
+            if difference >= (2e-2 if name in ("fp16", "bf16") else 1e-4):
+                complaints.append(f"{name}, {op}: {difference}")
     return complaints
 
 
-@pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-@pytest.mark.parametrize("name", [*COMPRESSING, *SPECIAL])
-def test_not_a_number_reaches_every_rank(ranks: Worlds, world: int, value: float, name: str) -> None:
-    assert ranks(world).run(poisoned, name, value) == [[]] * world
+@pytest.mark.parametrize("layouts", [("a", "aaaa", "aabb"), *wide(("aaabb",))], ids="-".join)
+def test_error_feedback_telescopes(ranks: Worlds, layouts: tuple[str, ...]) -> None:
+    names = [name for name in (*COMPRESSING, *SPECIAL) if not name.startswith("dgc")]
+    assert not any(by_layout(ranks, layouts, lost_and_found, cover(layouts, names, ("sum", "average"))))
+
+
+def poisoned(rows: list[tuple[str, float]]) -> list[str]:
+    """One rank has a number that is not finite, once."""
+    numel, at, complaints = 4001, 1234, []
+    with communicator() as comm:
+        for name, value in rows:
+            codec = codec_named(name)
+            for algorithm in ("auto", shot_of(codec)):
+                case, feedback = f"{name}, {value}, {algorithm}", comm.new_feedback(codec, numel)
+                for step in range(3):
+                    mine = inputs(comm.size, numel, step)[comm.rank]
+                    if step == 1 and comm.rank == comm.size - 1:
+                        mine[at] = value
+                    comm.allreduce(mine, "average", codec=codec, feedback=feedback, step=step, algorithm=algorithm)
+                    finite = mine.isfinite()
+                    if bool(finite.all()) != (step != 1):
+                        complaints.append(f"{case}: step {step}: {int((~finite).sum())} not finite")
+                    if step == 1 and bool(finite[at]) and "randomk" not in name:
+                        complaints.append(f"{case}: finite where it was not")
+                infinite = [key for key, tensor in feedback.state_dict().items() if not bool(tensor.isfinite().all())]
+                complaints += [f"{case}: {key}" for key in infinite]
+    return complaints
+
+
+def test_not_a_number_reaches_every_rank(ranks: Worlds) -> None:
+    layouts = ("a", "aaa")
+    rows = cover(layouts, [*COMPRESSING, *SPECIAL], (float("nan"), float("-inf")))
+    assert not any(by_layout(ranks, layouts, poisoned, rows))
 
 
 def other_tensors() -> list[str]:
@@ -341,34 +327,41 @@ def other_tensors() -> list[str]:
     return checks.failures
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_other_tensors(ranks: Worlds, world: int) -> None:
-    assert ranks(world).run(other_tensors) == [[]] * world
-
-
-def counted(name: str) -> list[str]:
+def counted() -> list[str]:
     """Calls that do not say step and seed are those that do, also when a checkpoint comes between."""
-    codec, numel, checks = codec_named(name), 3000, Checks()
+    numel, checks = 3000, Checks()
     with communicator() as comm:
-        counting, told = comm.new_feedback(codec, numel, seed=5), comm.new_feedback(codec, numel)
-        results = []
-        for step in range(4):
-            mine, wanted = (inputs(comm.size, numel, 0)[comm.rank] for _ in range(2))
-            if step == 2:
-                saved, counting = counting.state_dict(), comm.new_feedback(codec, numel, seed=5)
-                counting.load_state_dict(saved)
-            comm.allreduce(mine, codec=codec, feedback=counting)
-            comm.allreduce(wanted, codec=codec, feedback=told, step=step, seed=5)
-            with checks.case(name=name, step=step):
-                checks.equal(mine, wanted)
-            results.append(mine)
-        assert not torch.equal(results[0] != 0, results[1] != 0) or name != "randomk", "another draw in every step"
+        for name in ("randomk", "int8, stochastic", "dgc, warming up"):
+            codec = codec_named(name)
+            counting, told = comm.new_feedback(codec, numel, seed=5), comm.new_feedback(codec, numel)
+            results = []
+            for step in range(4):
+                mine, wanted = (inputs(comm.size, numel, 0)[comm.rank] for _ in range(2))
+                if step == 2:
+                    saved, counting = counting.state_dict(), comm.new_feedback(codec, numel, seed=5)
+                    counting.load_state_dict(saved)
+                comm.allreduce(mine, codec=codec, feedback=counting)
+                comm.allreduce(wanted, codec=codec, feedback=told, step=step, seed=5)
+                with checks.case(name=name, step=step):
+                    checks.equal(mine, wanted)
+                results.append(mine)
+            assert not torch.equal(results[0] != 0, results[1] != 0) or name != "randomk", "another draw in every step"
     return checks.failures
 
 
-@pytest.mark.parametrize("name", ["randomk", "int8, stochastic", "dgc, warming up"])
-def test_feedback_counts_its_steps(ranks: Worlds, name: str) -> None:
-    assert ranks(2).run(counted, name) == [[]] * 2
+@pytest.mark.parametrize(
+    ("check", "world"),
+    [
+        (numbers_in_place_of_codes, 2),
+        (sum_beyond_half_precision, 2),
+        (sum_beyond_half_precision, 3),
+        (other_tensors, 1),
+        (other_tensors, 3),
+        (counted, 2),
+    ],
+)
+def test_it_holds(ranks: Worlds, check: Callable[[], list[str]], world: int) -> None:
+    assert ranks(world).run(check) == [[]] * world
 
 
 ONES = torch.ones(3)
@@ -429,29 +422,28 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 }
 
 
-def disagree(subject: str) -> Witness:
-    first, others, _, _ = DISAGREEMENTS[subject]
-    with Communicator(timeout_s=FAR_S) as patient:  # kernels are compiled before the short deadline applies
-        for call in (first, others):
-            if "codec" in call:
-                patient.allreduce(torch.ones(3000), codec=call["codec"], step=0)
-    comm = Communicator(timeout_s=TIMEOUT_S)
-    for call in (first, others):  # what is known to all is not compared before, so that all of them run what they call
-        comm.allreduce(torch.ones(3000), **call)
-    return witness(comm, lambda: comm.allreduce(torch.ones(3000), **(first if comm.rank == 0 else others)))
+def disagree() -> dict[str, Witness]:
+    """Of every subject: each time a Communicator breaks."""
+    seen = {}
+    for subject, (first, others, _, _) in DISAGREEMENTS.items():
+        with Communicator(timeout_s=FAR_S) as patient:  # kernels are compiled before the short deadline applies
+            for call in (first, others):
+                if "codec" in call:
+                    patient.allreduce(torch.ones(3000), codec=call["codec"], step=0)
+        comm = Communicator(timeout_s=TIMEOUT_S)
+        for call in (first, others):  # what is known to all is not compared before: all of them run what they call
+            comm.allreduce(torch.ones(3000), **call)
+        mine = first if comm.rank == 0 else others
+        seen[subject] = witness(comm, lambda: comm.allreduce(torch.ones(3000), **mine))  # noqa: B023
+    return seen
 
 
 @ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_disagree_are_told_how(failing_world: Callable[[int], World], size: int) -> None:
-    worlds = {subject: failing_world(size) for subject in DISAGREEMENTS}
-    for subject, world in worlds.items():
-        world.start(disagree, subject)
-    for subject, world in worlds.items():
-        _, _, told_of_first, told_of_others = DISAGREEMENTS[subject]
-        for outcome in world.collect(DEADLINE_S):
-            assert outcome.status == "returned", (subject, outcome)
-            seen: Witness = outcome.value
+@pytest.mark.parametrize("size", [3, *wide(2)])
+def test_ranks_that_disagree_are_told_how(ranks: Worlds, size: int) -> None:
+    for witnesses in ranks(size).run(disagree):
+        for subject, seen in witnesses.items():
+            _, _, told_of_first, told_of_others = DISAGREEMENTS[subject]
             assert seen.kind is Mismatch, (subject, seen)
             calls = seen.attributes["calls"]
             assert told_of_first in calls[0], calls
@@ -484,7 +476,7 @@ def lose_a_rank(name: str) -> Witness:
 
 @ON_EVERY_TRANSPORT
 def test_a_rank_dies(failing_world: Callable[[int], World]) -> None:
-    worlds = {(name, size): failing_world(size) for name in ("int8", "topk", "bf16") for size in (2, 4)}
+    worlds = {(name, size): failing_world(size) for name, size in (("int8", 4), ("topk", 2), ("bf16", 3))}
     for (name, _), world in worlds.items():
         world.start(lose_a_rank, name)
     for (name, size), world in worlds.items():

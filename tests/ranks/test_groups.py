@@ -1,22 +1,12 @@
-"""Communicators over sub-groups, overlapping ones too, and over hosts."""
+"""Communicators over sub-groups, overlapping ones too."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from gradwire.collectives import Communicator
-from gradwire.collectives.plan.algorithms import BETWEEN_HOSTS
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds
-from tests.ranks.exact import (
-    SEGMENT_BYTES,
-    SEVERAL_SEGMENTS,
-    Checks,
-    communicator,
-    contribution,
-    on_host,
-    reduced,
-    reductions,
-)
+from tests.ranks.exact import SEGMENT_BYTES, SEVERAL_SEGMENTS, Checks, communicator, contribution, reduced
 
 pytestmark = ON_EVERY_TRANSPORT
 
@@ -75,20 +65,6 @@ def beside_the_users_own_traffic() -> None:
             assert torch.equal(tensor, torch.full_like(tensor, value))
 
 
-def on_hosts(host_of: list[str], algorithm: str) -> tuple[tuple[tuple[int, ...], ...], list[str]]:
-    """Exact allreduces where rank r believes itself on the host named host_of[r]; the hosts, and the failures."""
-    checks = Checks()
-    with on_host(host_of[dist.get_rank()]):
-        comm = communicator()
-    with comm:
-        for dtype, op, numel in reductions(comm.size):
-            with checks.case(dtype=dtype, op=op, numel=numel):
-                tensor = contribution(comm.rank, comm.size, numel, dtype, op)
-                comm.allreduce(tensor, op, algorithm=algorithm)
-                checks.equal(tensor, reduced(comm.size, numel, dtype, op))
-        return comm.topology.hosts, checks.failures
-
-
 def test_overlapping_groups(ranks: Worlds) -> None:
     assert ranks(4).run(overlapping_groups) == [[]] * 4
 
@@ -96,18 +72,3 @@ def test_overlapping_groups(ranks: Worlds) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_beside_the_users_own_traffic(ranks: Worlds, world: int) -> None:
     ranks(world).run(beside_the_users_own_traffic)
-
-
-@pytest.mark.parametrize(
-    ("layout", "hosts"),
-    [
-        ("aabb", ((0, 1), (2, 3))),
-        ("abab", ((0, 2), (1, 3))),
-        ("aabbc", ((0, 1), (2, 3), (4,))),
-        ("aaaabbb", ((0, 1, 2, 3), (4, 5, 6))),
-        ("abcabcab", ((0, 3, 6), (1, 4, 7), (2, 5))),
-    ],
-)
-@pytest.mark.parametrize("algorithm", [*BETWEEN_HOSTS, "auto"])
-def test_hosts(ranks: Worlds, layout: str, hosts: tuple[tuple[int, ...], ...], algorithm: str) -> None:
-    assert ranks(len(layout)).run(on_hosts, list(layout), algorithm) == [(hosts, [])] * len(layout)

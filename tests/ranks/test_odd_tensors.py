@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from itertools import cycle
 
 import pytest
 import torch
@@ -15,165 +15,49 @@ from torch.masked import masked_tensor
 
 from gradwire.collectives import Communicator
 from gradwire.collectives.compression.registry import CODECS
-from tests.harness import ON_EVERY_TRANSPORT, Worlds
+from tests.harness import ON_EVERY_TRANSPORT, Worlds, wide
 from tests.ranks.exact import SEVERAL_SEGMENTS, Checks, communicator, contribution, reduced
+from tests.ranks.test_collectives import ODD, VERBS, Case, elements
 
-pytestmark = ON_EVERY_TRANSPORT
-
-
-class Named(Tensor):
-    """A subclass that keeps its elements as a Tensor does."""
+SOME = [*zip(CODECS, cycle(ODD), strict=False)]
+EVERY = [(codec, kind) for codec in CODECS for kind in ODD]
 
 
-def of_inference_mode(tensor: Tensor) -> Tensor:
-    with torch.inference_mode():
-        return tensor.clone()
+def own(comm: Communicator, numel: int) -> Tensor:
+    return contribution(comm.rank, comm.size, numel, torch.float32)
 
 
-def every_second(tensor: Tensor) -> Tensor:
-    """Of a single element torch says that it is contiguous, whatever the stride."""
-    return torch.zeros(2 * tensor.numel(), dtype=tensor.dtype)[::2].copy_(tensor)
-
-
-#: A tensor of the same elements.
-KINDS: dict[str, Callable[[Tensor], Tensor]] = {
-    "negated": lambda tensor: torch._neg_view(-tensor),
-    "imaginary part of a conjugate": lambda tensor: torch.complex(tensor, -tensor).conj().imag,
-    "of inference mode": of_inference_mode,
-    "negated, of inference mode": lambda tensor: torch._neg_view(of_inference_mode(-tensor)),
-    "strided": every_second,
-    "parameter": torch.nn.Parameter,
-    "subclass": lambda tensor: tensor.as_subclass(Named),
-}
-Make = Callable[[Tensor], Tensor]
-Verb = Callable[[Communicator, Make, int, Any], tuple[Any, list[Tensor], list[Tensor]]]
-
-
-def own(comm: Communicator, numel: int, rank: int | None = None) -> Tensor:
-    return contribution(comm.rank if rank is None else rank, comm.size, numel, torch.float32)
-
-
-def all_own(comm: Communicator, numel: int) -> list[Tensor]:
-    return [own(comm, numel, rank) for rank in range(comm.size)]
-
-
-def zeros(comm: Communicator, make: Make, numel: int) -> list[Tensor]:
-    return [make(torch.zeros(numel)) for _ in range(comm.size)]
-
-
-def allreduce(comm: Communicator, make: Make, numel: int, options: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
-    tensor = make(own(comm, numel))
-    return comm.allreduce(tensor, **options), [tensor], [reduced(comm.size, numel, torch.float32)]
-
-
-def grouped(comm: Communicator, make: Make, numel: int, options: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
-    tensors = [make(own(comm, numel)), make(own(comm, 5)), own(comm, numel)]
-    return (
-        comm.grouped_allreduce(tensors, **options),
-        tensors,
-        [reduced(comm.size, tensor.numel(), torch.float32) for tensor in tensors],
-    )
-
-
-def reduce(comm: Communicator, make: Make, numel: int, options: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
-    tensor = make(own(comm, numel))
-    there = reduced(comm.size, numel, torch.float32)
-    return comm.reduce(tensor, 1, **options), [tensor], [there if comm.rank == 1 else own(comm, numel)]
-
-
-def reduce_scatter(comm: Communicator, make: Make, numel: int, options: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
-    output, source = make(torch.zeros(numel)), make(own(comm, numel * comm.size))
-    there = reduced(comm.size, numel * comm.size, torch.float32).split(numel)[comm.rank]
-    return comm.reduce_scatter(output, source, **options), [output, source], [there, own(comm, numel * comm.size)]
-
-
-def allgather(comm: Communicator, make: Make, numel: int, options: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
-    output, source = make(torch.zeros(numel * comm.size)), make(own(comm, numel))
-    there = torch.cat(all_own(comm, numel))
-    return comm.allgather(output, source, **options), [output, source], [there, own(comm, numel)]
-
-
-def broadcast(comm: Communicator, make: Make, numel: int, options: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
-    tensor = make(own(comm, numel))
-    return comm.broadcast(tensor, 1, **options), [tensor], [own(comm, numel, 1)]
-
-
-def gather(comm: Communicator, make: Make, numel: int, options: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
-    outputs = zeros(comm, make, numel) if comm.rank == 1 else []
-    return (
-        comm.gather(make(own(comm, numel)), outputs or None, 1, **options),
-        outputs,
-        all_own(comm, numel)[: len(outputs)],
-    )
-
-
-def scatter(comm: Communicator, make: Make, numel: int, options: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
-    output = make(torch.zeros(numel))
-    sources = [make(each) for each in all_own(comm, numel)] if comm.rank == 1 else None
-    return comm.scatter(output, sources, 1, **options), [output], [own(comm, numel)]
-
-
-def alltoall(comm: Communicator, make: Make, numel: int, options: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
-    output, source = make(torch.zeros(numel * comm.size)), make(own(comm, numel * comm.size))
-    there = torch.cat([each.split(numel)[comm.rank] for each in all_own(comm, numel * comm.size)])
-    return comm.alltoall(output, source, **options), [output, source], [there, own(comm, numel * comm.size)]
-
-
-VERBS: dict[str, Verb] = {
-    "allreduce": allreduce,
-    "reduce": reduce,
-    "reduce_scatter": reduce_scatter,
-    "allgather": allgather,
-    "broadcast": broadcast,
-    "gather": gather,
-    "scatter": scatter,
-    "alltoall": alltoall,
-}
-
-
-def through_every_verb(kind: str) -> list[str]:
-    """By every algorithm, at once and in the background, the first time and (allreduce goes another way then) again."""
-    checks, make = Checks(), KINDS[kind]
+def odd_and_ordinary_in_turn() -> list[str]:
+    """An allreduce of one is what one of the other is, prepared or not; of every verb, test_collectives.py tries both."""
+    checks = Checks()
     with communicator() as comm:
-        verbs = [(name, verb, algorithm) for name, verb in VERBS.items() for algorithm in comm.algorithms(name)]
-        verbs.append(("grouped", grouped, "auto"))
-        for name, verb, algorithm in verbs:
-            for numel in (1, SEVERAL_SEGMENTS):
-                for async_op in (False, True, False):
-                    with checks.case(verb=name, algorithm=algorithm, numel=numel, async_op=async_op):
-                        options = {"algorithm": algorithm, "async_op": async_op}
-                        work, tensors, wanted = verb(comm, make, numel, options)
-                        if async_op:
-                            work.wait()
-                        for tensor, values in zip(tensors, wanted, strict=True):
-                            checks.equal(tensor, values)
-        for algorithm in comm.algorithms("allreduce"):
-            mean = reduced(comm.size, 10, torch.float32) / comm.size
-            for prepared in (False, False, True):
-                with checks.case(op="average", algorithm=algorithm, prepared=prepared):
-                    tensor = make(own(comm, 10))
-                    if prepared:
-                        comm.prepare_allreduce(tensor, "average", algorithm=algorithm)()
-                    else:
+        mean = reduced(comm.size, 10, torch.float32) / comm.size
+        for kind, make in ODD.items():
+            for algorithm in ("auto", "ring", "native"):
+                with checks.case(kind=kind, algorithm=algorithm):
+                    for tensor in (own(comm, 10), make(own(comm, 10)), own(comm, 10)):
                         comm.allreduce(tensor, "average", algorithm=algorithm)
-                    checks.equal(tensor.detach(), mean)
-        for ordinary_first in (True, False):
-            with checks.case(ordinary_first=ordinary_first):
-                for tensor in (own(comm, 10), make(own(comm, 10)))[:: 1 if ordinary_first else -1]:
-                    comm.allreduce(tensor)
-                    checks.equal(tensor, reduced(comm.size, 10, torch.float32))
+                        checks.equal(elements(tensor), mean)
+                    tensor = make(own(comm, 10))
+                    comm.prepare_allreduce(tensor, "average", algorithm=algorithm)()
+                    checks.equal(elements(tensor), mean)
+        for kind, make in ODD.items():
+            with communicator() as first_sees_it, checks.case(kind=kind):
+                for tensor in (make(own(comm, 10)), own(comm, 10)):
+                    first_sees_it.allreduce(tensor)
+                    checks.equal(elements(tensor), reduced(comm.size, 10, torch.float32))
     return checks.failures
 
 
-def with_every_codec(kind: str) -> list[str]:
+def with_codecs(pairs: list[tuple[str, str]]) -> list[str]:
     """What codecs make of an odd tensor is what they make of an ordinary one, with and without feedback."""
-    checks, make = Checks(), KINDS[kind]
+    checks = Checks()
     with communicator() as comm:
-        for codec in CODECS:
+        for codec, kind in pairs:
             feedbacks = [None, None] if codec == "none" else [comm.new_feedback(codec, 300) for _ in range(2)]
             for step in range(2):
-                with checks.case(codec=codec, step=step):
-                    odd, ordinary = make(own(comm, 300)), own(comm, 300)
+                with checks.case(codec=codec, kind=kind, step=step):
+                    odd, ordinary = ODD[kind](own(comm, 300)), own(comm, 300)
                     for tensor, feedback in zip((odd, ordinary), feedbacks, strict=True):
                         comm.allreduce(tensor, codec=codec, feedback=feedback, step=step)
                     checks.equal(odd.detach(), ordinary)
@@ -189,16 +73,16 @@ def in_and_out_of_inference_mode() -> list[str]:
                 feedbacks = {codec: comm.new_feedback(codec, 300) for codec in CODECS if codec != "none"}
             for inside in (inside_first, not inside_first):
                 with torch.inference_mode() if inside else nullcontext():
-                    for name, verb in VERBS.items():
-                        for algorithm in comm.algorithms(name):
-                            for async_op in (False, True):
-                                with checks.case(verb=name, algorithm=algorithm, inside=inside, async_op=async_op):
-                                    options = {"algorithm": algorithm, "async_op": async_op}
-                                    work, tensors, wanted = verb(comm, torch.clone, SEVERAL_SEGMENTS, options)
-                                    if async_op:
-                                        work.wait()
-                                    for tensor, values in zip(tensors, wanted, strict=True):
-                                        checks.equal(tensor, values)
+                    for name, (collective, verb, *_) in VERBS.items():
+                        for number, algorithm in enumerate(comm.algorithms(collective)):
+                            with checks.case(verb=name, algorithm=algorithm, inside=inside):
+                                case = Case(comm, algorithm, torch.float32, "sum", SEVERAL_SEGMENTS, "ordinary", 0)
+                                call, tensors, wanted = verb(case)
+                                work = call(algorithm=algorithm, async_op=bool(number % 2))
+                                if work is not None:
+                                    work.wait()
+                                for tensor, values in zip(tensors, wanted, strict=True):
+                                    checks.equal(elements(tensor), values.reshape(-1))
                     for codec, feedback in feedbacks.items():
                         with checks.case(codec=codec, inside=inside):
                             comm.allreduce(own(comm, 300), codec=codec, feedback=feedback)
@@ -317,22 +201,16 @@ def refused_inside_vmap() -> None:
         comm.barrier()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_through_every_verb(ranks: Worlds, kind: str) -> None:
-    assert ranks(3).run(through_every_verb, kind) == [[]] * 3
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("check", [odd_and_ordinary_in_turn, in_and_out_of_inference_mode, keeping_nan])
+def test_it_holds(ranks: Worlds, check: Callable[[], list[str]]) -> None:
+    assert ranks(3).run(check) == [[]] * 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_with_every_codec(ranks: Worlds, kind: str) -> None:
-    assert ranks(2).run(with_every_codec, kind) == [[]] * 2
-
-
-def test_in_and_out_of_inference_mode(ranks: Worlds) -> None:
-    assert ranks(3).run(in_and_out_of_inference_mode) == [[]] * 3
-
-
-def test_nan_in_min_and_max(ranks: Worlds) -> None:
-    assert ranks(3).run(keeping_nan) == [[]] * 3
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("pairs", [SOME, *wide(EVERY)], ids=["some kinds", "every kind"])
+def test_with_every_codec(ranks: Worlds, pairs: list[tuple[str, str]]) -> None:
+    assert ranks(2).run(with_codecs, pairs) == [[]] * 2
 
 
 @pytest.mark.parametrize("name", WITHOUT_MEMORY)

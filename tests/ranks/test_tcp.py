@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -65,57 +66,43 @@ def connect_by_itself(hosts: str, memory: str, without_kernels: int | None) -> t
 
 
 @pytest.mark.parametrize(
-    ("hosts", "memory", "expected"),
+    ("hosts", "memory", "near", "far"),
     [
-        ("aaa", "1", [{"memory", "gloo"}] * 3),
-        ("aaa", "0", [{"tcp"}] * 3),
-        ("abc", "1", [{"tcp"}] * 3),
-        ("aab", "1", [{"memory", "tcp"}, {"memory", "tcp"}, {"tcp"}]),
-        ("aab", "0", [{"tcp"}] * 3),
+        ("aaa", "1", [{"memory"}] * 3, "gloo"),
+        ("aaa", "0", [set()] * 3, "tcp"),
+        ("abc", "1", [set()] * 3, "tcp"),
+        ("aab", "1", [{"memory"}, {"memory"}, set()], "tcp"),
+        ("aab", "0", [set()] * 3, "tcp"),
     ],
 )
 def test_ranks_that_share_no_memory_have_connections_of_their_own(
-    ranks: Worlds, hosts: str, memory: str, expected: list[set[str]]
+    ranks: Worlds, hosts: str, memory: str, near: list[set[str]], far: str
 ) -> None:
-    found = ranks(3).run(connect_by_itself, hosts, memory, None)
-    assert found == [(through, []) for through in expected]
-
-
-@pytest.mark.parametrize(
-    ("hosts", "memory", "expected"),
-    [
-        ("abc", "1", [{"gloo"}] * 3),
-        ("aaa", "0", [{"gloo"}] * 3),
-        ("aab", "1", [{"memory", "gloo"}, {"memory", "gloo"}, {"gloo"}]),
-    ],
-)
-def test_all_use_gloo_where_one_rank_cannot_drive_connections(
-    ranks: Worlds, hosts: str, memory: str, expected: list[set[str]]
-) -> None:
-    """One of them says so, and why."""
+    """Where one rank cannot drive connections, all use gloo, and one of them says so, and why."""
+    assert ranks(3).run(connect_by_itself, hosts, memory, None) == [(through | {far}, []) for through in near]
     found = ranks(3).run(connect_by_itself, hosts, memory, 1)
-    assert [through for through, _ in found] == expected
-    [warning] = [warning for _, warnings in found for warning in warnings]
-    assert "through gloo" in warning
-    assert "rank 1: not on this machine" in warning
+    assert [through for through, _ in found] == [through | {"gloo"} for through in near]
+    warnings = [warning for _, warnings in found for warning in warnings]
+    assert len(warnings) == (far == "tcp")
+    assert all("through gloo" in warning and "rank 1: not on this machine" in warning for warning in warnings)
 
 
-def reduce_oddities(hosts: str, op: str, algorithm: str) -> list[int]:
-    """The bits of what comes of zeros of both signs, and of what is no number."""
+def reduce_oddities(hosts: str) -> dict[tuple[str, str], list[int]]:
+    """The bits of what comes of zeros of both signs, and of what is no number, by op and algorithm."""
     with on_host(hosts[dist.get_rank()]):
         comm = Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
+    bits = {}
     with comm:
-        tensor = torch.tensor([0.0, -0.0, -0.0, torch.nan, -torch.nan, torch.inf]).repeat(10).roll(comm.rank)
-        comm.allreduce(tensor, op, algorithm=algorithm)
-        bits: list[int] = tensor.view(torch.int32).tolist()
-        return bits
+        for op, algorithm in product(("sum", "min", "max", "product"), ("recursive_doubling", "direct")):
+            tensor = torch.tensor([0.0, -0.0, -0.0, torch.nan, -torch.nan, torch.inf]).repeat(10).roll(comm.rank)
+            comm.allreduce(tensor, op, algorithm=algorithm)
+            bits[op, algorithm] = tensor.view(torch.int32).tolist()
+    return bits
 
 
-@pytest.mark.parametrize("algorithm", ["recursive_doubling", "direct"])
-@pytest.mark.parametrize("op", ["sum", "min", "max", "product"])
 @pytest.mark.parametrize("hosts", ["aabc", "abcd", "aabb"])
-def test_all_ranks_have_the_same_bits_wherever_they_are(ranks: Worlds, hosts: str, op: str, algorithm: str) -> None:
-    found = ranks(4).run(reduce_oddities, hosts, op, algorithm)
+def test_all_ranks_have_the_same_bits_wherever_they_are(ranks: Worlds, hosts: str) -> None:
+    found = ranks(4).run(reduce_oddities, hosts)
     assert found == [found[0]] * 4
 
 

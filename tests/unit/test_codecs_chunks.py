@@ -8,12 +8,12 @@ import torch
 from gradwire.collectives.compression import ChunkTopK, make_codec
 from gradwire.collectives.kernels.cpu import sparse as cpu
 from gradwire.collectives.kernels.reference.sparse import CHUNK
-from tests.cuda_machine.cases import CHUNK_NUMELS, CHUNKED, KINDS, check_chunks, numbers
+from tests.cuda_machine.cases import CHUNK_NUMELS, CHUNKED, KINDS, check_chunks, decoded, encoded, numbers
 
 
 @pytest.mark.parametrize("codec", [*CHUNKED, ChunkTopK(20)], ids=repr)
 def test_the_kernel_writes_what_the_reference_writes(codec: ChunkTopK) -> None:
-    assert check_chunks(cpu, "cpu", codec, (*CHUNK_NUMELS, 4096, 20_001), KINDS) == []  # type: ignore[arg-type]
+    assert check_chunks(cpu, "cpu", codec, (*CHUNK_NUMELS, 4096, 20_001), KINDS) == []
 
 
 def test_it_writes_141_times_fewer_bytes() -> None:
@@ -23,11 +23,7 @@ def test_it_writes_141_times_fewer_bytes() -> None:
 
 
 def coded(codec: ChunkTopK, values: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-    wire = torch.zeros(codec.wire_bytes(len(values)), dtype=torch.uint8)
-    codec.encode(values, wire, residual=residual)
-    out = torch.full_like(values, 7.0)
-    codec.decode(wire, out)
-    return out
+    return decoded(codec, encoded(codec, values, residual), len(values))
 
 
 def test_the_largest_of_each_chunk_arrive_with_their_signs() -> None:

@@ -19,6 +19,7 @@ from gradwire.collectives.compression.sparse import DGC, RandomK, Threshold
 from gradwire.collectives.plan.coded import CodedProgram
 from gradwire.collectives.plan.schedule import Place
 from gradwire.collectives.run.executor import Codes, Scratch, execute
+from tests.ranks.exact import cover
 from tests.shot_model import CPU, ShotModel
 from tests.unit.in_process import Hub, InProcessTransport, run_ranks
 
@@ -92,9 +93,10 @@ def test_what_is_shorter_as_it_is_goes_as_it_is() -> None:
     assert effective(DGC(ratio=1.0), many).name == "dgc", "whose momentum is part of the result"
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("codec", [Int8(stochastic=True), Int4(), Threshold(), RandomK(ratio=0.2), ChunkTopK()])
+CODED = [Int8(stochastic=True), Int4(), Threshold(), RandomK(ratio=0.2), ChunkTopK()]
+
+
+@pytest.mark.parametrize(("codec", "size", "eager"), cover(CODED, (1, 2, 3, 5), (True, False)))
 def test_every_order_of_messages_gives_the_result_of_the_model(size: int, eager: bool, codec: Codec) -> None:
     numel, hosts = 60_011, [[rank] for rank in range(size)]
     model = ShotModel(codec, numel, hosts, 200, with_feedback=True)

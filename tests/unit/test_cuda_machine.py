@@ -94,31 +94,27 @@ class TestComputes:
         assert torch.equal(execute(body, x.clone(), architecture="compute_90"), expected.to(torch.float32))
 
 
+STOPS_AT = {
+    "the element after a tensor": ("data[i + 1] = 1;", "outside"),
+    "the element before a tensor": ("data[-1] = data[i];", "outside"),
+    "an element far behind a tensor": ("data[i] = data[i + 4096];", "outside"),
+    "an address that is not aligned": ("int4 v = *(int4*)(data + 1); data[i] = v.x + v.y + v.z + v.w;", "aligned"),
+    "shared memory that is not there": (
+        "__shared__ int s[64]; s[t + data[t] + 1] = i; __syncthreads(); data[i] = s[63 - t];",
+        "shared",
+    ),
+    "stores that disagree": ("data[0] = i;", "different values"),
+    "lanes that are not there": ("if (data[i] + t % 2) data[i] = __shfl_xor_sync(~0u, i, 1);", "not all here"),
+    "a barrier that not all reach": ("if (t < 32) return; __syncthreads(); data[i] = 1;", "barrier"),
+}
+
+
 class TestStopsAt:
-    @pytest.mark.parametrize("body", ["data[i + 1] = 1;", "data[-1] = data[i];", "data[i] = data[i + 4096];"])
-    def test_what_lies_outside_of_a_tensor(self, body: str) -> None:
-        with pytest.raises(MachineError, match="outside"):
+    @pytest.mark.parametrize("what", STOPS_AT)
+    def test_what_a_right_kernel_never_does(self, what: str) -> None:
+        body, said = STOPS_AT[what]
+        with pytest.raises(MachineError, match=said):
             execute(body, zeros())
-
-    def test_addresses_that_are_not_aligned(self) -> None:
-        with pytest.raises(MachineError, match="aligned"):
-            execute("int4 v = *(int4*)(data + 1); data[i] = v.x + v.y + v.z + v.w;", zeros())
-
-    def test_shared_memory_that_is_not_there(self) -> None:
-        with pytest.raises(MachineError, match="shared"):
-            execute("__shared__ int s[64]; s[t + data[t] + 1] = i; __syncthreads(); data[i] = s[63 - t];", zeros())
-
-    def test_stores_that_disagree(self) -> None:
-        with pytest.raises(MachineError, match="different values"):
-            execute("data[0] = i;", zeros())
-
-    def test_lanes_that_are_not_there(self) -> None:
-        with pytest.raises(MachineError, match="not all here"):
-            execute("if (data[i] + t % 2) data[i] = __shfl_xor_sync(~0u, i, 1);", zeros())
-
-    def test_barriers_that_not_all_reach(self) -> None:
-        with pytest.raises(MachineError, match="barrier"):
-            execute("if (t < 32) return; __syncthreads(); data[i] = 1;", zeros())
 
     def test_loops_without_an_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tests.cuda_machine.machine._STEPS", 1000)

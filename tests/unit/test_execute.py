@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +21,7 @@ from gradwire.collectives.errors import LinkError
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.coded import CodedProgram
 from gradwire.collectives.plan.program import Instruction, Kind, Program
-from gradwire.collectives.plan.schedule import Place, Schedule, receive, send
+from gradwire.collectives.plan.schedule import Place, Planner, Schedule, receive, send
 from gradwire.collectives.plan.spans import Span, consecutive, segments_of_blocks, segments_of_buffer
 from gradwire.collectives.reduction import COMBINE
 from gradwire.collectives.run.executor import Codes, Numbers, Scratch, execute
@@ -41,69 +41,68 @@ def contribution(rank: int, numel: int) -> torch.Tensor:
 
 
 def follow(
-    program: Program, buffer: torch.Tensor, op: str, transport: InProcessTransport, *, tag: int, timeout_s: float = 20
+    program: Program, buffer: torch.Tensor, op: str, transport: InProcessTransport, *, timeout_s: float = 20
 ) -> None:
     numbers = Numbers(program, buffer, buffer, COMBINE[op], transport.rank, Scratch())
-    execute(program, numbers, transport, tag=tag, deadline=time.monotonic() + timeout_s)
+    execute(program, numbers, transport, tag=5, deadline=time.monotonic() + timeout_s)
+
+
+def run(
+    planner: Planner,
+    segments: Callable[[int], Sequence[Sequence[Span]]],
+    results: Sequence[torch.Tensor],
+    op: str = "sum",
+    *,
+    eager: bool = True,
+    root: int = 0,
+    answered: bool = False,
+) -> None:
+    """Let all ranks follow their programs at the same time, each on its result. segments: how so many blocks are cut."""
+    size, hub = len(results), Hub(len(results), eager=eager)
+
+    def body(rank: int) -> None:
+        schedule = planner(Place(rank, size, root, hosts_of(size)))
+        program = Program(schedule, segments(schedule.blocks), answered=answered)
+        follow(program, results[rank], op, InProcessTransport(hub, rank))
+
+    run_ranks(size, body)
 
 
 @pytest.mark.parametrize("algorithm", list(PLANNERS["allreduce"]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12)
 @given(size=SIZES, numel=LENGTHS, segment=SEGMENTS, eager=st.booleans())
 def test_allreduce(algorithm: str, size: int, numel: int, segment: int, eager: bool) -> None:
-    hub = Hub(size, eager=eager)
-    expected = torch.stack([contribution(rank, numel) for rank in range(size)]).sum(0)
     results = [contribution(rank, numel) for rank in range(size)]
-
-    def body(rank: int) -> None:
-        schedule = PLANNERS["allreduce"][algorithm](Place(rank, size, 0, hosts_of(size)))
-        program = Program(schedule, segments_of_buffer(numel, schedule.blocks, segment))
-        buffer = results[rank]
-        transport = InProcessTransport(hub, rank)
-        follow(program, buffer, "sum", transport, tag=5)
-
-    run_ranks(size, body)
+    expected = torch.stack(results).sum(0)
+    run(
+        PLANNERS["allreduce"][algorithm],
+        lambda blocks: segments_of_buffer(numel, blocks, segment),
+        results,
+        eager=eager,
+    )
     assert all(torch.equal(result, expected) for result in results)
 
 
 @pytest.mark.parametrize("algorithm", list(PLANNERS["allgather"]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12)
 @given(lengths=st.lists(st.integers(0, 60), min_size=1, max_size=6), segment=SEGMENTS, eager=st.booleans())
 def test_allgather_and_reduce_scatter_of_unequal_blocks(
     algorithm: str, lengths: list[int], segment: int, eager: bool
 ) -> None:
-    size, layout = len(lengths), consecutive(lengths)
-    total = layout[-1].stop
-    expected = torch.stack([contribution(rank, total) for rank in range(size)]).sum(0)
-    results = [contribution(rank, total) for rank in range(size)]
-    hub = Hub(size, eager=eager)
-
-    def body(rank: int) -> None:
-        buffer = results[rank]
-        for tag, collective in ((100, "reduce_scatter"), (900, "allgather")):
-            schedule = PLANNERS[collective][algorithm](Place(rank, size))
-            program = Program(schedule, segments_of_blocks(layout, segment))
-            transport = InProcessTransport(hub, rank)
-            follow(program, buffer, "sum", transport, tag=tag)
-
-    run_ranks(size, body)
+    layout = consecutive(lengths)
+    results = [contribution(rank, layout[-1].stop) for rank in range(len(lengths))]
+    expected = torch.stack(results).sum(0)
+    for collective in ("reduce_scatter", "allgather"):
+        planner = PLANNERS[collective][algorithm]
+        run(planner, lambda blocks: segments_of_blocks(layout, segment), results, eager=eager)
     assert all(torch.equal(result, expected) for result in results)
 
 
 @pytest.mark.parametrize("op", ["min", "max"])
 @pytest.mark.parametrize("algorithm", list(PLANNERS["allreduce"]))
 def test_zeros_of_both_signs_come_out_alike_everywhere(algorithm: str, op: str) -> None:
-    size = 5
-    hub = Hub(size, eager=True)
-    results = [torch.tensor([0.0, -0.0]).roll(rank) for rank in range(size)]
-
-    def body(rank: int) -> None:
-        schedule = PLANNERS["allreduce"][algorithm](Place(rank, size, 0, hosts_of(size)))
-        program = Program(schedule, segments_of_buffer(2, schedule.blocks, 2))
-        transport = InProcessTransport(hub, rank)
-        follow(program, results[rank], op, transport, tag=5)
-
-    run_ranks(size, body)
+    results = [torch.tensor([0.0, -0.0]).roll(rank) for rank in range(5)]
+    run(PLANNERS["allreduce"][algorithm], lambda blocks: segments_of_buffer(2, blocks, 2), results, op)
     assert len({tuple(result.view(torch.int32).tolist()) for result in results}) == 1
 
 
@@ -113,7 +112,7 @@ def test_a_message_that_never_comes_ends_at_the_deadline() -> None:
     program = Program(schedule, segments_of_buffer(30, 3, 10))
     transport = InProcessTransport(Hub(3, eager=True), 0)
     with pytest.raises(LinkError) as caught:
-        follow(program, buffer, "sum", transport, tag=1, timeout_s=0.2)
+        follow(program, buffer, "sum", transport, timeout_s=0.2)
     assert (caught.value.peer, caught.value.timed_out) == (2, True)
 
 
@@ -136,7 +135,7 @@ def test_a_receive_is_not_posted_while_its_memory_is_still_to_be_sent() -> None:
         transport = InProcessTransport(hub, rank)
         if rank == 2:
             threading.Timer(0.2, sent.set).start()
-        follow(program, results[rank], "sum", transport, tag=1)
+        follow(program, results[rank], "sum", transport)
 
     run_ranks(3, body)
     assert torch.equal(results[1], contribution(0, 4))
@@ -221,15 +220,9 @@ def test_nobody_answers_where_all_who_talk_talk_both_ways(algorithm: str) -> Non
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("algorithm", list(PLANNERS["broadcast"]))
 def test_a_program_with_answers_comes_to_its_end(algorithm: str, eager: bool) -> None:
-    size, hub = 5, Hub(5, eager=eager)
-    results = [contribution(rank, 500) for rank in range(size)]
-
-    def body(rank: int) -> None:
-        schedule = PLANNERS["broadcast"][algorithm](Place(rank, size, 2))
-        program = Program(schedule, segments_of_buffer(500, schedule.blocks, 20), answered=True)
-        follow(program, results[rank], "sum", InProcessTransport(hub, rank), tag=5)
-
-    run_ranks(size, body)
+    results = [contribution(rank, 500) for rank in range(5)]
+    planner = PLANNERS["broadcast"][algorithm]
+    run(planner, lambda blocks: segments_of_buffer(500, blocks, 20), results, eager=eager, root=2, answered=True)
     assert all(torch.equal(result, contribution(2, 500)) for result in results)
 
 
@@ -244,7 +237,7 @@ CODECS = {"none": Raw(), "int8": Int8(block=16), "int8, stochastic": Int8(block=
 
 @pytest.mark.parametrize("name", list(CODECS))
 @pytest.mark.parametrize("algorithm", list(PLANNERS["allreduce"]))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4)
 @given(size=SIZES, numel=LENGTHS, segment_bytes=st.integers(1, 300), eager=st.booleans(), grouped=st.booleans())
 def test_codes_ride_every_algorithm(
     name: str, algorithm: str, size: int, numel: int, segment_bytes: int, eager: bool, grouped: bool

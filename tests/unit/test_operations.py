@@ -20,6 +20,8 @@ from gradwire.collectives.run.operations import Operations, Turn
 from gradwire.collectives.run.work import Work, WorkQueue
 from tests.unit.test_watch import DEADLINE_S, end_abruptly, watches
 
+SOON_S = 0.3  # in which nothing is to happen
+
 
 class StuckTransport:
     """Of rank 0; a wait in it ends with abort() only, as gloo's do at times after a peer was killed."""
@@ -135,9 +137,9 @@ def test_a_message_is_given_up_when_its_own_rank_has_left(leaver: int) -> None:
         threading.Thread(target=call).start()
         assert began.wait(DEADLINE_S)
         all_watches[leaver].say_leaving(0)
-        assert not ended.wait(1.0)  # it may still be sending
+        assert not ended.wait(SOON_S)  # it may still be sending
         all_watches[leaver].say_done()
-        assert ended.wait(DEADLINE_S if leaver == 1 else 1.0) == (leaver == 1)
+        assert ended.wait(DEADLINE_S if leaver == 1 else SOON_S) == (leaver == 1)
         transport.abort()
         assert ended.wait(DEADLINE_S)
         if leaver == 1:

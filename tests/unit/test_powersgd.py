@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.compression.powersgd import PowerSGD, PowerSGDState
+from gradwire.collectives.kernels.cpu import sparse as cpu_sparse
 from gradwire.collectives.kernels.reference import sparse as reference_sparse
-
-cpu_sparse = pytest.importorskip("gradwire.collectives.kernels.cpu.sparse")
+from tests.cuda_machine.cases import bits
 
 CPU = torch.device("cpu")
 SHAPES = [(40, 30), (7,), (40, 30), (16, 4, 3, 3), (3, 5), (), (50, 40), (0, 9)]
@@ -52,11 +52,6 @@ class World:
         for other in results[1:]:
             assert all(map(torch.equal, map(bits, other), map(bits, results[0])))
         return results[0]
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """With one NaN for all."""
-    return torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor).view(torch.int32)
 
 
 def gradients(rank: int, step: int, shapes: Sequence[Sequence[int]] = SHAPES) -> list[Tensor]:

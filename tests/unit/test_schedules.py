@@ -1,8 +1,8 @@
-"""Every algorithm, for every world size 1..64: complete, matched, free of deadlock, and as cheap as its docstring says."""
+"""Every algorithm, for world sizes from 1 to 64: complete, matched, free of deadlock, and as cheap as its docstring says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -17,8 +17,10 @@ from gradwire.collectives.plan.algorithms import BETWEEN_HOSTS, PLANNERS, direct
 from gradwire.collectives.plan.check import ScheduleError, check_algorithm, contributions, encodings, run
 from gradwire.collectives.plan.schedule import Action, Place, Planner, Schedule, receive, reduce, send
 from gradwire.collectives.plan.spans import Span
+from tests.harness import wide
 
-SIZES = range(1, 65)
+SIZES = (1, 2, 3, 4, 5, 7, 8, 33)
+EVERY_SIZE = range(1, 65)
 
 
 def plan(collective: str, algorithm: str, size: int, root: int = 0) -> list[Schedule]:
@@ -37,9 +39,13 @@ def everyone(size: int) -> int:
 ALL = [(collective, algorithm) for collective, planners in PLANNERS.items() for algorithm in planners]
 
 
+@pytest.mark.parametrize("sizes", [SIZES, *wide(EVERY_SIZE)], ids=["some sizes", "every size"])
 @pytest.mark.parametrize(("collective", "algorithm"), ALL)
-def test_every_contribution_arrives_once_where_it_belongs(collective: str, algorithm: str) -> None:
-    sizes = (*range(1, 17), 33, 64) if "(" in algorithm else SIZES  # what is nested has been looked at by itself
+def test_every_contribution_arrives_once_where_it_belongs(
+    collective: str, algorithm: str, sizes: Sequence[int]
+) -> None:
+    if "(" in algorithm:  # what is nested has been looked at by itself
+        sizes = [size for size in sizes if size <= 16 or size in (33, 64)]
     check_algorithm(collective, PLANNERS[collective][algorithm], sizes)
 
 
@@ -208,9 +214,10 @@ def sent_blocks(schedule: Schedule) -> int:
 COSTED = [(c, a) for c, planners in PLANNERS.items() for a in planners if a not in BETWEEN_HOSTS]
 
 
+@pytest.mark.parametrize("sizes", [SIZES, *wide(EVERY_SIZE)], ids=["some sizes", "every size"])
 @pytest.mark.parametrize(("collective", "algorithm"), COSTED)
-def test_rounds_and_bytes_are_those_of_the_docstring(collective: str, algorithm: str) -> None:
-    for size in SIZES[1:]:
+def test_rounds_and_bytes_are_those_of_the_docstring(collective: str, algorithm: str, sizes: Sequence[int]) -> None:
+    for size in sizes[1:]:
         with world_of(size):
             schedules = plan(collective, algorithm, size)
             rounds, share = shares(collective, algorithm, size)
@@ -245,18 +252,6 @@ def test_hierarchical_works_on_any_hosts_and_crosses_links_once(hosts: tuple[tup
         assert leaving / schedules[0].blocks == pytest.approx(2 * (across - 1) / across)
     inside = 2 * any(len(host) > 1 for host in hosts)
     assert len(schedules[0].rounds) == inside + 2 * (across - 1)
-
-
-def test_a_broken_schedule_is_caught() -> None:
-    """The checker itself: dropping a message, or adding it twice, must not pass."""
-    schedules = plan("allreduce", "ring", 4)
-    first = schedules[1].rounds[0]
-    dropped = Schedule(1, 4, 4, ((first[0],), *schedules[1].rounds[1:]))
-    with pytest.raises(ScheduleError, match="do not match"):
-        run([schedules[0], dropped, *schedules[2:]], contributions(4, 4))
-    doubled = [Schedule(s.rank, 4, 4, s.rounds[:1] + s.rounds) for s in schedules]
-    with pytest.raises(ScheduleError, match="added twice"):
-        run(doubled, contributions(4, 4))
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import subprocess
-import sys
+import resource
 from pathlib import Path
 
 import pytest
@@ -57,14 +56,13 @@ def test_the_wrong_name_is_refused() -> None:
 
 
 def test_what_cannot_be_reserved_is_an_error() -> None:
-    script = (
-        "import resource; from gradwire.collectives.link.shared_memory.segment import Segment\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-        "try: Segment.create('gradwire-test', 1 << 20)\n"
-        "except OSError as error: print(error)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    assert "cannot reserve 1048576 bytes of shared memory" in done.stdout
+    allowed, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
+    try:
+        with pytest.raises(OSError, match="cannot reserve 1048576 bytes of shared memory"):
+            Segment.create("gradwire-test", 1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (allowed, most))
 
 
 def test_no_descriptor_is_kept() -> None:

@@ -7,7 +7,8 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations
+from functools import cache
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from gradwire.collectives.plan.spans import segments_of_buffer
 from gradwire.collectives.reduction import COMBINE, DTYPES
 from gradwire.collectives.run.executor import Numbers, Scratch, execute
 from tests.harness import wide
+from tests.ranks.exact import cover
 from tests.unit.in_process import run_ranks
 
 DEADLINE_S = 20.0
@@ -142,43 +144,44 @@ def assert_same_bits(
     assert len(set(in_one_call)) == 1, "the ranks' bits differ"
 
 
-@pytest.mark.parametrize("size", [2, 3, *wide(4, 5)])
-@pytest.mark.parametrize("dtype", CARRIED, ids=str)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        cover((2, 3), ALGORITHMS, CARRIED, OPS, NUMELS),
+        *wide([*product((2, 3, 4, 5), ALGORITHMS, CARRIED, OPS, NUMELS)]),
+    ],
+    ids=["some", "all"],
+)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_compiled_program_gives_the_bits_that_python_gives(
-    connect: Connect, algorithm: str, dtype: torch.dtype, size: int
+    connect: Connect, algorithm: str, rows: list[tuple[int, str, torch.dtype, str, int]]
 ) -> None:
-    transports = connect(size)
-    for op in OPS:
-        for numel in NUMELS:
-            assert_same_bits(transports, algorithm, op, [contribution(rank, numel, dtype) for rank in range(size)])
+    transports = cache(connect)
+    for size, name, dtype, op, numel in rows:
+        if name == algorithm:
+            given = [contribution(rank, numel, dtype) for rank in range(size)]
+            assert_same_bits(transports(size), algorithm, op, given)
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in CARRIED if dtype.is_floating_point], ids=str)
-@pytest.mark.parametrize("op", ["min", "max"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_zeros_of_both_signs_and_no_numbers_come_out_alike_everywhere(
-    connect: Connect, algorithm: str, op: str, dtype: torch.dtype
-) -> None:
-    """Which zero it is, and which of the bits that are no number, torch leaves open itself."""
-    transports, given = connect(4), [peculiar(rank, dtype) for rank in range(4)]
-    bits = allreduced(transports, algorithm, op, given, compiled=True)
-    assert len(set(bits)) == 1
-    expected = torch.stack(given).amin(0) if op == "min" else torch.stack(given).amax(0)
-    found = torch.frombuffer(bytearray(bits[0]), dtype=dtype)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+def test_odd_numbers_come_out_alike_everywhere(connect: Connect, algorithm: str, dtype: torch.dtype) -> None:
+    """Which zero it is, and which of the bits that are no number, torch leaves open itself.
 
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_bits_that_are_no_number_are_the_same_everywhere(
-    connect: Connect, algorithm: str, op: str, dtype: torch.dtype
-) -> None:
-    """The processor has one kind of them of its own, torch another, and of two it keeps one."""
-    numbers = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 1.0]).repeat(20)
-    given = [numbers.roll(rank).to(dtype) for rank in range(4)]
-    assert len(set(allreduced(connect(4), algorithm, op, given, compiled=True))) == 1
+    The processor has one kind of no number of its own, torch another, and of two it keeps one.
+    """
+    transports = connect(4)
+    no_numbers = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 1.0]).repeat(20)
+    for op in OPS:
+        given = [no_numbers.roll(rank).to(dtype) for rank in range(4)]
+        assert len(set(allreduced(transports, algorithm, op, given, compiled=True))) == 1
+    for op in ("min", "max"):
+        given = [peculiar(rank, dtype) for rank in range(4)]
+        bits = allreduced(transports, algorithm, op, given, compiled=True)
+        assert len(set(bits)) == 1
+        expected = getattr(torch.stack(given), f"a{op}")(0)
+        found = torch.frombuffer(bytearray(bits[0]), dtype=dtype)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_more_messages_than_the_table_had_rows(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,16 +336,6 @@ BROKEN_OFF = {
 }
 
 
-@pytest.mark.parametrize("said", BROKEN_OFF)
-def test_a_connection_ends_in_the_middle(over_loopback: tuple[TcpTransport, socket.socket], said: str) -> None:
-    transport, peer = over_loopback
-    pending = receive(transport, 1, torch.empty(100), 7)
-    peer.sendall(BROKEN_OFF[said])
-    peer.close()
-    error = failure(lambda: pending.wait(in_time()))
-    assert (error.peer, error.timed_out, str(error)) == (1, False, "rank 1: the connection has ended")
-
-
 def reset(connection: socket.socket) -> None:
     """End a connection as a host does that knows nothing of it any more."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -350,14 +343,19 @@ def reset(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("said", BROKEN_OFF)
-def test_a_connection_is_reset(over_loopback: tuple[TcpTransport, socket.socket], said: str) -> None:
+@pytest.mark.parametrize(
+    ("end", "detail"), [(socket.socket.close, "the connection has ended"), (reset, "Connection reset by peer")]
+)
+def test_a_connection_ends_in_the_middle(
+    over_loopback: tuple[TcpTransport, socket.socket], end: Callable[[socket.socket], None], detail: str, said: str
+) -> None:
     transport, peer = over_loopback
     pending = receive(transport, 1, torch.empty(100), 7)
     peer.sendall(BROKEN_OFF[said])
-    reset(peer)
+    end(peer)
     error = failure(lambda: pending.wait(in_time()))
     assert (error.peer, error.timed_out) == (1, False)
-    assert "rank 1: Connection reset by peer" in str(error)
+    assert f"rank 1: {detail}" in str(error)
 
 
 @pytest.mark.parametrize("end", [socket.socket.close, reset])
@@ -424,7 +422,7 @@ def test_a_deadline_holds_while_messages_trickle_in(
     over_loopback: tuple[TcpTransport, socket.socket], compiled: bool
 ) -> None:
     transport, peer = over_loopback
-    buffer = torch.zeros(100_000)
+    buffer = torch.zeros(20_000)
     run = transport.follow(program("ring", 0, 2, buffer.numel()), buffer.dtype, "sum")
     assert run is not None
     over = threading.Event()
@@ -432,7 +430,7 @@ def test_a_deadline_holds_while_messages_trickle_in(
     def trickle() -> None:
         """All that a ring would send, in each segment first what is reduced, then what is copied."""
         segments = [len(layout) for layout in segments_of_buffer(buffer.numel(), 2, SEGMENT)]
-        content = bytes(4 * SEGMENT) if compiled else bytes(400_000)
+        content = bytes(4 * SEGMENT) if compiled else bytes(80_000)
         stream = b"".join(framed(7 + segment, content) * 2 for segment in range(len(segments)))
         for begin in range(0, len(stream), 40):
             if over.wait(0.001):

@@ -60,7 +60,7 @@ def end_abruptly(watch: Watch) -> None:
             neighbour.socket.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("size", range(1, 34))
+@pytest.mark.parametrize("size", [*range(1, 10), 13, 16, 33])
 def test_the_ranks_are_connected_whoever_of_them_is_gone(size: int) -> None:
     for gone in range(size):
         reached, new = set[int](), {(gone + 1) % size} - {gone}
