@@ -73,6 +73,16 @@ def forked(target: Callable[..., None], *args: Any) -> multiprocessing.process.B
     return process
 
 
+def connected(target: Callable[..., None], *args: Any, name: str) -> Connection:
+    """Start a process of the server, as forked() does, and return the other end of the connection that is its last argument."""
+    ours, theirs = _context.Pipe()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    process = _context.Process(target=target, args=(*args, theirs), name=name, daemon=True)
+    process.start()
+    theirs.close()
+    return ours
+
+
 class RanksFailedError(AssertionError):
     """Some ranks raised, died or hung; the message holds what every rank reported."""
 
@@ -241,7 +251,7 @@ class Worlds:
         for world in self._shared.values():
             if world.is_alive():
                 world.close()
-        if left_over := multiprocessing.active_children():
+        if left_over := [process for process in multiprocessing.active_children() if process.name != "python"]:
             raise RanksFailedError(f"processes left over: {left_over}")
 
 
