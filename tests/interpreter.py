@@ -59,12 +59,14 @@ _libc = ctypes.CDLL(None)
 
 @cache
 def python() -> str:
-    """Return the path of the command, whose server this process keeps until its end."""
+    """Return the path of the command, beside which is a torchrun of it. This process keeps their server until its end."""
     folder = tempfile.TemporaryDirectory(prefix="python-")
     atexit.register(folder.cleanup)
     command = Path(folder.name, "python")
-    command.write_text(_COMMAND)
-    command.chmod(0o755)
+    torchrun = f"#!{command}\nimport sys\nfrom torch.distributed.run import main\nsys.exit(main())\n"
+    for path, text in ((command, _COMMAND), (command.with_name("torchrun"), torchrun)):
+        path.write_text(text)
+        path.chmod(0o755)
     listens = connected(_serve, str(command.with_name("socket")), name="python")
     listens.recv()
     atexit.register(listens.close)
