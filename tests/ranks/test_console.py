@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from gradwire.trainer.cli.__main__ import main
+from tests.interpreter import python
+from tests.pages import ROOT
 from tests.ranks.test_init import unused_port
 
-ROOT = str(Path(__file__).parents[2])
 DEADLINE_S = 60.0
 
 #: Adds up ranks, on whatever hosts they are.
@@ -88,7 +89,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(sys, "executable", python())
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return tmp_path
 
