@@ -44,8 +44,17 @@ server.connect(os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), "sock
 socket.send_fds(server, [b"."], [0, 1, 2])
 server.sendall(repr((sys.argv, dict(os.environ), os.getcwd(), os.getpid())).encode() + b"\\n")
 pid = int(server.recv(100))
+
+
+def hand_on(number, frame):
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:  # it has ended, which the server is about to say
+        pass
+
+
 for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, lambda number, frame: os.kill(pid, number))
+    signal.signal(number, hand_on)
 status = int(server.recv(100) or -signal.SIGKILL)
 if status < 0:
     if -status not in (signal.SIGKILL, signal.SIGSTOP):
