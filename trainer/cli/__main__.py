@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     if name == "run":
         return _run(rest)
     if name == "info":
-        return _module("collectives", ["info", *rest])
+        return _module("gradwire.collectives", ["info", *rest])
     if name == "check":
         return _module("gradwire.trainer.cli.check", rest)
     if name == "bench":
@@ -53,7 +53,7 @@ def _bench(arguments: list[str]) -> int:
     if missing:
         print(f"gradwire: bench needs {' and '.join(missing)}: pip install 'gradwire[bench]'", file=sys.stderr)
         return 2
-    return _module("bench", arguments)
+    return _module("gradwire.bench", arguments)
 
 
 def _module(name: str, arguments: list[str]) -> int:
