@@ -3,8 +3,8 @@
 Three deadlines are nested, each long enough for the one inside it to speak first: an exchange (EXCHANGE_TIMEOUT_S, of
 the torch.distributed group), a run of one function on all ranks (RUN_TIMEOUT_S), and pytest-timeout around the test.
 Ranks meet through a FileStore, so that no test chooses a port. They are forked from a server process that has only
-imported torch and collectives, which makes a fresh world cost tens of milliseconds. After torch's MultiProcContinuousTest
-(torch/testing/_internal/common_distributed.py).
+imported torch, gradwire and what the examples draw and learn with, which makes a fresh world cost tens of milliseconds.
+After torch's MultiProcContinuousTest (torch/testing/_internal/common_distributed.py).
 """
 
 import faulthandler
@@ -60,6 +60,8 @@ _context.set_forkserver_preload(
         "gradwire",
         "gradwire.collectives.kernels.cpu.shared_memory",
         "gradwire.collectives.kernels.cpu.tcp",
+        "matplotlib.figure",
+        "sklearn.datasets",
         "pytest",
     ]
 )

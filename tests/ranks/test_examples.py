@@ -47,6 +47,7 @@ SMALL_GPT: dict[str, Any] = {
 FLAGS_OF_SMALL_GPT = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL_GPT.items()]
 SMALL_CNN = ["--layers=1", "--width=8", "--batch=32", "--lr=1e-2", "--warm-up=5"]
 
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A text to train on."""

@@ -5,7 +5,6 @@ import random
 import re
 import socket
 import subprocess
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial

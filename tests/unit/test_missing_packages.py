@@ -19,6 +19,8 @@ class Without(PathFinder):
         return None if name in {missing} else super().find_spec(name, path, target)
 
 sys.meta_path = [Without if finder is PathFinder else finder for finder in sys.meta_path]
+for name in [name for name in sys.modules if name.split(".")[0] in {missing}]:
+    del sys.modules[name]
 sys.argv = ["example", "--help"]
 runpy.run_module("gradwire.trainer.examples.{example}", run_name="__main__")
 """

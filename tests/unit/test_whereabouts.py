@@ -137,8 +137,6 @@ hook = ExceptHook.telling(leaver)
 raise ValueError("wrong")
 """
     for command, count in (([python()], 1), ([sys.executable, "-i"], 0)):
-        process = subprocess.run(
-            [*command, "-c", script], input="", capture_output=True, text=True, timeout=DEADLINE_S
-        )
+        process = subprocess.run([*command, "-c", script], input="", capture_output=True, text=True, timeout=DEADLINE_S)
         assert process.stdout.count("told raised ValueError: wrong at ") == count, process
         assert "ValueError: wrong" in process.stderr
