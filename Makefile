@@ -53,6 +53,10 @@ package: .venv/.package  ## build the source distribution and the wheel in dist/
 		tar -tzf dist/*.tar.gz | grep "/$$file$$" > /dev/null || { echo "the source distribution lacks $$file"; exit 1; }; done
 	for file in gradwire/collectives/kernels/cuda/codecs.cuh gradwire/py.typed; do \
 		$(BIN)/python -m zipfile -l dist/*.whl | grep "^$$file " > /dev/null || { echo "the wheel lacks $$file"; exit 1; }; done
+	! $(BIN)/python -m zipfile -l dist/*.whl | grep -vE "^(File Name|gradwire/|gradwire-[^/]*\.dist-info/)" || \
+		{ echo "the wheel installs more than gradwire"; exit 1; }
+	! tar -tzf dist/*.tar.gz | grep -E "^[^/]*/([^/]*\.py|[^/]*/__init__\.py)$$" | grep -vE "/(gradwire|tests)/__init__\.py|/noxfile\.py" || \
+		{ echo "the source distribution holds another package than gradwire"; exit 1; }
 
 matrix: .venv/.matrix  ## run a smoke test on every Python found here, with the oldest and newest packages claimed
 	$(BIN)/python -m nox $(if $(ARGS),-- $(ARGS))

@@ -3,8 +3,8 @@
 Three deadlines are nested, each long enough for the one inside it to speak first: an exchange (EXCHANGE_TIMEOUT_S, of
 the torch.distributed group), a run of one function on all ranks (RUN_TIMEOUT_S), and pytest-timeout around the test.
 Ranks meet through a FileStore, so that no test chooses a port. They are forked from a server process that has only
-imported torch and collectives, which makes a fresh world cost tens of milliseconds. After torch's MultiProcContinuousTest
-(torch/testing/_internal/common_distributed.py).
+imported torch, gradwire and what the examples draw and learn with, which makes a fresh world cost tens of milliseconds.
+After torch's MultiProcContinuousTest (torch/testing/_internal/common_distributed.py).
 """
 
 import faulthandler
@@ -60,6 +60,8 @@ _context.set_forkserver_preload(
         "gradwire",
         "gradwire.collectives.kernels.cpu.shared_memory",
         "gradwire.collectives.kernels.cpu.tcp",
+        "matplotlib.figure",
+        "sklearn.datasets",
         "pytest",
     ]
 )
@@ -71,6 +73,16 @@ def forked(target: Callable[..., None], *args: Any) -> multiprocessing.process.B
     process = _context.Process(target=target, args=args, daemon=True)
     process.start()
     return process
+
+
+def connected(target: Callable[..., None], *args: Any, name: str) -> Connection:
+    """Start a process of the server, as forked() does, and return the other end of the connection that is its last argument."""
+    ours, theirs = _context.Pipe()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    process = _context.Process(target=target, args=(*args, theirs), name=name, daemon=True)
+    process.start()
+    theirs.close()
+    return ours
 
 
 class RanksFailedError(AssertionError):
@@ -241,7 +253,7 @@ class Worlds:
         for world in self._shared.values():
             if world.is_alive():
                 world.close()
-        if left_over := multiprocessing.active_children():
+        if left_over := [process for process in multiprocessing.active_children() if process.name != "python"]:
             raise RanksFailedError(f"processes left over: {left_over}")
 
 

@@ -1,27 +1,18 @@
-"""Programs as a user runs them: on ranks with the environment and the store that torchrun gives them.
-
-The ranks come from the harness's server, so that they need not import torch: seconds for each, which were most of such a test.
-"""
+"""Programs as a user runs them: on ranks with the environment and the store that torchrun gives them."""
 
 from __future__ import annotations
 
-import atexit
-import gc
 import os
-import runpy
-import sys
+import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Sequence
 from datetime import timedelta
-from multiprocessing.connection import wait
 from pathlib import Path
 
-import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.harness import forked
+from tests.interpreter import python
+from tests.pages import ROOT
 
 DEADLINE_S = 100.0
 
@@ -43,33 +34,25 @@ def launch(program: Path | str, folder: Path, *arguments: str, processes: int = 
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_RUN_ID": f"{os.getpid()}-{store.port}",
     }
-    with tempfile.NamedTemporaryFile() as output:
+    command = [python(), *(["-m"] if isinstance(program, str) else []), str(program), *arguments]
+    with tempfile.TemporaryFile("w+") as output:
         ranks = [
-            forked(
-                _run,
-                program,
-                folder,
-                arguments,
-                output.name,
-                environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
+            start(command, folder, output.fileno(), **environment, RANK=str(rank), LOCAL_RANK=str(rank))
             for rank in range(processes)
         ]
         deadline = time.monotonic() + DEADLINE_S
         try:
-            running = {rank.sentinel: rank for rank in ranks}
-            while running and (ended := wait(running, max(0.0, deadline - time.monotonic()))):
-                for sentinel in ended:
-                    rank = running.pop(sentinel)  # type: ignore[call-overload]
-                    rank.join()
-                    if rank.exitcode != 0:
-                        deadline = min(deadline, time.monotonic() + GRACE_S)
+            while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < deadline:
+                if any(codes):
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                time.sleep(0.01)
         finally:
             for rank in ranks:
                 rank.kill()
-                rank.join()
-        said = Path(output.name).read_text()
-    assert [rank.exitcode for rank in ranks] == [0] * processes, said
+                rank.wait()
+        output.seek(0)
+        said = output.read()
+    assert codes == [0] * processes, said
     return said
 
 
@@ -80,33 +63,13 @@ def launch_text(script: str, folder: Path, processes: int = 2) -> str:
     return launch(path, folder, processes=processes)
 
 
-def _run(program: Path | str, folder: Path, arguments: Sequence[str], output: str, environment: dict[str, str]) -> None:
-    """Be a rank, to the end of its process."""
-    gc.freeze()
-    written = os.open(output, os.O_WRONLY | os.O_APPEND)
-    os.dup2(written, 1)
-    os.dup2(written, 2)
-    os.environ.update(environment)
-    os.chdir(folder)
-    torch.set_num_threads(1)
-    sys.argv = [str(program), *arguments]
-    status = 0
-    try:
-        if isinstance(program, Path):
-            sys.path.insert(0, str(program.parent))
-            runpy.run_path(str(program), run_name="__main__")
-        else:
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-        status = 1
-    # As the interpreter ends, which a process of multiprocessing does not.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+def start(command: list[str], folder: Path, output: int = subprocess.PIPE, **environment: str) -> subprocess.Popen[str]:
+    """Start a command whose ranks find gradwire in this clone, with stdout and stderr as one output."""
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )

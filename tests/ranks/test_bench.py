@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,26 +14,37 @@ from gradwire.bench.__main__ import COLLECTIVES
 from gradwire.bench.micro.options import parse_arguments
 from gradwire.bench.micro.table import Row
 from tests.harness import wide
+from tests.interpreter import python
+from tests.pages import ROOT
+from tests.ranks.programs import DEADLINE_S, launch, launch_text
 
-ROOT = Path(__file__).parents[2]
-DEADLINE_S = 90.0
+
+def bench(*arguments: str, ranks: int = 2) -> str:
+    """Run `torchrun -m gradwire.bench ...`, and return what it prints."""
+    said = launch("gradwire.bench", ROOT, *arguments, processes=ranks)
+    if "--plot" in arguments:
+        assert Path(arguments[arguments.index("--plot") + 1]).read_bytes().startswith(b"\x89PNG")
+    return said
 
 
-def bench(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `torchrun -m gradwire.bench ...` from the repository's root."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return run([*torchrun, "-m", "gradwire.bench", *arguments])
+def alone(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m gradwire.bench ...` without a launcher."""
+    return run([python(), "-m", "gradwire.bench", *arguments])
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
 needs_namespaces = pytest.mark.skipif(
     run(["sh", "-c", "ip -V && tc -V && unshare --net --uts --mount true"]).returncode != 0,
     reason="needs root, iproute2 and util-linux",
 )
+
+
+def into(folder: Path) -> list[str]:
+    """Return the flags for both files of a benchmark."""
+    return ["--json", str(folder / "out.json"), "--plot", str(folder / "out.png")]
 
 
 def rows_of(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -46,51 +55,41 @@ def rows_of(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("collective", ["allreduce", *wide(*(name for name in COLLECTIVES if name != "allreduce"))])
 def test_every_algorithm_is_measured_and_right(collective: str, tmp_path: Path) -> None:
-    flags = ["-b", "64", "-e", "16K", "-f", "256", "-n", "3", "-w", "1", "-c", "1"]
-    done = bench(3, collective, *flags, "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"))
-    assert done.returncode == 0, done.stderr
+    flags = ["-b", "64", "-e", "16K", "-f", "256", "-n", "2", "-w", "0", "-c", "1"]
+    said = bench(collective, *flags, *into(tmp_path), ranks=3)
     meta, rows = rows_of(tmp_path / "out.json")
     assert (meta["world_size"], meta["backend"], meta["hosts"]) == (3, "gloo", [[0, 1, 2]])
-    assert [set(row) for row in rows] == [{field.name for field in fields(Row)}] * len(rows)
-    assert [row["wrong"] for row in rows] == [0] * len(rows)
-    algorithms = {row["algorithm"] for row in rows}
-    assert {"auto", "native", "torch"} < algorithms
+    algorithms = list(dict.fromkeys(row["algorithm"] for row in rows))
+    assert {"auto", "native", "torch"} < set(algorithms)
     assert len(rows) == 2 * len(algorithms)
     for row in rows:
+        assert set(row) == {field.name for field in fields(Row)}
         assert (row["collective"], row["world_size"], row["codec"], row["dtype"]) == (collective, 3, "none", "float32")
+        assert row["wrong"] == 0
         assert 0 < row["time_us"] <= row["p99_us"]
         assert row["algbw_GBps"] == pytest.approx(row["bytes"] / row["time_us"] / 1e3)
         assert row["algorithm"] in ("auto", "shared", "native", "torch") or row["wire_bytes"] > 0
-    assert done.stdout.count("# Out of bounds values : 0 OK") == len(algorithms)
-    assert [line.split()[2] for line in done.stdout.splitlines() if line.startswith("# Algorithm ")] == list(
-        dict.fromkeys(row["algorithm"] for row in rows)
-    )
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert said.count("# Out of bounds values : 0 OK") == len(algorithms)
+    assert [line.split()[2] for line in said.splitlines() if line.startswith("# Algorithm ")] == algorithms
 
 
 def test_dtypes_and_ops(tmp_path: Path) -> None:
     flags = ["-b", "1000", "-e", "1000", "-n", "1", "-w", "0", "-d", "all", "-o", "all", "--algorithm", "auto,torch"]
-    done = bench(2, "allreduce", *flags, "--json", str(tmp_path / "out.json"))
-    assert done.returncode == 0, done.stderr
+    bench("allreduce", *flags, "--json", str(tmp_path / "out.json"))
     _, rows = rows_of(tmp_path / "out.json")
     assert len({(row["dtype"], row["op"]) for row in rows}) == 10 * 5 - 1
     assert not any(row["wrong"] for row in rows)
 
 
 def test_codecs_beside_no_compression(tmp_path: Path) -> None:
-    flags = ["--codec", "int8,onebit+ef,randomk+ef,bf16", "-b", "400K", "-e", "400K", "-n", "8"]
-    files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
-    done = bench(3, "allreduce", *flags, *files)
-    assert done.returncode == 0, done.stderr
+    codecs = ["int8", "onebit+ef", "randomk+ef", "bf16"]
+    flags = ["--codec", ",".join(codecs), "-b", "400K", "-e", "400K", "-n", "8"]  # fewer turns have no interval
+    said = bench("allreduce", *flags, *into(tmp_path), ranks=3)
     _, rows = rows_of(tmp_path / "out.json")
     by_name = {(row["algorithm"], row["codec"]): row for row in rows}
-    assert list(by_name) == [
-        ("torch", "none"),
-        ("auto", "none"),
-        *(("auto", name) for name in ("int8", "onebit+ef", "randomk+ef", "bf16")),
-    ]
-    assert [row["wrong"] for row in rows] == [0] * len(rows)
+    assert list(by_name) == [("torch", "none"), ("auto", "none"), *(("auto", name) for name in codecs)]
     for (_, name), row in by_name.items():
+        assert row["wrong"] == 0
         parts = [row["encode_us"], row["wire_us"], row["decode_us"]]
         assert parts == [None] * 3 if name == "none" else min(parts) > 0
     int8, onebit = by_name["auto", "int8"], by_name["auto", "onebit+ef"]
@@ -98,10 +97,8 @@ def test_codecs_beside_no_compression(tmp_path: Path) -> None:
     assert onebit["ratio"] == pytest.approx(31, rel=0.02)
     assert int8["ratio"] * int8["wire_bytes"] == pytest.approx(4 / 3 * 400 * 1024)
     assert by_name["auto", "none"]["relative_error"] < 1e-6 < int8["relative_error"] < 0.02 < onebit["relative_error"]
-    assert done.stdout.count("# Out of bounds values : 0 OK") == 5
-    assert done.stdout.count("t_encode") == 5
-    assert done.stdout.count("How many times as fast auto is as torch") == 5
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    for line in ("# Out of bounds values : 0 OK", "t_encode", "How many times as fast auto is as torch"):
+        assert said.count(line) == 5
 
 
 @pytest.mark.parametrize(
@@ -113,11 +110,8 @@ def test_what_codecs_cannot_do_is_refused(flags: str) -> None:
     assert stop.value.code == 2
 
 
-def test_one_wrong_element_on_one_rank_fails_the_run() -> None:
-    """Run the real driver, with a Communicator whose rank 1 gets one element wrong in one algorithm."""
-    script = f"""
+CORRUPT = """
 import sys
-sys.path.insert(0, {str(ROOT)!r})
 from gradwire.bench.micro import run as micro
 
 class Corrupt(micro.Communicator):
@@ -129,24 +123,30 @@ class Corrupt(micro.Communicator):
 micro.Communicator = Corrupt
 sys.exit(micro.main("allreduce", "-b 4K -e 4K -n 2 -w 0 -c 1 --algorithm auto,ring".split()))
 """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    done = run([*torchrun, sys.executable, "-c", script])
-    assert done.returncode != 0
-    # one checked turn, and the last timed one
-    assert "# Out of bounds values : 2 FAILED" in done.stdout
-    assert "# Out of bounds values : 0 OK" in done.stdout
 
 
-def test_an_unknown_algorithm_is_named_with_the_known_ones() -> None:
-    done = run([sys.executable, "-m", "gradwire.bench", "broadcast", "-b", "8", "-e", "8", "--algorithm", "auto,rong"])
-    assert done.returncode != 0
-    assert "'rong' is not one of auto, native, torch" in done.stderr
+def test_one_wrong_element_on_one_rank_fails_the_run(tmp_path: Path) -> None:
+    """Run the real driver, with a Communicator whose rank 1 gets one element wrong in one algorithm."""
+    with pytest.raises(AssertionError) as caught:
+        launch_text(CORRUPT, tmp_path)
+    said = str(caught.value)
+    assert "# Out of bounds values : 2 FAILED" in said  # one checked turn, and the last timed one
+    assert "# Out of bounds values : 0 OK" in said
 
 
-def test_alone_it_is_a_world_of_one() -> None:
-    done = run([sys.executable, "-m", "gradwire.bench", "allreduce", "-b", "8", "-e", "8", "-n", "1"])
+def test_alone() -> None:
+    """Be a world of one where a benchmark can be, and refuse what needs others, what is not there, and who is not there."""
+    done = alone("allreduce", "-b", "8", "-e", "8", "-n", "1")
     assert done.returncode == 0, done.stderr
     assert "world size 1 hosts 1" in done.stdout
+    for arguments, said in (
+        ("broadcast -b 8 -e 8 --algorithm auto,rong", "'rong' is not one of auto, native, torch"),
+        ("rules alone --slow 1:0.1", "--slow names rank 1, and there are ranks 0 to 0"),
+        ("convergence --steps 1", "one rank exchanges nothing"),
+    ):
+        done = alone(*arguments.split())
+        assert done.returncode == 2, done.stderr
+        assert said in done.stderr
 
 
 @needs_namespaces
@@ -154,7 +154,7 @@ def test_simulated_hosts_are_hosts(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     cluster = ["hosts", "--hosts", "2", "--ranks", "3", "--rate", "100mbit", "--deadline-s", "60", "--"]
     collective = ["allreduce", "-b", "256K", "-e", "256K", "-n", "3", "--algorithm", "auto,native", "--json"]
-    done = run([sys.executable, "-m", "gradwire.bench", *cluster, *collective, str(out)])
+    done = alone(*cluster, *collective, str(out))
     assert done.returncode == 0, done.stderr
     meta, rows = rows_of(out)
     assert meta["hosts"] == [[0, 1], [2]]
@@ -169,29 +169,25 @@ def test_simulated_hosts_are_hosts(tmp_path: Path) -> None:
 )
 def test_the_exit_code_of_simulated_hosts(command: str, exit_code: int) -> None:
     cluster = ["hosts", "--hosts", "2", "--ranks", "2", "--deadline-s", "3", "--"]
-    assert run([sys.executable, "-m", "gradwire.bench", *cluster, "sh", "-c", command]).returncode == exit_code
+    assert alone(*cluster, "sh", "-c", command).returncode == exit_code
+
+
+STEP_FLAGS = ["--batch", "1", "--context", "16", "--steps", "1", "--device", "cpu"]
 
 
 @pytest.mark.wide
 def test_a_training_step_beside_ddp(tmp_path: Path) -> None:
-    flags = ["--batch", "1", "--steps", "2", "--rounds", "2", "--device", "cpu"]
-    done = bench(2, "step", *flags, "--json", str(tmp_path / "out.json"))
-    assert done.returncode == 0, done.stderr
-    meta, rows = rows_of(tmp_path / "out.json")
+    bench("step", *STEP_FLAGS, "--rounds", "2", "--json", str(tmp_path / "out.json"))
+    meta, (ours, ddp, compute) = rows_of(tmp_path / "out.json")
     assert (meta["preset"], meta["backend"]) == ("small", "gloo")
-    ours, ddp, compute = rows
-    assert [row["competitor"] for row in rows] == ["gradwire", "ddp", "compute"]
-    assert ours["replicas_identical"]
-    assert not compute["replicas_identical"]
-    assert ours["loss"] == pytest.approx(ddp["loss"], rel=1e-4)
+    assert [row["competitor"] for row in (ours, ddp, compute)] == ["gradwire", "ddp", "compute"]
     assert ours["as_ddp"] == pytest.approx(ddp["step_ms"] / ours["step_ms"])
     assert compute["beyond_compute_as_ddp"] is None
 
 
 def test_a_training_step_with_codecs(tmp_path: Path) -> None:
-    flags = ["--batch", "1", "--context", "16", "--compression", "int8,topk", "--steps", "2", "--rounds", "2"]
-    done = bench(2, "step", *flags, "--device", "cpu", "--json", str(tmp_path / "out.json"))
-    assert done.returncode == 0, done.stderr
+    flags = ["--compression", "int8,topk", "--rounds", "2", "--json", str(tmp_path / "out.json")]
+    said = bench("step", *STEP_FLAGS, *flags)
     meta, rows = rows_of(tmp_path / "out.json")
     assert meta["context"] == 16
     names = ["gradwire", "gradwire+int8", "gradwire+topk", "ddp", "ddp+fp16", "compute"]
@@ -206,108 +202,66 @@ def test_a_training_step_with_codecs(tmp_path: Path) -> None:
     for speedup in meta["speedups"]:
         times = [by_name[speedup[key]]["step_ms"] for key in ("competitor", "peer")]
         assert speedup["times"] == pytest.approx(times[1] / times[0])
-    assert f"# gradwire+topk is {meta['speedups'][-1]['times']:.2f} times as fast as ddp+fp16" in done.stdout
+    assert f"# gradwire+topk is {meta['speedups'][-1]['times']:.2f} times as fast as ddp+fp16" in said
 
 
 def test_training_with_codecs(tmp_path: Path) -> None:
-    flags = ["--models", "digits_cnn", "--codecs", "int8,topk", "--steps", "6", "--device", "cpu"]
-    files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
-    done = bench(2, "convergence", *flags, *files)
-    assert done.returncode == 0, done.stderr
+    flags = ["--models", "digits_cnn", "--codecs", "int8,topk", "--steps", "3", "--device", "cpu"]
+    said = bench("convergence", *flags, *into(tmp_path))
     meta, rows = rows_of(tmp_path / "out.json")
-    assert (meta["world_size"], meta["steps"], meta["seed"]) == (2, 6, 0)
+    assert (meta["world_size"], meta["steps"], meta["seed"]) == (2, 3, 0)
     none, int8, topk = rows
     assert [row["codec"] for row in rows] == ["none", "int8", "topk"]
     for row in rows:
-        assert len(row["losses"]) == 6
+        assert len(row["losses"]) == 3
         assert row["replicas_identical"]
         assert row["losses"][0] == none["losses"][0]
         assert row["validation_over_none"] == pytest.approx(row["validation_loss"] / none["validation_loss"])
     assert none["losses"][-1] != int8["losses"][-1] == pytest.approx(none["losses"][-1], rel=0.05)
     assert none["wire_bytes"] > 3 * int8["wire_bytes"] > 6 * topk["wire_bytes"]
-    assert "# digits_cnn: " in done.stdout
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert "# digits_cnn: " in said
 
 
 RULE_FLAGS = ["--batch", "1", "--context", "16", "--warmup-steps", "2"]
 
 
-def test_update_rules_that_average_every_step(tmp_path: Path) -> None:
-    competitors = ["synchronous", "ddp", "server", "synchronous@0.5", "alone@0.0001"]
-    done = bench(
-        2, "rules", *competitors, *RULE_FLAGS, "--steps", "6", "--seeds", "3", "-J", str(tmp_path / "out.json")
-    )
-    assert done.returncode == 0, done.stderr
+def test_update_rules(tmp_path: Path) -> None:
+    """Average every step, by several ways, or now and then, with a codec, or never."""
+    competitors = ["synchronous", "ddp", "server", "synchronous@0.5", "average+chunktopk", "alone"]
+    flags = [*RULE_FLAGS, "--steps", "4", "--every", "2", "--seeds", "3"]
+    bench("rules", *competitors, *flags, *into(tmp_path))
     meta, rows = rows_of(tmp_path / "out.json")
-    assert (meta["steps"], meta["seconds"], meta["context"]) == (6, None, 16)
+    assert (meta["steps"], meta["seconds"], meta["context"]) == (4, None, 16)
     assert [row["competitor"] for row in rows] == competitors
-    assert [row["steps"] for row in rows] == [6, 6, 6, 3, 1]
-    assert [row["replicas_identical"] for row in rows] == [True] * 4 + [None]
-    synchronous, ddp, server, half, _ = rows
+    assert [row["steps"] for row in rows] == [4, 4, 4, 2, 4, 4]
+    assert [row["replicas_identical"] for row in rows] == [True] * 5 + [None]
+    synchronous, ddp, server, half, average, alone = rows
     assert synchronous["wait_share"] > 0
     assert ddp["wait_share"] is server["wait_share"] is None
     assert synchronous["reach_time"] == synchronous["reach_tokens"] == synchronous["reach_bytes"] == 1
+    uncompressed = 4 * synchronous["parameters"]
     for same, tolerance in ((ddp, 1e-4), (server, 1e-2)):  # to a server, each rank pushes what it has clipped itself
         assert same["loss"] == pytest.approx(synchronous["loss"], rel=tolerance)
         assert same["over_first"] == same["loss"] / synchronous["loss"]
-        assert same["sent_bytes"] == 6 * 4 * synchronous["parameters"]
-        assert synchronous["sent_bytes"] == pytest.approx(
-            same["sent_bytes"], rel=1e-3
-        )  # with the bytes that count gradients
-    assert half["loss"] != pytest.approx(synchronous["loss"], rel=1e-5)
-
-
-def test_update_rules_that_meet_now_and_then(tmp_path: Path) -> None:
-    competitors = ["synchronous", "average+chunktopk", "alone"]
-    files = ["-J", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
-    done = bench(2, "rules", *competitors, *RULE_FLAGS, "--steps", "6", "--every", "2", *files)
-    assert done.returncode == 0, done.stderr
-    _, (synchronous, average, alone) = rows_of(tmp_path / "out.json")
-    assert (average["replicas_identical"], alone["replicas_identical"]) == (True, None)
-    for other in (average, alone):
+        assert same["sent_bytes"] == 4 * uncompressed
+    assert synchronous["sent_bytes"] == pytest.approx(4 * uncompressed, rel=1e-3)  # with the bytes that count gradients
+    for other in (half, average, alone):
         assert other["loss"] != pytest.approx(synchronous["loss"], rel=1e-5)
         assert other["curve"][0]["loss"] == synchronous["curve"][0]["loss"]
-    uncompressed = 4 * synchronous["parameters"]
     assert 2 * uncompressed < average["sent_bytes"] < 2 * uncompressed + 2 * uncompressed / 100  # two warm-up steps
     assert alone["sent_bytes"] == 0
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_update_rules_in_equal_time(tmp_path: Path) -> None:
-    competitors = ["synchronous", "average", "quorum", "asynchronous"]
-    flags = [
-        "--seconds",
-        "2",
-        "--warmup-steps",
-        "2",
-        "--every",
-        "3",
-        "--batch",
-        "1",
-        "--context",
-        "16",
-        "--slow",
-        "1:0.1",
-    ]
-    done = bench(2, "rules", *competitors, *flags, "-J", str(tmp_path / "out.json"))
-    assert done.returncode == 0, done.stderr
+    competitors = ["average", "quorum"]
+    flags = [*RULE_FLAGS, "--seconds", "0.5", "--every", "3", "--slow", "1:0.1"]
+    said = bench("rules", *competitors, *flags, "-J", str(tmp_path / "out.json"))
     _, rows = rows_of(tmp_path / "out.json")
     assert [row["competitor"] for row in rows] == competitors
     for row in rows:
-        assert row["seconds"] >= 2
+        assert row["seconds"] >= 0.5
         assert row["curve"][-1]["loss"] == row["loss"]
-    assert (rows[1]["steps"] - 2) % 3 == 0
-    assert "contributions" in rows[2]["report"]
-    assert "# Slow: rank 1 sleeps 0.1 s in each step" in done.stdout
-
-
-def test_a_slow_rank_that_there_is_not_is_refused() -> None:
-    done = run([sys.executable, "-m", "gradwire.bench", "rules", "alone", "--slow", "1:0.1"])
-    assert done.returncode == 2
-    assert "--slow names rank 1, and there are ranks 0 to 0" in done.stderr
-
-
-def test_alone_there_is_no_convergence_to_compare() -> None:
-    done = run([sys.executable, "-m", "gradwire.bench", "convergence", "--steps", "1"])
-    assert done.returncode == 2
-    assert "one rank exchanges nothing" in done.stderr
+    average, quorum = rows
+    assert (average["steps"] - 2) % 3 == 0
+    assert "contributions" in quorum["report"]
+    assert "# Slow: rank 1 sleeps 0.1 s in each step" in said

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from gradwire.trainer.cli.__main__ import main
+from tests.interpreter import python
+from tests.pages import ROOT
 from tests.ranks.test_init import unused_port
 
-ROOT = str(Path(__file__).parents[2])
 DEADLINE_S = 60.0
+REAL_PYTHON = sys.executable
 
 #: Adds up ranks, on whatever hosts they are.
 SUMS = """
@@ -88,7 +90,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(sys, "executable", python())
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return tmp_path
 
@@ -109,10 +112,12 @@ def test_on_this_host(folder: Path, capfdbinary: pytest.CaptureFixture[bytes]) -
 
 
 def test_on_two_hosts(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start their agents by an interpreter, which imports what an agent imports."""
     monkeypatch.setenv("COLLECTIVES_LINK", "tcp")
     monkeypatch.setenv("LEFT_HERE", "yes")
+    monkeypatch.setattr(sys, "executable", REAL_PYTHON)
     flags = ["-H", "127.0.0.2:1,127.0.0.3:2", "-p", "22", "--master-port", str(unused_port()), "--start-timeout", "90"]
-    status = main(["run", *flags, "--timeline-filename", "it's $HOME.json", "sums.py"])
+    status = main(["run", *flags, "--timeline-filename", "it's $HOME.json", python(), "sums.py"])
     out, errors = capsys.readouterr()
     assert status == 0, errors
     for rank in range(3):

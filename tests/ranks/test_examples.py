@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -21,8 +20,9 @@ from gradwire.trainer.examples.bytes_gpt import Config, read_text, task
 from gradwire.trainer.examples.config import LoopConfig, parse
 from gradwire.trainer.examples.loop import Run
 from gradwire.trainer.examples.report import OURS
-from tests.harness import World, Worlds
-from tests.ranks.programs import launch
+from tests.harness import World, Worlds, wide
+from tests.interpreter import python
+from tests.ranks.programs import DEADLINE_S, launch, start
 from tests.ranks.training import in_world
 
 KEYS = {
@@ -46,8 +46,6 @@ SMALL_GPT: dict[str, Any] = {
 }
 FLAGS_OF_SMALL_GPT = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL_GPT.items()]
 SMALL_CNN = ["--layers=1", "--width=8", "--batch=32", "--lr=1e-2", "--warm-up=5"]
-DEADLINE_S = 75
-"""For one run, on a busy machine; on an idle one it takes about 5 seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -58,27 +56,19 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def start(example: str, out: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Run an example alone, in a process group of its own."""
-    command = [sys.executable, "-m", f"gradwire.trainer.examples.{example}", "--device", "cpu", "--out", str(out)]
-    return subprocess.Popen(
-        [*command, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+def start_alone(example: str, out: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start an example without a launcher."""
+    module = f"gradwire.trainer.examples.{example}"
+    return start([python(), "-m", module, "--device", "cpu", "--out", str(out), *arguments], out.parent)
 
 
 def finish(process: subprocess.Popen[str], status: int = 0) -> str:
     """Wait for a process, check its exit status and return its output; leave nothing of it running."""
-    try:
-        output, _ = process.communicate(timeout=DEADLINE_S)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    with process:
+        try:
+            output, _ = process.communicate(timeout=DEADLINE_S)
+        finally:
+            process.kill()
     assert process.returncode == status, output
     return output
 
@@ -86,7 +76,7 @@ def finish(process: subprocess.Popen[str], status: int = 0) -> str:
 def run(example: str, out: Path, *arguments: str, processes: int | None = 2) -> dict[str, Any]:
     """Run an example to its end, check what it left behind, and return its summary."""
     if processes is None:
-        output = finish(start(example, out, *arguments))
+        output = finish(start_alone(example, out, *arguments))
     else:
         module = f"gradwire.trainer.examples.{example}"
         output = launch(module, out.parent, "--device", "cpu", "--out", str(out), *arguments, processes=processes)
@@ -107,16 +97,16 @@ def run(example: str, out: Path, *arguments: str, processes: int | None = 2) -> 
 
 
 @in_world
-def train_small_gpt(out: Path, text: str, steps: int) -> int:
-    """Its exit status. As run() does it, on processes that have started already."""
-    config = Config(text=Path(text), steps=steps, out=out, device="cpu", **SMALL_GPT)
+def train(out: Path, text: str, steps: int, **settings: Any) -> int:
+    """Return the exit status of a small GPT's training. As run() does it, on processes that have started already."""
+    config = Config(text=Path(text), steps=steps, out=out, device="cpu", **{**SMALL_GPT, **settings})
     return Run(task(config), config)()
 
 
 def test_a_resumed_run_continues_bit_for_bit(ranks: Worlds, tmp_path: Path, text: str) -> None:
-    assert ranks(2).run(train_small_gpt, tmp_path / "straight", text, 6) == [0, 0]
+    assert ranks(2).run(train, tmp_path / "straight", text, 6) == [0, 0]
     straight = json.loads((tmp_path / "straight" / "summary.json").read_text())
-    assert ranks(2).run(train_small_gpt, tmp_path / "resumed", text, 3) == [0, 0]
+    assert ranks(2).run(train, tmp_path / "resumed", text, 3) == [0, 0]
     resumed = run("bytes_gpt", tmp_path / "resumed", text, *FLAGS_OF_SMALL_GPT, "--steps=6", "--resume")
     assert straight.keys() == resumed.keys() == KEYS
     assert straight["steps"] == resumed["steps"] == 6
@@ -124,25 +114,8 @@ def test_a_resumed_run_continues_bit_for_bit(ranks: Worlds, tmp_path: Path, text
         assert straight[key] == resumed[key]
 
 
-@in_world
-def train_small(out: Path, text: str, compression: str, steps: int, resume: bool) -> int:
-    """Its exit status."""
-    config = Config(
-        text=Path(text),
-        steps=steps,
-        out=out,
-        resume=resume,
-        compression=compression,
-        checkpoint_every=3,
-        batch=6,
-        layers=1,
-        width=64,
-        heads=2,
-        context=32,
-        decay_steps=6,
-        device="cpu",
-    )
-    return Run(task(config), config)()
+#: With a matrix that is large enough for a codec.
+WITH_FEEDBACK: dict[str, Any] = {"checkpoint_every": 3, "batch": 6, "width": 64, "resume": True}
 
 
 def weights_in(folder: Path) -> dict[str, Any]:
@@ -150,7 +123,7 @@ def weights_in(folder: Path) -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.parametrize("compression", ["onebit", "powersgd"])
+@pytest.mark.parametrize("compression", ["powersgd", *wide("onebit")])
 def test_a_killed_run_with_error_feedback_continues_bit_for_bit(
     ranks: Worlds, failing_world: Callable[[int], World], tmp_path: Path, text: str, compression: str
 ) -> None:
@@ -158,7 +131,7 @@ def test_a_killed_run_with_error_feedback_continues_bit_for_bit(
     killed, straight = tmp_path / "killed", tmp_path / "straight"
     common = killed / "checkpoint.pt"
     world = failing_world(2)
-    world.start(train_small, killed, text, compression, 1_000_000, False)
+    world.start(train, killed, text, 1_000_000, compression=compression, **WITH_FEEDBACK)
     deadline = time.monotonic() + DEADLINE_S
     while not common.exists() and world.is_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -167,8 +140,8 @@ def test_a_killed_run_with_error_feedback_continues_bit_for_bit(
     assert step > 0
     assert all((killed / f"checkpoint.rank{rank}.step{step}.pt").exists() for rank in (0, 1))
 
-    assert ranks(2).run(train_small, killed, text, compression, step + 4, True) == [0, 0]
-    assert ranks(2).run(train_small, straight, text, compression, step + 4, False) == [0, 0]
+    for folder in (killed, straight):
+        assert ranks(2).run(train, folder, text, step + 4, compression=compression, **WITH_FEEDBACK) == [0, 0]
     expected = weights_in(straight)
     assert all(weights.equal(expected[name]) for name, weights in weights_in(killed).items())
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (killed, straight)]
@@ -178,7 +151,7 @@ def test_a_killed_run_with_error_feedback_continues_bit_for_bit(
 
 def test_a_run_with_error_feedback_continues_on_other_ranks(ranks: Worlds, tmp_path: Path, text: str) -> None:
     for world, steps in ((3, 4), (2, 7), (3, 10)):
-        assert ranks(world).run(train_small, tmp_path, text, "topk", steps, True) == [0] * world
+        assert ranks(world).run(train, tmp_path, text, steps, compression="topk", **WITH_FEEDBACK) == [0] * world
         names = {path.name for path in tmp_path.glob("checkpoint*")}
         parts = {f"checkpoint.rank{rank}.step{steps}.pt" for rank in range(world)}
         assert names == {"checkpoint.pt", *parts}
@@ -228,7 +201,7 @@ def test_the_clock_starts_when_training_does(ranks: Worlds, tmp_path: Path) -> N
 
 
 def test_an_interrupted_run_leaves_a_checkpoint_and_a_report(tmp_path: Path, text: str) -> None:
-    process = start("bytes_gpt", tmp_path, text, *FLAGS_OF_SMALL_GPT, "--steps=1000000")
+    process = start_alone("bytes_gpt", tmp_path, text, *FLAGS_OF_SMALL_GPT, "--steps=1000000")
     assert process.stdout is not None
     while "step" not in process.stdout.readline():
         assert process.poll() is None

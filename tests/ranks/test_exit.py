@@ -4,13 +4,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from tests.harness import wide
+from tests.interpreter import FINALIZE, python
 
 DEADLINE_S = 30.0
 RAISED = r"lost rank 1: rank 1 raised ValueError: the script's own at .*script\.py:\d+, <module>"
@@ -193,16 +193,26 @@ def start(script: str, directory: Path, *arguments: str) -> list[subprocess.Pope
     """Two ranks of a script, whose arguments are its rank, a file for a store, and these."""
     path = directory / "script.py"
     path.write_text(textwrap.dedent(script))
-    root = str(Path(__file__).parents[2])
     return [
         subprocess.Popen(
-            [sys.executable, str(path), str(rank), str(directory / "store"), *arguments],
+            [python(), str(path), str(rank), str(directory / "store"), *arguments],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
+            env={**os.environ, FINALIZE: "yes"},
         )
         for rank in range(2)
     ]
+
+
+def run(script: str, directory: Path, *arguments: str) -> tuple[tuple[int, ...], list[str]]:
+    """Return the exit codes of two ranks of a script, and what they say."""
+    processes = start(script, directory, *arguments)
+    try:
+        errors = [process.communicate(timeout=DEADLINE_S)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return tuple(process.returncode for process in processes), errors
 
 
 @pytest.mark.parametrize(
@@ -214,13 +224,8 @@ def start(script: str, directory: Path, *arguments: str) -> list[subprocess.Pope
 )
 def test_a_script_ends(tmp_path: Path, ending: str, codes: tuple[int, int], texts: tuple[str, str]) -> None:
     """No hang, no crash, no noise."""
-    processes = start(SCRIPT, tmp_path, ending)
-    try:
-        errors = [process.communicate(timeout=DEADLINE_S)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert tuple(process.returncode for process in processes) == codes, "".join(errors)
+    ended, errors = run(SCRIPT, tmp_path, ending)
+    assert ended == codes, errors
     for text, error in zip(texts, errors, strict=True):
         assert re.search(text, error) if text else not error, "".join(errors)
 
@@ -256,13 +261,8 @@ def test_a_store_that_is_stopped_is_not_waited_for(tmp_path: Path, where: str) -
 
 def test_a_wait_for_another_host_holds_up_nobody(tmp_path: Path) -> None:
     """It is a queue's, for a message of the process group, while messages in shared memory are still to be moved."""
-    processes = start(WAITS_FOR_ANOTHER_HOST, tmp_path)
-    try:
-        errors = [process.communicate(timeout=DEADLINE_S)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], errors
+    codes, errors = run(WAITS_FOR_ANOTHER_HOST, tmp_path)
+    assert codes == (0, 0), errors
 
 
 @pytest.mark.parametrize(
@@ -276,35 +276,20 @@ def test_a_wait_for_another_host_holds_up_nobody(tmp_path: Path) -> None:
 )
 def test_a_rank_that_leaves_training_is_heard_of(tmp_path: Path, ending: str, code: int, said: str) -> None:
     """It has several Communicators, and it is the last one that the other rank waits in."""
-    processes = start(LEAVES, tmp_path, ending)
-    try:
-        survivor, leaver = (process.communicate(timeout=DEADLINE_S)[1] for process in processes)
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [1, code], survivor + leaver
-    assert re.search(f"PeerLost: rank 0: .*{said}", survivor), survivor
+    codes, errors = run(LEAVES, tmp_path, ending)
+    assert codes == (1, code), errors
+    assert re.search(f"PeerLost: rank 0: .*{said}", errors[0]), errors
 
 
 def test_an_exception_is_heard_of_while_other_threads_still_run(tmp_path: Path) -> None:
     """The interpreter waits for them before it ends; here, until the other rank has heard."""
-    processes = start(OUTLIVES, tmp_path)
-    try:
-        survivor, leaver = (process.communicate(timeout=DEADLINE_S)[1] for process in processes)
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 1], survivor + leaver
+    codes, (survivor, leaver) = run(OUTLIVES, tmp_path)
+    assert codes == (0, 1), survivor + leaver
     assert re.search(RAISED, survivor), survivor
     assert "the former hook saw ValueError" in leaver
 
 
 def test_a_forked_child_ends(tmp_path: Path) -> None:
     """However it ends, while the ranks that it was forked from go on."""
-    processes = start(MEETS + FORKS, tmp_path)
-    try:
-        errors = [process.communicate(timeout=2 * DEADLINE_S)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], errors
+    codes, errors = run(MEETS + FORKS, tmp_path)
+    assert codes == (0, 0), errors

@@ -5,88 +5,60 @@ import random
 import re
 import socket
 import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.interpreter import FINALIZE, python
+from tests.pages import ROOT
+from tests.ranks.programs import launch_text, start
+
 DEADLINE_S = 60.0
 SIZE = 3
-ROOT = str(Path(__file__).parents[2])
 
 AGAIN_AND_AGAIN = """
-    import torch
-    import gradwire as hvd
+import torch
+import gradwire as hvd
 
-    for _ in range(3):
-        hvd.init(timeout_s=30)
-        assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [float(hvd.size())] * 3
-        hvd.shutdown()
-    print("rank done", flush=True)
-"""
-
-IN_VAIN = """
-    import gradwire as hvd
-
-    hvd.init(timeout_s=1)
+for _ in range(3):
+    hvd.init(timeout_s=30)
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [float(hvd.size())] * 3
+    hvd.shutdown()
+print("rank done", flush=True)
 """
 
 
-def start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def by_torchrun(script: Path) -> list[subprocess.Popen[str]]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(SIZE)]
-    return [start([sys.executable, *torchrun, str(script)], {})]
-
-
-def by_open_mpi(script: Path) -> list[subprocess.Popen[str]]:
-    """The ranks as its mpirun starts them on one host, where they derive the port at which rank 0 keeps the store."""
+def by_open_mpi(script: str, folder: Path) -> str:
+    """Start ranks as its mpirun does on one host, where they derive the port at which rank 0 keeps the store."""
     together = {
         "OMPI_COMM_WORLD_SIZE": str(SIZE),
         "OMPI_COMM_WORLD_LOCAL_SIZE": str(SIZE),
         "PMIX_NAMESPACE": f"test-{os.getpid()}@1",
     }
-    return [
-        start(
-            [sys.executable, str(script)],
-            together | {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank)},
-        )
-        for rank in range(SIZE)
-    ]
+    places = [{"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank)} for rank in range(SIZE)]
+    processes = [start([python(), "-c", script], folder, **together, **place) for place in places]
+    said = "".join(ended(process)[1] for process in processes)
+    assert [process.returncode for process in processes] == [0] * SIZE, said
+    return said
 
 
-def outputs(processes: list[subprocess.Popen[str]]) -> list[str]:
-    """What each process printed until its end. Nothing is left running."""
-    try:
-        return [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
-    finally:
-        for process in processes:
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Return the exit code of a process, and what it printed. Nothing is left running."""
+    with process:
+        try:
+            said, _ = process.communicate(timeout=DEADLINE_S)
+        finally:
             process.kill()
-            process.wait()
+    return process.returncode, said
 
 
-@pytest.mark.parametrize("launch", [by_torchrun, by_open_mpi])
-def test_a_world_follows_the_other_without_a_barrier(
-    tmp_path: Path, launch: Callable[[Path], list[subprocess.Popen[str]]]
-) -> None:
+@pytest.mark.parametrize("launch", [partial(launch_text, processes=SIZE), by_open_mpi], ids=["torchrun", "Open MPI"])
+def test_a_world_follows_the_other_without_a_barrier(tmp_path: Path, launch: Callable[[str, Path], str]) -> None:
     """Some ranks still leave when others have come for the next one: each world has a store to itself."""
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(AGAIN_AND_AGAIN))
-    processes = launch(script)
-    output = "".join(outputs(processes))
-    assert [process.returncode for process in processes] == [0] * len(processes), output
-    assert output.count("rank done") == SIZE, output
+    assert launch(AGAIN_AND_AGAIN, tmp_path).count("rank done") == SIZE
 
 
 @contextmanager
@@ -107,13 +79,18 @@ def unused_port() -> int:
             return port
 
 
+def comes_in_vain(rank: int, port: int) -> subprocess.Popen[str]:
+    """Start one rank of two, which waits for a second."""
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return start([python(), "-c", "import gradwire as hvd; hvd.init(timeout_s=1)"], ROOT, **place, **{FINALIZE: "yes"})
+
+
 @pytest.mark.parametrize("hangs_up", [False, True])
 def test_a_listener_that_says_nothing(hangs_up: bool) -> None:
     """An error says where and who, and the process ends by it, whether or not the other then hangs up."""
     with listener() as silent:
         port = silent.getsockname()[1]
-        launch = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        process = start([sys.executable, "-c", textwrap.dedent(IN_VAIN)], launch)
+        process = comes_in_vain(1, port)
         assert process.stdout is not None
         said = ""
         for line in process.stdout:
@@ -126,24 +103,14 @@ def test_a_listener_that_says_nothing(hangs_up: bool) -> None:
     assert re.search(pattern, said), said
 
 
-def test_nobody_listens() -> None:
+@pytest.mark.parametrize(
+    ("rank", "awaited"),
+    [(1, "rank 0: .* at 127.0.0.1:{}: .*Connection refused"), (0, "rank 1: .*:{}: rank 1 did not arrive")],
+    ids=["nobody listens", "nobody comes"],
+)
+def test_nobody_is_there(rank: int, awaited: str) -> None:
+    """Say whom a rank has not seen: rank 0 at its port, or rank 1 that did not come."""
     port = unused_port()
-    launch = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    process = start([sys.executable, "-c", textwrap.dedent(IN_VAIN)], launch)
-    said = outputs([process])[0]
-    assert process.returncode == 1, said
-    assert re.search(
-        rf"rank 1: init: not done after 1 s waiting for rank 0: .* at 127.0.0.1:{port}: .*Connection refused", said
-    ), said
-
-
-def test_nobody_comes() -> None:
-    """Rank 0 alone: whom it has not seen."""
-    port = unused_port()
-    launch = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    process = start([sys.executable, "-c", textwrap.dedent(IN_VAIN)], launch)
-    said = outputs([process])[0]
-    assert process.returncode == 1, said
-    assert re.search(rf"rank 0: init: not done after 1 s waiting for rank 1: .*:{port}: rank 1 did not arrive", said), (
-        said
-    )
+    code, said = ended(comes_in_vain(rank, port))
+    assert code == 1, said
+    assert re.search(rf"rank {rank}: init: not done after 1 s waiting for {awaited.format(port)}", said), said

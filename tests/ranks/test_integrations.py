@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,12 @@ import pytest
 import torch
 import yaml
 
-FOLDER = Path(__file__).parents[2] / "docs" / "integrations"
+from tests.interpreter import python
+from tests.pages import ROOT
+from tests.ranks.programs import DEADLINE_S, launch, start
+
+FOLDER = ROOT / "docs" / "integrations"
 RUNNER = Path(__file__).with_name("run_integration.py")
-DEADLINE_S = 110
-"""For one run, on a busy machine; on an idle one it takes 5 to 20 seconds, most of it for imports."""
 
 
 def needs(package: str) -> Any:
@@ -27,31 +27,22 @@ def needs(package: str) -> Any:
 
 
 def call(command: list[str], **environment: str) -> str:
-    """Run a command in a process group of its own, and return its output; leave nothing of it running."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    """Run a command that may start the test's python, torchrun too, and return its output."""
+    path = os.pathsep.join([str(Path(python()).parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+    process = start(command, FOLDER, **{"PATH": path, "HF_HUB_OFFLINE": "1", **environment})
     try:
         output, _ = process.communicate(timeout=DEADLINE_S)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.kill()
+        process.wait()
     assert process.returncode == 0, output
     return output
 
 
 def run(script: str, out: Path, *arguments: str, ranks: int = 2) -> list[dict[str, Any]]:
-    """Run a script under torchrun, check that it tells what it saved, and return what each rank had at the end."""
+    """Run a script on ranks, check that it tells what it saved, and return what each rank had at the end."""
     out.mkdir()
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    output = call([sys.executable, *torchrun, str(RUNNER), str(out), str(FOLDER / script), *arguments])
+    output = launch(RUNNER, FOLDER, str(out), str(FOLDER / script), *arguments, processes=ranks)
     assert output.count("times fewer bytes") == 1, output
     return [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +22,10 @@ from gradwire.trainer.world.launch import Launch, read_launch
 from gradwire.trainer.world.meeting import _reach
 from gradwire.trainer.world.world import start_torch_distributed
 from tests.harness import EXCHANGE_TIMEOUT_S, World
+from tests.interpreter import python
+from tests.pages import ROOT
+from tests.ranks.programs import start
+from tests.ranks.test_init import unused_port
 from tests.soak.faults import KILLED, STOPPED
 from tests.soak.meetings import (
     COMMUNICATOR,
@@ -39,7 +41,6 @@ from tests.soak.ranks import failed_at_file, report_file
 from tests.soak.verdict import judge_meeting
 
 DEADLINE_S = 60.0
-ROOT = str(Path(__file__).parents[2])
 AFTER = 1_000_000  # more calls than a rank makes: it fails when the ranks have met
 
 
@@ -59,12 +60,12 @@ def judged(world: World, directory: Path, fault: MeetingFault) -> list[str]:
     ("kind", "position"),
     [
         (KILLED, 150),
-        (KILLED, 400),
+        pytest.param(KILLED, 400, marks=pytest.mark.wide),
         (KILLED, AFTER),
-        (STOPPED, 30),
+        pytest.param(STOPPED, 30, marks=pytest.mark.wide),
         (STOPPED, 250),
         (NO_THREADS, 10),
-        (NO_THREADS, 150),
+        pytest.param(NO_THREADS, 150, marks=pytest.mark.wide),
         (NO_DESCRIPTORS, 150),
     ],
 )
@@ -136,30 +137,14 @@ print("job", hvd.broadcast_object(sys.argv[1], 0), "of", sys.argv[1], flush=True
 """
 
 
-def test_two_jobs_at_one_port(tmp_path: Path) -> None:
+def test_two_jobs_at_one_port() -> None:
     """Rank 1 of the second job comes before that of the first: nothing but the commands tells them apart, which is enough for the
     ranks of the first to find each other; those of the second are told whose port it is."""
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(unused_port())
     started = {}
     for rank, job in ((0, "A"), (1, "B"), (1, "A"), (0, "B")):
-        place = {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "PYTHONPATH": ROOT,
-        }
-        started[rank, job] = subprocess.Popen(
-            [sys.executable, str(script), job],
-            env={**os.environ, **place, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        started[rank, job] = start([python(), "-c", JOB, job], ROOT, **place)
     said = {who: process.communicate(timeout=DEADLINE_S)[0] for who, process in started.items()}
     mixed = [text for text in said.values() if "job A of B" in text or "job B of A" in text]
     assert mixed == [], said

@@ -6,28 +6,29 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from gradwire.bench import hosts
+from tests.interpreter import python
+from tests.pages import ROOT
+from tests.ranks.programs import start
 
 DEADLINE_S = 60.0
 OF_HOSTS, BETWEEN = 9000, 1500
 
 INIT = """
-    import sys
-    import gradwire as hvd
-    from gradwire.collectives import CollectiveError
+import sys
+import gradwire as hvd
+from gradwire.collectives import CollectiveError
 
-    try:
-        hvd.init(timeout_s=20)
-    except CollectiveError as error:
-        print(error.ranks, error)
-        sys.exit(3)
+try:
+    hvd.init(timeout_s=20)
+except CollectiveError as error:
+    print(error.ranks, error)
+    sys.exit(3)
 """
 
 
@@ -53,28 +54,18 @@ def cluster() -> Iterator[hosts.Cluster]:
         yield cluster
 
 
-def start(stack: ExitStack, host: hosts.Namespace, *command: str, **environment: str) -> subprocess.Popen[str]:
-    root = str(Path(__file__).parents[2])
-    process = subprocess.Popen(
-        host.enter([sys.executable, *command]),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, **environment, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-    )
+def begin(stack: ExitStack, host: hosts.Namespace, *command: str, **environment: str) -> subprocess.Popen[str]:
+    process = start(host.enter([python(), *command]), ROOT, **environment)
     stack.callback(process.communicate)
     stack.callback(process.kill)
     return process
 
 
-def test_the_pair_is_named(cluster: hosts.Cluster, tmp_path: Path) -> None:
+def test_the_pair_is_named(cluster: hosts.Cluster) -> None:
     """On both its ranks; the third one names this pair or another one of the same host."""
-    (tmp_path / "script.py").write_text("\n".join(line[4:] for line in INIT.splitlines()))
     with ExitStack() as stack:
         planned = hosts.plan_ranks(3, 3, "")
-        ranks = [
-            start(stack, cluster.hosts[each.host], str(tmp_path / "script.py"), **each.environment) for each in planned
-        ]
+        ranks = [begin(stack, cluster.hosts[each.host], "-c", INIT, **each.environment) for each in planned]
         said = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
     for rank, text in enumerate(said):
         assert ranks[rank].returncode == 3, text
@@ -87,10 +78,10 @@ def test_the_pair_is_named(cluster: hosts.Cluster, tmp_path: Path) -> None:
 @pytest.mark.parametrize("there", [1, 2])
 def test_the_check_of_two_hosts_finds_it(cluster: hosts.Cluster, there: int) -> None:
     with ExitStack() as stack:
-        listening = start(stack, cluster.hosts[there], "-m", "gradwire.trainer.cli.check", "--listen")
+        listening = begin(stack, cluster.hosts[there], "-m", "gradwire.trainer.cli.check", "--listen")
         found = ""
         for _ in range(20):  # until it listens
-            check = start(stack, cluster.hosts[0], "-m", "gradwire.trainer.cli.check", "--host", hosts.address(there))
+            check = begin(stack, cluster.hosts[0], "-m", "gradwire.trainer.cli.check", "--host", hosts.address(there))
             found = check.communicate(timeout=DEADLINE_S)[0]
             if "nobody listens" not in found:
                 break

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import gradwire as hvd
 from gradwire.collectives import CollectiveError, ReplicasDiffer
 from gradwire.trainer.gradients.compression import Compressor
+from gradwire.trainer.world.world import current_world
 from tests.harness import Worlds
 from tests.ranks.training import in_world, perceptron, share
 
@@ -397,7 +398,7 @@ def test_the_timeline_is_written_when_the_world_ends(ranks: Worlds, tmp_path: Pa
 def leave_one_by_one(path: Path) -> None:
     hvd.start_timeline(path)
     hvd.allreduce(torch.ones(10))
-    world = hvd.world.current_world()
+    world = current_world()
     communicator = world.communicator()
     dist.barrier()
     if hvd.rank() == 1:

@@ -21,59 +21,15 @@ def test_defaults_are_those_of_nccl_tests() -> None:
 
 
 def test_short_and_long_names_mean_the_same() -> None:
-    short = parse_arguments(
-        "allreduce",
-        [
-            "-b",
-            "8",
-            "-e",
-            "64",
-            "-f",
-            "2",
-            "-n",
-            "3",
-            "-w",
-            "0",
-            "-c",
-            "2",
-            "-d",
-            "half",
-            "-o",
-            "avg",
-            "-r",
-            "1",
-            "-J",
-            "out.json",
-        ],
+    short = "-b 8 -e 64 -f 2 -n 3 -w 0 -c 2 -d half -o avg -r 1 -J out.json"
+    long = (
+        "--minbytes 8 --maxbytes 64 --stepfactor 2 --iters 3 --warmup_iters 0 --check 2 "
+        "--datatype float16 --op average --root 1 --json out.json"
     )
-    long = parse_arguments(
-        "allreduce",
-        [
-            "--minbytes",
-            "8",
-            "--maxbytes",
-            "64",
-            "--stepfactor",
-            "2",
-            "--iters",
-            "3",
-            "--warmup_iters",
-            "0",
-            "--check",
-            "2",
-            "--datatype",
-            "float16",
-            "--op",
-            "average",
-            "--root",
-            "1",
-            "--json",
-            "out.json",
-        ],
-    )
-    assert vars(short) == vars(long)
-    assert short.sizes == [8, 16, 32, 64]
-    assert short.json == Path("out.json")
+    chosen = parse_arguments("allreduce", short.split())
+    assert vars(chosen) == vars(parse_arguments("allreduce", long.split()))
+    assert chosen.sizes == [8, 16, 32, 64]
+    assert chosen.json == Path("out.json")
 
 
 @pytest.mark.parametrize("flags", ["-b 4X", "-b 8 -e 4", "-f 1", "-n 0", "-d float128", "-o mean", "--backend mpi"])

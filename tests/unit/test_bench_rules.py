@@ -43,19 +43,17 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--steps 0",
-        "--seconds 0",
-        "--seconds 1 --steps 1",
-        "--seeds 1,x",
-        "--slow 3",
-        "--slow x:1",
-        "--every 0",
-        "--k 0",
-        "--k 6",
-        "--k 1028",
-        "streaming --every 3 --delay 0",
-        "streaming --every 8 --delay 2",
-        "no",
+        *(
+            "--steps 0",
+            "--seconds 0",
+            "--seconds 1 --steps 1",
+            "--seeds 1,x",
+            "--slow 3",
+            "--slow x:1",
+            "--every 0",
+            "no",
+        ),
+        *("--k 0", "--k 6", "--k 1028", "streaming --every 3 --delay 0", "streaming --every 8 --delay 2"),
     ],
 )
 def test_wrong_flags_are_refused(flags: str) -> None:
@@ -89,26 +87,8 @@ def row(competitor: str, falls: float) -> RuleRow:
 
 def test_table_and_picture(tmp_path: Path) -> None:
     rows = [row("synchronous", 0.92), row("diloco+chunktopk", 0.93), row("alone", 0.95)]
-    meta = {
-        "preset": "small",
-        "batch": 4,
-        "context": 128,
-        "steps": 12,
-        "seconds": None,
-        "every": 30,
-        "outer_lr": 0.7,
-        "outer_momentum": 0.9,
-        "warmup_steps": 3,
-        "warmup_codec": "none",
-        "staleness": 4,
-        "late": "drop",
-        "delay": 1,
-        "k": 64,
-        "network": None,
-        "slow": "rank 3 sleeps 1 s in each step",
-        "device": "a processor",
-        "torch": "2",
-    }
+    settings = {**vars(parse_arguments(["--steps", "12", "--late", "drop"])), "context": 128}
+    meta = settings | {"network": None, "slow": "rank 3 sleeps 1 s in each step", "device": "a processor", "torch": "2"}
     assert format_row(rows[0]).split()[-5:] == ["1.1250", "0.500", "-", "0.250", "-"]
     assert format_row(rows[0]).split()[6] == "25.0%"
     assert format_row(replace(rows[0], wait_share=None)).split()[6] == "-"

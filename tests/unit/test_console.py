@@ -67,13 +67,8 @@ def test_what_ranks_run() -> None:
     assert parse_job(["-np", "2", *SCRIPT]).command == [sys.executable, *SCRIPT]
     assert parse_job(["-np", "2", "--", "train.py", "-np", "3"]).command == [sys.executable, "train.py", "-np", "3"]
     assert parse_job(["-np", "2", "python", *SCRIPT]).command == ["python", *SCRIPT]
-    assert parse_job(["-np", "2", "-m", "package", "--lr", "1"]).command == [
-        sys.executable,
-        "-m",
-        "package",
-        "--lr",
-        "1",
-    ]
+    module = ["-m", "package", "--lr", "1"]
+    assert parse_job(["-np", "2", *module]).command == [sys.executable, *module]
     assert parse_job(["-H", "localhost:3", *SCRIPT]).hosts == [Host("localhost", 3, 0, True)]
 
 
@@ -97,20 +92,8 @@ def test_flags_that_set_variables() -> None:
 
 
 def test_flags_without_a_meaning_share_one_notice() -> None:
-    job = parse_job(
-        [
-            "-np",
-            "1",
-            "--cycle-time-ms",
-            "3.5",
-            "--autotune",
-            "--cache-capacity",
-            "0",
-            "--gloo",
-            "train.py",
-            "--autotune",
-        ]
-    )
+    ignored = "--cycle-time-ms 3.5 --autotune --cache-capacity 0 --gloo"
+    job = parse_job(["-np", "1", *ignored.split(), "train.py", "--autotune"])
     assert job.notice == "gradwire: no meaning here, and ignored: --cycle-time-ms, --autotune, --cache-capacity, --gloo"
     assert job.command[1:] == ["train.py", "--autotune"]
     assert parse_job(["-np", "1", *SCRIPT]).notice is None

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,8 +17,9 @@ from gradwire.collectives import precompile
 from gradwire.collectives.kernels import first_use
 from gradwire.collectives.kernels.cpu.calling import kernel_of
 from gradwire.collectives.kernels.first_use import FirstUse
-
-ROOT = Path(__file__).parents[2]
+from tests.interpreter import python
+from tests.pages import ROOT
+from tests.ranks.programs import DEADLINE_S, start
 
 
 class Terminal(io.StringIO):
@@ -125,23 +124,12 @@ def test_a_failure_ends_the_line(terminal: Terminal) -> None:
 
 def test_precompiling_leaves_nothing_to_compile() -> None:
     """The second time says so, and where it is kept."""
-
-    def run() -> list[str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "gradwire.collectives", "precompile"],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=110,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
-
-    run()
-    said, where = run()
-    assert said == "all kernels were compiled already"
-    (folder,) = re.findall(r"kept in (.*); set NUMBA_CACHE_DIR", where)
+    for _ in range(2):
+        precompiling = start([python(), "-m", "gradwire.collectives", "precompile"], ROOT)
+        said, _ = precompiling.communicate(timeout=DEADLINE_S)
+        assert precompiling.returncode == 0, said
+    assert said.splitlines()[-2] == "all kernels were compiled already"
+    (folder,) = re.findall(r"kept in (.*); set NUMBA_CACHE_DIR", said)
     assert list(Path(folder).glob("*.nbc"))
 
 

@@ -14,57 +14,10 @@ import pytest
 
 from gradwire import collectives
 from gradwire.collectives.kernels.cpu import compiling
-
-SCRIPT = """
-    import resource, sys
-    import torch
-    from gradwire.collectives.compression.dense import Int8
-    from gradwire.collectives.kernels import cpu_arithmetic, cpu_kernels
-
-    if sys.argv[1] == "full disk":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-    values, codec = torch.arange(-64.0, 64), Int8()
-    wire = torch.empty(codec.wire_bytes(128), dtype=torch.uint8)
-    codec.encode(values, wire)
-    codec.decode(wire, decoded := torch.empty(128))
-    assert (decoded - values).abs().max() <= 0.5
-    assert not isinstance(cpu_kernels(), str), cpu_kernels()
-    assert cpu_arithmetic(torch.float32).address
-"""
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [("no folder", "no folder for it can be written"), ("full disk", "File too large")],
-)
-def test_what_cannot_be_kept_is_compiled_all_the_same(tmp_path: Path, kind: str, reason: str) -> None:
-    """As root, too, who may write everywhere but in what is no folder."""
-    package = Path(collectives.__file__).parent
-    copy = shutil.copytree(package, tmp_path / "gradwire" / "collectives", ignore=shutil.ignore_patterns("__pycache__"))
-    (copy.parent / "__init__.py").touch()
-    nowhere = tmp_path / "nowhere"
-    nowhere.touch()
-    if kind == "no folder":
-        (copy / "kernels" / "cpu" / "__pycache__").touch()
-    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-    without = {"HOME": str(nowhere), "XDG_CACHE_HOME": str(nowhere), "NUMBA_CACHE_DIR": str(nowhere)}
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py"), kind],  # whose own folder, with the copy, comes first
-        env={**os.environ, **without, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if "gradwire: compil" not in line]
-    assert reason in line
-    assert "set NUMBA_CACHE_DIR to a folder that can be written" in line
-    if kind == "no folder":
-        assert "does it ahead" not in done.stderr
-
+from tests.interpreter import python
 
 CALLER = """
-    from numba import int64, njit
+    from numba import cfunc, int64, njit
 
     from gradwire.collectives.kernels.cpu.callee import answer
     from gradwire.collectives.kernels.cpu.compiling import compiled
@@ -73,6 +26,11 @@ CALLER = """
     @compiled(njit, int64())
     def ask():
         return answer()
+
+
+    @compiled(cfunc, int64(int64))
+    def twice(number):
+        return 2 * number
 """
 
 CALLEE = """
@@ -86,49 +44,85 @@ CALLEE = """
 
 ASK = """
     import logging
+    import resource
+    import sys
 
-    logging.basicConfig(level=logging.INFO)
-    from gradwire.collectives.kernels.cpu.caller import ask
+    if "full disk" in sys.argv:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    if "aloud" in sys.argv:
+        logging.basicConfig(level=logging.INFO)
+    from gradwire.collectives.kernels.cpu.caller import ask, twice
 
+    assert twice.ctypes(21) == 42
     print(ask(), sum(ask.stats.cache_hits.values()))
 """
 
 
-def test_what_calls_into_an_edited_file_is_compiled_anew(tmp_path: Path) -> None:
-    """And what was compiled before the edit is kept no longer. That it is compiled is said, that it is loaded is not."""
+def write(path: Path, text: str) -> None:
+    path.write_text(textwrap.dedent(text))
+
+
+@pytest.fixture
+def kernels(tmp_path: Path) -> Path:
+    """Return the folder of a copy of the kernels for the CPU, whose packages import no torch, with two kernels more."""
     package = Path(collectives.__file__).parent
-    without = shutil.ignore_patterns("__pycache__")
-    copy = shutil.copytree(package / "kernels", tmp_path / "gradwire" / "collectives" / "kernels", ignore=without)
-    for imports_torch in (copy.parent.parent / "__init__.py", copy.parent / "__init__.py", copy / "__init__.py"):
-        imports_torch.write_text("")
-    (copy / "cpu" / "caller.py").write_text(textwrap.dedent(CALLER))
-    (tmp_path / "script.py").write_text(textwrap.dedent(ASK))
+    copy = tmp_path / "gradwire" / "collectives" / "kernels"
+    shutil.copytree(package / "kernels", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for imports_torch in (copy.parent.parent, copy.parent, copy):
+        (imports_torch / "__init__.py").write_text("")
+    write(copy / "cpu" / "caller.py", CALLER)
+    write(tmp_path / "script.py", ASK)
+    return copy / "cpu"
+
+
+def ask(kernels: Path, answer: int, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Call a kernel that calls one which returns the answer, in an interpreter."""
+    write(kernels / "callee.py", CALLEE.format(answer))
+    done = subprocess.run(
+        [sys.executable, str(kernels.parents[3] / "script.py"), *arguments],  # whose own folder comes first
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("no folder", "no folder for it can be written"), ("full disk", "File too large")],
+)
+def test_what_cannot_be_kept_is_compiled_all_the_same(kernels: Path, tmp_path: Path, kind: str, reason: str) -> None:
+    """As root, too, who may write everywhere but in what is no folder."""
+    nowhere = tmp_path / "nowhere"
+    nowhere.touch()
+    if kind == "no folder":
+        (kernels / "__pycache__").touch()
+    without = {"HOME": str(nowhere), "XDG_CACHE_HOME": str(nowhere), "NUMBA_CACHE_DIR": str(nowhere)}
+    done = ask(kernels, 41, kind, **without)
+    assert done.stdout == "41 0\n"
+    (line,) = [line for line in done.stderr.splitlines() if "gradwire: compil" not in line]
+    assert reason in line
+    assert "set NUMBA_CACHE_DIR to a folder that can be written" in line
+    if kind == "no folder":
+        assert "does it ahead" not in done.stderr
+
+
+def test_what_calls_into_an_edited_file_is_compiled_anew(kernels: Path, tmp_path: Path) -> None:
+    """And what was compiled before the edit is kept no longer. That it is compiled is said, that it is loaded is not."""
     kept = tmp_path / "kept"
-    told: list[int] = []
-
-    def ask(answer: int) -> tuple[str, int]:
-        (copy / "cpu" / "callee.py").write_text(textwrap.dedent(CALLEE).format(answer))
-        done = subprocess.run(
-            [sys.executable, str(tmp_path / "script.py")],
-            env={**os.environ, "NUMBA_CACHE_DIR": str(kept), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=110,
-        )
-        assert done.returncode == 0, done.stderr
-        told.append(done.stderr.count("gradwire: compiling kernels once, some seconds"))
-        return done.stdout.strip(), len(list(kept.rglob("*.nbc")))
-
-    assert ask(41) == ("41 0", 1)  # compiled
-    assert ask(41) == ("41 1", 1)  # loaded
-    assert ask(42) == ("42 0", 1)
-    assert told == [1, 0, 1]
+    for answer, hits, told in ((41, 0, 1), (41, 1, 0), (42, 0, 1)):  # compiled, loaded, compiled
+        done = ask(kernels, answer, "aloud", NUMBA_CACHE_DIR=str(kept))
+        assert done.stdout == f"{answer} {hits}\n"
+        assert len(list(kept.rglob("*.nbc"))) == 2
+        assert done.stderr.count("gradwire: compiling kernels once, some seconds") == told
 
 
 def test_what_is_kept_is_loaded_though_another_process_holds_the_lock() -> None:
     """A process can be stopped while it holds it, and everyone else would wait for as long as compiling may take."""
     load = "import torch; from gradwire.collectives.kernels import cpu_arithmetic; cpu_arithmetic(torch.float32)"
-    subprocess.run([sys.executable, "-c", load], check=True, timeout=110)
+    subprocess.run([python(), "-c", load], check=True, timeout=110)
     with Path(compiling.__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        subprocess.run([sys.executable, "-c", load], check=True, timeout=compiling.COMPILE_S - 10)
+        subprocess.run([python(), "-c", load], check=True, timeout=compiling.COMPILE_S - 10)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.interpreter import python
+from tests.pages import ROOT
+from tests.ranks.programs import DEADLINE_S, start
 
 #: Runs an example in an interpreter that cannot find some packages.
 WITHOUT = """
@@ -22,6 +19,8 @@ class Without(PathFinder):
         return None if name in {missing} else super().find_spec(name, path, target)
 
 sys.meta_path = [Without if finder is PathFinder else finder for finder in sys.meta_path]
+for name in [name for name in sys.modules if name.split(".")[0] in {missing}]:
+    del sys.modules[name]
 sys.argv = ["example", "--help"]
 runpy.run_module("gradwire.trainer.examples.{example}", run_name="__main__")
 """
@@ -32,15 +31,9 @@ runpy.run_module("gradwire.trainer.examples.{example}", run_name="__main__")
     [("bytes_gpt", {"matplotlib"}), ("bytes_gpt", {"matplotlib", "rich"}), ("digits_cnn", {"sklearn"})],
 )
 def test_examples(example: str, missing: set[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT.format(missing=missing, example=example)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
+    without = start([python(), "-c", WITHOUT.format(missing=missing, example=example)], ROOT)
+    said, _ = without.communicate(timeout=DEADLINE_S)
+    assert without.returncode == 1
+    last = said.splitlines()[-1]
     assert all(package in last for package in missing)
     assert last.endswith("pip install '.[train]' in a clone of gradwire")

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from gradwire.collectives.diagnostics import whereabouts
 from gradwire.collectives.diagnostics.whereabouts import ExceptHook
+from tests.interpreter import python
 
 DEADLINE_S = 30.0
 
@@ -135,9 +136,7 @@ leaver = Leaver()
 hook = ExceptHook.telling(leaver)
 raise ValueError("wrong")
 """
-    for flags, count in (([], 1), (["-i"], 0)):
-        process = subprocess.run(
-            [sys.executable, *flags, "-c", script], input="", capture_output=True, text=True, timeout=DEADLINE_S
-        )
+    for command, count in (([python()], 1), ([sys.executable, "-i"], 0)):
+        process = subprocess.run([*command, "-c", script], input="", capture_output=True, text=True, timeout=DEADLINE_S)
         assert process.stdout.count("told raised ValueError: wrong at ") == count, process
         assert "ValueError: wrong" in process.stderr
