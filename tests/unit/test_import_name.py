@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from tests.interpreter import python
 from tests.pages import ROOT
+from tests.ranks.programs import start
 
 SCRIPT = """
 import bench
@@ -36,20 +36,14 @@ def test_a_users_modules_of_the_same_names_disturb_nothing(tmp_path: Path) -> No
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: gradwire\nVersion: 9.9\n")
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    told = {line.split()[0]: line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if len(line.split()) > 1}
+    process = start([sys.executable, "script.py"], tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    told = {line.split()[0]: line.split(maxsplit=1)[1] for line in said.splitlines() if len(line.split()) > 1}
     assert told["gradwire"] == "9.9"
     assert told["numba"][0].isdigit()
     assert told["ranks"] == "1"
-    assert "torchrun --nproc-per-node 4 -m gradwire.bench COLLECTIVE" in done.stdout
+    assert "torchrun --nproc-per-node 4 -m gradwire.bench COLLECTIVE" in said
 
 
 def test_a_folder_of_the_clone_has_the_same_classes() -> None:

@@ -1,7 +1,6 @@
 """Who a process is, by the environment of its launcher."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,8 @@ import pytest
 from gradwire.trainer.world.joined import cross_position
 from gradwire.trainer.world.launch import ALONE, Launch, meeting_point, read_launch, slurm_hint
 
-ROOT = Path(__file__).parents[2]
+from tests.pages import ROOT
+from tests.ranks.programs import start
 
 TORCHRUN = {
     "RANK": "5",
@@ -180,23 +180,10 @@ print(*meeting_point(os.environ, read_launch(os.environ)))
 
 def started_by_mpich(commands: list[list[str]]) -> list[str]:
     """What ranks say, started as MPICH does: all by one process, which is not a rank."""
-    without = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={
-                **without,
-                "PMI_RANK": str(rank),
-                "PMI_SIZE": "2",
-                "MPI_LOCALRANKID": str(rank),
-                "MPI_LOCALNRANKS": "2",
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank, command in enumerate(commands)
+    places = [
+        {"PMI_RANK": str(r), "PMI_SIZE": "2", "MPI_LOCALRANKID": str(r), "MPI_LOCALNRANKS": "2"} for r in range(2)
     ]
+    ranks = [start(command, ROOT, **place) for command, place in zip(commands, places, strict=True)]
     return [rank.communicate(timeout=60)[0].strip() for rank in ranks]
 
 
@@ -220,17 +207,10 @@ def test_mpich_on_several_hosts_needs_a_port() -> None:
 def test_one_process_is_told_how_to_start_two(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text("import gradwire\ngradwire.init()\ngradwire.shutdown()\n")
-    done = subprocess.run(
-        [sys.executable, "mine.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    told = "gradwire: one process, which trains alone; to start two: torchrun --nproc-per-node 2 mine.py\n"
-    assert done.stderr == told
+    process = start([sys.executable, "mine.py"], tmp_path)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert said == "gradwire: one process, which trains alone; to start two: torchrun --nproc-per-node 2 mine.py\n"
 
 
 def test_cross_position() -> None:
