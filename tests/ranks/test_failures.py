@@ -275,7 +275,7 @@ def close_while_others_call() -> Witness | None:
 
 def fail_one_of_two() -> Witness | None:
     """What breaks one Communicator leaves another of the same ranks alone."""
-    broken, sound = Communicator(timeout_s=0.5), Communicator(timeout_s=TIMEOUT_S)
+    broken, sound = Communicator(timeout_s=0.5), Communicator(timeout_s=3.0)
     seen = None
     if broken.rank > 0:
         seen = witness(broken, lambda: broken.allreduce(torch.ones(SMALL)))
