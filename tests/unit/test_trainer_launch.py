@@ -8,7 +8,6 @@ import pytest
 
 from gradwire.trainer.world.joined import cross_position
 from gradwire.trainer.world.launch import ALONE, Launch, meeting_point, read_launch, slurm_hint
-
 from tests.pages import ROOT
 from tests.ranks.programs import start
 
