@@ -303,7 +303,7 @@ def train_by_the_rule() -> None:
         optimizer = local_sgd([weight], 2)
         optimizer.load_state_dict(without_the_rule.state_dict())
         assert optimizer.param_groups[0]["lr"] == 0.25
-        assert optimizer.state_dict()["local_steps"] == 0
+        assert optimizer.state_dict()["gradwire_local_sgd"] == 0
         optimizer.close()
     finally:
         hvd.shutdown()

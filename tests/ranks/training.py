@@ -42,7 +42,7 @@ def on_ranks(*sizes: Any, initialized: bool = True) -> Callable[[Callable[..., N
     """Make a test of what each rank does.
 
     The function runs on so many ranks, or on each of several numbers of them in turn, with the test's parameters and fixtures as
-    its arguments; without a number, the test has a parameter `size`. initialized: whether hvd.init() has been called.
+    its arguments; without sizes, parametrize `size` yourself. initialized: whether hvd.init() has been called.
     """
 
     def make(body: Callable[..., None]) -> Callable[..., None]:

@@ -16,7 +16,8 @@ from gradwire.trainer.gradients.compression import Cast, Encoding, Policy
 class Passes:
     """Counts calls of backward(), of which `per_step` come before every step of the optimizer.
 
-    paused: while True, they only accumulate gradients, and are not counted. ended: so many since the last exchange.
+    paused: while True, they only accumulate gradients, and are not counted; set by no_sync(), not for rules. ended: so many
+    since the last exchange.
     """
 
     per_step: int

@@ -21,9 +21,12 @@ class Rule:
     Derive from it, and override the moments at which there is something to do: as it stands, every rank trains by
     itself. A DistributedOptimizer calls these methods on all ranks in the same order, so each may communicate.
 
-    shares_state: whether all ranks' optimizers keep the same state, as those do that step with the same gradients.
-    can_stand_in: whether stand_in() can do what it says: the same on all ranks. moments: takes note of when gradients are
-    exchanged; None where that says nothing of who waits for whom.
+    A rule counts its own steps, and saves the count: the optimizer's count is not its own.
+
+    shares_state: whether all ranks' optimizers keep the same state, as those do that step with the same gradients. Where False,
+    check_replicas_every= compares parameters alone. can_stand_in: whether a rank that has joined may call stand_in(); the same
+    on all ranks. Where False, the other ranks' operations raise PeerJoined. moments: when gradients were exchanged; None: there
+    is no report of stragglers.
     """
 
     shares_state: bool = True
@@ -40,7 +43,7 @@ class Rule:
 
     @property
     def wait_s(self) -> float:
-        """Return for how many seconds callers were held up by other ranks so far."""
+        """Return for how many seconds this rank has waited for others so far, in the operations of this rule."""
         return 0.0
 
     @property

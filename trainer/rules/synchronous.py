@@ -19,7 +19,8 @@ from gradwire.trainer.world.world import here
 
 
 class Synchronous(Rule):
-    """Exchanges gradients in the last backward() before a step, which returns when that is done."""
+    """Exchanges gradients in the last backward() before a step: hooks of the parameters start it, and backward() returns when it
+    is done."""
 
     can_stand_in = True
 
