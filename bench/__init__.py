@@ -1,1 +1,1 @@
-"""Measurements of collectives (`allreduce`, ...) and training steps (`step`), and simulated `hosts` to run them on."""
+"""Measurements of collectives (`allreduce`, ...), codecs, training and update rules, and simulated `hosts` to run them on."""

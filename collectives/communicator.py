@@ -1,4 +1,4 @@
-"""Communicator: what a user makes to move tensors between the ranks of a group. Its verbs are in `collectives.verbs`."""
+"""Communicator: what a user makes to move tensors between the ranks of a group. Its verbs are in `gradwire.collectives.verbs`."""
 
 from __future__ import annotations
 

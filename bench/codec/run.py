@@ -1,7 +1,7 @@
 """`gradwire bench codec`: what encoding and decoding cost, beside a copy and torch's own operations for the same codec.
 
-For each codec all take turns (see `bench.timing`): a copy, our four operations, and torch's. Times are those of the device:
-a core's, that it has computed for this process, or a GPU's.
+For each codec all take turns (see `gradwire.bench.timing`): a copy, our four operations, and torch's. Times are those of
+the device: a core's, that it has computed for this process, or a GPU's.
 """
 
 from __future__ import annotations

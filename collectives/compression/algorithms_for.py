@@ -3,10 +3,10 @@
 What an exchange of codes loses grows with how often a number is encoded on its way. 'two_shot' encodes twice whatever the
 number of ranks: its schedule is `direct`, inside hosts after plain sums where ranks share hosts and there are several.
 'one_shot' is the same with a single round: every rank sends its code to all others, of p ranks p/2 times the bytes, and nothing
-is encoded again. Any other schedule encodes each partial sum that it sends: `collectives.check_algorithm` counts how often, the
-table is in docs/guides/compression.md. What is lost of partial sums nobody keeps, so error feedback, and codecs that remember
-anything from step to step, need one of the two: which, the codec says. Codes that can be added as they are (fp16, bf16,
-randomk, none) ride the other algorithms as numbers.
+is encoded again. Any other schedule encodes each partial sum that it sends: `gradwire.collectives.check_algorithm` counts how
+often, the table is in docs/guides/compression.md. The error of encoding a partial sum is not kept, so error feedback, and codecs
+that remember anything from step to step, need one of the two: which, the codec says. Codes that can be added as they are (fp16,
+bf16, randomk, none) ride the other algorithms as numbers.
 """
 
 from __future__ import annotations

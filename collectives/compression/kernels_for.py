@@ -11,7 +11,7 @@ import torch
 
 
 def kernels_for(device: torch.device, family: Literal["quantize", "sparse"] = "quantize") -> ModuleType:
-    """Return what has the functions of collectives.kernels.reference.<family> for tensors on `device`: a module, or like one.
+    """Return what has the functions of kernels.reference.<family> for tensors on `device`: a module, or like one.
 
     Raises ImportError, which names the package to install, where there is none.
     """

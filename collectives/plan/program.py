@@ -2,8 +2,8 @@
 
 A large buffer is cut into segments, each of which goes through all rounds of the schedule. Several are in flight at once, and
 receives are posted ahead of their turn; all of that is decided here, so that whoever runs a Program just follows it: a loop in
-Python (collectives.run.executor) or a compiled one. It can also be counted, priced and drawn. This one moves numbers as they
-are; gradwire.collectives.plan.coded has the one that moves codes.
+Python (gradwire.collectives.run.executor) or a compiled one. It can also be counted, priced and drawn. This one moves numbers as
+they are; gradwire.collectives.plan.coded has the one that moves codes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A collective algorithm as data: who sends which blocks to whom, round by round. No tensors, no I/O.
 
-A planner (`collectives.plan.algorithms`) returns one Schedule per rank; `collectives.run.executor` runs it. Because a Schedule is
-plain data it can also be checked symbolically, priced and drawn.
+A planner (`gradwire.collectives.plan.algorithms`) returns one Schedule per rank; `gradwire.collectives.run.executor` runs
+it. Because a Schedule is plain data it can also be checked symbolically, priced and drawn.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A joined rank does not know what the others call next, so these send it as news, for as long as any rank has joined. Until then
 nothing is sent, and an operation looks at nothing but the flag that there are news. What a joined rank does itself is in
-`collectives.absence`.
+`gradwire.collectives.absence`.
 """
 
 from __future__ import annotations

@@ -64,13 +64,13 @@ class Reductions(Ranks):
         prescale and postscale (floating-point tensors only) multiply the contributions and the result.
 
         codec: for the sum or average of floating-point tensors: what travels is not the numbers (as float32) but their codes,
-        by one of collectives.compression, or its name with the default settings. Ranks that give different ones get a Mismatch.
-        A codec whose codes can be added, or that does without feedback, rides any algorithm; 'auto' takes 'two_shot', for some
-        'one_shot', for those that cannot be added (see collectives.compression.algorithms_for). feedback: from new_feedback,
-        for this buffer alone: adds what was lost the last time. step: of training, for codecs that change, draw or round by it:
-        with equal steps, runs repeat to the bit. Without it, feedback counts its calls; without either it is 0, and a codec
-        that draws by it is a ValueError. seed: any whole number that tells this buffer from others of the step, so that they
-        are not rounded alike; else feedback's.
+        by a codec of gradwire.collectives.compression, or of that name with the default settings. Ranks that give different
+        ones get a Mismatch. A codec whose codes can be added, or that does without feedback, rides any algorithm; 'auto' takes
+        'two_shot', for some 'one_shot', for those that cannot be added (see gradwire.collectives.compression.algorithms_for).
+        feedback: from new_feedback, for this buffer alone: adds what was lost the last time. step: of training, for codecs that
+        change, draw or round by it: with equal steps, runs repeat to the bit. Without it, feedback counts its calls; without
+        either it is 0, and a codec that draws by it is a ValueError. seed: any whole number that tells this buffer from others
+        of the step, so that they are not rounded alike; else feedback's.
         """
         engine = self._engine
         if codec is not None or feedback is not None:

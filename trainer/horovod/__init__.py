@@ -1,1 +1,1 @@
-"""The verbs that Horovod has and torch has not, with its names, arguments and defaults."""
+"""What Horovod's users know, with its names, arguments and defaults: verbs, a sampler, schedules, SyncBatchNorm."""

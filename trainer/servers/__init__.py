@@ -1,1 +1,1 @@
-"""The parameter server: what it decides, what it holds, and what workers and servers say to each other."""
+"""Servers inside the ranks (ParameterServer, KVStore), and Hogwild: training in which ranks need not wait for all others."""

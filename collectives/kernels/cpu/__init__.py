@@ -1,1 +1,1 @@
-"""Kernels for the CPU (Numba). `shared_memory`, `quantize` and `sparse` gather what the other files define."""
+"""Kernels for the CPU (Numba). Others load `shared_memory`, `tcp`, `quantize`, `sparse`, which gather the rest."""

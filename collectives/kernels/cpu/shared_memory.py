@@ -1,7 +1,7 @@
-"""What moves data between the processes of a host: the allreduce of the ranks that share a segment of memory, or one half of it,
-small, staged in chunks, or in place without a copy; and, for those who load this file, messages and the arithmetic of dtypes.
+"""The allreduce, or one half of it, of the ranks that share a segment of memory: small, staged in chunks, or in place.
 
-All but the arithmetic is compiled, or loaded from the disk, when this file is loaded: no deadline runs yet.
+The file also gathers what else a link in shared memory loads: messages, and the arithmetic of dtypes. All but
+the arithmetic is compiled, or loaded from the disk, when this file is loaded: no deadline runs yet.
 """
 
 from __future__ import annotations

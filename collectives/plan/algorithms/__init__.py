@@ -54,7 +54,7 @@ _OF_LINKS = ("native", "shared")
 
 
 def register_algorithm(collective: str, name: str, planner: Planner) -> None:
-    """Let an algorithm be chosen by name in Communicators made from now on. collectives.check_algorithm tells if it is right.
+    """Let an algorithm be chosen by name in Communicators made from now on. check_algorithm() says whether it is right.
 
     planner: returns the Schedule of the rank that a Place describes. Every rank must register the same: ranks compare the names
     alone, so a planner that changes what is sent needs another name. Raises ValueError for an unknown collective and for a name
