@@ -5,7 +5,8 @@ environment, folder, exit status, signals and namespaces; what it starts as sys.
 stands a process forked from the harness's server, which forks once more for each call.
 
 It differs from the interpreter where a test of that needs the interpreter: environment variables that torch or Numba read
-when they are imported come too late, gradwire is always the one of this clone, and the parent is the server.
+when they are imported come too late, gradwire is always the one of this clone, the parent is the server, all commands share
+one hash seed, and SIGKILL of the command ends, some milliseconds later, all of the session behind it.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ if status < 0:
 os._exit(status)
 """
 
+#: How long a command may take to say what it runs.
+_SAY_S = 10.0
+
 _libc = ctypes.CDLL(None)
 
 
@@ -106,9 +110,21 @@ def _serve(address: str, tests: Connection) -> None:
                 caller.sendall(str(os.waitstatus_to_exitcode(found[1])).encode())
         if listener in ready:
             caller, _ = listener.accept()
-            _, streams, _, _ = socket.recv_fds(caller, 1, 3)
-            with caller.makefile() as said:
-                request = ast.literal_eval(said.readline())
+            caller.settimeout(_SAY_S)
+            streams: list[int] = []
+            try:
+                _, streams, _, _ = socket.recv_fds(caller, 1, 3)
+                with caller.makefile() as said:
+                    request = ast.literal_eval(said.readline())
+            except (
+                OSError,
+                SyntaxError,
+                ValueError,
+            ):  # the command was killed, or stopped, before it had said what to run
+                caller.close()
+                for stream in streams:
+                    os.close(stream)
+                continue
             if (pid := os.fork()) == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -127,7 +143,8 @@ def _serve(address: str, tests: Connection) -> None:
                 caller.sendall(str(pid).encode())
             callers[pid] = caller
     for pid in callers:
-        os.killpg(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 def _be(streams: list[int], argv: list[str], environment: dict[str, str], folder: str, caller: int) -> None:

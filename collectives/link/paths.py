@@ -15,7 +15,6 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 from gradwire.collectives.errors import LinkError
@@ -110,7 +109,10 @@ def _move(path: _Path) -> None:
 
 
 def unconfirmed_bytes(connection: socket.socket) -> int:
-    """Return how many bytes the system at the other end has not confirmed; 0 where this system does not say."""
-    with suppress(OSError):
+    """Return how many bytes the system at the other end has not confirmed; 0 where this system does not say. Raises OSError."""
+    try:
         return int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-    return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOTTY, errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        return 0

@@ -172,6 +172,7 @@ class TcpTransport(Table):
             self._closed = True
             for connection in self._sockets.values():
                 connection.close()
+            self.pending.clear()
             self._running.release()
 
     def disown(self) -> None:

@@ -67,7 +67,10 @@ class Neighbour:
     def is_unconfirmed(self) -> bool:
         """Return whether the other end's system has still to confirm something that was written, which takes it milliseconds,
         whatever its process does."""
-        return unconfirmed_bytes(self.socket) > 0
+        try:
+            return unconfirmed_bytes(self.socket) > 0
+        except OSError:  # the connection has ended
+            return False
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the messages that are complete, and whether the connection has ended. Raises ValueError for what is no JSON."""

@@ -60,6 +60,7 @@ def digest(call: str) -> int:
 
 
 _First = TypeVar("_First")
+_Result = TypeVar("_Result")
 _Second = TypeVar("_Second")
 
 
@@ -557,11 +558,11 @@ def _is_beside_work() -> bool:
     return get_ident() != main_thread().ident
 
 
-def _weak(method: Callable[[], _First]) -> Callable[[], _First | None]:
+def _weak(method: Callable[[], _Result]) -> Callable[[], _Result | None]:
     """Return what calls a method for as long as its object lives, and does not keep alive an object that nobody uses any more."""
     weak = weakref.WeakMethod(method)
 
-    def call() -> _First | None:
+    def call() -> _Result | None:
         alive = weak()
         return None if alive is None else alive()
 

@@ -60,7 +60,7 @@ def _once(plan: Callable[Concatenate[Plans, _Given], _Planned]) -> Callable[Conc
 
     @wraps(plan)
     def planned(plans: Plans, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Planned:
-        key = (name, args, *kwargs.values())  # of which none has more than one
+        key = (name, args, tuple(sorted(kwargs.items())))
         with plans._lock:
             kept = plans._planned
             if key not in kept:
@@ -213,10 +213,12 @@ class Plans:
         segments = segments_of_blocks(parts, self._segment(element_size))
         return self._program("allreduce", schedule, segments, grouped=grouped)
 
-    @_once
     def partition(self, codec: Codec, numel: int, algorithm: str | None = None) -> Partition:
         """Return who encodes what of a buffer. algorithm: without one, the codec's shot."""
-        chosen = algorithm or shot_of(codec)
+        return self._partition(codec, numel, algorithm or shot_of(codec))
+
+    @_once
+    def _partition(self, codec: Codec, numel: int, chosen: str) -> Partition:
         hosts = self.topology.hosts if ride(chosen).by_hosts else (tuple(range(self._place.size)),)
         planner = partial(self._schedule_of_codes, chosen)
         return partition_of(codec, numel, self._place.rank, hosts, self.segment_bytes, planner)

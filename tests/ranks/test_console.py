@@ -179,7 +179,7 @@ def test_no_rank_outlives_the_launcher(folder: Path, number: signal.Signals) -> 
     """It is told to end all, or gone itself before it can."""
     end = time.monotonic() + DEADLINE_S
     flags = ["-H", "localhost:1,127.0.0.2:1", "--master-port", str(unused_port()), "-x", "COLLECTIVES_INTERFACE=lo"]
-    launcher = subprocess.Popen([sys.executable, "-m", "gradwire.trainer.cli", "run", *flags, "stays.py", str(folder)])
+    launcher = subprocess.Popen([REAL_PYTHON, "-m", "gradwire", "run", *flags, "stays.py", str(folder)])
     try:
         files = [folder / str(rank) for rank in range(2)]
         while not all(file.exists() for file in files):

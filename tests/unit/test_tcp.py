@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import combinations, product
@@ -547,3 +549,19 @@ def test_the_copies_of_a_forked_child_can_be_given_up(connect: Connect) -> None:
     assert torch.equal(landed, torch.ones(3))
     one.close()
     assert not failure(lambda: receive(other, 0, landed, 7).wait(in_time())).timed_out
+
+
+def test_a_closed_link_keeps_no_tensor_of_a_message_that_never_came(connect: Connect) -> None:
+    """Reference counting frees it, at once: the memory may be shared with other processes."""
+    one, _ = connect(2)
+    landed = torch.empty(3)
+    freed = weakref.ref(landed)
+    gc.disable()
+    try:
+        receive(one, 1, landed, 7)
+        del landed
+        assert freed() is not None
+        one.close()
+        assert freed() is None
+    finally:
+        gc.enable()

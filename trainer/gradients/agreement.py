@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -30,6 +31,7 @@ def on_all_ranks(
     value, fault = None, ""
     try:
         value = attempt()
+        json.dumps(value)  # raises here what would raise before anything is sent
     except Exception as error:  # the other ranks would wait for this one if they did not get its error
         fault = f"{type(error).__name__}: {error}"
     gathered = communicator.allgather_record((value, fault))

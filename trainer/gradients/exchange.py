@@ -241,7 +241,7 @@ class GradientExchange:
         self._sparse_started = True
         incomplete = any(bucket.is_incomplete for bucket in self._bucketing.buckets)  # others may find sparse ones
         if incomplete or any(each.chained for each in self._operations()):
-            self._thread = self._thread or DaemonThread("trainer.exchange")
+            self._thread = self._thread or DaemonThread("gradwire-exchange")
             self._completing = Work(self._combination.communicator.rank, "exchange of gradients", self._complete)
             self._thread.submit(self._completing.run)
 
@@ -293,7 +293,7 @@ class GradientExchange:
         self._bucketing.learn(self._arrived)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Hook:
     """Calls an exchange from a parameter, without keeping it alive, and not from a copy of the parameter."""
 

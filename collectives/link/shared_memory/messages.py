@@ -127,6 +127,8 @@ class SharedMemoryTransport(Table):
         if self.reductions is not None:
             self.reductions.close()
         self._group.close()
+        if self._group.stop():  # so that no kernel touches the tensors any more
+            self.pending.clear()
 
     def collective(self, request: Request) -> Whole:
         return super().collective(request) if self.reductions is None else self.reductions.collective(request)

@@ -48,6 +48,7 @@ def join_host(membership: Membership, kernels: ModuleType | str, deadline: float
                 if segment is None:
                     nbytes = LocalGroup.segment_bytes(kernels, len(members))
                     segment = Segment.open(theirs["pid"], theirs["descriptor"], theirs["name"], nbytes)
+                    made.callback(segment.close)
                 pids = [cards[member]["pid"] for member in members]
                 everyone = len(members) == len(cards) and not membership.beside_others
                 group = LocalGroup(kernels, segment, theirs["name"], pids, members, rank, everyone=everyone)
