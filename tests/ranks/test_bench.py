@@ -262,6 +262,6 @@ def test_update_rules_in_equal_time(tmp_path: Path) -> None:
         assert row["seconds"] >= 0.5
         assert row["curve"][-1]["loss"] == row["loss"]
     average, quorum = rows
-    assert (average["steps"] - 2) % 3 == 0
+    assert average["steps"] == 1 or (average["steps"] - 2) % 3 == 0  # the time may be up within the 2 synchronous steps
     assert "contributions" in quorum["report"]
     assert "# Slow: rank 1 sleeps 0.1 s in each step" in said

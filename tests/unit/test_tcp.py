@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from gradwire.collectives.errors import LinkError
-from gradwire.collectives.kernels import cpu_sockets
+from gradwire.collectives.kernels import cpu_arithmetic, cpu_sockets
 from gradwire.collectives.link.base import Pending
 from gradwire.collectives.link.tcp import TcpTransport
 from gradwire.collectives.plan.algorithms import PLANNERS
@@ -140,6 +140,7 @@ def allreduced(
 def assert_same_bits(
     transports: Sequence[TcpTransport], algorithm: str, op: str, contributions: Sequence[torch.Tensor]
 ) -> None:
+    cpu_arithmetic(contributions[0].dtype)  # compiled before any deadline begins
     in_python = allreduced(transports, algorithm, op, contributions, compiled=False)
     in_one_call = allreduced(transports, algorithm, op, contributions, compiled=True)
     assert in_one_call == in_python, (op, contributions[0].numel())
