@@ -60,7 +60,7 @@ def _once(plan: Callable[Concatenate[Plans, _Given], _Planned]) -> Callable[Conc
 
     @wraps(plan)
     def planned(plans: Plans, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Planned:
-        key = (name, args, tuple(sorted(kwargs.items())))
+        key = (name, args, *kwargs.items())
         with plans._lock:
             kept = plans._planned
             if key not in kept:
