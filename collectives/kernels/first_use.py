@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _log = logging.getLogger("gradwire")
@@ -40,12 +40,13 @@ class FirstUse:
         self._thread = threading.local()
 
     @contextmanager
-    def together(self, duration: str) -> Iterator[None]:
-        """Say in one line what is compiled inside, by this thread. duration: of all of it, in words. An outer one counts."""
+    def together(self, duration: str, begins: Callable[[], object] | None = None) -> Iterator[None]:
+        """Say in one line what is compiled inside, by this thread. duration: of all of it, in words. begins: called before the
+        first kernel is compiled. An outer one counts."""
         if getattr(self._thread, "line", None) is not None:
             yield
             return
-        self._thread.line = line = _Line(duration)
+        self._thread.line = line = _Line(duration, begins)
         try:
             yield
         finally:
@@ -56,6 +57,7 @@ class FirstUse:
     def compiling(self, kernel: str, *, kept: bool) -> Iterator[None]:
         """Say that a kernel is compiled inside. kept: whether the result is kept on the disk."""
         with self.together(_BY_ITSELF):
+            self._thread.line.announce()
             if self.speaks:
                 self._thread.line.begin(kept=kept, first=not self.compiled)
             self.compiled.append(kernel)
@@ -65,8 +67,9 @@ class FirstUse:
 class _Line:
     """Holds one line of a terminal, or a few of the log."""
 
-    def __init__(self, duration: str) -> None:
+    def __init__(self, duration: str, begins: Callable[[], object] | None) -> None:
         self._duration = duration
+        self._begins = begins
         self._is_begun = False
         self._is_first = False
         self._on_terminal = False
@@ -74,6 +77,11 @@ class _Line:
         self._since = 0.0
         self._over = threading.Event()
         self._clock: threading.Thread | None = None
+
+    def announce(self) -> None:
+        begins, self._begins = self._begins, None
+        if begins is not None:
+            begins()
 
     def begin(self, *, kept: bool, first: bool) -> None:
         if self._is_begun:

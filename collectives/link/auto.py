@@ -78,15 +78,16 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
 def _offers(membership: Membership, timeout_s: float, *, hosts_are_shared: bool) -> list[dict[str, Any]]:
     """Return by rank whether it is to share memory, and why it cannot drive connections of its own, if so.
 
-    Every rank has compiled when all have answered: the backend's own collectives would not wait that long.
+    Every rank has compiled when all have answered: the backend's own collectives would not wait that long. Nor does anyone here
+    for a rank that does not come and does not compile.
     """
     memory = shared_memory_wanted(os.environ)
-    with FIRST_USE.together("about 20 s"):
+    with FIRST_USE.together("about 20 s", begins=lambda: membership.compiles("offers")):
         if memory and hosts_are_shared:
             cpu_kernels()
         sockets = cpu_sockets()
     offer = {"memory": memory, "sockets": sockets if isinstance(sockets, str) else None}
-    return membership.exchange("offers", offer, time.monotonic() + timeout_s + _ALL_COMPILE_S)
+    return membership.exchange("offers", offer, time.monotonic() + timeout_s, _ALL_COMPILE_S)
 
 
 @dataclass(eq=False, slots=True)

@@ -86,11 +86,11 @@ class Membership:
             keepers=tuple(place[rank] for rank in self.keepers if rank in place),
         )
 
-    def everyones(self, name: str, mine: bytes, deadline: float) -> list[bytes]:
+    def everyones(self, name: str, mine: bytes, deadline: float, compile_s: float = 0.0) -> list[bytes]:
         """Return every rank's small record, by rank. A collective call.
 
-        name: what no other exchange of this Membership has. deadline: time.monotonic() seconds. Raises LinkError, which names the
-        ranks that did not come.
+        name: what no other exchange of this Membership has. deadline: time.monotonic() seconds; compile_s later for ranks
+        that have called compiles(name). Raises LinkError, which names the ranks that did not come.
         """
         store = self.store
         keys = [f"{name}/{rank}" for rank in range(self.size)]
@@ -112,14 +112,26 @@ class Membership:
                     missing = [rank for rank, key in enumerate(keys) if not ask(partial(store.check, [key]))]
                     if not missing:  # the last of them stopped before it could say so
                         break
-                    raise LinkError(None, timed_out=True, detail=f"{ranks_text(missing)} did not come", awaited=missing)
+                    if time.monotonic() < deadline + compile_s:
+                        missing = [
+                            rank for rank in missing if not ask(partial(store.check, [f"{name}/compiles/{rank}"]))
+                        ]
+                    if missing:
+                        detail = f"{ranks_text(missing)} did not come"
+                        raise LinkError(None, timed_out=True, detail=detail, awaited=missing)
                 time.sleep(look_again_s)
                 look_again_s = min(2 * look_again_s, _LONGEST_LOOK_AGAIN_S)
             return [bytes.fromhex(record.decode()) for record in ask(lambda: store.multi_get(keys))]
 
-    def exchange(self, name: str, mine: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+    def compiles(self, name: str) -> None:
+        """Note for the others that this rank compiles kernels before it comes to everyones(name)."""
+        self.store.set(f"{name}/compiles/{self.rank}", "")
+
+    def exchange(
+        self, name: str, mine: dict[str, Any], deadline: float, compile_s: float = 0.0
+    ) -> list[dict[str, Any]]:
         """Return everyones() records, which are numbers, strings, and lists and dicts of them."""
-        return [json.loads(each) for each in self.everyones(name, json.dumps(mine).encode(), deadline)]
+        return [json.loads(each) for each in self.everyones(name, json.dumps(mine).encode(), deadline, compile_s)]
 
     def ask(self, call: Callable[[], _Answer], deadline: float) -> _Answer:
         """Return what a call returns that asks the store, and may not return while a rank is missing. Raises as Asking.ask."""

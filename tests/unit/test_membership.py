@@ -53,6 +53,18 @@ def test_who_does_not_come_is_named() -> None:
     run_ranks(SIZE, tell)
 
 
+def test_only_ranks_that_compile_are_given_the_time_for_it() -> None:
+    """A rank that is stopped while others may compile is named at the deadline, not minutes later."""
+    first, stopped, compiling = members()
+    compiling.compiles("offers")
+    with pytest.raises(LinkError, match="rank 1 did not come") as caught:
+        first.everyones("offers", b"", time.monotonic(), compile_s=DEADLINE_S)
+    assert caught.value.awaited == {1}
+    stopped.compiles("offers")
+    with pytest.raises(LinkError, match="ranks 1, 2 did not come"):
+        first.everyones("offers", b"", time.monotonic() - 1, compile_s=1.0)
+
+
 def test_a_rank_that_is_lost_is_not_waited_for() -> None:
     with pytest.raises(LinkError, match="lost rank 2") as caught:
         members(lost=(2,))[0].everyones("name", b"", time.monotonic() + DEADLINE_S)
