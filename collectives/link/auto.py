@@ -82,7 +82,7 @@ def _offers(membership: Membership, timeout_s: float, *, hosts_are_shared: bool)
     for a rank that does not come and does not compile.
     """
     memory = shared_memory_wanted(os.environ)
-    with FIRST_USE.together("about 20 s", begins=lambda: membership.compiles("offers")):
+    with FIRST_USE.together("about 20 s", begins=lambda: membership.compiles("offers", time.monotonic() + timeout_s)):
         if memory and hosts_are_shared:
             cpu_kernels()
         sockets = cpu_sockets()

@@ -123,9 +123,9 @@ class Membership:
                 look_again_s = min(2 * look_again_s, _LONGEST_LOOK_AGAIN_S)
             return [bytes.fromhex(record.decode()) for record in ask(lambda: store.multi_get(keys))]
 
-    def compiles(self, name: str) -> None:
-        """Note for the others that this rank compiles kernels before it comes to everyones(name)."""
-        self.store.set(f"{name}/compiles/{self.rank}", "")
+    def compiles(self, name: str, deadline: float) -> None:
+        """Note for the others that this rank compiles kernels before it comes to everyones(name). Raises as Asking.ask."""
+        self.ask(lambda: self.store.set(f"{name}/compiles/{self.rank}", ""), deadline)
 
     def exchange(
         self, name: str, mine: dict[str, Any], deadline: float, compile_s: float = 0.0

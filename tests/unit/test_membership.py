@@ -56,11 +56,11 @@ def test_who_does_not_come_is_named() -> None:
 def test_only_ranks_that_compile_are_given_the_time_for_it() -> None:
     """A rank that is stopped while others may compile is named at the deadline, not minutes later."""
     first, stopped, compiling = members()
-    compiling.compiles("offers")
+    compiling.compiles("offers", time.monotonic() + DEADLINE_S)
     with pytest.raises(LinkError, match="rank 1 did not come") as caught:
         first.everyones("offers", b"", time.monotonic(), compile_s=DEADLINE_S)
     assert caught.value.awaited == {1}
-    stopped.compiles("offers")
+    stopped.compiles("offers", time.monotonic() + DEADLINE_S)
     with pytest.raises(LinkError, match="ranks 1, 2 did not come"):
         first.everyones("offers", b"", time.monotonic() - 1, compile_s=1.0)
 
