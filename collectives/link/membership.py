@@ -140,10 +140,10 @@ class Membership:
 
     def check(self) -> None:
         """Raise LinkError, which names the ranks, where some are known to have ended, or to be unable to connect."""
-        if self.presence is not None and (failure := self.presence.failure(self.scope)) is not None:
-            raise replace(failure, ranks=self._numbers(failure.ranks)).as_link_error()
+        if (error := self._reported()) is not None:
+            raise error
         if lost := tuple(sorted(self.lost())):
-            raise Failure(lost, f"lost {ranks_text(lost)}", ended=True).as_link_error()
+            raise _loss_of(lost)
 
     def report(self, failure: Failure) -> None:
         """Report to the other ranks why these cannot connect."""
@@ -156,13 +156,14 @@ class Membership:
         return () if self.presence is None else self._numbers(self.presence.silent(self.scope))
 
     def cause(self, within_s: float) -> LinkError | None:
-        """Return what is known of other ranks that keeps these from connecting, or comes to be known within some seconds."""
+        """Return what is known of other ranks that keeps these from connecting, or comes to be known within some seconds. A rank
+        that has left is no cause: it has connected, or has reported why it has not."""
         deadline = time.monotonic() + within_s
         while self.presence is not None:
-            try:
-                self.check()
-            except LinkError as error:
+            if (error := self._reported()) is not None:
                 return error
+            if ended := self._numbers(self.presence.ended()):
+                return _loss_of(ended)
             if time.monotonic() >= deadline:
                 break
             time.sleep(_LONGEST_LOOK_AGAIN_S)
@@ -173,8 +174,18 @@ class Membership:
         if self.presence is not None:
             self.presence.close()
 
+    def _reported(self) -> LinkError | None:
+        """Return the error for what was reported of these ranks, if anything."""
+        if self.presence is None or (failure := self.presence.failure(self.scope)) is None:
+            return None
+        return replace(failure, ranks=self._numbers(failure.ranks)).as_link_error()
+
     def _numbers(self, places: Collection[int]) -> tuple[int, ...]:
         return tuple(rank for rank, place in enumerate(self.places) if place in places)
+
+
+def _loss_of(ranks: tuple[int, ...]) -> LinkError:
+    return Failure(ranks, f"lost {ranks_text(ranks)}", ended=True).as_link_error()
 
 
 def membership_of(group: dist.ProcessGroup, host: str, timeout_s: float) -> Membership:

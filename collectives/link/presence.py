@@ -74,8 +74,12 @@ class Presence:
     def gone(self) -> set[int]:
         """Return the ranks whose process has ended; where none has, those that have said that they leave, as ranks do that have
         connected."""
+        return self.ended() or set(self._left)
+
+    def ended(self) -> set[int]:
+        """Return the ranks whose process has ended, and which had not left."""
         self._look()
-        return set(self._ended_ranks or self._left)
+        return set(self._ended_ranks)
 
     def failure(self, scope: str = "") -> Failure | None:
         """Return the first failure that was reported of a scope: a name for the ranks that are to be connected."""
@@ -87,18 +91,18 @@ class Presence:
         self._say(kind="failure", scope=scope, **asdict(failure))
 
     def silent(self, scope: str = "") -> Sequence[int]:
-        """Return the ranks that have not arrived, or that do not look at what happens here: those that are stopped, or busy with
-        something else. Where the hub does not answer, return the rank that keeps it. Where another rank has found out before and
-        reported it of this scope, return what it reports."""
+        """Return the other ranks that have not arrived, or that do not look at what happens here: those that are stopped, or busy
+        with something else. Where the hub does not answer, return the rank that keeps it. Where another rank has found out before
+        and reported it of this scope, return what it reports."""
         self._silent.clear()
         self._say(kind="who is silent")
         deadline = time.monotonic() + 2 * ANSWER_S
         while time.monotonic() < deadline:
             self._look()
-            if (failure := self._failures.get(scope)) is not None:
-                return failure.ranks
-            if self._silent:
-                return self._silent[-1]
+            failure = self._failures.get(scope)
+            if failure is not None or self._silent:
+                # This rank may have answered late, but it runs.
+                return [rank for rank in (failure.ranks if failure else self._silent[-1]) if rank != self.rank]
             self._wait(_LOOK_AGAIN_S)
         return [self._hub_rank]
 
@@ -159,7 +163,8 @@ class Presence:
             for message in messages:
                 self._take(message)
             if self._ended:
-                self._ended_ranks.add(self._hub_rank)
+                if self._hub_rank not in self._left:
+                    self._ended_ranks.add(self._hub_rank)
                 self._neighbour.socket.close()
 
     def _take(self, message: Card) -> None:

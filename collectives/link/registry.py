@@ -82,7 +82,8 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
         settings = settings if link == AUTO else f"link={link!r}, {settings}"
         watch = _watch(membership, settings, time.monotonic() + timeout_s)
         made.callback(watch.close)
-        watched = replace(membership, lost=lambda: {*watch.lost, *membership.lost()})
+        # Ranks that leave because one is lost are not lost themselves.
+        watched = replace(membership, lost=lambda: watch.lost or membership.lost())
         try:
             transport = LINKS[link](watched, timeout_s)
             if not isinstance(transport, Transport):

@@ -10,6 +10,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from gradwire.collectives.link.hub import Failure
+from gradwire.collectives.link.membership import membership_from
 from gradwire.collectives.link.own_address import card_of
 from gradwire.collectives.link.presence import Presence, arrive
 
@@ -41,9 +42,32 @@ def test_who_leaves_after_connecting_is_not_blamed_beside_one_that_has_ended(arr
     keeper, leaver, ended = arrived
     leaver.close()
     soon(lambda: keeper.gone() == {1})
+    membership = membership_from(keeper, HashStore(), ("cpu",), ())
+    assert membership.cause(0.0) is None
     ended._neighbour.socket.close()  # as the end of its process does
     soon(lambda: keeper.gone() == {2})
+    cause = membership.cause(0.0)
+    assert cause is not None
+    assert cause.awaited == {2}
     keeper.close()
+
+
+def test_the_rank_that_keeps_the_hub_is_not_blamed_when_it_leaves(arrived: list[Presence]) -> None:
+    keeper, ended, other = arrived
+    ended._neighbour.socket.close()
+    soon(lambda: other.gone() == {1})
+    keeper.close()
+    soon(lambda: bool(other.gone()) and other._ended)
+    assert other.gone() == {1}
+
+
+def test_a_rank_that_answers_late_does_not_blame_itself(arrived: list[Presence]) -> None:
+    keeper, late, stopped = arrived
+    assert keeper.silent() == [1, 2]
+    keeper.report(Failure((1, 2), "ranks 1, 2 did not come", timed_out=True))
+    assert late.silent() == [2]
+    for presence in (stopped, late, keeper):
+        presence.close()
 
 
 def test_the_first_failure_of_a_scope_counts_on_all_ranks(arrived: list[Presence]) -> None:
