@@ -58,10 +58,9 @@ def _codecs(text: str) -> dict[str, tuple[Codec, bool]]:
 
 
 def size_range(min_bytes: int, max_bytes: int, step_bytes: int, step_factor: int | None) -> list[int]:
-    """From `min_bytes` to `max_bytes`, both included where the steps hit them; a factor goes before a step.
+    """Return the sizes from `min_bytes` to `max_bytes`, both included where the steps hit them; a factor goes before a step.
 
-    Raises:
-        ValueError: an empty range, or a step that does not grow.
+    Raises ValueError for an empty range, or a step that does not grow.
     """
     if not 1 <= min_bytes <= max_bytes:
         raise ValueError(f"no size from {min_bytes} to {max_bytes} bytes")

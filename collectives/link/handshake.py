@@ -201,6 +201,8 @@ class Listener:
         try:
             while missing := expected - made.keys():
                 try:
+                    if time.monotonic() >= deadline:  # strangers may have kept the listener busy
+                        raise TimeoutError
                     listening = dict.fromkeys((self._socket.fileno(), *strangers), select.POLLIN)
                     ready = wait_ready(listening, deadline, check)
                 except TimeoutError:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from gradwire.collectives.errors import LinkError
+from gradwire.collectives.link import handshake
 from gradwire.collectives.link.handshake import CHALLENGE_BYTES, Listener, give_up_on_silence, neighbours
 from gradwire.collectives.link.watch import Neighbour, Watch
 
@@ -214,6 +215,13 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(LinkError, match=r"rank 1 at 127\.0\.0\.1") as caught:
         mine.join(0, [1], ["", theirs.card], SECRET, time.monotonic() + DEADLINE_S, lambda: None)
     assert caught.value.peer == 1
+
+
+def test_strangers_without_end_do_not_put_off_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "wait_ready", lambda *_: [])  # as where all that were ready have gone again
+    listener = Listener("127.0.0.1")
+    with pytest.raises(LinkError, match="rank 0 did not connect"):
+        listener.join(1, [0], ["", listener.card], SECRET, time.monotonic() + 0.1, lambda: None)
 
 
 def test_of_what_a_rank_posts_all_see_the_latest() -> None:

@@ -19,6 +19,12 @@ def in_blocks(flat: Tensor, block: int) -> Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-(-flat.numel() // block), block)
 
 
+def lengths(numel: int, block: int, device: torch.device) -> Tensor:
+    """Return (blocks, 1) float32: how many elements each block has."""
+    starts = torch.arange(0, numel, block, device=device)
+    return (numel - starts).clamp(max=block).to(torch.float32).view(-1, 1)
+
+
 def block_sums(terms: Tensor) -> Tensor:
     """Return (blocks, 1) sums of the rows of (blocks, block), in the stated order: 128 partials, then a tree."""
     partials = terms.new_zeros(len(terms), PARTIALS)

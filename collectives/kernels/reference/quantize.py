@@ -29,6 +29,7 @@ from gradwire.collectives.kernels.reference.blocks import (
     keep_dense_loss,
     keep_loss,
     largest_magnitudes,
+    lengths,
     put,
     quotient,
     scaled,
@@ -161,18 +162,12 @@ def fp8_decode(wire: Tensor, out: Tensor, format: str, block: int, add: bool, sc
 # onebit: scale = mean magnitude of the block, bit = (c >= 0). Not finite: the sum of magnitudes is not.
 
 
-def _lengths(numel: int, block: int, device: torch.device) -> Tensor:
-    """Return (blocks, 1) float32: how many elements each block has."""
-    starts = torch.arange(0, numel, block, device=device)
-    return (numel - starts).clamp(max=block).to(torch.float32).view(-1, 1)
-
-
 def onebit_encode(values: Tensor, residual: Tensor | None, wire: Tensor, block: int, seed: int) -> None:
     blocks = in_blocks(corrected(values, residual), block)
     sums = block_sums(blocks.abs())
     finite = sums.isfinite()
     bits = ((blocks >= 0) & finite).to(torch.float32)
-    scales = with_nan(sums / _lengths(values.numel(), block, values.device), finite)
+    scales = with_nan(sums / lengths(values.numel(), block, values.device), finite)
     write(wire, pack(bits.view(-1)[: values.numel()], 1), scales)
     keep_dense_loss(residual, blocks, 2 * bits - 1, scales)
 
