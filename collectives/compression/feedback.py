@@ -19,7 +19,7 @@ class Feedback:
 
     As the sum of the workers' residuals over all ranks and the owners' side by side are all that was lost, the results of any
     number of steps, with these, are the sum of what was given; but for the rounding of sums of codes, where codes are summed as
-    they are (fp16, bf16), which nobody keeps. Made by Communicator.new_feedback; belongs to an operation while
+    they are (fp16, bf16), which no residual keeps. Made by Communicator.new_feedback; belongs to an operation while
     that runs.
     """
 

@@ -261,7 +261,7 @@ class ParameterServer(WrappingOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return where this rank and its server stand: every rank saves its own, after the same step, and the model.
 
-        Raises ValueError with a quorum of less than all, which do not stand at one place together, and where ranks serve
+        Raises ValueError with a quorum of less than all, which hold different states, and where ranks serve
         only, which do not stop between two steps; CollectiveError after a step() that has failed, which some servers may
         have made and others not.
         """
@@ -356,5 +356,5 @@ class ParameterServer(WrappingOptimizer):
         if self._scheme.quorum < count or trained < self._communicator.size:
             raise ValueError(
                 f"{here()}{verb} needs quorum={count}, all that push, not {self._scheme.quorum}, and no ranks that serve only: "
-                "others do not stand at one place together. Save the model of one rank, and begin with new servers"
+                "otherwise no step leaves all ranks with the same state. Save the model of one rank, and begin with new servers"
             )
