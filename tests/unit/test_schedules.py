@@ -89,6 +89,8 @@ def test_a_planner_that_is_alike_on_all_ranks_and_wrong_is_told() -> None:
             check_algorithm(collective, planner)
     with pytest.raises(ScheduleError, match="added twice"):
         check_algorithm("allreduce", lambda place: twice(PLANNERS["allreduce"]["direct"](place)))
+    with pytest.raises(ScheduleError, match="added twice"):  # as part of a sum that has more besides
+        check_algorithm("allreduce", lambda place: first_round_again(PLANNERS["allreduce"]["ring"](place)), [3])
     with pytest.raises(ValueError, match="no collective is called 'dance'; known are allreduce, reduce_scatter, "):
         check_algorithm("dance", PLANNERS["allreduce"]["ring"])
 
@@ -156,6 +158,10 @@ def test_parts_of_unequal_length_do_not_match() -> None:
 
     with pytest.raises(ScheduleError, match=r"rank 0 sends rank 1 blocks 0 to 1; rank 1 expects block 0$"):
         check_algorithm("alltoall", more, [2])
+
+
+def first_round_again(schedule: Schedule) -> Schedule:
+    return replace(schedule, rounds=(schedule.rounds[0], *schedule.rounds))
 
 
 def twice(schedule: Schedule) -> Schedule:

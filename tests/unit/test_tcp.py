@@ -18,6 +18,7 @@ import torch
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.kernels import cpu_arithmetic, cpu_sockets
 from gradwire.collectives.link.base import Pending
+from gradwire.collectives.link.rows import FIRST_LOOK
 from gradwire.collectives.link.tcp import TcpTransport
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.program import Program
@@ -198,6 +199,20 @@ def test_more_messages_than_the_table_had_rows(connect: Connect, monkeypatch: py
     for pending in (*reversed(received), *sent):
         pending.wait(in_time())
     assert all(torch.equal(*pair) for pair in zip(landed, numbers, strict=True))
+
+
+def test_a_message_that_stays_while_others_pass_is_still_found(connect: Connect) -> None:
+    """Messages that are not done get new numbers, once many others have passed."""
+    slow, middle, busy = connect(3)
+    landed = torch.zeros(3)
+    stays = receive(middle, 0, landed, 5)
+    for _ in range(2 * FIRST_LOOK):
+        send(busy, 1, torch.ones(3), 6)
+        receive(middle, 2, torch.empty(3), 6).wait(in_time())
+    assert not stays.is_done()
+    send(slow, 1, torch.ones(3), 5)
+    stays.wait(in_time())
+    assert torch.equal(landed, torch.ones(3))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
