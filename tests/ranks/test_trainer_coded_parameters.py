@@ -27,6 +27,7 @@ class Slope(nn.Module):
         torch.manual_seed(0)
         self.matrix = nn.Parameter(torch.randn(37, 90))
         self.vector = nn.Parameter(torch.randn(11))
+        self.beside = nn.Parameter(torch.randn(500))  # in one bucket with it
 
     def loss(self, rank: int) -> Tensor:
         generator = torch.Generator().manual_seed(rank)
@@ -75,8 +76,9 @@ def test_what_codes_lose_stays_with_the_piece(algorithm: str, compression: Any, 
             shard_states=True,
             parameter_compression=compression,
         )
-        for _ in range(STEPS):
+        for number in range(STEPS):
             for net, optimizer in ((model, plain), (twin, coded)):
+                net.vector.requires_grad_(number != 1)  # so that what shares its bucket is cut anew
                 optimizer.zero_grad()
                 net.loss(hvd.rank()).backward()
                 optimizer.step()

@@ -73,7 +73,7 @@ class Entry:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             aggregator = self._aggregator
-            while self._failure is None and (self._kept[worker] or worker not in aggregator.awaited):
+            while self._failure is None and worker not in aggregator.awaited:
                 if not aggregator.holds_quorum:
                     raise QuorumLost(aggregator.lost, aggregator.quorum, rank=rank, operation=operation)
                 remaining_s = deadline - time.monotonic()
