@@ -1,7 +1,5 @@
 """The sparse codecs: the compiled ones against the reference, byte for byte; both against the definitions."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

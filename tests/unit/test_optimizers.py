@@ -1,7 +1,5 @@
 """LARS, LAMB and DelayedNesterov against their papers' formulas, written out tensor by tensor in float64."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Hashes, clocks that are put right, and the file of a timeline, without processes."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -47,7 +45,6 @@ def test_the_compiled_hash_is_that_of_torch(count: int) -> None:
 
 
 def test_the_hash_is_what_it_is_said_to_be() -> None:
-    """By numbers of any length."""
     words, total = [5, -7, 2**62], 0
     for place, word in enumerate(words, 1):
         x = (word % 2**64) ^ (place * 0x9E3779B97F4A7C15 % 2**64)

@@ -1,7 +1,5 @@
 """Every algorithm, for world sizes from 1 to 64: complete, matched, free of deadlock, and as cheap as its docstring says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -50,7 +48,6 @@ def test_every_contribution_arrives_once_where_it_belongs(
 
 
 def changed(planner: Planner, change: Callable[[Schedule], Schedule], rank: int = 1) -> Planner:
-    """A planner that makes something else for one rank."""
     return lambda place: change(planner(place)) if place.rank == rank else planner(place)
 
 
@@ -264,7 +261,6 @@ def test_how_often_codes_are_encoded(algorithm: str, count: Callable[[int], int]
 
 
 def test_one_shot_encodes_once() -> None:
-    """And all ranks add the same codes, in the same order."""
     check_algorithm("allreduce", direct.one_shot, range(1, 17))
     for size in range(1, 17):
         assert encodings([direct.one_shot(Place(rank, size)) for rank in range(size)], encodes_sums=False) == 1

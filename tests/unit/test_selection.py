@@ -1,7 +1,5 @@
 """Tables of algorithms by size: what is written is what runs, and what makes no sense is refused by name."""
 
-from __future__ import annotations
-
 import pytest
 
 from gradwire.collectives.plan.algorithms import PLANNERS

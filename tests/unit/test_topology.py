@@ -1,7 +1,5 @@
 """Ranks by host, on hosts of different sizes."""
 
-from __future__ import annotations
-
 import pytest
 
 from gradwire.collectives.plan.topology import Topology, host_id

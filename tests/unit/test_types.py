@@ -1,7 +1,5 @@
 """The strict type checker that users may have takes the docs' example of the collectives, and tells the forms of verbs apart."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
