@@ -266,9 +266,8 @@ def test_codes_ride_every_algorithm(
     if name == "none":
         assert torch.equal(results[0], expected)
     else:
-        step = (
-            expected.abs().max() / 127 if numel else 0
-        )  # of the last encoding; no other is larger, and the mean is less
+        # Of the last encoding; no other is larger, and the mean is less.
+        step = expected.abs().max() / 127 if numel else 0
         assert bool(((results[0] - expected).abs() <= (2 * size + 1) * step).all())
 
 

@@ -274,11 +274,10 @@ def test_codes_that_nobody_sends_are_not_waited_for() -> None:
 
 def test_replicas_that_would_differ_are_found() -> None:
     """Rank 0 adds three codes at once, rank 1 one and then a second to the code of a sum."""
-    block = (Span(0, 1),)
     schedules = [
-        Schedule(0, 3, 1, (send(1, block) + reduce(1, block) + reduce(2, block), (), send(2, block))),
-        Schedule(1, 3, 1, (send(0, block) + reduce(0, block), reduce(2, block), ())),
-        Schedule(2, 3, 1, (send(0, block), send(1, block), receive(0, block))),
+        Schedule(0, 3, 1, (send(1, BLOCK) + reduce(1, BLOCK) + reduce(2, BLOCK), (), send(2, BLOCK))),
+        Schedule(1, 3, 1, (send(0, BLOCK) + reduce(0, BLOCK), reduce(2, BLOCK), ())),
+        Schedule(2, 3, 1, (send(0, BLOCK), send(1, BLOCK), receive(0, BLOCK))),
     ]
     assert run(schedules, contributions(3, 1)) == [[7]] * 3
     with pytest.raises(ScheduleError, match="the same bits"):
