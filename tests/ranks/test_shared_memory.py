@@ -400,4 +400,4 @@ def test_a_rank_is_hit_at_random(failing_world: Callable[[int], World], number: 
     for world, victim in zip(worlds, victims, strict=True):
         assert set(assert_survived(world, [victim], 30.0)) == {kinds[number]}
         world.kill()
-    assert set(os.listdir("/dev/shm")) == before
+    assert set(os.listdir("/dev/shm")) <= before
