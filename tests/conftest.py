@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import settings
 
+import gradwire as hvd
 from tests.harness import TRANSPORTS, World, Worlds
 
 # A shell lets jobs in the background ignore Ctrl-C, which some tests send; whom these start would inherit that.
@@ -36,3 +37,13 @@ def failing_world(ranks: Worlds) -> Iterator[Callable[[int], World]]:
     yield start
     for world in started:
         world.kill()
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have called hvd.init() in a process that no launcher has started."""
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    hvd.init()
+    yield
+    hvd.shutdown()

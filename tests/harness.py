@@ -67,22 +67,25 @@ _context.set_forkserver_preload(
 )
 
 
-def forked(target: Callable[..., None], *args: Any) -> multiprocessing.process.BaseProcess:
-    """Start a process of the server, which ends with this one."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    process = _context.Process(target=target, args=args, daemon=True)
-    process.start()
-    return process
-
-
-def connected(target: Callable[..., None], *args: Any, name: str) -> Connection:
-    """Start a process of the server, as forked() does, and return the other end of the connection that is its last argument."""
+def connected(
+    target: Callable[..., None], *args: Any, name: str
+) -> tuple[multiprocessing.process.BaseProcess, Connection]:
+    """Start a process of the server, which ends with this one. Return it, and the other end of the connection that is its last
+    argument."""
     ours, theirs = _context.Pipe()
     os.environ["OMP_NUM_THREADS"] = "1"
     process = _context.Process(target=target, args=(*args, theirs), name=name, daemon=True)
     process.start()
     theirs.close()
-    return ours
+    return process, ours
+
+
+def wait_until(condition: Callable[[], object], within_s: float = EXCHANGE_TIMEOUT_S) -> None:
+    """Look every millisecond whether a condition holds. Raises AssertionError where it does not within so many seconds."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not so within {within_s} s"
+        time.sleep(0.001)
 
 
 class RanksFailedError(AssertionError):
@@ -120,18 +123,10 @@ class World:
         self._directory = directory
         self._connections: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
-        os.environ["OMP_NUM_THREADS"] = "1"
         for rank in range(size):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(
-                target=_serve,
-                args=(rank, size, directory, dict(environment), arrive, theirs),
-                name=f"rank {rank} of {size}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            self._connections.append(ours)
+            arguments = (rank, size, directory, dict(environment), arrive)
+            process, connection = connected(_serve, *arguments, name=f"rank {rank} of {size}")
+            self._connections.append(connection)
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:

@@ -80,7 +80,7 @@ def python() -> str:
     for path, text in ((command, _COMMAND), (command.with_name("torchrun"), torchrun)):
         path.write_text(text)
         path.chmod(0o755)
-    listens = connected(_serve, str(command.with_name("socket")), name="python")
+    _, listens = connected(_serve, str(command.with_name("socket")), name="python")
     listens.recv()
     atexit.register(listens.close)
     return str(command)

@@ -1,7 +1,5 @@
 """The pages of the documentation, and the Python in them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

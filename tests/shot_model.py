@@ -1,7 +1,5 @@
 """A compressed allreduce of all ranks in one process, one step after another: what the real one is compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -12,14 +10,9 @@ from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.partition import effective, partition_of
 from gradwire.collectives.compression.seeds import rounding_seed
 from gradwire.collectives.plan.spans import Span
+from tests.cuda_machine.cases import encoded
 
 CPU = torch.device("cpu")
-
-
-def encoded(codec: Codec, values: torch.Tensor, **how: object) -> torch.Tensor:
-    wire = torch.empty(codec.wire_bytes(values.numel()), dtype=torch.uint8)
-    codec.encode(values, wire, **how)  # type: ignore[arg-type]
-    return wire
 
 
 class ShotModel:
@@ -42,13 +35,36 @@ class ShotModel:
         result = torch.full((self.numel,), float("nan"))
         divisor = len(inputs) if op == "average" else 1
         sums = [self._inside_host(inputs, rank) for rank in range(len(inputs))]
+
+        def exchange(codec: Codec, group: Sequence[int], c: int, owner: int, span: Span) -> None:
+            """Do one chunk of one owner."""
+            total = torch.zeros(span.length)
+            for position, rank in enumerate(group):
+                feedback = self.feedbacks[rank] if self.feedbacks else None
+                wire = encoded(
+                    codec,
+                    sums[rank][span.start : span.stop],
+                    feedback.worker[span.start : span.stop] if feedback else None,
+                    seed=rounding_seed(step, rank, c, owner, 0, seed),
+                    state=feedback.state[c][owner] if feedback else None,
+                )
+                codec.decode(wire, total, add=position > 0)
+            total /= divisor
+            if self.codec.one_shot:
+                result[span.start : span.stop] = total
+                return
+            feedback = self.feedbacks[group[owner]] if self.feedbacks else None
+            start = span.start - self.partitions[group[owner]].shard.start
+            residual = feedback.owner[start : start + span.length] if feedback else None
+            wire = encoded(codec, total, residual, seed=rounding_seed(step, group[owner], c, owner, 1, seed))
+            codec.decode(wire, result[span.start : span.stop])
+
         for group in {partition.group for partition in self.partitions if partition.group}:
-            chunks = self.partitions[group[0]].chunks
             codec = effective(self.codec.at(step), self.partitions[group[0]])
-            for c, spans in enumerate(chunks):
+            for c, spans in enumerate(self.partitions[group[0]].chunks):
                 for owner, span in enumerate(spans):
                     if span.length:
-                        self._one(codec, group, sums, c, owner, span, divisor, step, seed, result)
+                        exchange(codec, group, c, owner, span)
         return result
 
     def _inside_host(self, inputs: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
@@ -59,42 +75,3 @@ class ShotModel:
                 if other != rank:
                     total += inputs[other]
         return total
-
-    def _one(
-        self,
-        codec: Codec,
-        group: Sequence[int],
-        sums: Sequence[torch.Tensor],
-        c: int,
-        owner: int,
-        span: Span,
-        divisor: int,
-        step: int,
-        seed: int,
-        result: torch.Tensor,
-    ) -> None:
-        """One chunk of one owner."""
-        total = torch.zeros(span.length)
-        for position, rank in enumerate(group):
-            feedback = self.feedbacks[rank] if self.feedbacks else None
-            wire = encoded(
-                codec,
-                sums[rank][span.start : span.stop],
-                residual=feedback.worker[span.start : span.stop] if feedback else None,
-                seed=rounding_seed(step, rank, c, owner, 0, seed),
-                state=feedback.state[c][owner] if feedback else None,
-            )
-            codec.decode(wire, total, add=position > 0)
-        total /= divisor
-        if self.codec.one_shot:
-            result[span.start : span.stop] = total
-            return
-        feedback = self.feedbacks[group[owner]] if self.feedbacks else None
-        start = span.start - self.partitions[group[owner]].shard.start
-        wire = encoded(
-            codec,
-            total,
-            residual=feedback.owner[start : start + span.length] if feedback else None,
-            seed=rounding_seed(step, group[owner], c, owner, 1, seed),
-        )
-        codec.decode(wire, result[span.start : span.stop])

@@ -1,7 +1,5 @@
 """The CUDA kernels on a GPU: the checks that they pass on the machine in numpy, and what only a GPU can show."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

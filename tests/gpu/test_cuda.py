@@ -1,5 +1,7 @@
 """CUDA tensors: over gloo, staged through pinned memory, by several ranks that share a GPU; over NCCL by one rank."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,25 +68,13 @@ def follows_the_stream(backend: str) -> None:
             assert torch.equal(tensor, torch.full_like(tensor, float(comm.size * (comm.size + 1))))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-class TestGloo:
-    def test_exact(self, ranks: Worlds, world: int) -> None:
-        assert ranks(world).run(exact, "gloo") == [[]] * world
-
-    def test_other_verbs(self, ranks: Worlds, world: int) -> None:
-        ranks(world).run(other_verbs, "gloo")
-
-    def test_follows_the_stream(self, ranks: Worlds, world: int) -> None:
-        ranks(world).run(follows_the_stream, "gloo")
+WITHOUT_NCCL = pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a torch built with NCCL")
 
 
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a torch built with NCCL")
-class TestNccl:
-    def test_exact(self, ranks: Worlds) -> None:
-        assert ranks(1).run(exact, "nccl") == [[]]
-
-    def test_other_verbs(self, ranks: Worlds) -> None:
-        ranks(1).run(other_verbs, "nccl")
-
-    def test_follows_the_stream(self, ranks: Worlds) -> None:
-        ranks(1).run(follows_the_stream, "nccl")
+@pytest.mark.parametrize(
+    ("backend", "world"),
+    [("gloo", 1), ("gloo", 2), ("gloo", 3), pytest.param("nccl", 1, marks=WITHOUT_NCCL)],
+)
+@pytest.mark.parametrize("check", [exact, other_verbs, follows_the_stream])
+def test_tensors_of_a_gpu(ranks: Worlds, check: Callable[[str], object], backend: str, world: int) -> None:
+    assert ranks(world).run(check, backend) == [[] if check is exact else None] * world

@@ -1,7 +1,5 @@
 """A rank that ends, stops, or cannot connect while ranks meet: the others know which, at once where they can."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost, Work
 from gradwire.collectives.arguments import described
 from gradwire.collectives.run.messages import MessageWork
-from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds, wide
+from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds, wait_until, wide
 from tests.ranks.exact import on_host
+from tests.ranks.training import assert_survived, on_ranks
 
 pytestmark = ON_EVERY_TRANSPORT
 
@@ -26,11 +27,18 @@ def communicator(timeout_s: float = EXCHANGE_TIMEOUT_S) -> Communicator:
     return Communicator(timeout_s=timeout_s)
 
 
+def uses_gloo(comm: Communicator) -> bool:
+    """Say whether some ranks talk through gloo, which takes messages of one known sender only, and of the expected length."""
+    return any("gloo" in route for route in comm.routes)
+
+
 def numbers(sender: int, numel: int) -> torch.Tensor:
     return torch.arange(numel, dtype=torch.float32) % 1000 + 10_000 * sender
 
 
-def pass_round(numel: int) -> None:
+@on_ranks(SIZE, initialized=False)
+@pytest.mark.parametrize("numel", [0, 5, LARGE])
+def test_messages_of_any_length_go_round(numel: int) -> None:
     """Everyone sends to the next rank, whose tensor may be longer than what lies between them."""
     with communicator() as comm:
         after, before = (comm.rank + 1) % SIZE, (comm.rank - 1) % SIZE
@@ -44,35 +52,30 @@ def pass_round(numel: int) -> None:
         assert torch.equal(landed, numbers(before, numel))
 
 
-@pytest.mark.parametrize("numel", [0, 5, LARGE])
-def test_messages_of_any_length_go_round(ranks: Worlds, numel: int) -> None:
-    ranks(SIZE).run(pass_round, numel)
+def send_among_operations(comm: Communicator) -> None:
+    for turn in range(5):
+        summed = torch.ones(4)
+        work = comm.allreduce(summed, async_op=True)
+        if comm.rank == 0:
+            comm.send(torch.full((3,), float(turn)), 1, tag=turn)
+        elif comm.rank == 1:
+            landed = torch.empty(3)
+            assert comm.recv(landed, 0, tag=turn) == 0
+            assert torch.equal(landed, torch.full((3,), float(turn)))
+        work.wait()
+        comm.allreduce(summed)
+        assert torch.equal(summed, torch.full((4,), float(SIZE * SIZE)))
 
 
-def send_among_operations() -> None:
-    """Operations of all ranks go on around a message of two."""
-    with communicator() as comm:
-        for turn in range(5):
-            summed = torch.ones(4)
-            work = comm.allreduce(summed, async_op=True)
-            if comm.rank == 0:
-                comm.send(torch.full((3,), float(turn)), 1, tag=turn)
-            elif comm.rank == 1:
-                landed = torch.empty(3)
-                assert comm.recv(landed, 0, tag=turn) == 0
-                assert torch.equal(landed, torch.full((3,), float(turn)))
-            work.wait()
-            comm.allreduce(summed)
-            assert torch.equal(summed, torch.full((4,), float(SIZE * SIZE)))
-
-
-def mix(seed: int, hosts: str) -> None:
-    """Messages and operations of any length, awaited at once or later, in the order that all ranks have drawn."""
+@on_ranks(SIZE, initialized=False)
+@pytest.mark.parametrize("hosts", ["aaa", "aab"])
+@pytest.mark.parametrize("seed", [0, *wide(1, 2)])
+def test_any_mixture_of_messages_and_operations(seed: int, hosts: str) -> None:
     draw = random.Random(seed)
     with on_host(hosts[dist.get_rank()]):
         comm = communicator()
     with comm:
-        from_anyone = not any("gloo" in route for route in comm.routes)
+        from_anyone = not uses_gloo(comm)
         begun: list[tuple[Work | MessageWork, torch.Tensor, torch.Tensor]] = []
 
         def finish(count: int) -> None:
@@ -110,27 +113,21 @@ def mix(seed: int, hosts: str) -> None:
         finish(len(begun))
 
 
-@pytest.mark.parametrize("hosts", ["aaa", "aab"])
-@pytest.mark.parametrize("seed", [0, *wide(1, 2)])
-def test_any_mixture_of_messages_and_operations(ranks: Worlds, seed: int, hosts: str) -> None:
-    ranks(SIZE).run(mix, seed, hosts)
-
-
-def send_beside_an_operation() -> None:
+def send_beside_an_operation(comm: Communicator) -> None:
     """Rank 1 enters the operation only when it has the message, which is longer than what lies between the ranks."""
-    with communicator() as comm:
-        large, summed = torch.ones(LARGE), torch.ones(200_000)
-        if comm.rank == 0:
-            comm.send(large, 1, async_op=True)
-        elif comm.rank == 1:
-            comm.recv(large.zero_(), 0)
-        comm.allreduce(summed)
-        assert torch.equal(large, torch.ones(LARGE))
-        assert torch.equal(summed, torch.full((200_000,), float(SIZE)))
+    large, summed = torch.ones(LARGE), torch.ones(200_000)
+    if comm.rank == 0:
+        comm.send(large, 1, async_op=True)
+    elif comm.rank == 1:
+        comm.recv(large.zero_(), 0)
+    comm.allreduce(summed)
+    assert torch.equal(large, torch.ones(LARGE))
+    assert torch.equal(summed, torch.full((200_000,), float(SIZE)))
 
 
-def go_round_two_hosts() -> None:
-    """What rank 0 sends to the other host moves on while it waits for a message inside its own, which depends on that."""
+@on_ranks(SIZE, initialized=False)
+def test_messages_between_two_hosts_move_on_while_one_inside_a_host_is_awaited() -> None:
+    """The message inside the host depends on the one between them, which rank 0 has begun to send or to receive."""
     with on_host("aab"[dist.get_rank()]):
         comm = communicator()
     with comm:
@@ -161,108 +158,101 @@ def go_round_two_hosts() -> None:
         assert torch.equal(small, torch.ones(5))
 
 
-def send_odd_tensors() -> None:
+def send_odd_tensors(comm: Communicator) -> None:
     values = torch.arange(12).view(3, 4)
-    with communicator() as comm:
-        for dtype in (torch.bool, torch.bfloat16, torch.int16, torch.float64):
-            expected = values.to(dtype)
-            if comm.rank == 0:
-                comm.send(expected.t().contiguous().t(), 1)
-            elif comm.rank == 1:
-                landed = torch.zeros(3, 8, dtype=dtype)
-                comm.recv(landed[:, ::2], 0)
-                assert torch.equal(landed[:, ::2], expected)
-                assert not landed[:, 1::2].any()
-
-
-def hear_anyone() -> None:
-    """Rank 0 answers whoever asks, as often as each asks."""
-    with communicator() as comm:
-        if comm.routes and any("gloo" in route for route in comm.routes):
-            with pytest.raises(ValueError, match="needs src="):
-                comm.recv(torch.empty(1))
-            return
-        asked = 20
+    for dtype in (torch.bool, torch.bfloat16, torch.int16, torch.float64):
+        expected = values.to(dtype)
         if comm.rank == 0:
-            counts = dict.fromkeys(range(1, SIZE), 0)
-            for turn in range(asked * (SIZE - 1)):
-                question = torch.empty(2)
-                if turn % 2:
-                    sender = comm.recv(question)
-                else:
-                    received = comm.recv(question, async_op=True)
-                    received.wait()
-                    assert received.sender is not None
-                    sender = received.sender
-                assert question[0] == sender
-                comm.send(question * 2, sender, async_op=True)
-                counts[sender] += 1
-            assert counts == dict.fromkeys(range(1, SIZE), asked)
-        else:
-            for turn in range(asked):
-                answer = torch.empty(2)
-                comm.send(torch.tensor([float(comm.rank), float(turn)]), 0)
-                comm.recv(answer, 0)
-                assert answer.tolist() == [2.0 * comm.rank, 2.0 * turn]
-        comm.barrier()
-
-
-def take_turns() -> None:
-    """Ranks whose messages lie there are heard one after the other, however many messages each has sent."""
-    with communicator() as comm:
-        if any("gloo" in route for route in comm.routes):
-            return
-        if comm.rank == 0:
-            time.sleep(SHORT_S)
-            senders = [comm.recv(torch.empty(1)) for _ in range(4)]
-            assert senders[0] != senders[1]
-            assert sorted(senders) == [1, 1, 2, 2]
-        else:
-            works = [comm.send(torch.zeros(1), 0, async_op=True) for _ in range(2)]
-            for work in works:
-                work.wait()
-        comm.barrier()
-
-
-def look_without_waiting() -> None:
-    with communicator() as comm:
-        landed = torch.empty(2)
-        if comm.rank == 0:
-            received = comm.recv(landed, 1, async_op=True)
-            assert not received.is_completed()
-            with pytest.raises(CollectiveTimeout):
-                received.wait(0.05)
-        dist.barrier()
-        if comm.rank == 0:
-            until = time.monotonic() + EXCHANGE_TIMEOUT_S
-            while not received.is_completed():
-                assert time.monotonic() < until
-            received.wait()
-            assert landed.tolist() == [1.0, 2.0]
+            comm.send(expected.t().contiguous().t(), 1)
         elif comm.rank == 1:
-            comm.send(torch.tensor([1.0, 2.0]), 0)
-        comm.barrier()
+            landed = torch.zeros(3, 8, dtype=dtype)
+            comm.recv(landed[:, ::2], 0)
+            assert torch.equal(landed[:, ::2], expected)
+            assert not landed[:, 1::2].any()
 
 
-def refuse_wrong_arguments() -> None:
-    """Before anything is sent."""
-    with communicator() as comm:
-        other = (comm.rank + 1) % SIZE
-        for wrong, error in (
-            (lambda: comm.send(torch.ones(1), comm.rank), "is this rank"),
-            (lambda: comm.send(torch.ones(1), SIZE), "allowed are 0 to 2"),
-            (lambda: comm.recv(torch.ones(1), -1), "allowed are 0 to 2"),
-            (lambda: comm.send(torch.ones(1), other, tag=1 << 16), "from 0 to 65535"),
-            (lambda: comm.recv(torch.ones(1).expand(4), other), "clone"),
-        ):
-            with pytest.raises(ValueError, match=error):
-                wrong()
-        with pytest.raises(TypeError):
-            comm.send([1.0], other)  # type: ignore[call-overload]
-        comm.barrier()
+def hear_anyone(comm: Communicator) -> None:
+    """Rank 0 answers whoever asks, as often as each asks."""
+    if uses_gloo(comm):
+        with pytest.raises(ValueError, match="needs src="):
+            comm.recv(torch.empty(1))
+        return
+    asked = 20
+    if comm.rank == 0:
+        counts = dict.fromkeys(range(1, SIZE), 0)
+        for turn in range(asked * (SIZE - 1)):
+            question = torch.empty(2)
+            if turn % 2:
+                sender = comm.recv(question)
+            else:
+                received = comm.recv(question, async_op=True)
+                received.wait()
+                assert received.sender is not None
+                sender = received.sender
+            assert question[0] == sender
+            comm.send(question * 2, sender, async_op=True)
+            counts[sender] += 1
+        assert counts == dict.fromkeys(range(1, SIZE), asked)
+    else:
+        for turn in range(asked):
+            answer = torch.empty(2)
+            comm.send(torch.tensor([float(comm.rank), float(turn)]), 0)
+            comm.recv(answer, 0)
+            assert answer.tolist() == [2.0 * comm.rank, 2.0 * turn]
+    comm.barrier()
 
 
-def wait_in_vain() -> None:
+def take_turns(comm: Communicator) -> None:
+    """Ranks whose messages lie there are heard one after the other, however many messages each has sent."""
+    if uses_gloo(comm):
+        return
+    if comm.rank == 0:
+        time.sleep(SHORT_S)
+        senders = [comm.recv(torch.empty(1)) for _ in range(4)]
+        assert senders[0] != senders[1]
+        assert sorted(senders) == [1, 1, 2, 2]
+    else:
+        works = [comm.send(torch.zeros(1), 0, async_op=True) for _ in range(2)]
+        for work in works:
+            work.wait()
+    comm.barrier()
+
+
+def look_without_waiting(comm: Communicator) -> None:
+    landed = torch.empty(2)
+    if comm.rank == 0:
+        received = comm.recv(landed, 1, async_op=True)
+        assert not received.is_completed()
+        with pytest.raises(CollectiveTimeout):
+            received.wait(0.05)
+    dist.barrier()
+    if comm.rank == 0:
+        wait_until(received.is_completed)
+        received.wait()
+        assert landed.tolist() == [1.0, 2.0]
+    elif comm.rank == 1:
+        comm.send(torch.tensor([1.0, 2.0]), 0)
+    comm.barrier()
+
+
+def refuse_wrong_arguments(comm: Communicator) -> None:
+    other = (comm.rank + 1) % SIZE
+    for wrong, error in (
+        (lambda: comm.send(torch.ones(1), comm.rank), "is this rank"),
+        (lambda: comm.send(torch.ones(1), SIZE), "allowed are 0 to 2"),
+        (lambda: comm.recv(torch.ones(1), -1), "allowed are 0 to 2"),
+        (lambda: comm.send(torch.ones(1), other, tag=1 << 16), "from 0 to 65535"),
+        (lambda: comm.recv(torch.ones(1).expand(4), other), "clone"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            wrong()
+    with pytest.raises(TypeError):
+        comm.send([1.0], other)  # type: ignore[call-overload]
+    comm.barrier()
+
+
+@on_ranks(SIZE, initialized=False)
+def test_a_message_that_does_not_come_breaks_the_communicator_at_the_deadline() -> None:
     comm = communicator(SHORT_S if dist.get_rank() == 0 else EXCHANGE_TIMEOUT_S)
     if comm.rank == 0:
         with pytest.raises(CollectiveTimeout, match="waiting for rank 1") as caught:
@@ -274,9 +264,8 @@ def wait_in_vain() -> None:
     comm.close()
 
 
-def wait_for_one_that_leaves() -> None:
+def wait_for_one_that_leaves(comm: Communicator) -> None:
     """Rank 2 is not concerned, so that it can go on with rank 0 after rank 1 has left."""
-    comm = communicator()
     if comm.rank == 0:
         landed = torch.empty(1)
         time.sleep(SHORT_S)  # for rank 1 to leave
@@ -286,23 +275,19 @@ def wait_for_one_that_leaves() -> None:
         assert caught.value.ranks == (1,)
     elif comm.rank == 2:
         comm.send(torch.ones(1), 0)
-    comm.close()
 
 
-def leave_after_sending() -> None:
-    """What was sent comes although its sender leaves."""
-    with communicator() as comm:
-        if comm.rank == 1:
-            comm.send(torch.ones(LARGE), 0, async_op=True)
-        elif comm.rank == 0:
-            time.sleep(SHORT_S / 2)
-            landed = torch.empty(LARGE)
-            comm.recv(landed, 1)
-            assert torch.equal(landed, torch.ones(LARGE))
+def leave_after_sending(comm: Communicator) -> None:
+    if comm.rank == 1:
+        comm.send(torch.ones(LARGE), 0, async_op=True)
+    elif comm.rank == 0:
+        time.sleep(SHORT_S / 2)
+        landed = torch.empty(LARGE)
+        comm.recv(landed, 1)
+        assert torch.equal(landed, torch.ones(LARGE))
 
 
 def lose_one() -> None:
-    """Rank 1 ends without a word while rank 0 awaits a message of its."""
     comm = communicator()
     if comm.rank == 1:
         time.sleep(SHORT_S / 2)
@@ -317,14 +302,13 @@ def lose_one() -> None:
 def test_a_sender_that_dies_is_named(failing_world: Callable[[int], World]) -> None:
     world = failing_world(SIZE)
     world.start(lose_one)
-    for outcome in world.collect(2 * EXCHANGE_TIMEOUT_S, ranks=(0, 2)):
-        assert outcome.status == "returned", str(outcome)
+    assert_survived(world, [1])
 
 
 def receive_something_else(sent: torch.Tensor, received: torch.Tensor, from_anyone: bool) -> None:
     """Rank 2 is not concerned, and learns of it with its next operation, as the sender does where its message is through."""
     comm = communicator()
-    from_anyone = from_anyone and not any("gloo" in route for route in comm.routes)
+    from_anyone = from_anyone and not uses_gloo(comm)
 
     def talk() -> None:
         if comm.rank == 1:
@@ -345,14 +329,12 @@ def receive_something_else(sent: torch.Tensor, received: torch.Tensor, from_anyo
 @pytest.mark.parametrize("from_anyone", [False, True])
 def test_a_message_of_another_dtype_is_refused(ranks: Worlds, from_anyone: bool) -> None:
     ranks(SIZE).run(receive_something_else, torch.ones(2, dtype=torch.float64), torch.empty(4), from_anyone)
-    ranks(SIZE).run(
-        receive_something_else, torch.ones(5, dtype=torch.bool), torch.empty(5, dtype=torch.uint8), from_anyone
-    )
+    booleans, numbers_of_a_byte = torch.ones(5, dtype=torch.bool), torch.empty(5, dtype=torch.uint8)
+    ranks(SIZE).run(receive_something_else, booleans, numbers_of_a_byte, from_anyone)
 
 
-def receive_another_length() -> None:
-    """gloo ends the process."""
-    if not any("gloo" in route for route in Communicator(timeout_s=EXCHANGE_TIMEOUT_S).routes):
+def receive_another_length(comm: Communicator) -> None:
+    if not uses_gloo(comm):  # which ends the process
         receive_something_else(torch.ones(4), torch.empty(3), from_anyone=False)
 
 
@@ -361,17 +343,17 @@ def receive_another_length() -> None:
     [
         send_among_operations,
         send_beside_an_operation,
-        go_round_two_hosts,
         send_odd_tensors,
         hear_anyone,
         take_turns,
         look_without_waiting,
         refuse_wrong_arguments,
-        wait_in_vain,
         wait_for_one_that_leaves,
         leave_after_sending,
         receive_another_length,
     ],
 )
-def test_messages(ranks: Worlds, check: Callable[[], None]) -> None:
-    ranks(SIZE).run(check)
+@on_ranks(SIZE, initialized=False)
+def test_messages(check: Callable[[Communicator], None]) -> None:
+    with communicator() as comm:
+        check(comm)

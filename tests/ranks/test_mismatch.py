@@ -12,6 +12,7 @@ import torch
 from gradwire.collectives import CollectiveError, Communicator, Mismatch
 from gradwire.collectives.compression.dense import Int8
 from tests.harness import ON_EVERY_TRANSPORT, Worlds, wide
+from tests.ranks.training import on_ranks
 
 pytestmark = ON_EVERY_TRANSPORT
 
@@ -28,7 +29,6 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def run(result: object) -> None:
-    """Wait for what is asynchronous."""
     if result is not None:
         result.wait()  # type: ignore[attr-defined]
 
@@ -205,7 +205,8 @@ def test_ranks_that_call_what_is_known_in_another_order_are_told_too(ranks: Worl
         assert sum(tally.slow for tally in tallies) <= 3  # of ranks that are all busy at the same time
 
 
-def swap_what_is_in_flight() -> None:
+@on_ranks(3, initialized=False)
+def test_what_is_in_flight_is_told_apart() -> None:
     """Of five operations in flight, the third and the fourth come in another order on rank 0."""
     with Communicator(timeout_s=FAR_S) as comm:
         numels = [11, 12, 14, 13, 15] if comm.rank == 0 else [11, 12, 13, 14, 15]
@@ -226,7 +227,8 @@ def swap_what_is_in_flight() -> None:
                 assert tensor.eq(comm.size).all()
 
 
-def come_late() -> list[float]:
+@on_ranks(3, initialized=False)
+def test_who_comes_late_to_a_mismatch_is_told_at_once() -> None:
     """The last rank comes when the others have long been told; it is told at once. Of calls that are new, and that are known."""
 
     def come(comm: Communicator, known: Iterable[int]) -> float:
@@ -246,11 +248,12 @@ def come_late() -> list[float]:
 
     comms = [Communicator(timeout_s=FAR_S) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(come, comms, [(), range(20, 20 + comms[0].size)]))
+        waits_s = [*pool.map(come, comms, [(), range(20, 20 + comms[0].size)])]
+    assert all(wait_s < 2 * SOON_S for wait_s in waits_s), waits_s  # on a machine that is busy
 
 
-def send_beside() -> None:
-    """Messages that are under way move on while a new call is compared: the other rank comes only when it has them."""
+@on_ranks(3, initialized=False)
+def test_messages_move_on_while_a_new_call_is_compared() -> None:
     with Communicator(timeout_s=FAR_S) as comm:
         large = ones(1 << 21)
         for number, (sends_later, receives_later) in enumerate([(True, False), (False, True)]):
@@ -265,46 +268,25 @@ def send_beside() -> None:
             assert large.eq(1).all()
 
 
-def differ_in_splits() -> tuple[dict[int, str], int]:
+@on_ranks(2, initialized=False)
+def test_splits_that_differ_are_told_with_their_places() -> None:
     with Communicator(timeout_s=FAR_S) as comm:
         splits = [1] * comm.size if comm.rank else [2] + [1] * (comm.size - 1)
         call = lambda: comm.alltoall(ones(comm.size), ones(sum(splits)), [1] * comm.size, splits)  # noqa: E731
         with pytest.raises(Mismatch) as caught:
             call()
         comm.barrier()
-        return caught.value.places, call.__code__.co_firstlineno
+    line = call.__code__.co_firstlineno
+    assert caught.value.places.keys() == {0, 1}
+    assert all(place.endswith(f"test_mismatch.py:{line}") for place in caught.value.places.values())
 
 
-def test_what_is_in_flight_is_told_apart(ranks: Worlds) -> None:
-    ranks(3).run(swap_what_is_in_flight)
-
-
-def test_who_comes_late_to_a_mismatch_is_told_at_once(ranks: Worlds) -> None:
-    waits_s = [wait_s for waited in ranks(3).run(come_late) for wait_s in waited]
-    assert all(wait_s < 2 * SOON_S for wait_s in waits_s), waits_s  # on a machine that is busy
-
-
-def test_messages_move_on_while_a_new_call_is_compared(ranks: Worlds) -> None:
-    ranks(3).run(send_beside)
-
-
-def test_splits_that_differ_are_told_with_their_places(ranks: Worlds) -> None:
-    for places, line in ranks(2).run(differ_in_splits):
-        assert places.keys() == {0, 1}
-        assert all(place.endswith(f"test_mismatch.py:{line}") for place in places.values())
-
-
-def known_lines() -> tuple[str, int]:
-    """Differ in what is known, and wait for it."""
+@on_ranks(2, initialized=False)
+def test_the_line_of_a_known_call_is_told() -> None:
     with Communicator(timeout_s=FAR_S) as comm:
         for numel in (3, 4, 3, 4):
             comm.allreduce(ones(numel))
         call = lambda: comm.allreduce(ones(3 if comm.rank == 0 else 4))  # noqa: E731
         with pytest.raises(Mismatch) as caught:
             call()
-        return str(caught.value), call.__code__.co_firstlineno
-
-
-def test_the_line_of_a_known_call_is_told(ranks: Worlds) -> None:
-    for text, line in ranks(2).run(known_lines):
-        assert text.count(f"test_mismatch.py:{line}") == 2
+        assert str(caught.value).count(f"test_mismatch.py:{call.__code__.co_firstlineno}") == 2

@@ -18,6 +18,7 @@ from gradwire.collectives.compression.registry import CODECS
 from tests.harness import ON_EVERY_TRANSPORT, Worlds, wide
 from tests.ranks.exact import SEVERAL_SEGMENTS, Checks, communicator, contribution, reduced
 from tests.ranks.test_collectives import ODD, VERBS, Case, elements
+from tests.ranks.training import on_ranks
 
 SOME = [*zip(CODECS, cycle(ODD), strict=False)]
 EVERY = [(codec, kind) for codec in CODECS for kind in ODD]
@@ -154,7 +155,9 @@ WITHOUT_MEMORY: dict[str, tuple[Callable[[], Tensor], str]] = {
 }
 
 
-def refused(name: str) -> None:
+@pytest.mark.parametrize("name", WITHOUT_MEMORY)
+@on_ranks(2, initialized=False)
+def test_without_memory(name: str) -> None:
     """By every verb, after an ordinary tensor of the kind has taken the quick way, with nothing sent."""
     make, message = WITHOUT_MEMORY[name]
     odd = make()
@@ -191,7 +194,8 @@ def refused(name: str) -> None:
             assert torch.equal(tensor, torch.full((4,), float(comm.size)))
 
 
-def refused_inside_vmap() -> None:
+@on_ranks(2, initialized=False)
+def test_inside_vmap() -> None:
     with communicator() as comm:
         for _ in range(2):
             comm.allreduce(torch.ones(4))
@@ -211,12 +215,3 @@ def test_it_holds(ranks: Worlds, check: Callable[[], list[str]]) -> None:
 @pytest.mark.parametrize("pairs", [SOME, *wide(EVERY)], ids=["some kinds", "every kind"])
 def test_with_every_codec(ranks: Worlds, pairs: list[tuple[str, str]]) -> None:
     assert ranks(2).run(with_codecs, pairs) == [[]] * 2
-
-
-@pytest.mark.parametrize("name", WITHOUT_MEMORY)
-def test_without_memory(ranks: Worlds, name: str) -> None:
-    ranks(2).run(refused, name)
-
-
-def test_inside_vmap(ranks: Worlds) -> None:
-    ranks(2).run(refused_inside_vmap)

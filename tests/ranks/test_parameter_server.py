@@ -1,7 +1,5 @@
 """The parameter server: against the same training simulated in one process, with backups, asynchronous, and with losses."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -38,6 +36,11 @@ def adam_of(model: nn.Sequential) -> torch.optim.Optimizer:
 
 def sgd_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+
+def served(**options: Any) -> tuple[nn.Sequential, hvd.ParameterServer]:
+    model = network().double()
+    return model, hvd.ParameterServer(sgd_of(model), **options)
 
 
 def weight_of(rank: int) -> float:
@@ -186,8 +189,7 @@ def test_a_parameter_that_is_thawed_later_is_refused() -> None:
 @on_ranks(3)
 def test_two_of_three_go_on_and_what_is_late_is_counted(late: str) -> None:
     """Begin the last rank's second step only when the others have made three more, so that it is three versions late."""
-    model = network().double()
-    optimizer = hvd.ParameterServer(sgd_of(model), quorum=2, late=late, servers=[0])
+    model, optimizer = served(quorum=2, late=late, servers=[0])
     slow = hvd.rank() == 2
     if slow:
         loss_of(model, batch_of(0, 2, torch.float64)).backward()
@@ -217,8 +219,7 @@ def test_two_of_three_go_on_and_what_is_late_is_counted(late: str) -> None:
 def test_asynchronous_training_keeps_to_the_bound(staleness: int | None) -> None:
     """Train where every version is a contribution, so that the version says how far all ranks together are."""
     steps = 12
-    model = network().double()
-    optimizer = hvd.ParameterServer(sgd_of(model), quorum=1, late="next", staleness=staleness, servers=[1])
+    model, optimizer = served(quorum=1, late="next", staleness=staleness, servers=[1])
     before = loss_of(model, batch_of(0, hvd.rank(), torch.float64)).item()
     for step in range(1, steps + 1):
         optimizer.zero_grad()
@@ -241,9 +242,7 @@ def test_asynchronous_training_keeps_to_the_bound(staleness: int | None) -> None
 
 @on_ranks(3)
 def test_who_is_done_is_waited_for_no_more() -> None:
-    """End at different steps: ranks that are done are waited for no more, but those that serve go on to do so."""
-    model = network().double()
-    optimizer = hvd.ParameterServer(sgd_of(model), servers=[0])
+    model, optimizer = served(servers=[0])
     train(model, optimizer, range(2 + hvd.rank()))
     assert optimizer.versions == (2 + hvd.rank(),)
     optimizer.close()
@@ -272,8 +271,7 @@ def interrupted(*_: object) -> None:
 
 @on_ranks(1)
 def test_after_an_interrupted_step_nothing_goes_on() -> None:
-    model = network().double()
-    optimizer = hvd.ParameterServer(sgd_of(model))
+    model, optimizer = served()
     train(model, optimizer, range(1))
     saved = optimizer.state_dict()
     worker: Any = optimizer._worker
@@ -290,7 +288,7 @@ def test_after_an_interrupted_step_nothing_goes_on() -> None:
 @on_ranks(2)
 def test_an_answer_that_is_due_is_not_waited_for_beyond_the_deadline() -> None:
     """Close on rank 1 with gradients pushed, to which rank 0 adds none."""
-    optimizer = hvd.ParameterServer(sgd_of(network().double()), servers=[0])
+    _, optimizer = served(servers=[0])
     if hvd.rank() == 1:
         worker: Any = optimizer._worker
         ((server, numbers),) = worker._parts
@@ -346,8 +344,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
 def end_while_serving() -> None:
     """Rank 2 serves, and ends as a script does, while rank 0 waits for an answer and rank 1 says nothing: both are told."""
     hvd.init(timeout_s=60)
-    model = network().double()
-    optimizer = hvd.ParameterServer(sgd_of(model), servers=[2])
+    model, optimizer = served(servers=[2])
     if hvd.rank() == 2:
         while optimizer.report().contributions[0] == 0:
             time.sleep(0.01)

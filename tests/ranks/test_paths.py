@@ -1,7 +1,5 @@
 """Hosts that send larger packets than something between them forwards."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,16 +1,15 @@
 """Operations that are prepared once and run often: what they return, and what they refuse."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.collectives import Communicator, Mismatch
-from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds, wide
+from gradwire.collectives import Communicator
+from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, wide
 from tests.ranks.exact import contribution, reduced
+from tests.ranks.training import on_ranks
 
 CASES = [
     (5, torch.float32, "sum"),
@@ -22,7 +21,9 @@ CASES = [
 ]
 
 
-def prepare_and_run() -> None:
+@ON_EVERY_TRANSPORT
+@on_ranks(1, 3, *wide(2), initialized=False)
+def test_a_prepared_operation_is_the_verb() -> None:
     with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
         for (numel, dtype, op), algorithm in product(CASES, ("auto", "ring", "native")):
             tensor = torch.empty(numel, dtype=dtype)
@@ -45,13 +46,8 @@ def prepare_and_run() -> None:
             assert strided.tolist() == [6.0 * comm.size] * 6
 
 
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("size", [1, 3, *wide(2)])
-def test_a_prepared_operation_is_the_verb(ranks: Worlds, size: int) -> None:
-    ranks(size).run(prepare_and_run)
-
-
-def misuse() -> None:
+@on_ranks(2, initialized=False)
+def test_what_a_prepared_operation_refuses() -> None:
     with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
         tensor = torch.ones(5)
         with pytest.raises(ValueError, match="op is 'mean'"):
@@ -75,23 +71,3 @@ def misuse() -> None:
         for moved in (operation.start, operation):
             with pytest.raises(RuntimeError, match="not that for which it was prepared"):
                 moved()
-
-
-def test_what_a_prepared_operation_refuses(ranks: Worlds) -> None:
-    ranks(2).run(misuse)
-
-
-def call_other_things() -> str:
-    comm = Communicator(timeout_s=1.0)
-    operation = comm.prepare_allreduce(torch.ones(5 if comm.rank == 0 else 6))
-    with pytest.raises(Mismatch) as caught:
-        operation()
-    comm.close()
-    return str(caught.value)
-
-
-@ON_EVERY_TRANSPORT
-def test_ranks_that_prepared_other_things_are_told_so(ranks: Worlds) -> None:
-    for said in ranks(2).run(call_other_things):
-        assert "float32[5]" in said
-        assert "float32[6]" in said

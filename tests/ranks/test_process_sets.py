@@ -63,7 +63,6 @@ def learning_rate_of(root: int, process_set: ProcessSetLike) -> float:
 
 
 def result(verb: str, process_set: ProcessSetLike, root: int) -> Any:
-    """Return what a verb gives on this rank, as numbers."""
     given = VERBS[verb][0](process_set, root)
     given = hvd.synchronize(given) if isinstance(given, Handle) else given
     return given.tolist() if isinstance(given, Tensor) else given
@@ -92,7 +91,6 @@ def test_every_verb_in_every_set() -> None:
 
 @on_ranks(SIZE)
 def test_the_same_call_in_all_sets() -> None:
-    """Operations of overlapping sets are under way at once, begun in another order on every rank."""
     sets = [hvd.global_process_set, *(hvd.add_process_set(ranks) for ranks in ([0, 2], [1, 3], [1, 2, 3], [2]))]
     ours = [ps for ps in sets if ps.included()]
     handles = []
@@ -138,7 +136,6 @@ def test_what_sets_say() -> None:
 
 @on_ranks(SIZE)
 def test_refused_sets() -> None:
-    """What cannot be registered is refused on all ranks, which go on to work."""
     hvd.add_process_set([0, 1])
     for wrong, message in [
         ([1, 0], "there is a process set of these ranks already"),
@@ -166,7 +163,6 @@ def test_refused_sets() -> None:
 
 @on_ranks(SIZE)
 def test_roots() -> None:
-    """A root outside of the set is refused, with the ranks that may be one, before anything is sent."""
     ps = hvd.add_process_set([1, 3])
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     if ps.included():
@@ -279,7 +275,6 @@ def test_wrong_worlds() -> None:
 @on_ranks(SIZE)
 @pytest.mark.parametrize("compression", ["none", "int8"])
 def test_trained_in_sets(compression: str) -> None:
-    """Ranks 0 and 2 train together; 1 and 3 build the same optimizer, and step by themselves."""
     ps = hvd.add_process_set([0, 2])
     torch.manual_seed(0)
     model = nn.Linear(64, 64, bias=False)

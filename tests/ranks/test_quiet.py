@@ -1,7 +1,5 @@
 """What a run does in silence, and what not: no kernel is compiled within a deadline, and a healthy run prints nothing."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """What training tells of itself: stragglers, replicas that differ, the numbers of a step, a timeline of all ranks."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time
@@ -20,13 +18,20 @@ import gradwire as hvd
 from gradwire.collectives import CollectiveError, ReplicasDiffer
 from gradwire.trainer.gradients.compression import Compressor
 from gradwire.trainer.world.world import current_world
-from tests.harness import Worlds
-from tests.ranks.training import in_world, perceptron, share
-
-DEADLINE_S = 20.0
+from tests.harness import Worlds, wait_until
+from tests.ranks.training import in_world, on_ranks, perceptron, share
 
 
-def train(optimizer: hvd.DistributedOptimizer, model: nn.Module, steps: int, before: Callable[[int], object]) -> None:
+def wrapped(model: nn.Module, **options: Any) -> hvd.DistributedOptimizer:
+    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), **options)
+
+
+def train(
+    optimizer: hvd.DistributedOptimizer,
+    model: nn.Module,
+    steps: int,
+    before: Callable[[int], object] = lambda step: None,
+) -> None:
     for step in range(steps):
         optimizer.zero_grad()
         before(step)
@@ -54,19 +59,13 @@ def slow_rank(slow: int) -> tuple[hvd.Stragglers, list[str], list[int | None]]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("gradwire").addHandler(handler)
     seen: list[int | None] = []
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        straggler_report_every=4,
-        on_step=lambda metrics: seen.append(metrics.slowest_rank),
-    )
+    optimizer = wrapped(model, straggler_report_every=4, on_step=lambda metrics: seen.append(metrics.slowest_rank))
     try:
         assert optimizer.stragglers() is None
         train(optimizer, model, 16, lambda step: time.sleep(SLOW_S if hvd.rank() == slow else 0))
-        deadline = time.monotonic() + DEADLINE_S
-        while ((known := optimizer.stragglers()) is None or known.last < 15) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: (known := optimizer.stragglers()) is not None and known.last == 15)
         hvd.barrier()
-        train(optimizer, model, 1, lambda step: None)  # in which rank 0 says what is known by now
+        train(optimizer, model, 1)  # in which rank 0 says what is known by now
         report = optimizer.stragglers()
     finally:
         logging.getLogger("gradwire").removeHandler(handler)
@@ -92,82 +91,58 @@ def test_a_slow_rank_is_named_with_what_it_costs(ranks: Worlds, size: int, slow:
     assert not [line for _, said, _ in results[1:] for line in said if "waited" in line]
 
 
-@in_world
-def alone_in_reports() -> None:
+@on_ranks(1)
+def test_who_is_alone_waits_for_nobody() -> None:
     model = perceptron()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), straggler_report_every=1)
-    train(optimizer, model, 3, lambda step: None)
+    optimizer = wrapped(model, straggler_report_every=1)
+    train(optimizer, model, 3)
     assert optimizer.stragglers() is None
-
-
-def test_who_is_alone_waits_for_nobody(ranks: Worlds) -> None:
-    ranks(1).run(alone_in_reports)
 
 
 # Replicas
 
 
 def flip(tensor: torch.Tensor, bit: int = 0) -> None:
-    """Flip one bit of a float32 tensor's last element."""
     tensor.data.view(-1)[-1:].view(torch.int32).bitwise_xor_(1 << bit)
 
 
-def flip_sign_of_zero(tensor: torch.Tensor) -> None:
-    tensor.data.view(-1)[-1:].fill_(-0.0)
+#: What becomes other on one rank, and how that is named.
+CHANGES: dict[str, tuple[Callable[[torch.optim.Optimizer, torch.Tensor], object], str]] = {
+    "a bit": (lambda adam, weight: flip(weight), "parameter '2.weight'"),
+    "the sign of a zero": (lambda adam, weight: flip(weight, 31), "parameter '2.weight'"),
+    "a state": (lambda adam, weight: flip(adam.state[weight]["exp_avg_sq"], 31), "state 'exp_avg_sq' of parameter '2.weight'"),
+    "a state less": (lambda adam, weight: adam.state[weight].pop("exp_avg"), "state 'exp_avg' of parameter '2.weight'"),
+    "a setting": (lambda adam, _: adam.param_groups[0].update(betas=(0.9, 0.99)), "setting 'betas.1' of param group 0"),
+}  # fmt: skip
 
 
-@in_world
-def replicas(what: str, culprit: int) -> tuple[str, str, tuple[int, ...], int]:
+@pytest.mark.parametrize("what", CHANGES)
+@on_ranks(3)
+def test_one_bit_that_differs_is_named_on_all_ranks(what: str) -> None:
     model = perceptron()
-    wrapped = torch.optim.Adam(model.parameters(), lr=0.01)
-    optimizer = hvd.DistributedOptimizer(wrapped, named_parameters=model.named_parameters(), check_replicas_every=2)
-    train(optimizer, model, 4, lambda step: None)  # which says nothing
+    adam = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(adam, named_parameters=model.named_parameters(), check_replicas_every=2)
+    train(optimizer, model, 4)  # which says nothing
     weight = model[2].weight
-    if what == "zero":
+    if what == "the sign of a zero":
         weight.data.view(-1)[-1] = 0.0
-    if hvd.rank() == culprit:
-        if what == "parameter":
-            flip(weight)
-        elif what == "state":
-            flip(wrapped.state[weight]["exp_avg_sq"], 31)
-        elif what == "setting":
-            wrapped.param_groups[0]["betas"] = (0.9, 0.99)
-        elif what == "missing":
-            del wrapped.state[weight]["exp_avg"]
+    change, name = CHANGES[what]
+    if hvd.rank() == 2:
+        change(adam, weight)
     checks = optimizer._reports._check
     assert checks is not None
-    if what == "zero" and hvd.rank() == culprit:
-        flip_sign_of_zero(weight)
     with pytest.raises(ReplicasDiffer) as caught:
         checks.compare(5)
-    hvd.barrier()
     assert isinstance(caught.value, CollectiveError)
-    return str(caught.value), caught.value.tensor, caught.value.ranks, caught.value.count
+    assert (caught.value.tensor, caught.value.ranks, caught.value.count) == (name, (2,), 1)
+    for part in (name, "after step 5", "random numbers on the CPU"):
+        assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("what", "name"),
-    [
-        ("parameter", "parameter '2.weight'"),
-        ("zero", "parameter '2.weight'"),
-        ("state", "state 'exp_avg_sq' of parameter '2.weight'"),
-        ("missing", "state 'exp_avg' of parameter '2.weight'"),
-        ("setting", "setting 'betas.1' of param group 0"),
-    ],
-)
-def test_one_bit_that_differs_is_named_on_all_ranks(ranks: Worlds, what: str, name: str) -> None:
-    for message, tensor, differing, count in ranks(3).run(replicas, what, 2):
-        assert (tensor, differing, count) == (name, (2,), 1)
-        assert name in message
-        assert "after step 5" in message
-        assert "random numbers on the CPU" in message
-
-
-@in_world
-def replicas_in_training() -> tuple[int, tuple[int, ...]]:
-    """One rank's parameter is changed before the third step."""
+@on_ranks(2)
+def test_the_check_is_made_every_so_many_steps() -> None:
     model, steps = perceptron(), 0
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), check_replicas_every=2)
+    optimizer = wrapped(model, check_replicas_every=2)
 
     def before(step: int) -> None:
         nonlocal steps
@@ -179,16 +154,12 @@ def replicas_in_training() -> tuple[int, tuple[int, ...]]:
         train(optimizer, model, 9, before)
     total = hvd.allreduce(torch.ones(1), op=hvd.Sum)  # nothing is broken
     assert total == hvd.size()
-    train(optimizer, model, 1, lambda step: None)  # and no check is due
-    return steps, caught.value.ranks
+    train(optimizer, model, 1)  # and no check is due
+    assert (steps, caught.value.ranks) == (3, (1,))
 
 
-def test_the_check_is_made_every_so_many_steps(ranks: Worlds) -> None:
-    assert ranks(2).run(replicas_in_training) == [(3, (1,))] * 2
-
-
-@in_world
-def sharded_replicas() -> tuple[str, tuple[int, ...]]:
+@on_ranks(4)
+def test_of_sharded_parameters_each_rank_compares_its_shards() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
@@ -197,30 +168,24 @@ def sharded_replicas() -> tuple[str, tuple[int, ...]]:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.Adam(model.parameters()), model.named_parameters(), process_set=group, check_replicas_every=1
     )
-    train(optimizer, model, 2, lambda step: None)
+    train(optimizer, model, 2)
     if hvd.rank() in (2, 3):  # both shards of the second replica, or half of the ranks would go on alone
         flip(next(iter(model.parameters())).to_local())
     with pytest.raises(ReplicasDiffer) as caught:
-        train(optimizer, model, 1, lambda step: None)
-    hvd.barrier()
-    return caught.value.tensor, caught.value.ranks
-
-
-def test_of_sharded_parameters_each_rank_compares_its_shards(ranks: Worlds) -> None:
-    assert ranks(4).run(sharded_replicas) == [("parameter '0.weight'", (1,))] * 4  # of those that hold the same shards
+        train(optimizer, model, 1)
+    assert (caught.value.tensor, caught.value.ranks) == ("parameter '0.weight'", (1,))  # of those with the same shards
 
 
 # The numbers of a step
 
 
-@in_world
-def metrics(compression: Compressor) -> None:
+@pytest.mark.parametrize("compression", ["none", "onebit", "powersgd"])
+@on_ranks(2)
+def test_the_numbers_of_a_step_are_those_of_the_stats(compression: str) -> None:
     model = wide()
     seen: list[hvd.StepMetrics] = []
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01), compression=compression, on_step=seen.append
-    )
-    train(optimizer, model, 12, lambda step: None)
+    optimizer = wrapped(model, compression=compression, on_step=seen.append)
+    train(optimizer, model, 12)
     assert [of_step.step for of_step in seen] == list(range(1, 13))
     assert sum(of_step.bytes_uncompressed for of_step in seen) == optimizer.stats.bytes_uncompressed
     # When buckets are laid out once more, what is owed moves along, which is sent after the first step.
@@ -236,55 +201,26 @@ def metrics(compression: Compressor) -> None:
     assert sum(bucket.nbytes for bucket in seen[-1].buckets) >= gradients
     codecs = {bucket.codec for bucket in seen[-1].buckets}
     assert codecs == ({"none"} if compression == "none" else {"none", str(compression)})
-    algorithms = {bucket.algorithm for bucket in seen[-1].buckets}
-    if compression == "onebit":
-        assert "two_shot" in algorithms
-        errors = [of_step.compression_error for of_step in seen]
-        assert [error is not None for error in errors] == [step % 10 == 0 for step in range(1, 13)]
-        assert errors[9] is not None
-        assert 0 < errors[9] < 100
-    else:
-        assert all(of_step.compression_error is None for of_step in seen)
+    assert ("two_shot" in {bucket.algorithm for bucket in seen[-1].buckets}) == (compression == "onebit")
+    errors = [of_step.compression_error for of_step in seen]
+    measured = [compression != "none" and step % 10 == 0 for step in range(1, 13)]
+    assert [error is not None for error in errors] == measured
+    assert all(0 < error < 100 for error in errors if error is not None)
 
 
-@pytest.mark.parametrize("compression", ["none", "onebit", "powersgd"])
-def test_the_numbers_of_a_step_are_those_of_the_stats(ranks: Worlds, compression: str) -> None:
-    if compression == "powersgd":
-        ranks(2).run(metrics_of_matrices)
-    else:
-        ranks(2).run(metrics, compression)
-
-
-@in_world
-def metrics_of_matrices() -> None:
-    model = wide()
-    seen: list[hvd.StepMetrics] = []
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01), compression="powersgd", on_step=seen.append
-    )
-    train(optimizer, model, 10, lambda step: None)
-    assert {bucket.codec for bucket in seen[-1].buckets} == {"none", "powersgd"}
-    assert seen[-1].compression_error is not None
-    assert seen[-1].compression_error > 0
-
-
-@in_world
-def failing_callable() -> None:
+@on_ranks(2)
+def test_what_the_callable_raises_comes_out_after_the_step() -> None:
     model = perceptron()
 
     def stop(metrics: hvd.StepMetrics) -> None:
         raise KeyboardInterrupt(f"after step {metrics.step}")
 
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), on_step=stop)
+    optimizer = wrapped(model, on_step=stop)
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(KeyboardInterrupt, match="after step 1"):
-        train(optimizer, model, 1, lambda step: None)
+        train(optimizer, model, 1)
     assert not any(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
     hvd.barrier()
-
-
-def test_what_the_callable_raises_comes_out_after_the_step(ranks: Worlds) -> None:
-    ranks(2).run(failing_callable)
 
 
 # The timeline
@@ -293,14 +229,11 @@ def test_what_the_callable_raises_comes_out_after_the_step(ranks: Worlds) -> Non
 @in_world
 def record(path: Path, compression: Compressor) -> int:
     model = wide()
-    group = dist.new_group()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01), compression=compression, process_set=group
-    )
+    optimizer = wrapped(model, compression=compression, process_set=dist.new_group())
     hvd.start_timeline(path, mark_cycles=True)
     with pytest.raises(ValueError, match="is being recorded"):
         hvd.start_timeline(path)
-    train(optimizer, model, 3, lambda step: None)
+    train(optimizer, model, 3)
     hvd.allreduce(torch.ones(1000))
     hvd.allgather(torch.ones(3 + hvd.rank(), 2))
     hvd.broadcast(torch.ones(5), root_rank=0)
@@ -417,31 +350,21 @@ def test_without_the_others_each_rank_writes_its_own(ranks: Worlds, tmp_path: Pa
         assert any(event["name"] == "allreduce" for event in events)
 
 
-@in_world
-def each_with_a_state_of_its_own() -> None:
+@on_ranks(2)
+def test_parameters_alone_are_compared_with_adasum() -> None:
     """With Adasum each rank steps by itself, so that only the parameters are to be equal."""
     model = perceptron()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(inner, op=hvd.Adasum, check_replicas_every=1)
-    train(optimizer, model, 3, lambda step: None)
+    train(optimizer, model, 3)
     with torch.no_grad():
         next(model.parameters())[0, 0] += hvd.rank()
     with pytest.raises(ReplicasDiffer, match="parameter 0"):
-        train(optimizer, model, 1, lambda step: None)
+        train(optimizer, model, 1)
 
 
-def test_parameters_alone_are_compared_with_adasum(ranks: Worlds) -> None:
-    ranks(2).run(each_with_a_state_of_its_own)
-
-
-@in_world
-def checked_on_one_rank_only() -> None:
+@on_ranks(2)
+def test_ranks_that_check_differently_are_told() -> None:
     model = perceptron()
     with pytest.raises(ValueError, match="check_replicas_every is 5 on rank 0; 0 on rank 1"):
-        hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), check_replicas_every=5 if hvd.rank() == 0 else 0
-        )
-
-
-def test_ranks_that_check_differently_are_told(ranks: Worlds) -> None:
-    ranks(2).run(checked_on_one_rank_only)
+        wrapped(model, check_replicas_every=5 if hvd.rank() == 0 else 0)

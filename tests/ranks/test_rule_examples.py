@@ -1,7 +1,5 @@
 """The examples of the rules, run as a user does, and what each shows."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every update rule, and ranks that are killed: in the middle of an exchange, and all of them at once, to begin again."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

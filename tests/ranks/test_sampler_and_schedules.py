@@ -55,7 +55,6 @@ def test_samples_are_divided(ranks: Worlds, shuffle: bool) -> None:
 
 @in_world
 def resumed(state: dict[str, Any]) -> list[int]:
-    """On another number of ranks."""
     sampler = hvd.ElasticSampler(range(32), seed=3)
     sampler.load_state_dict(state)
     assert sampler.epoch == state["epoch"]
@@ -64,7 +63,6 @@ def resumed(state: dict[str, Any]) -> list[int]:
 
 @on_ranks(3)
 def test_fewer_samples_than_ranks() -> None:
-    """Fewer samples than ranks; and none."""
     assert list(hvd.ElasticSampler([])) == []
     with pytest.raises(ValueError, match="batch_idx must be >= 0 and batch_size >= 1, not 0 and 0"):
         hvd.ElasticSampler([1]).record_batch(0, 0)
@@ -97,7 +95,6 @@ def test_warm_up(options: dict[str, Any], decay: float | None, expected: list[fl
             if after is not None:
                 after.step()
     assert seen == pytest.approx(expected)
-    optimizer.close()
 
 
 @on_ranks(2)
@@ -118,5 +115,3 @@ def test_a_warm_up_goes_on_from_a_checkpoint() -> None:
     for arguments, match in (((0,), "steps_per_epoch"), ((1, -1.0), "warmup_epochs"), ((1, 1.0, 0.0), "factor")):
         with pytest.raises(ValueError, match=match):
             hvd.WarmupLR(optimizers[0], *arguments)
-    for optimizer in optimizers:
-        optimizer.close()

@@ -1,7 +1,5 @@
 """Gradients that are pushed as codes: against the same pushes made in one process, and across a checkpoint."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The programs of a parameter server in docs/examples, on four ranks, and what each of them shows."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Who does what at a parameter server: ranks that serve only, and groups that average before they push."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable
@@ -13,7 +11,7 @@ import torch
 import gradwire as hvd
 from gradwire.collectives import CollectiveError, Communicator, PeerLost
 from tests.harness import World, meet
-from tests.ranks.test_parameter_server import STEPS, adam_of, interrupted, sgd_of, simulated, train
+from tests.ranks.test_parameter_server import STEPS, adam_of, interrupted, served, simulated, train
 from tests.ranks.training import assert_close, assert_same_on_all_ranks, assert_survived, network, on_ranks
 
 GROUPS = ([0, 1], [2, 3])
@@ -45,7 +43,6 @@ def test_a_rank_may_serve_only(servers: list[int] | None) -> None:
 
 @on_ranks(3)
 def test_a_server_that_gets_no_parameters() -> None:
-    """Train with one parameter and two servers, of which the second gets nothing to serve."""
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = hvd.ParameterServer(torch.optim.SGD([parameter], lr=1.0), workers=[2])
     if hvd.rank() == 2:
@@ -63,8 +60,7 @@ def test_a_server_that_gets_no_parameters() -> None:
 
 @on_ranks(2)
 def test_parameters_that_change_before_they_are_served_are_refused() -> None:
-    model = network().double()
-    optimizer = hvd.ParameterServer(sgd_of(model), workers=[1])
+    model, optimizer = served(workers=[1])
     if hvd.rank() == 0:
         torch.nn.init.zeros_(model[0].weight)
         with pytest.raises(RuntimeError, match="have changed since this optimizer was made"):
@@ -76,7 +72,7 @@ def test_parameters_that_change_before_they_are_served_are_refused() -> None:
 @on_ranks(2)
 def test_a_server_that_fails_at_a_message_leaves_nobody_waiting(place: str) -> None:
     """Fail at the server, which has no room for what rank 1 pushes, or cannot make gradients of it."""
-    optimizer = hvd.ParameterServer(sgd_of(network().double()), workers=[1])
+    _, optimizer = served(workers=[1])
 
     def fail(*_: object) -> None:
         raise MemoryError("no room today")
@@ -96,9 +92,6 @@ def test_a_server_that_fails_at_a_message_leaves_nobody_waiting(place: str) -> N
 
 @on_ranks(4)
 def test_what_does_not_fit_together_is_refused() -> None:
-    def made(**options: object) -> None:
-        hvd.ParameterServer(sgd_of(network().double()), **options)  # type: ignore[arg-type]
-
     for options, said in (
         ({"workers": [1, 2], "quorum": 3}, "quorum must be a whole number from 1 to 2"),
         ({"workers": [1, 4]}, "workers must be ranks from 0 to 3"),
@@ -110,12 +103,12 @@ def test_what_does_not_fit_together_is_refused() -> None:
         ({"servers": [hvd.rank()]}, "servers is"),
     ):
         with pytest.raises(ValueError, match=said):
-            made(**options)
+            served(**options)
     with (
         Communicator() as everyone,
         pytest.raises(ValueError, match=r"is ranks 0, 1, 2, 3 on rank 0, and not given on rank 3"),
     ):
-        made(inner=None if hvd.rank() == 3 else everyone)
+        served(inner=None if hvd.rank() == 3 else everyone)
 
 
 @pytest.mark.parametrize("quorum", [2, 1])
@@ -146,7 +139,7 @@ def test_groups_average_and_meet_at_the_server(quorum: int) -> None:
 
 @on_ranks(2)
 def test_a_group_is_told_that_its_first_rank_was_interrupted() -> None:
-    optimizer = hvd.ParameterServer(sgd_of(network().double()), inner=hvd.global_process_set)
+    _, optimizer = served(inner=hvd.global_process_set)
     if hvd.rank() == 0:
         member: Any = optimizer._worker
         member._worker.exchange = interrupted
@@ -163,8 +156,7 @@ def lose_one_of_a_group(dies: int, quorum: int) -> None:
     """Train on without one rank, or see on all ranks of a group the error that says why that cannot be."""
     hvd.init(timeout_s=60)
     mine = [hvd.add_process_set(group) for group in GROUPS][hvd.rank() // 2]
-    model = network().double()
-    optimizer = hvd.ParameterServer(sgd_of(model), quorum=quorum, servers=[0], inner=mine, late="next")
+    model, optimizer = served(quorum=quorum, servers=[0], inner=mine, late="next")
     while optimizer.versions[0] < 2:
         train(model, optimizer, range(1))
     meet("trained")

@@ -5,8 +5,6 @@ others must notice, in time; then nothing may be left of them. A trial has no pr
 that Communicators behave likewise is shown by test_shared_memory.py and test_failures.py on fewer.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import secrets
@@ -43,8 +41,6 @@ class GivesUpError(Exception):
 
 @dataclass(frozen=True)
 class Trial:
-    """A host with its ranks' processes."""
-
     fault: str
     victim: int
     pids: list[int]
@@ -80,7 +76,6 @@ def exchange(group: LocalGroup, shared: SharedMemory, rank: int, give_up: bool, 
 
 
 def live(name: str, maker: int, descriptor: int, rank: int, pids: list[int], give_up: bool, seed: int) -> int:
-    """A rank's exit code."""
     kernels = cpu_kernels()
     assert not isinstance(kernels, str)
     nbytes = LocalGroup.segment_bytes(kernels, len(pids))

@@ -1,13 +1,12 @@
 """The two halves of an allreduce: what lies between them is, to the bit, what the whole would have made."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from gradwire.collectives import Communicator, Mismatch
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.exact import SEGMENT_BYTES, SEVERAL_SEGMENTS, WORLDS
+from tests.ranks.training import on_ranks
 
 ALGORITHMS = ["auto", "ring", "rsag", "direct", "tree"]
 """With halves, but for the last, and for what shared memory takes by itself."""
@@ -72,13 +71,10 @@ def test_the_halves_of_an_allreduce_make_its_bits(ranks: Worlds, size: int) -> N
     ranks(size).run(halves_are_the_whole)
 
 
-def mistakes() -> None:
+@on_ranks(2, initialized=False)
+def test_what_is_wrong_with_shares_is_told() -> None:
     with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
         with pytest.raises(TypeError, match=f"rank {comm.rank}: a torch.Tensor is needed"):
             comm.gather_shares("tensor")  # type: ignore[call-overload]
         with pytest.raises(Mismatch, match="gather_shares"):
             comm.gather_shares(torch.zeros(4 + comm.rank))
-
-
-def test_what_is_wrong_with_shares_is_told(ranks: Worlds) -> None:
-    ranks(2).run(mistakes)

@@ -57,7 +57,6 @@ def test_other_shapes() -> None:
 
 @on_ranks(3)
 def test_of_an_embedding() -> None:
-    """The gradients of an embedding that each rank looks other words up in."""
     embedding = torch.nn.Embedding(10, 4, sparse=True)
     hvd.broadcast_parameters(embedding.state_dict(), 0)
     words = [torch.tensor([rank, rank, rank + 3]) for rank in range(hvd.size())]

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire.collectives import CollectiveTimeout, Communicator, PeerLost
-from tests.harness import ON_EVERY_TRANSPORT, World, Worlds
+from tests.harness import ON_EVERY_TRANSPORT, World
+from tests.ranks.training import on_ranks
 
 WARNING_S = 0.2
 TIMEOUT_S = 50.0
@@ -79,55 +80,48 @@ CALLS: dict[str, Callable[[Communicator], object]] = {
 }
 
 
-def wait_for_a_sleeper(directory: Path) -> None:
+@ON_EVERY_TRANSPORT
+@on_ranks(3, initialized=False)
+def test_all_who_wait_say_where_the_one_is_that_sleeps(tmp_path: Path) -> None:
     """Rank 1 comes late to one call after the other: until every other rank has told where it is."""
     with Communicator(timeout_s=TIMEOUT_S, stall_warning_s=WARNING_S) as comm:
         comm.allreduce(torch.ones(3))
         comm.allreduce(torch.ones(3))
         for number, (name, call) in enumerate(CALLS.items(), 2):
-            paths = [directory / f"{number} {rank}" for rank in range(comm.size) if rank != 1]
+            paths = [tmp_path / f"{number} {rank}" for rank in range(comm.size) if rank != 1]
             if comm.rank == 1:
                 sleep_until(paths)
                 call(comm)
                 continue
             wanted = rf"rank {comm.rank} has waited .* in operation {number}, {name.split()[0]}\(.*, for rank 1\n"
             wanted += rf" *rank 1 is at [^\n]*{asleep()}; the last operation that it finished is {number - 1}, "
-            with heard(wanted, directory / f"{number} {comm.rank}") as texts:
+            with heard(wanted, tmp_path / f"{number} {comm.rank}") as texts:
                 call(comm)
-            assert (directory / f"{number} {comm.rank}").exists(), (name, texts)
+            assert (tmp_path / f"{number} {comm.rank}").exists(), (name, texts)
 
 
-@ON_EVERY_TRANSPORT
-def test_all_who_wait_say_where_the_one_is_that_sleeps(ranks: Worlds, tmp_path: Path) -> None:
-    ranks(3).run(wait_for_a_sleeper, tmp_path)
-
-
-def wait_elsewhere(directory: Path) -> None:
+@on_ranks(2, initialized=False)
+def test_a_rank_waits_in_another_communicator_and_for_a_message(tmp_path: Path) -> None:
     """Ranks 0 and 1 wait for each other, in two Communicators, and rank 1 for a message of rank 0's at last."""
+    where = "test_a_rank_waits_in_another_communicator_and_for_a_message"
     first, second = (Communicator(timeout_s=TIMEOUT_S, stall_warning_s=WARNING_S) for _ in range(2))
     if first.rank == 0:
-        wanted = (
-            r"for rank 1\n *rank 1 is at .*wait_elsewhere.*waits in operation 0, barrier\(.* of another Communicator"
-        )
-        with heard(wanted, directory / "elsewhere"):
+        wanted = rf"for rank 1\n *rank 1 is at .*{where}.*waits in operation 0, barrier\(.* of another Communicator"
+        with heard(wanted, tmp_path / "elsewhere"):
             first.barrier(async_op=True)
-            sleep_until([directory / "elsewhere"])
+            sleep_until([tmp_path / "elsewhere"])
             second.barrier()
-        sleep_until([directory / "message"])
+        sleep_until([tmp_path / "message"])
         first.send(torch.ones(1), 1)
     else:
         second.barrier()
         first.barrier()
-        with heard(rf"in recv\(.*\n *rank 0 is at .*{asleep()}; the last operation", directory / "message"):
+        with heard(rf"in recv\(.*\n *rank 0 is at .*{asleep()}; the last operation", tmp_path / "message"):
             first.recv(torch.ones(1), 0)
-    assert (directory / "elsewhere").exists()
-    assert (directory / "message").exists()
+    assert (tmp_path / "elsewhere").exists()
+    assert (tmp_path / "message").exists()
     first.close()
     second.close()
-
-
-def test_a_rank_waits_in_another_communicator_and_for_a_message(ranks: Worlds, tmp_path: Path) -> None:
-    ranks(2).run(wait_elsewhere, tmp_path)
 
 
 def wait_for_one_that_is_stopped(directory: Path) -> list[str]:
@@ -150,24 +144,22 @@ def test_a_rank_that_is_stopped_does_not_answer(failing_world: Callable[[int], W
         assert outcome.rank == 1 or re.search(SILENT, "".join(outcome.value)), outcome.value
 
 
-def give_up_on_a_sleeper(directory: Path) -> None:
+@on_ranks(3, initialized=False)
+def test_a_wait_that_is_too_long_is_an_error_that_says_where_the_rank_is(tmp_path: Path) -> None:
     comm = Communicator(timeout_s=TIMEOUT_S, stall_warning_s=WARNING_S, stall_shutdown_s=3.0)
-    paths = [directory / str(rank) for rank in range(comm.size) if rank != 1]
+    paths = [tmp_path / str(rank) for rank in range(comm.size) if rank != 1]
     if comm.rank == 1:
         sleep_until(paths)
     else:
         with pytest.raises(CollectiveTimeout, match=asleep()) as caught:
             comm.allreduce(torch.ones(3))
         assert (caught.value.seconds, caught.value.waiting_for) == (3.0, (1,))
-        (directory / str(comm.rank)).touch()
+        (tmp_path / str(comm.rank)).touch()
     comm.close()
 
 
-def test_a_wait_that_is_too_long_is_an_error_that_says_where_the_rank_is(ranks: Worlds, tmp_path: Path) -> None:
-    ranks(3).run(give_up_on_a_sleeper, tmp_path)
-
-
-def times_that_are_none() -> None:
+@on_ranks(2, initialized=False)
+def test_times_are_positive() -> None:
     for name in ("stall_warning_s", "stall_shutdown_s"):
         for seconds in (0, -1.0, float("inf"), float("nan")):
             wrong: dict[str, Any] = {name: seconds}
@@ -177,15 +169,14 @@ def times_that_are_none() -> None:
         comm.barrier()
 
 
-def test_times_are_positive(ranks: Worlds) -> None:
-    ranks(2).run(times_that_are_none)
-
-
 def fails(turn: object = None) -> None:
     raise ValueError("a batch\nof " + "nothing " * 100)
 
 
-def leave_by_an_exception(how: str) -> None:
+@on_ranks(3, initialized=False)
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("how", ["in its block", "in an operation"])
+def test_the_others_hear_what_a_rank_raised(how: str) -> None:
     """Rank 1 does, in its `with` block, or in the middle of an operation."""
     comm = Communicator(timeout_s=TIMEOUT_S)
     comm.barrier()
@@ -199,9 +190,3 @@ def leave_by_an_exception(how: str) -> None:
     assert re.search(rf"lost rank 1: {said}$", str(caught.value)), str(caught.value)
     assert caught.value.ranks == (1,)
     comm.close()
-
-
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("how", ["in its block", "in an operation"])
-def test_the_others_hear_what_a_rank_raised(ranks: Worlds, how: str) -> None:
-    ranks(3).run(leave_by_an_exception, how)

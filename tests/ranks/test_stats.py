@@ -1,7 +1,5 @@
 """How many bytes of gradients a rank has sent: `stats` of the DDP hook and of DistributedOptimizer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

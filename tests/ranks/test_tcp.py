@@ -1,13 +1,9 @@
 """Communicators over connections of their own: when they have them, whom they let in, and what a forked child keeps."""
 
-from __future__ import annotations
-
 import logging
 import os
-import socket
-import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 
@@ -15,16 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.collectives import Communicator, PeerLost
+from gradwire.collectives import CollectiveError, Communicator, PeerLost
 from gradwire.collectives.environment import SHARED_MEMORY
 from gradwire.collectives.kernels import cpu_sockets
 from gradwire.collectives.link.auto import RoutingTransport
 from gradwire.collectives.link.base import Transport
-from gradwire.collectives.link.handshake import CHALLENGE_BYTES, Listener
 from gradwire.collectives.link.process_group import ProcessGroupTransport
 from gradwire.collectives.link.tcp import TcpTransport
-from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds
+from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds, wait_until
 from tests.ranks.exact import ALLREDUCES, SEVERAL_SEGMENTS, contribution, on_host, reduced
+from tests.ranks.training import assert_survived, on_ranks
 
 SMALL = 100
 
@@ -106,55 +102,14 @@ def test_all_ranks_have_the_same_bits_wherever_they_are(ranks: Worlds, hosts: st
     assert found == [found[0]] * 4
 
 
-class Besieged(Listener):
-    """Others come before those that it waits for, and stay."""
-
-    strangers: tuple[socket.socket, ...] = ()
-
-    def __init__(self, address: str) -> None:
-        super().__init__(address)
-        own_address, port = self.card.split()
-        knocking = [socket.create_connection((own_address, int(port)), EXCHANGE_TIMEOUT_S) for _ in range(3)]
-        for stranger, said in zip(knocking, (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(5000)), strict=True):
-            stranger.sendall(said)
-        Besieged.strangers = (*Besieged.strangers, *knocking)
-
-
-def connect_among_strangers() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gradwire.collectives.link.tcp.Listener", Besieged)
-        patch.setattr(Besieged, "strangers", ())
-        with Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="tcp") as comm:
-            assert_reduces(comm)
-            assert len(Besieged.strangers) == 3
-            for stranger in Besieged.strangers:
-                with suppress(ConnectionResetError):
-                    assert len(stranger.recv(CHALLENGE_BYTES)) in (0, CHALLENGE_BYTES)
-                    assert stranger.recv(1) == b""
-                stranger.close()
-
-
-def test_strangers_do_not_keep_ranks_from_connecting(ranks: Worlds) -> None:
-    ranks(3).run(connect_among_strangers)
-
-
-def miss_kernels() -> str:
+@on_ranks(2, initialized=False)
+def test_who_asks_for_connections_is_told_why_there_are_none() -> None:
+    assert not isinstance(cpu_sockets(), str)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gradwire.collectives.link.tcp.cpu_sockets", lambda: "not on this machine")
-        with pytest.raises(Exception, match="link 'tcp': not on this machine") as caught:
+        with pytest.raises(CollectiveError, match="link 'tcp': not on this machine") as caught:
             Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="tcp")
-        return caught.type.__name__
-
-
-def test_who_asks_for_connections_is_told_why_there_are_none(ranks: Worlds) -> None:
-    assert not isinstance(cpu_sockets(), str)
-    assert ranks(2).run(miss_kernels) == ["CollectiveError"] * 2
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + EXCHANGE_TIMEOUT_S
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+        assert caught.type is CollectiveError
 
 
 def leave_a_child(directory: Path) -> str:
@@ -168,9 +123,9 @@ def leave_a_child(directory: Path) -> str:
             descriptors = [connection.fileno() for connection in transport._sockets.values()]
             (directory / "writing").write_text(str(descriptors))
             (directory / "writing").rename(directory / "descriptors")
-            wait_for(directory / "heard")
+            wait_until((directory / "heard").exists)
             os._exit(0)
-        wait_for(directory / "descriptors")
+        wait_until((directory / "descriptors").exists)
         os._exit(1)
     try:
         with pytest.raises(PeerLost) as caught:
@@ -182,15 +137,13 @@ def leave_a_child(directory: Path) -> str:
 
 
 def test_a_forked_child_keeps_no_connection(failing_world: Callable[[int], World], tmp_path: Path) -> None:
-    """The others hear at once of the end of its parent."""
     world = failing_world(2)
     world.start(leave_a_child, tmp_path)
-    [outcome] = world.collect(EXCHANGE_TIMEOUT_S, ranks=[0])
-    assert (outcome.status, outcome.value) == ("returned", "[-1]"), str(outcome)
+    assert assert_survived(world, [1], EXCHANGE_TIMEOUT_S) == ["[-1]"]
 
 
-def fork_in_the_middle() -> None:
-    """A child that closes what it inherited takes nothing from its parent."""
+@on_ranks(2, initialized=False)
+def test_a_forked_child_does_no_harm() -> None:
     with Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="tcp") as comm:
         for _ in range(2):
             assert_reduces(comm)
@@ -203,7 +156,3 @@ def fork_in_the_middle() -> None:
             if comm.rank == 1:
                 assert os.waitpid(child, 0)[1] == 0
         assert_reduces(comm)
-
-
-def test_a_forked_child_does_no_harm(ranks: Worlds) -> None:
-    ranks(2).run(fork_in_the_middle)

@@ -34,8 +34,6 @@ class Scale(nn.Module):
 
 @contextmanager
 def failing_hook(parameter: Tensor) -> Iterator[None]:
-    """Have backward() fail where it reaches a parameter."""
-
     def fail(gradient: Tensor) -> None:
         raise KeyError("from a hook of the user")
 
@@ -124,7 +122,6 @@ def test_zero_grad_midway_starts_over() -> None:
 
 @on_ranks(2)
 def test_no_sync() -> None:
-    """Nested, left by an exception, and followed by a step without another pass."""
     model, rank = Scale(), hvd.rank()
     with pytest.raises(KeyError), model.optimizer.no_sync():
         raise KeyError
@@ -202,7 +199,6 @@ def test_catching_up_after_a_backward_that_failed(failing: int, tries_again: boo
     optimizer.zero_grad()
     (first * hvd.rank() + last).sum().backward()
     assert (first.grad, last.grad) == (0.5, 1.0)
-    optimizer.close()
 
 
 @on_ranks(2)

@@ -76,7 +76,6 @@ def test_groups_share_buckets(kind: str) -> None:
     assert_same_on_all_ranks(model.parameters())
     tolerance = {"rtol": 0.1, "atol": 0.02} if kind == "two kinds" else {"rtol": 1e-4, "atol": 1e-5}
     assert_close(model.parameters(), alone.parameters(), **tolerance)
-    optimizer.close()
 
 
 class Odd(hvd.Rule):
@@ -179,7 +178,6 @@ def test_adasum_steps_by_closures() -> None:
     for _ in range(STEPS):
         optimizer.step(closure)
         assert_same_on_all_ranks(model.parameters())
-    optimizer.close()
 
 
 def broad(seed: int) -> nn.Sequential:
@@ -220,5 +218,3 @@ def test_two_optimizers_whose_exchanges_take_several_operations(kind: str) -> No
             optimizer.step()
         for model in models:
             assert_same_on_all_ranks(model.parameters())
-    for optimizer in optimizers:
-        optimizer.close()

@@ -1,7 +1,5 @@
 """Sharded states whose parameters come back as codes: nothing that codes lose is lost, and replicas keep to each other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -36,7 +36,6 @@ def test_replicas_stay_equal(name: str) -> None:
     assert_same_on_all_ranks(model.parameters())
     assert len(after) > 1
     assert losses[-1] < 2 * losses[0]  # each of other data
-    optimizer.close()
 
 
 @on_ranks(3)
@@ -69,7 +68,6 @@ def test_int8_equals_its_model() -> None:
                 compared += 1
         assert compared == 2 * HEIGHT
         optimizer.step()
-    optimizer.close()
 
 
 class Weights(nn.Module):
@@ -130,7 +128,6 @@ def conserve(name: str, op: str, predivide: float = 1.0) -> None:
         assert (largest > 1e-3) == (step >= 2 or "warmup_steps=2" not in repr(compression))
         for i, debt in debts.items():
             torch.testing.assert_close(results[i] + debt, totals[i], rtol=0, atol=3e-4)
-    optimizer.close()
 
 
 @pytest.mark.parametrize(
@@ -183,7 +180,6 @@ def test_what_codecs_remember_goes_along(compression: Compressor, name: str) -> 
         assert entry[name].any()
         torch.testing.assert_close(after[i][name], entry[name])
         torch.testing.assert_close(after[i]["residual"], entry["residual"])
-    optimizer.close()
 
 
 @on_ranks(2)
@@ -210,12 +206,10 @@ def test_what_lies_between_parameters_stays_zero() -> None:
         assert weights[0].grad is not None
         assert torch.equal(weights[1].grad.flatten(), expected[:numel])
         assert torch.equal(weights[0].grad.flatten(), expected[start : start + numel])
-    optimizer.close()
 
 
 @on_ranks(2)
 def test_nan_is_never_owed() -> None:
-    """A block of two parameters' numbers is NaN for the sake of one; the other, which no rank has reached, is still owed."""
     model = Weights()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression="onebit")
     for step in range(4):
@@ -227,7 +221,6 @@ def test_nan_is_never_owed() -> None:
         grads = [weight.grad for weight in model.weights if weight.grad is not None]
         assert all(grad.isfinite().all() for grad in grads) == (step != 1)
     assert all(debt.isfinite().all() for debt in owed(optimizer).values())
-    optimizer.close()
 
 
 @on_ranks(2)
@@ -240,7 +233,6 @@ def test_every_bucket_is_rounded_in_its_own_way() -> None:
     one, other = copies(weight.grad for weight in weights if weight.grad is not None)
     assert len(encoded(optimizer)) == 2
     assert not torch.equal(one, other)
-    optimizer.close()
 
 
 @on_ranks(2)
@@ -265,7 +257,6 @@ def test_codecs_count_from_the_end_of_the_warm_up() -> None:
     for _ in range(4):
         weight.sum().backward()
     assert [step for step in seen if step is not None] == [0, 1]
-    optimizer.close()
 
 
 @on_ranks(2)
@@ -284,12 +275,10 @@ def test_sums_of_powersgd_are_under_way_together() -> None:
     optimizer.zero_grad()
     model(torch.ones(2, 64)).sum().backward()
     assert seen == ["sum", "first layer", "sum", "counts", "sum", "sum"]
-    optimizer.close()
 
 
 @on_ranks(2)
 def test_a_second_sum_that_fails() -> None:
-    """The error is backward's, and the optimizer can be closed."""
     weight = nn.Parameter(torch.zeros(64, 64))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=PowerSGD(rank=2))
     sums: list[Tensor] = []
@@ -304,7 +293,6 @@ def test_a_second_sum_that_fails() -> None:
     with pytest.raises(ConnectionError, match="the second sum"):
         weight.sum().backward()
     assert not any(bucket.in_flight for bucket in optimizer._rule.bucketing.buckets)
-    optimizer.close()
 
 
 @on_ranks(2)
@@ -342,7 +330,6 @@ def test_what_is_not_finite_reaches_every_rank(name: Compressor, value: float) -
         assert unchanged == (step == 2)
     assert_same_on_all_ranks(model.parameters())
     assert all(parameter.isfinite().all() for parameter in model.parameters())
-    optimizer.close()
 
 
 @on_ranks(2)
@@ -384,7 +371,6 @@ def test_with_all_that_optimizers_can(compression: Compressor) -> None:
 @pytest.mark.parametrize("name", ["onebit", "powersgd"])
 @on_ranks(2)
 def test_other_dtypes(name: Compressor) -> None:
-    """Gradients of 16 and 64 bits travel as float32's codes."""
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         model = Ladder().to(dtype)
         optimizer = optimizer_of(model, name)

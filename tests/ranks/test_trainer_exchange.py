@@ -41,7 +41,6 @@ def test_buckets_follow_the_order_of_rank_0() -> None:
         model([0, 1, 2, 3, 4] if hvd.rank() else [3, 0, 2]).backward()
         optimizer.step()
     assert_same_on_all_ranks([p.grad for p in model.parameters() if p.grad is not None])
-    optimizer.close()
 
 
 @on_ranks(2)
@@ -61,7 +60,6 @@ def test_buckets_travel_while_backward_runs_and_have_arrived_when_it_returns() -
         look()
         optimizer.step()
     assert seen == [True, False] * 3
-    optimizer.close()
 
 
 @on_ranks(2)
@@ -75,7 +73,6 @@ def test_gradients_are_views_of_fused_buckets() -> None:
     numel = sum(p.numel() for p in model.parameters())
     assert len(sent) == 1
     assert numel < sent[0] < numel + 6 * 16 + 6, "gradients, padding and one element of presence for each"
-    optimizer.close()
 
 
 LATE_S = 0.1
@@ -109,7 +106,6 @@ def test_time_spent_waiting_is_measured() -> None:
         assert 0 < waited < took - LATE_S, "what it computed counts as waiting"
     else:
         assert LATE_S < waited < took
-    optimizer.close()
 
 
 @on_ranks(3)
@@ -207,4 +203,3 @@ def test_a_wrapper_that_is_dropped_does_not_live_on_in_the_hooks_of_the_paramete
     optimizer.zero_grad()
     loss_of(model, share(0)).backward()
     assert_same_on_all_ranks([p.grad for p in model.parameters() if p.grad is not None])
-    optimizer.close()

@@ -113,7 +113,6 @@ def test_frozen_parameters_do_not_travel() -> None:
     spy(optimizer, lambda tensor, options: sent.append(tensor.nbytes))
     (small.sum() + large.sum()).backward()
     assert 40 < sum(sent) < 200
-    optimizer.close()
 
 
 @on_ranks(2)
@@ -133,7 +132,6 @@ def test_thawed_without_zero_grad() -> None:
     optimizer.zero_grad()
     (weight * hvd.rank()).sum().backward()
     assert weight.grad == 0.5
-    optimizer.close()
 
 
 @on_ranks(2)
@@ -183,7 +181,6 @@ def test_mixed_dtypes() -> None:
         assert all(w.grad is not None and w.grad.dtype == w.dtype for w in weights)
         optimizer.step()
     assert [float(w[0]) for w in weights] == [-4.0, -6.0, -8.0, -10.0, -12.0]
-    optimizer.close()
 
 
 @on_ranks(2)
@@ -204,7 +201,6 @@ def test_odd_shapes() -> None:
     for weight in weights:
         assert weight.grad is not None
         assert weight.grad.flatten().tolist() == [i / 2 for i in range(weight.numel())]
-    optimizer.close()
 
 
 @on_ranks(3)

@@ -1,7 +1,5 @@
 """Local updates: against the same training simulated in one process, resumed, with codecs, in fragments, in groups."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -131,8 +129,6 @@ def test_the_warm_up_is_synchronous_training() -> None:
     train(first, local, range(STEPS))
     train(second, usual, range(STEPS))
     assert_equal(first.parameters(), second.parameters())
-    local.close()
-    usual.close()
 
 
 def big_wrapped(model: nn.Module, **options: Any) -> hvd.LocalUpdates:
@@ -173,7 +169,6 @@ def sum_of_codes(team_of: str, *, inner: bool) -> None:
     moved = torch.zeros(512, dtype=torch.bool)
     moved[[ord(each) for each in team_of]] = True
     assert torch.equal(parameter.detach(), moved.repeat(parameter.numel() // 512).float())
-    optimizer.close()
 
 
 def sum_of_codes_on_hosts(host_of: str, team_of: str, *, inner: bool) -> None:
@@ -222,7 +217,6 @@ def test_ranks_that_meet_hold_the_same(case: str) -> None:
     assert f"a batch of 4 a rank, {4 * hvd.size()} in all" in str(report)
     assert report.bytes_saved > 2
     assert 0 <= report.wait_share <= 1
-    optimizer.close()
 
 
 @in_world
@@ -313,7 +307,6 @@ def test_time_spent_waiting_is_not_forgotten() -> None:
     waits.append(optimizer.communication_wait_s)
     assert waits == sorted(waits)
     assert waits[WARMUP] > 0
-    optimizer.close()
 
 
 @on_ranks(2)
@@ -340,7 +333,6 @@ def test_a_report_counts_the_warm_up_and_the_steps_after_it() -> None:
     assert again.steps == WARMUP + 12
     assert (again.warmup_bytes_per_step, again.bytes_per_step) == (0, report.bytes_per_step)
     assert again.bytes_sent == 4 * again.bytes_per_step  # what was sent before the checkpoint, another has counted
-    optimizer.close()
 
 
 @on_ranks(4)
@@ -362,7 +354,6 @@ def test_groups_average_inside_and_meet_outside() -> None:
     sent = (report.bytes_per_step + report.inner_bytes_per_step) * STEPS
     assert report.bytes_sent == pytest.approx(sent)
     assert optimizer.stats.bytes_sent == 0  # there was no warm-up
-    optimizer.close()
 
 
 @on_ranks(2)
@@ -422,4 +413,3 @@ def test_a_rank_outside_of_the_set_trains_by_itself() -> None:
     vectors = hvd.allgather_object(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
     assert torch.equal(vectors[0], vectors[2])
     assert not torch.equal(vectors[0], vectors[1])
-    optimizer.close()

@@ -1,7 +1,5 @@
 """Sharded states (ZeRO stage 1): against the same training unsharded, to the bit, also through checkpoints on other worlds."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -263,6 +261,11 @@ def test_a_checkpoint_goes_on_on_any_number_of_ranks(
     ranks(now).run(go_on, tmp_path, 3, options)
 
 
+def with_state(saved: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """Return what was saved with another state of the first parameter."""
+    return {**saved, "state": {**saved["state"], 0: state}}
+
+
 @in_world
 def load_wrongly(directory: Path) -> None:
     with exchanged_by("ring") as communicator:
@@ -271,31 +274,24 @@ def load_wrongly(directory: Path) -> None:
         before = through_a_file(optimizer.state_dict())
         states = [torch.load(directory / f"sharded.rank{rank}.pt", weights_only=True) for rank in range(4)]
         mine = states[hvd.rank()]
+        part, first = mine[SHARDS], mine["state"][0]
         whole = {key: value for key, value in mine.items() if key != SHARDS}
-        later = {**mine, SHARDS: {**mine[SHARDS], "version": 7}}
-        turned = {**mine, SHARDS: {**mine[SHARDS], "shapes": mine[SHARDS]["shapes"][::-1]}}
-        first = mine["state"][0]
-        damaged = {**mine, "state": {**mine["state"], 0: {**first, "exp_avg": torch.ones(1)}}}
-        lacking = {**mine, "state": {**mine["state"], 0: {}}}
-        for given, also, words in (
-            (mine, [], r"saved on 4 ranks, and nobody was given what ranks 2, 3 saved"),
-            (mine if hvd.rank() else whole, states[2:], "rank 0 was given a part of another checkpoint"),
-            (later if hvd.rank() else mine, states[2:], r"rank 1 was given a 'gradwire_shards' of version 7"),
+        with pytest.raises(ValueError, match="saved on 4 ranks, and nobody was given what ranks 2, 3 saved"):
+            optimizer.load_state_dict(mine)
+        for culprit, wrong, said in (
+            (0, whole, "a part of another checkpoint"),
+            (1, {**mine, SHARDS: {**part, "version": 7}}, "a 'gradwire_shards' of version 7"),
             (
-                damaged if hvd.rank() else mine,
-                states[2:],
-                r"rank 1 was given .*is damaged: state 'exp_avg' of parameter 0 has 1 ",
+                1,
+                with_state(mine, {**first, "exp_avg": torch.ones(1)}),
+                ".*damaged: state 'exp_avg' of parameter 0 has 1 ",
             ),
-            (lacking if hvd.rank() else mine, states[2:], "rank 1 was given a part of another checkpoint"),
-            (
-                {**mine, SHARDS: {"version": mine[SHARDS]["version"]}} if hvd.rank() else mine,
-                states[2:],
-                "rank 1 .*is damaged: KeyError",
-            ),
-            (turned if hvd.rank() else mine, states[2:], r"rank 1 was given the state of parameters of shapes"),
+            (1, with_state(mine, {}), "a part of another checkpoint"),
+            (1, {**mine, SHARDS: {"version": part["version"]}}, ".*is damaged: KeyError"),
+            (1, {**mine, SHARDS: {**part, "shapes": part["shapes"][::-1]}}, "the state of parameters of shapes"),
         ):
-            with pytest.raises(ValueError, match=words):
-                optimizer.load_state_dict(given, also=also)
+            with pytest.raises(ValueError, match=f"rank {culprit} was given {said}"):
+                optimizer.load_state_dict(wrong if hvd.rank() == culprit else mine, also=states[2:])
         assert str(through_a_file(optimizer.state_dict())) == str(before)
         optimizer.load_state_dict(mine, also=states[2:])
         train(model, optimizer, range(2))
@@ -303,7 +299,6 @@ def load_wrongly(directory: Path) -> None:
     plain = hvd.DistributedOptimizer(OPTIMIZERS["adam"](grouped(model)), model.named_parameters())
     with pytest.raises(ValueError, match="saved with shard_states=True, and loaded without"):
         plain.load_state_dict(mine)
-    plain.close()
 
 
 def test_what_cannot_be_loaded_is_refused_on_all_ranks(ranks: Worlds, tmp_path: Path) -> None:

@@ -92,7 +92,6 @@ def test_as_without_shards(passes: int, set_to_none: bool, bucket_bytes: int) ->
     weights = [p.full_tensor() for p in model.parameters() if isinstance(p, DTensor)]
     assert_same_on_all_ranks(weights)
     assert_close(weights, alone.parameters(), rtol=1e-4, atol=1e-5)
-    optimizer.close()
 
 
 def chunk_of(whole: Tensor, shard: int) -> Tensor:
@@ -146,8 +145,6 @@ def test_codecs(compression: Compressor) -> None:
     dist.all_gather_object(others, optimizer.state_dict(), group=neighbours)
     with pytest.raises(ValueError, match=r"the first that differs was .* at \(\d,\) of a mesh of shape \(2,\)"):
         optimizer.load_state_dict(others[1 - shard])
-    for one in (optimizer, expected):
-        one.close()
 
 
 @on_ranks(SIZE)
@@ -167,7 +164,6 @@ def test_gradients_that_come_when_backward_has_ended() -> None:
         for parameter, expected in zip(parameters, (6.0, 4.0, 7.0, 1.0), strict=True):
             assert isinstance(parameter.grad, DTensor)
             assert torch.equal(parameter.grad.full_tensor(), torch.full(parameter.shape, expected))
-    optimizer.close()
 
 
 @on_ranks(SIZE)
@@ -183,7 +179,6 @@ def test_a_replicated_parameter() -> None:
     assert weight.grad.to_local().tolist() == [6.0] * 3  # the mean of 2 * (0 + 1) and 2 * (2 + 3)
     optimizer.step()
     assert weight.to_local().tolist() == [-5.0] * 3
-    optimizer.close()
 
 
 @on_ranks(SIZE)

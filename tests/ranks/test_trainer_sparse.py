@@ -99,7 +99,6 @@ def test_as_one_process(name: str, options: dict[str, Any], set_to_none: bool) -
         buckets: Any = optimizer._rule.bucketing.buckets
         in_buckets = sum(bucket.buffer.values.numel() for bucket in buckets)
         assert in_buckets < model.words.weight.numel(), "the table is still exchanged as a dense one, too"
-    optimizer.close()
 
 
 @on_ranks(2)
@@ -118,7 +117,6 @@ def test_sums() -> None:
     assert table.weight.grad.to_dense().flatten().tolist() == [1, 1, 0, 2]
     with pytest.raises(RuntimeError, match="accumulated onto one already summed"):
         table(torch.tensor([0])).sum().backward()
-    optimizer.close()
 
 
 @on_ranks(2)
@@ -149,4 +147,3 @@ def test_accumulation_and_freezing() -> None:
         run()
         assert [rows(table) for table in tables] == [[0.5, 0, 0.5, 0]] * 2
         optimizer.step()
-    optimizer.close()

@@ -113,7 +113,6 @@ def test_broadcast_named_tuples() -> None:
 
 @on_ranks(3)
 def test_broadcast_fresh_optimizer_state() -> None:
-    """Nobody has taken a step."""
     model = perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (hvd.rank() + 1), weight_decay=0.5)
     before = copies(model.parameters())

@@ -1,7 +1,5 @@
 """What a parameter server decides, by its four numbers: quorum, grace, staleness, and what is late."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """What the benchmark knows of each collective, in a world that is played by one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -21,7 +19,6 @@ def world(case: Case, size: int, dtype: torch.dtype, op: str, count: int) -> lis
 
 
 def play(case: Case, world: list[Buffers], op: str) -> None:
-    """Do the collective, by its definition."""
     size = len(world)
     inputs = [buffers.input for buffers in world]
     reduced = torch.empty(0)

@@ -1,7 +1,5 @@
 """The benchmark of the codecs: its command line, its exit code, what its checks let pass, and torch's side of it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from pathlib import Path
@@ -49,8 +47,6 @@ def test_all_of_the_registry_but_none() -> None:
 
 
 class OneWrong(Int8):
-    """Is an int8 that decodes one element wrongly."""
-
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
         super().decode(wire, out, add=add, scale=scale)
         if out.numel() == NUMEL:

@@ -1,7 +1,5 @@
 """What stands in for a codec while its parts are timed, and what a rank is said to send."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

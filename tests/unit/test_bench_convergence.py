@@ -1,7 +1,5 @@
 """The flags, the bytes and the picture of `bench convergence`."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

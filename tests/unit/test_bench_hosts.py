@@ -1,7 +1,5 @@
 """Simulated hosts, as far as they are planned without root."""
 
-from __future__ import annotations
-
 import pytest
 
 from gradwire.bench import hosts

@@ -1,7 +1,5 @@
 """The flags, the table and the picture of `bench rules`, and when a loss is reached."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The flags and the table of `bench step`."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The protocol that turns are taken by."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The codec chunktopk: its kernel for CPUs against the reference, what it keeps, and what it costs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -44,7 +42,6 @@ def test_two_magnitudes_are_exact_where_there_are_only_two() -> None:
 
 
 def test_what_is_lost_comes_later() -> None:
-    """With error feedback the sum of what arrives follows the sum of what was given."""
     codec, values = ChunkTopK(256), numbers(CHUNK + 50, "gaussian")
     residual, arrived = torch.zeros_like(values), torch.zeros_like(values)
     for _ in range(80):

@@ -1,7 +1,5 @@
 """The dense quantizers: the compiled ones against the reference, byte for byte; the reference against the definitions."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

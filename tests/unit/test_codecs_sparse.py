@@ -1,7 +1,5 @@
 """The sparse codecs: the compiled ones against the reference, byte for byte; both against the definitions."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -35,12 +33,8 @@ CODECS: list[Sparse] = [
 FINITE = ("gaussian", "heavy-tailed", "few", "constant", "zeros", "ties", "denormal")
 NUMELS = (0, 1, 2, 3, 63, 64, 65, 130, 1000, 4096, 4097, 20_011)
 LARGE = 300_007
-AT_A_GUESS = (
-    TopK(),
-    Threshold(),
-    RandomK(),
-    DGC(),
-)  # tried where there are so many numbers that few are looked at first
+#: Tried where there are so many numbers that few are looked at first.
+AT_A_GUESS = (TopK(), Threshold(), RandomK(), DGC())
 
 
 def new_state(codec: Sparse, numel: int) -> State | None:

@@ -1,7 +1,5 @@
 """What `gradwire` makes of its arguments, before anything is started."""
 
-from __future__ import annotations
-
 import importlib.util
 import shlex
 import socket

@@ -1,7 +1,5 @@
 """Optimizers of copies have the settings and the state of those that they are made of, and nothing of other parameters."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 
@@ -42,7 +40,7 @@ def test_the_copies_of_all_step_as_the_originals_do() -> None:
 
 
 class NotCopied:
-    def __deepcopy__(self, memo: object) -> NotCopied:
+    def __deepcopy__(self, memo: object) -> None:
         raise AssertionError("the state of a parameter without a copy is copied")
 
 

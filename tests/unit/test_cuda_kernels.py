@@ -1,7 +1,5 @@
 """The CUDA kernels, as NVRTC compiles them, on a machine in numpy, against the reference, byte for byte."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The machine that stands in for a GPU: it computes as one, and stops at what a right kernel never does."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """README and docs lead where they say: links, anchors, examples, and where to go next."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,17 +1,15 @@
 """What is drawn in the docs is what the sources say."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_every_picture_shows_what_is_planned() -> None:
-    """Drawn again by any version of matplotlib, it shows the same."""
     pictures = list(runpy.run_path(str(DOCS / "drawings.py"))["pictures"]())
     assert len(pictures) > 5
     for picture in pictures:
@@ -19,13 +17,8 @@ def test_every_picture_shows_what_is_planned() -> None:
             assert drawn.info.get("Description") == picture.digest(), f"{picture.name}: run docs/drawings.py"
 
 
-def test_the_picture_of_the_packages_shows_what_is_there() -> None:
-    shown = runpy.run_path(str(DOCS / "architecture.py"))
+@pytest.mark.parametrize("script", ["architecture.py", "comparisons.py"])
+def test_the_pictures_of_the_packages_and_of_the_numbers_show_what_is_there(script: str) -> None:
+    shown = runpy.run_path(str(DOCS / script))
     with Image.open(shown["IMAGE"]) as drawn:
-        assert drawn.info.get("Description") == shown["digest"](), "run docs/architecture.py"
-
-
-def test_the_picture_of_the_readme_shows_the_numbers() -> None:
-    shown = runpy.run_path(str(DOCS / "comparisons.py"))
-    with Image.open(shown["IMAGE"]) as drawn:
-        assert drawn.info.get("Description") == shown["digest"](), "run docs/comparisons.py"
+        assert drawn.info.get("Description") == shown["digest"](), f"run docs/{script}"

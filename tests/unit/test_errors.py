@@ -1,7 +1,5 @@
 """The errors of a Communicator that is broken: of the kind of what broke it."""
 
-from __future__ import annotations
-
 import pytest
 
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost

@@ -1,7 +1,5 @@
 """The rows of parameters that stand for their product."""
 
-from __future__ import annotations
-
 from itertools import combinations, product
 
 from tests.ranks.exact import cover

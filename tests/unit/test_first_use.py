@@ -1,12 +1,9 @@
 """What is said while kernels are compiled, and that all of them can be compiled ahead."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +14,7 @@ from gradwire.collectives import precompile
 from gradwire.collectives.kernels import first_use
 from gradwire.collectives.kernels.cpu.calling import kernel_of
 from gradwire.collectives.kernels.first_use import FirstUse
+from tests.harness import wait_until
 from tests.interpreter import python
 from tests.pages import ROOT
 from tests.ranks.programs import DEADLINE_S, start
@@ -70,10 +68,7 @@ def test_the_seconds_are_counted_while_a_kernel_is_compiled(
 ) -> None:
     monkeypatch.setattr(first_use, "_REDRAW_S", 0.001)
     with FirstUse().compiling("sum", kept=True):
-        deadline = time.monotonic() + 30
-        while terminal.getvalue().count("so far") < 3 and time.monotonic() < deadline:
-            time.sleep(0.001)
-    assert terminal.getvalue().count("so far") >= 3
+        wait_until(lambda: terminal.getvalue().count("so far") >= 3)
 
 
 def test_nothing_where_nothing_is_compiled(terminal: Terminal, caplog: pytest.LogCaptureFixture) -> None:
@@ -99,9 +94,7 @@ def test_the_log_has_the_first_kernels_without_a_terminal(
     monkeypatch.setattr(first_use, "_LOG_S", 0.001)
     told = FirstUse()
     with told.together("about 20 s"), told.compiling("sum", kept=True):
-        deadline = time.monotonic() + 30
-        while len(caplog.records) < 3 and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_until(lambda: len(caplog.records) >= 3)
     begun, *meanwhile, done = caplog.messages
     compile_two(told)
     assert begun == "gradwire: compiling kernels once, about 20 s; `gradwire precompile` does it ahead"

@@ -1,15 +1,12 @@
 """Every name of Horovod's package for PyTorch is here, takes its arguments in Horovod's order, answers as programs expect,
 and stands in the guide; programs that import Horovod find the trainer, after alias_horovod()."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -43,15 +40,12 @@ NAMES: dict[str, tuple[str, ...] | None] = {
     "allreduce": ("tensor", *COMPRESSED),
     **dict.fromkeys(("allreduce_", "allreduce_async", "allreduce_async_"), ("tensor", *VALUES)),
     "grouped_allreduce": ("tensors", *COMPRESSED),
-    **dict.fromkeys(
-        ("grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_"), ("tensors", *VALUES)
-    ),
+    **dict.fromkeys([f"grouped_allreduce{more}" for more in ("_", "_async", "_async_")], ("tensors", *VALUES)),
     "sparse_allreduce_async": ("tensor", "name", "op", "process_set"),
     **dict.fromkeys(("allgather", "allgather_async"), ("tensor", "name", "process_set")),
     **dict.fromkeys(("grouped_allgather", "grouped_allgather_async"), ("tensors", "name", "process_set")),
     **dict.fromkeys(
-        ("broadcast", "broadcast_", "broadcast_async", "broadcast_async_"),
-        ("tensor", "root_rank", "name", "process_set"),
+        [f"broadcast{more}" for more in ("", "_", "_async", "_async_")], ("tensor", "root_rank", "name", "process_set")
     ),
     **dict.fromkeys(("alltoall", "alltoall_async"), ("tensor", "splits", "name", "process_set")),
     "reducescatter": ("tensor", "name", "compression", *SCATTERED[1:]),
@@ -63,16 +57,8 @@ NAMES: dict[str, tuple[str, ...] | None] = {
     **dict.fromkeys(("poll", "synchronize"), ("handle",)),
     **dict.fromkeys(("Average", "Sum", "Adasum", "Min", "Max", "Product", "Compression")),
     "DistributedOptimizer": (
-        "optimizer",
-        "named_parameters",
-        "compression",
-        "backward_passes_per_step",
-        "op",
-        "gradient_predivide_factor",
-        "num_groups",
-        "groups",
-        "sparse_as_dense",
-        "process_set",
+        *("optimizer", "named_parameters", "compression", "backward_passes_per_step", "op"),
+        *("gradient_predivide_factor", "num_groups", "groups", "sparse_as_dense", "process_set"),
     ),
     "SyncBatchNorm": ("num_features", "eps", "momentum", "affine", "track_running_stats"),
     "broadcast_parameters": ("params", "root_rank", "process_set"),
@@ -100,12 +86,8 @@ def test_a_name_takes_its_arguments_in_horovods_order(name: str) -> None:
 def test_the_guide_has_each_name_once() -> None:
     text = (ROOT / "docs/guides/from-horovod.md").read_text()
     table = text.split("## Every name")[1].split("##")[0]
-    named = [
-        name
-        for row in table.splitlines()
-        if row.startswith("| `")
-        for name in re.findall(r"`(\w+)`", row.split("|")[1])
-    ]
+    first_cells = re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE)
+    named = [name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)]
     assert sorted(named) == sorted(NAMES)
     assert set(NAMES) - {"elastic"} <= set(gradwire.__all__)
 
@@ -113,35 +95,24 @@ def test_the_guide_has_each_name_once() -> None:
 PROBES = [name for name in hvd.__all__ if name.endswith(("_built", "_enabled", "_supported"))]
 
 
-@pytest.fixture
-def world() -> Iterator[None]:
-    hvd.init()
-    yield
-    hvd.shutdown()
-
-
 def test_built() -> None:
     assert len(PROBES) == 10
-    assert {name for name in PROBES if getattr(hvd, name)() is True} == {
-        name
-        for name, answer in {
-            "gloo_built": dist.is_gloo_available(),
-            "nccl_built": dist.is_nccl_available(),
-            "cuda_built": torch.version.cuda is not None,
-            "rocm_built": torch.version.hip is not None,
-        }.items()
-        if answer
+    built = {
+        "gloo_built": dist.is_gloo_available(),
+        "nccl_built": dist.is_nccl_available(),
+        "cuda_built": torch.version.cuda is not None,
+        "rocm_built": torch.version.hip is not None,
     }
-    assert {getattr(hvd, name)() for name in PROBES} <= {True, False}
+    assert {name: getattr(hvd, name)() for name in PROBES} == {name: built.get(name, False) for name in PROBES}
 
 
-def test_enabled(world: None) -> None:
+def test_enabled(alone: None) -> None:
     assert hvd.gloo_enabled()
     hvd.shutdown()
     assert not hvd.gloo_enabled()
 
 
-def test_homogeneous(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_homogeneous(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hvd.is_homogeneous()
     for hosts, alike in [("aabb", True), ("abab", True), ("aab", False)]:
         monkeypatch.setattr(current_world(), "hosts", Topology.from_host_ids(0, hosts).hosts)
@@ -150,7 +121,13 @@ def test_homogeneous(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError])
 def test_before_init(error: type[Exception]) -> None:
-    for function in (hvd.rank, hvd.size, hvd.local_rank, hvd.is_homogeneous, lambda: hvd.add_process_set([0])):
+    sgd = torch.optim.SGD([torch.zeros(1)])
+    more = [
+        lambda: hvd.add_process_set([0]),
+        lambda: hvd.allreduce(torch.zeros(1)),
+        lambda: hvd.DistributedOptimizer(sgd),
+    ]
+    for function in (hvd.rank, hvd.size, hvd.local_rank, hvd.is_homogeneous, *more):
         with pytest.raises(error, match=r"call hvd\.init\(\) first"):
             function()
 

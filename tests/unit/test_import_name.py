@@ -1,7 +1,5 @@
 """The package has one import name, gradwire: neither what lies beside a script nor a clone makes two of anything."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What is kept of compiling: all that is still true and no more; and where nothing can be, kernels work all the same."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil
@@ -76,7 +74,6 @@ def kernels(tmp_path: Path) -> Path:
 
 
 def ask(kernels: Path, answer: int, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Call a kernel that calls one which returns the answer, in an interpreter."""
     write(kernels / "callee.py", CALLEE.format(answer))
     done = subprocess.run(
         [sys.executable, str(kernels.parents[3] / "script.py"), *arguments],  # whose own folder comes first

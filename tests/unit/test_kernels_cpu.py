@@ -1,8 +1,7 @@
 """The compiled reductions against torch's own, bit for bit."""
 
-from __future__ import annotations
-
 import ctypes
+from functools import cache
 
 import pytest
 import torch
@@ -37,8 +36,11 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
+compiled = cache(cpu.arithmetic)  # which loads a kernel, or compiles it, in each call
+
+
 def run(destination: torch.Tensor, source: torch.Tensor, op: int, divisor: int = 1) -> None:
-    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(cpu.arithmetic(destination.dtype).address)
+    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(compiled(destination.dtype).address)
     function(destination.data_ptr(), source.data_ptr(), destination.numel(), op, divisor)
 
 

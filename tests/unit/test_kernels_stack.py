@@ -1,7 +1,5 @@
 """Scratch memory of kernels on the CPU, and writing past the caches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from numba import int64, njit, types

@@ -1,7 +1,5 @@
 """Test what the report of local updates says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from gradwire import LocalReport

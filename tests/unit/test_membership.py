@@ -1,7 +1,5 @@
 """What ranks tell each other before there is a link between them, on threads and a store of this process."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -54,7 +52,6 @@ def test_who_does_not_come_is_named() -> None:
 
 
 def test_only_ranks_that_compile_are_given_the_time_for_it() -> None:
-    """A rank that is stopped while others may compile is named at the deadline, not minutes later."""
     first, stopped, compiling = members()
     compiling.compiles("offers", time.monotonic() + DEADLINE_S)
     with pytest.raises(LinkError, match="rank 1 did not come") as caught:

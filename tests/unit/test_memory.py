@@ -1,7 +1,5 @@
 """How much memory is left, by the files in which Linux says so."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What ranks call, compared over their watches, all in this process."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What is said where a package of an extra is not installed: how to install it from a clone, since no index has gradwire."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.interpreter import python

@@ -1,7 +1,5 @@
 """The operations of a Communicator over a link that does nothing until it is aborted."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import threading
@@ -69,16 +67,20 @@ def nothing(turn: Turn) -> None:
     pass
 
 
+def submit(mine: Operations) -> None:
+    mine.submit("allreduce", nothing, async_op=False)
+
+
+def run_now(mine: Operations) -> bool:
+    return mine.run_now("allreduce", 0, lambda *arguments: None, None, None)
+
+
 def waits(transport: StuckTransport, began: threading.Event) -> Callable[[Turn], None]:
     def body(turn: Turn) -> None:
         began.set()
         transport.wait()
 
     return body
-
-
-def ends(watch: Watch) -> None:
-    end_abruptly(watch)
 
 
 def leaves(watch: Watch) -> None:
@@ -147,7 +149,7 @@ def test_a_message_is_given_up_when_its_own_rank_has_left(leaver: int) -> None:
             assert errors[0].ranks == (1,)
 
 
-@pytest.mark.parametrize("goes", [ends, leaves])
+@pytest.mark.parametrize("goes", [end_abruptly, leaves])
 @pytest.mark.parametrize("async_op", [False, True])
 def test_a_wait_that_the_link_does_not_end_is_ended(goes: Callable[[Watch], None], async_op: bool) -> None:
     with operations(3) as (mine, transport, all_watches):
@@ -164,7 +166,7 @@ def test_a_wait_that_the_link_does_not_end_is_ended(goes: Callable[[Watch], None
         assert caught.value.ranks == (2,)
 
 
-@pytest.mark.parametrize("goes", [ends, leaves])
+@pytest.mark.parametrize("goes", [end_abruptly, leaves])
 def test_what_is_known_to_be_in_vain_is_not_begun(goes: Callable[[Watch], None]) -> None:
     with operations(3) as (mine, _, all_watches):
         goes(all_watches[1])
@@ -178,15 +180,15 @@ def test_a_rank_that_leaves_later_does_not_disturb() -> None:
         all_watches[1].say_leaving(2)
         assert all_watches[0].wait_for(lambda: bool(all_watches[0].left), DEADLINE_S)
         for _ in range(2):
-            mine.submit("allreduce", nothing, async_op=False)
+            submit(mine)
         with pytest.raises(PeerLost):
-            mine.submit("allreduce", nothing, async_op=False)
+            submit(mine)
 
 
 def test_a_rank_that_exits_has_taken_part_in_what_it_finished() -> None:
     with operations(2) as (mine, _, all_watches):
         for _ in range(3):
-            mine.submit("allreduce", nothing, async_op=False)
+            submit(mine)
         mine.exit()
         assert all_watches[1].wait_for(lambda: all_watches[1].left == {0: 3}, DEADLINE_S)
 
@@ -215,22 +217,19 @@ def test_turns_of_several_threads_have_numbers_of_their_own() -> None:
 
 def test_an_interrupt_on_the_way_into_the_queue_leaves_it_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     with operations(1) as (mine, _, _):
-        mine.submit("allreduce", nothing, async_op=False)  # by which it is known
+        submit(mine)  # by which it is known
         enter = WorkQueue.enter
 
         def interrupted(queue: WorkQueue, turn: object) -> bool:
             enter(queue, turn)
             raise KeyboardInterrupt
 
-        for call in (
-            lambda: mine.run_now("allreduce", 0, lambda *arguments: None, None, None),
-            lambda: mine.submit("allreduce", nothing, async_op=False),
-        ):
+        for call in (run_now, submit):
             with monkeypatch.context() as patched:
                 patched.setattr(WorkQueue, "enter", interrupted)
                 with pytest.raises(KeyboardInterrupt):
-                    call()
-            assert mine.run_now("allreduce", 0, lambda *arguments: None, None, None)
+                    call(mine)
+            assert run_now(mine)
 
 
 class Interrupting(dict[int, object]):
@@ -242,16 +241,13 @@ class Interrupting(dict[int, object]):
 
 def test_an_interrupt_as_an_operation_begins_does_not_put_the_rank_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     with operations(1) as (mine, _, _):
-        mine.submit("allreduce", nothing, async_op=False)  # by which it is known
+        submit(mine)  # by which it is known
         taken: list[int] = []
         with monkeypatch.context() as patched:
             patched.setattr(mine, "_calls", Interrupting())
-            for call in (
-                lambda: mine.run_now("allreduce", 0, lambda *arguments: None, None, None),
-                lambda: mine.submit("allreduce", nothing, async_op=False),
-            ):
+            for call in (run_now, submit):
                 with pytest.raises(KeyboardInterrupt):
-                    call()
+                    call(mine)
         mine.submit("allreduce", lambda turn: taken.append(turn.sequence), async_op=False)
         assert taken == [1]
 
@@ -286,7 +282,6 @@ def test_a_queue_that_is_closed_takes_nothing_more() -> None:
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_what_comes_as_another_thread_closes_is_refused(monkeypatch: pytest.MonkeyPatch, async_op: bool) -> None:
-    """The other thread does so right before the call reaches the queue."""
     with operations(2) as (mine, _, all_watches):
         name = "submit" if async_op else "enter"
         reached = getattr(WorkQueue, name)
@@ -314,7 +309,7 @@ def test_an_interrupted_operation_is_told_to_the_others() -> None:
             mine.submit("allreduce", body, async_op=False)
         assert all_watches[1].wait_for(lambda: all_watches[1].left == {0: 0}, DEADLINE_S)
         with pytest.raises(CollectiveError, match="broken"):
-            mine.submit("allreduce", nothing, async_op=False)
+            submit(mine)
 
 
 def test_the_queue_lets_go_of_what_it_has_run() -> None:
@@ -330,7 +325,7 @@ def test_the_queue_lets_go_of_what_it_has_run() -> None:
         assert work is not None
         work.wait()
         del tensor, body
-        mine.submit("allreduce", nothing, async_op=False)  # by when the queue's thread has put the first aside
+        submit(mine)  # by when the queue's thread has put the first aside
         assert gone() is None
 
 
@@ -342,7 +337,7 @@ def test_what_nobody_uses_any_more_gives_its_threads_back() -> None:
         work = mine.submit("allreduce", nothing, async_op=True)
         assert work is not None
         work.wait()
-        mine.submit("allreduce", nothing, async_op=False)
+        submit(mine)
         gone = weakref.ref(mine)
         gc.disable()  # nothing may depend on it
         try:
@@ -356,8 +351,6 @@ def test_what_nobody_uses_any_more_gives_its_threads_back() -> None:
 
 
 class _Steps:
-    """Stands for a Communicator and its engine, and notes the steps of its end."""
-
     def __init__(self, name: str, steps: list[str]) -> None:
         self._engine = self.operations = self.messages = self
         self._name, self._steps = name, steps

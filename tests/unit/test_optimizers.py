@@ -1,7 +1,5 @@
 """LARS, LAMB and DelayedNesterov against their papers' formulas, written out tensor by tensor in float64."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -57,6 +55,7 @@ def nesterov_by_hand(w: Tensor, gradients: list[Tensor], **o: Any) -> Tensor:
 
 LARS_OPTIONS = {"lr": 2.0, "momentum": 0.9, "weight_decay": 0.01, "trust_coefficient": 0.02, "adapt": True}
 LAMB_OPTIONS = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.01, "adapt": True}
+NESTEROV_OPTIONS = {"lr": 0.1, "momentum": 0.9}
 CASES: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[..., Tensor], dict[str, Any]]] = {
     "LARS": (LARS, lars_by_hand, LARS_OPTIONS),
     "LARS without decay": (LARS, lars_by_hand, {**LARS_OPTIONS, "weight_decay": 0.0}),
@@ -68,7 +67,7 @@ CASES: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[..., Tenso
         f"DelayedNesterov, {delay}, {c}": (
             DelayedNesterov,
             nesterov_by_hand,
-            {"lr": 0.1, "momentum": 0.9, "delay": delay, "c": c},
+            {**NESTEROV_OPTIONS, "delay": delay, "c": c},
         )
         for delay, c in ((1, 0.0), (2, 0.5), (4, 0.0), (4, 0.1), (4, 0.25), (20, 0.0))
     },

@@ -1,7 +1,5 @@
 """PowerSGD: factors of gradients summed over ranks, which here are threads of one process."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Sequence

@@ -1,9 +1,6 @@
 """Who has arrived, and what becomes known of those that go."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +10,7 @@ from gradwire.collectives.link.hub import Failure
 from gradwire.collectives.link.membership import membership_from
 from gradwire.collectives.link.own_address import card_of
 from gradwire.collectives.link.presence import Presence, arrive
+from tests.harness import wait_until
 
 SIZE = 3
 DEADLINE_S = 20.0
@@ -31,21 +29,14 @@ def arrived() -> list[Presence]:
         return list(pool.map(come, range(SIZE)))
 
 
-def soon(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_who_leaves_after_connecting_is_not_blamed_beside_one_that_has_ended(arrived: list[Presence]) -> None:
     keeper, leaver, ended = arrived
     leaver.close()
-    soon(lambda: keeper.gone() == {1})
+    wait_until(lambda: keeper.gone() == {1})
     membership = membership_from(keeper, HashStore(), ("cpu",), ())
     assert membership.cause(0.0) is None
     ended._neighbour.socket.close()  # as the end of its process does
-    soon(lambda: keeper.gone() == {2})
+    wait_until(lambda: keeper.gone() == {2})
     cause = membership.cause(0.0)
     assert cause is not None
     assert cause.awaited == {2}
@@ -55,9 +46,9 @@ def test_who_leaves_after_connecting_is_not_blamed_beside_one_that_has_ended(arr
 def test_the_rank_that_keeps_the_hub_is_not_blamed_when_it_leaves(arrived: list[Presence]) -> None:
     keeper, ended, other = arrived
     ended._neighbour.socket.close()
-    soon(lambda: other.gone() == {1})
+    wait_until(lambda: other.gone() == {1})
     keeper.close()
-    soon(lambda: bool(other.gone()) and other._ended)
+    wait_until(lambda: bool(other.gone()) and other._ended)
     assert other.gone() == {1}
 
 
@@ -73,10 +64,10 @@ def test_a_rank_that_answers_late_does_not_blame_itself(arrived: list[Presence])
 def test_the_first_failure_of_a_scope_counts_on_all_ranks(arrived: list[Presence]) -> None:
     first, second = Failure((1,), "rank 1 raised it"), Failure((2,), "rank 2 raised it")
     arrived[1].report(first)
-    soon(lambda: arrived[0].failure() is not None)
+    wait_until(lambda: arrived[0].failure() is not None)
     arrived[2].report(second)
     arrived[2].report(second, "scope")
-    soon(lambda: all(presence.failure("scope") == second for presence in arrived))
+    wait_until(lambda: all(presence.failure("scope") == second for presence in arrived))
     assert [presence.failure() for presence in arrived] == [first] * SIZE
     for presence in reversed(arrived):
         presence.close()

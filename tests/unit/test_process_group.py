@@ -1,7 +1,5 @@
 """How messages are handed to a backend, shown by one that only notes what it is asked for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -52,11 +50,9 @@ class _Nccl:
 
 
 class _OnCuda:
-    """Stands for a tensor on a GPU."""
-
     is_cuda = True
 
-    def view(self, dtype: torch.dtype) -> _OnCuda:
+    def view(self, dtype: torch.dtype) -> "_OnCuda":
         return self
 
 

@@ -1,7 +1,5 @@
 """What a training run shows: the line of progress, and the picture of its losses."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Hashes, clocks that are put right, and the file of a timeline, without processes."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -47,7 +45,6 @@ def test_the_compiled_hash_is_that_of_torch(count: int) -> None:
 
 
 def test_the_hash_is_what_it_is_said_to_be() -> None:
-    """By numbers of any length."""
     words, total = [5, -7, 2**62], 0
     for place, word in enumerate(words, 1):
         x = (word % 2**64) ^ (place * 0x9E3779B97F4A7C15 % 2**64)
@@ -290,9 +287,13 @@ METRICS = StepMetrics(
 )
 
 
-def adapters() -> list[str]:
+def adapt(number: int, name: str) -> None:
+    """Give METRICS to a function of the guide, which is in its fragment of this number."""
     text = (ROOT / "docs" / "guides" / "reports.md").read_text()
-    return re.findall(r'^```python title="fragment"\n(.*?)^```$', text, flags=re.MULTILINE | re.DOTALL)
+    fragments = re.findall(r'^```python title="fragment"\n(.*?)^```$', text, flags=re.MULTILINE | re.DOTALL)
+    namespace: dict[str, Any] = {}
+    exec(fragments[number], namespace)
+    namespace[name](METRICS)
 
 
 def test_the_adapter_for_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,9 +304,7 @@ def test_the_adapter_for_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
             written[tag] = (value, step)
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter))  # type: ignore[arg-type]
-    namespace: dict[str, Any] = {}
-    exec(adapters()[0], namespace)
-    namespace["to_tensorboard"](METRICS)
+    adapt(0, "to_tensorboard")
     assert written == {
         "exchange/seconds": (0.5, 7),
         "exchange/wait_s": (0.25, 7),
@@ -318,9 +317,7 @@ def test_the_adapter_for_weights_and_biases(monkeypatch: pytest.MonkeyPatch) -> 
     logged: dict[int, dict[str, float]] = {}
     wandb = SimpleNamespace(log=lambda numbers, step: logged.update({step: numbers}))
     monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
-    namespace: dict[str, Any] = {}
-    exec(adapters()[1], namespace)
-    namespace["to_wandb"](METRICS)
+    adapt(1, "to_wandb")
     assert set(logged) == {7}
     assert logged[7]["exchange/bytes_uncompressed"] == 400
     assert logged[7]["exchange/slowest_rank"] == 1

@@ -1,7 +1,5 @@
 """Every algorithm, for world sizes from 1 to 64: complete, matched, free of deadlock, and as cheap as its docstring says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -50,7 +48,6 @@ def test_every_contribution_arrives_once_where_it_belongs(
 
 
 def changed(planner: Planner, change: Callable[[Schedule], Schedule], rank: int = 1) -> Planner:
-    """A planner that makes something else for one rank."""
     return lambda place: change(planner(place)) if place.rank == rank else planner(place)
 
 
@@ -270,7 +267,6 @@ def test_how_often_codes_are_encoded(algorithm: str, count: Callable[[int], int]
 
 
 def test_one_shot_encodes_once() -> None:
-    """And all ranks add the same codes, in the same order."""
     check_algorithm("allreduce", direct.one_shot, range(1, 17))
     for size in range(1, 17):
         assert encodings([direct.one_shot(Place(rank, size)) for rank in range(size)], encodes_sums=False) == 1
@@ -284,11 +280,10 @@ def test_codes_that_nobody_sends_are_not_waited_for() -> None:
 
 def test_replicas_that_would_differ_are_found() -> None:
     """Rank 0 adds three codes at once, rank 1 one and then a second to the code of a sum."""
-    block = (Span(0, 1),)
     schedules = [
-        Schedule(0, 3, 1, (send(1, block) + reduce(1, block) + reduce(2, block), (), send(2, block))),
-        Schedule(1, 3, 1, (send(0, block) + reduce(0, block), reduce(2, block), ())),
-        Schedule(2, 3, 1, (send(0, block), send(1, block), receive(0, block))),
+        Schedule(0, 3, 1, (send(1, BLOCK) + reduce(1, BLOCK) + reduce(2, BLOCK), (), send(2, BLOCK))),
+        Schedule(1, 3, 1, (send(0, BLOCK) + reduce(0, BLOCK), reduce(2, BLOCK), ())),
+        Schedule(2, 3, 1, (send(0, BLOCK), send(1, BLOCK), receive(0, BLOCK))),
     ]
     assert run(schedules, contributions(3, 1)) == [[7]] * 3
     with pytest.raises(ScheduleError, match="the same bits"):

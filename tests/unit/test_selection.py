@@ -1,12 +1,10 @@
-"""Tables of algorithms by size: what is written is what runs, and what makes no sense is refused by name."""
-
-from __future__ import annotations
+"""Tables of algorithms by size: what is written is what runs, and what makes no sense is refused by name; and ranks by host."""
 
 import pytest
 
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.selection import Range, choose, default_table, overrides, parse_table
-from gradwire.collectives.plan.topology import Topology
+from gradwire.collectives.plan.topology import Topology, host_id
 
 NAMES = ("ring", "rsag", "native")
 ONE_HOST = Topology(0, ((0, 1, 2, 3),))
@@ -59,3 +57,18 @@ def test_the_environment_overrides_only_what_it_names() -> None:
     assert tables == {"allreduce": (Range("ring", 0, 1024), Range("rsag", 1024, None))}
     with pytest.raises(ValueError, match=r"COLLECTIVES_BROADCAST='ring'.*known are tree, rsag"):
         overrides(allowed, {"COLLECTIVES_BROADCAST": "ring"})
+
+
+def test_hosts_are_found_from_what_ranks_report() -> None:
+    topology = Topology.from_host_ids(3, ["b", "a", "b", "a", "c"])
+    assert topology.hosts == ((0, 2), (1, 3), (4,))
+    assert (topology.local_rank, topology.local_size) == (1, 2)
+    last = Topology.from_host_ids(4, ["b", "a", "b", "a", "c"])
+    assert (last.local_rank, last.local_size) == (0, 1)
+
+
+def test_the_host_id_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = host_id()
+    assert found
+    monkeypatch.setenv("COLLECTIVES_HOST_ID", "rack7")
+    assert host_id() == "rack7" != found

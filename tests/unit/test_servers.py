@@ -1,7 +1,5 @@
 """What servers tell who waits there, what they do with what no worker says, and how a worker takes leave of them."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any, cast
 
@@ -19,6 +17,7 @@ from gradwire.trainer.servers.serving import LEAVE, Client
 from gradwire.trainer.servers.updater import Updater
 
 FAR_S = 600.0  # longer than a test may take
+SYNCHRONOUS = Scheme(quorum=3, grace_s=0.0, staleness=None, late="next")
 
 
 def updater_of(scheme: Scheme, timeout_s: float = FAR_S) -> Updater:
@@ -53,39 +52,31 @@ def test_nobody_waits_for_a_worker_when_a_serving_rank_is_lost() -> None:
 
 
 def test_the_serving_rank_is_named_that_was_lost_first() -> None:
-    synchronous = Scheme(quorum=3, grace_s=0.0, staleness=None, late="next")
-    error = error_of_one_that_waits(updater_of(synchronous), 2, 0)
+    error = error_of_one_that_waits(updater_of(SYNCHRONOUS), 2, 0)
     assert isinstance(error, PeerLost)
     assert error.ranks == (2,)
 
 
-def test_a_quorum_that_is_lost_is_told() -> None:
-    updater = updater_of(Scheme(quorum=3, grace_s=0.0, staleness=None, late="next"))
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_quorum_that_is_lost_is_told_smaller_by_those_that_have_left(has_left: bool) -> None:
+    updater = updater_of(SYNCHRONOUS)
+    if has_left:
+        updater.leave(2)
     updater.lose(1, PeerLost([1], rank=0, operation="serving parameters", has_left=False))
-    with pytest.raises(QuorumLost) as caught:
+    with pytest.raises(QuorumLost, match=f"fewer than the quorum of {3 - has_left}") as caught:
         updater.exchange(0, 0, 1.0, updater.flat.empty())
-    assert caught.value.ranks == (1,)
-
-
-def test_the_quorum_that_is_lost_is_smaller_by_those_that_have_left() -> None:
-    updater = updater_of(Scheme(quorum=3, grace_s=0.0, staleness=None, late="next"))
-    updater.leave(2)
-    updater.lose(1, PeerLost([1], rank=0, operation="serving parameters", has_left=False))
-    with pytest.raises(QuorumLost, match="fewer than the quorum of 2") as caught:
-        updater.exchange(0, 0, 1.0, updater.flat.empty())
-    assert caught.value.quorum == 2
+    assert (caught.value.ranks, caught.value.quorum) == ((1,), 3 - has_left)
 
 
 def test_who_holds_an_update_up_is_named() -> None:
-    updater = updater_of(Scheme(quorum=3, grace_s=0.0, staleness=None, late="next"), timeout_s=0.0)
+    updater = updater_of(SYNCHRONOUS, timeout_s=0.0)
     with pytest.raises(CollectiveTimeout) as caught:
         updater.exchange(1, 0, 1.0, updater.flat.empty())
     assert caught.value.waiting_for == (0, 2)
 
 
 def test_the_quorum_of_a_key_that_is_lost_is_smaller_by_those_that_have_left() -> None:
-    spec = KeySpec("w", 0, torch.Size([2]), torch.float32, 0)
-    entry = Entry(spec, torch.zeros(2), range(3), Scheme(quorum=3, grace_s=0.0, staleness=None, late="next"))
+    entry = Entry(KeySpec("w", 0, torch.Size([2]), torch.float32, 0), torch.zeros(2), range(3), SYNCHRONOUS)
     entry.leave(2)
     entry.lose(1)
     entry.push(0, torch.ones(2))

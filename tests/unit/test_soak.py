@@ -1,7 +1,5 @@
 """The soak's own pieces: what it draws is the same every time, and whatever falls short is counted."""
 
-from __future__ import annotations
-
 import io
 from collections import Counter
 from pathlib import Path
@@ -171,7 +169,7 @@ class StandIn:
     def __init__(self, directory: Path, outcomes: list[Outcome]) -> None:
         self._directory, self._outcomes = directory, outcomes
 
-    def world(self, size: int, host_count: int) -> tuple[StandIn, Path, None]:
+    def world(self, size: int, host_count: int) -> "tuple[StandIn, Path, None]":
         return self, self._directory, None
 
     def start(self, *_: object) -> None: ...
@@ -184,25 +182,12 @@ class StandIn:
 
 def test_a_planted_hang_is_counted_and_told_how_to_repeat(tmp_path: Path) -> None:
     outcomes = [Outcome(0, "returned", Report(done=40)), Outcome(1, "hung", detail="in allreduce")]
-    told = io.StringIO()
-    run = soak.Soak(StandIn(tmp_path, outcomes), 7, 2, Console(file=told))  # type: ignore[arg-type]
+    said = io.StringIO()
+    run = soak.Soak(StandIn(tmp_path, outcomes), 7, 2, Console(file=said))  # type: ignore[arg-type]
     run.run_operations(start=3, operations=40)
     assert run.tally.counts == {Kind.HANG: 1}
-    assert "in allreduce" in told.getvalue()
-    assert "--seed 7 --ranks 2 --transport sockets --start 3 --operations 40 --faults 0" in told.getvalue()
-
-
-def test_an_abort_is_counted() -> None:
-    outcomes = [Outcome(0, "returned", Report()), Outcome(1, "died", detail="exit code -6", exit_code=-6)]
-    assert [finding.kind for finding in judge_session((0, 1), outcomes)] == [Kind.ABORT]
-
-
-def test_replicas_that_differ_are_counted() -> None:
-    digests = ({4: "aa", 5: "bb"}, {4: "aa", 5: "cc"})
-    outcomes = [Outcome(rank, "returned", Report(digests=digest)) for rank, digest in enumerate(digests)]
-    found = judge_session((0, 1), outcomes)
-    assert [finding.kind for finding in found] == [Kind.REPLICAS]
-    assert "operation 5" in found[0].text
+    assert "in allreduce" in said.getvalue()
+    assert "--seed 7 --ranks 2 --transport sockets --start 3 --operations 40 --faults 0" in said.getvalue()
 
 
 def lost(*ranks: int) -> PeerLost:
@@ -221,16 +206,25 @@ def differing(*ranks: int) -> Mismatch:
     return Mismatch({rank: "allreduce" if rank else "barrier" for rank in ranks}, rank=0, operation="allreduce")
 
 
-def test_blame_where_nobody_failed_is_counted() -> None:
-    witness = Witness.of(lost(1), EVERYONE, 0.0)
-    outcomes = [Outcome(rank, "returned", Report(witness=witness if rank == 0 else None)) for rank in EVERYONE]
-    assert [finding.kind for finding in judge_session(EVERYONE, outcomes)] == [Kind.INNOCENT]
+def told(error: Exception | None) -> Report:
+    """Return the report of a rank that has seen this error, or none."""
+    return Report(witness=None if error is None else Witness.of(error, EVERYONE, 0.0))
 
 
-def test_blame_of_the_rank_that_failed_by_itself_is_not() -> None:
-    witnesses = [Witness.of(error, EVERYONE, 0.0) for error in (lost(2), lost(2), ValueError("its own"))]
-    outcomes = [Outcome(rank, "returned", Report(witness=witness)) for rank, witness in enumerate(witnesses)]
-    assert [finding.kind for finding in judge_session(EVERYONE, outcomes)] == [Kind.WRONG]
+@pytest.mark.parametrize(
+    ("outcomes", "counted"),
+    [
+        ([Outcome(0, "returned", Report()), Outcome(1, "died", detail="exit code -6", exit_code=-6)], [Kind.ABORT]),
+        ([Outcome(r, "returned", Report(digests={4: "aa", 5: f"b{r}"})) for r in range(2)], [Kind.REPLICAS]),
+        ([Outcome(r, "returned", told(None if r else lost(1))) for r in EVERYONE], [Kind.INNOCENT]),
+        # blame of the rank that failed by itself is none of an innocent one
+        ([Outcome(r, "returned", told(lost(2) if r < 2 else ValueError("its own"))) for r in EVERYONE], [Kind.WRONG]),
+    ],
+)
+def test_what_ends_a_session_otherwise_is_counted(outcomes: list[Outcome], counted: list[Kind]) -> None:
+    found = judge_session(range(len(outcomes)), outcomes)
+    assert [finding.kind for finding in found] == counted
+    assert counted != [Kind.REPLICAS] or "operation 5" in found[0].text
 
 
 def test_the_error_that_broke_a_communicator_counts() -> None:
@@ -280,16 +274,12 @@ def fault_of(kind: str) -> Fault:
     ],
 )
 def test_whom_a_survivor_names_is_judged(kind: str, error: Exception | None, counted: list[Kind]) -> None:
-    fault = fault_of(kind)
-    witness = None if error is None else Witness.of(error, EVERYONE, 0.0)
-    found = judge_fault(fault, [], {0: Report(witness=witness)}, failed_at=1e12)
+    found = judge_fault(fault_of(kind), [], {0: told(error)}, failed_at=1e12)
     assert [finding.kind for finding in found] == counted
 
 
 def test_an_error_before_the_fault_is_counted() -> None:
-    witness = Witness.of(lost(2), EVERYONE, 0.0)
-    outcomes = [Outcome(2, "died", exit_code=0)]
-    found = judge_fault(fault_of(EXITS), outcomes, {0: Report(witness=witness)}, failed_at=None)
+    found = judge_fault(fault_of(EXITS), [Outcome(2, "died", exit_code=0)], {0: told(lost(2))}, failed_at=None)
     assert [finding.kind for finding in found] == [Kind.WRONG]
 
 
@@ -345,16 +335,14 @@ def training_fault(name: str, kind: str, *, is_outlived: bool = False) -> Traini
 def test_whom_a_rank_that_trains_names_is_judged(
     name: str, kind: str, error: Exception | None, counted: list[Kind]
 ) -> None:
-    witness = None if error is None else Witness.of(error, EVERYONE, 0.0)
-    found = judge_training(training_fault(name, kind), [], {0: Report(witness=witness)}, failed_at=1e12)
+    found = judge_training(training_fault(name, kind), [], {0: told(error)}, failed_at=1e12)
     assert [finding.kind for finding in found] == counted
 
 
 def test_who_is_to_go_on_may_not_fail() -> None:
     fault = training_fault(SERVER, KILLED, is_outlived=True)
-    failing = Report(witness=Witness.of(lost(2), EVERYONE, 0.0))
     assert judge_training(fault, [], {0: Report()}, failed_at=1e12) == []
-    assert [finding.kind for finding in judge_training(fault, [], {0: failing}, failed_at=1e12)] == [Kind.WRONG]
+    assert [finding.kind for finding in judge_training(fault, [], {0: told(lost(2))}, failed_at=1e12)] == [Kind.WRONG]
 
 
 def test_how_many_were_told_soon_is_one_line() -> None:
@@ -375,13 +363,13 @@ def test_who_was_not_told_was_not_told_soon(tmp_path: Path) -> None:
     told of."""
     fault = training_fault(SYNCHRONOUS, KILLED)
     witness = Witness.of(lost(2), EVERYONE, 0.0)
-    told, untold = Report(witness=witness), Report()
+    seen, unseen = Report(witness=witness), Report()
     run = soak.Soak(StandIn(tmp_path, []), 7, 2, Console(file=io.StringIO()))  # type: ignore[arg-type]
     for reports, failed_at in (
-        ({0: untold, 1: untold}, None),
-        ({0: told, 1: untold}, witness.raised),
-        ({0: told}, witness.raised),
-        ({0: told, 1: told}, witness.raised),
+        ({0: unseen, 1: unseen}, None),
+        ({0: seen, 1: unseen}, witness.raised),
+        ({0: seen}, witness.raised),
+        ({0: seen, 1: seen}, witness.raised),
     ):
         run._judge_training(fault, [], reports, failed_at, tmp_path)
     assert run.tally.counts == {Kind.WRONG: 1, Kind.NO_CULPRIT: 1}
@@ -399,8 +387,8 @@ def test_who_was_not_told_was_not_told_soon(tmp_path: Path) -> None:
 
 
 def test_who_closes_need_not_be_told() -> None:
-    told = Report(witness=Witness.of(lost(2), EVERYONE, 0.0))
-    assert news_s(fault_of(CLOSES), {0: told, 1: told, 2: Report()}, failed_at=1e12) is not None
-    assert news_s(fault_of(KILLED), {0: told, 1: told}, failed_at=1e12) is not None
-    assert news_s(fault_of(CUT), {0: told, 1: told, 2: Report()}, failed_at=1e12) is None
+    two = {0: told(lost(2)), 1: told(lost(2))}
+    assert news_s(fault_of(CLOSES), {**two, 2: Report()}, failed_at=1e12) is not None
+    assert news_s(fault_of(KILLED), two, failed_at=1e12) is not None
+    assert news_s(fault_of(CUT), {**two, 2: Report()}, failed_at=1e12) is None
     assert news_s(fault_of(FLAPS), {}, failed_at=1e12) == 0.0

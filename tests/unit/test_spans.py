@@ -1,7 +1,5 @@
 """Cutting buffers: every element lands in exactly one place, evenly, for any numbers."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

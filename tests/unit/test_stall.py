@@ -1,7 +1,5 @@
 """When a warning comes, and what it says; ranks that really wait are in tests/ranks/test_stall.py."""
 
-from __future__ import annotations
-
 import logging
 import re
 import time
@@ -11,6 +9,7 @@ import pytest
 
 from gradwire.collectives.diagnostics.stall import Position, Stalls
 from gradwire.collectives.link.watch import Watch
+from tests.harness import wait_until
 from tests.unit.test_watch import DEADLINE_S, watches
 
 CALL, OTHER = "allreduce(float32[8], sum, ring)", "barrier(tree)"
@@ -114,10 +113,7 @@ def test_everyone_answers_whoever_asks_and_the_one_that_asked_too() -> None:
         for watch in all_watches:
             assert watch.wait_for(lambda watch=watch: len(watch.posts.get("whereabouts", {})) == 5, DEADLINE_S)
         ranks[3].ask()
-        give_up = time.monotonic() + DEADLINE_S
-        while any("does not" in text for text in ranks[0].answers(asked_at, set()).values()):
-            assert time.monotonic() < give_up
-            time.sleep(0.01)
+        wait_until(lambda: not any("does not" in text for text in ranks[0].answers(asked_at, set()).values()))
         assert set(ranks[0].answers(asked_at, {1, 2})) == {1, 2, 3, 4}
 
 

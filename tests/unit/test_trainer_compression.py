@@ -1,7 +1,6 @@
 """What compression= takes, what it means for which parameter, and what a checkpoint holds; in a world of one."""
 
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,15 +26,6 @@ from gradwire.trainer.gradients.compression import (
 )
 
 NEED_FEEDBACK = {"onebit", "topk", "threshold", "randomk", "dgc", "chunktopk"}
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    hvd.init()
-    yield
-    hvd.shutdown()
 
 
 def model() -> nn.Sequential:

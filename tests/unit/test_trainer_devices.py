@@ -24,7 +24,6 @@ from gradwire.trainer.gradients import arguments
     ],
 )
 def test_a_group_on_two_devices(verb: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error before anything is sent, after which the world goes on."""
     monkeypatch.setattr(arguments, "refusal", lambda tensor: None)
     hvd.init()
     try:

@@ -4,7 +4,7 @@ import copy
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,15 +17,7 @@ from gradwire.collectives.errors import CollectiveError
 from gradwire.trainer.world.joined import World
 from tests.ranks.training import batch, loss_of, perceptron
 
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    hvd.init()
-    yield
-    hvd.shutdown()
-
+pytestmark = pytest.mark.usefixtures("alone")
 
 WEIGHT = nn.Parameter(torch.zeros(2))
 
@@ -254,14 +246,6 @@ def test_a_frozen_parameter_may_have_any_dtype(dtype: torch.dtype) -> None:
             optimizer.step()
         with pytest.raises(ValueError, match=r"rank 0: parameter 'parameter 1' has dtype torch\.complex64"):
             weight.sum().backward()
-
-
-def test_init_comes_first() -> None:
-    hvd.shutdown()
-    with pytest.raises(RuntimeError, match=r"call hvd\.init\(\) first"):
-        hvd.DistributedOptimizer(sgd(perceptron()))
-    with pytest.raises(RuntimeError, match=r"call hvd\.init\(\) first"):
-        hvd.allreduce(torch.zeros(1))
 
 
 def raises(setup: Any) -> hvd.Rule:

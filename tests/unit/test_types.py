@@ -1,7 +1,5 @@
 """The strict type checker that users may have takes the docs' example of the collectives, and tells the forms of verbs apart."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -51,15 +49,9 @@ def test_mypy_takes_the_example_and_the_forms(tmp_path: Path) -> None:
     text = FORMS + "\n".join(lines)
     (tmp_path / "example.py").write_text(example)
     (tmp_path / "forms.py").write_text(text)
-    options = [
-        "--strict",
-        "--no-site-packages",
-        "--ignore-missing-imports",
-        "--follow-imports=silent",
-        "--config-file=",
-    ]
+    options = "--strict --no-site-packages --ignore-missing-imports --follow-imports=silent --config-file="
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, f"--cache-dir={tmp_path}/cache", "example.py", "forms.py"],
+        [sys.executable, "-m", "mypy", *options.split(), f"--cache-dir={tmp_path}/cache", "example.py", "forms.py"],
         cwd=tmp_path,
         env={**os.environ, "MYPYPATH": str(ROOT)},
         capture_output=True,

@@ -1,7 +1,5 @@
 """Where a thread is, what was raised where, and who is told of an exception that ends the process."""
 
-from __future__ import annotations
-
 import gc
 import re
 import subprocess
@@ -27,7 +25,6 @@ def raised(error: BaseException) -> BaseException:
 
 
 def test_the_main_thread_is_in_the_users_line_and_in_one_of_a_library() -> None:
-    """It waits for another thread, in the standard library's code."""
     with ThreadPoolExecutor(1) as pool:
         began = threading.Event()
 
