@@ -141,11 +141,7 @@ class Pair:
 
 
 def check_chunks(
-    kernels: Any,
-    device: str,
-    codec: ChunkTopK,
-    numels: tuple[int, ...] = CHUNK_NUMELS,
-    kinds: tuple[str, ...] = KINDS,
+    kernels: Any, device: str, codec: ChunkTopK, numels: tuple[int, ...] = CHUNK_NUMELS, kinds: tuple[str, ...] = KINDS
 ) -> list[str]:
     """Return what differs. Every kind of numbers is tried at the largest numel, one in turn at each other."""
     pair = Pair(kernels, device)
@@ -163,11 +159,7 @@ def _unwritten(nbytes: int) -> Tensor:
 
 
 def check_dense(
-    kernels: Any,
-    device: str,
-    codec: Dense,
-    numels: tuple[int, ...] = DENSE_NUMELS,
-    kinds: tuple[str, ...] = KINDS,
+    kernels: Any, device: str, codec: Dense, numels: tuple[int, ...] = DENSE_NUMELS, kinds: tuple[str, ...] = KINDS
 ) -> list[str]:
     """Return what differs. Every kind of numbers is tried at the largest numel, one in turn at each other."""
     pair = Pair(kernels, device)
@@ -182,11 +174,7 @@ def check_dense(
 
 
 def check_sparse(
-    kernels: Any,
-    device: str,
-    codec: Sparse,
-    numels: tuple[int, ...] = SPARSE_NUMELS,
-    kinds: tuple[str, ...] = KINDS,
+    kernels: Any, device: str, codec: Sparse, numels: tuple[int, ...] = SPARSE_NUMELS, kinds: tuple[str, ...] = KINDS
 ) -> list[str]:
     """Return what differs. Every kind of numbers is tried at the largest numel, one in turn at each other."""
     pair = Pair(kernels, device)
@@ -231,12 +219,7 @@ def _randomk(pair: Pair, codec: Any, k: int, values: Tensor, residual: Tensor | 
         pair.both("randomk_decode", wire, numbers(len(values), "wide"), k, SEED, add, 0.3)
 
 
-_SPARSE: dict[str, Callable[..., None]] = {
-    "topk": _topk,
-    "dgc": _dgc,
-    "threshold": _threshold,
-    "randomk": _randomk,
-}
+_SPARSE: dict[str, Callable[..., None]] = {"topk": _topk, "dgc": _dgc, "threshold": _threshold, "randomk": _randomk}
 
 
 def check_many(kernels: CudaKernels, device: str) -> list[str]:

@@ -23,18 +23,9 @@ def two(a: Tensor, b: Tensor) -> Tensor:
 
 
 def by_hand(vectors: list[Tensor]) -> Tensor:
-    """The tree drawn out for every number of ranks that is tested."""
-    v = [vector.double() for vector in vectors]
-    if len(v) == 1:
-        return v[0]
-    if len(v) == 2:
-        return two(v[0], v[1])
-    if len(v) == 3:
-        return two(v[0], two(v[1], v[2]))
-    if len(v) == 4:
-        return two(two(v[0], v[1]), two(v[2], v[3]))
-    assert len(v) == 5
-    return two(two(v[0], v[1]), two(v[2], two(v[3], v[4])))
+    """Combine the halves of the ranks, of which the second is the larger one."""
+    half = len(vectors) // 2
+    return two(by_hand(vectors[:half]), by_hand(vectors[half:])) if half else vectors[0].double()
 
 
 @on_ranks(2, 3, 5, *wide(1, 4))

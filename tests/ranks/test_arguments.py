@@ -1,7 +1,6 @@
 """A caller's mistake is a ValueError or TypeError on the caller, before anything is sent; the Communicator goes on."""
 
 from collections.abc import Callable
-from itertools import product
 
 import pytest
 import torch
@@ -9,194 +8,163 @@ import torch.distributed as dist
 
 from gradwire.collectives import Communicator
 from gradwire.collectives.plan.algorithms import PLANNERS
-from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
-from tests.ranks.exact import Checks, communicator, contribution, reduced
+from tests.harness import EXCHANGE_TIMEOUT_S
+from tests.ranks.exact import OPS, Checks, communicator, contribution, reduced
+from tests.ranks.training import on_ranks
 
-IN_SHARED_MEMORY = ("allreduce", "barrier")
 ONE, TWO = torch.ones(1), torch.ones(2)
-Mistake = Callable[[Communicator], object]
 
-MISTAKES: dict[str, tuple[type[Exception], str, Mistake]] = {
-    "no tensor": (TypeError, "Tensor", lambda c: c.allreduce([1.0])),
-    "complex": (TypeError, "complex64.*float32", lambda c: c.allreduce(torch.ones(2, dtype=torch.complex64))),
-    "sparse": (TypeError, "dense", lambda c: c.allreduce(TWO.to_sparse())),
-    "unknown op": (
-        ValueError,
-        "'median'.*'sum', 'average', 'min', 'max', 'product'",
-        lambda c: c.allreduce(TWO, "median"),
-    ),
-    "ReduceOp without a name here": (ValueError, "sum", lambda c: c.allreduce(TWO, dist.ReduceOp.BXOR)),
-    "average of bool": (TypeError, "bool", lambda c: c.allreduce(torch.ones(2, dtype=torch.bool), "average")),
-    "scaled integers": (TypeError, "prescale", lambda c: c.allreduce(torch.ones(2, dtype=torch.int32), prescale=0.5)),
-    "unknown algorithm": (ValueError, "'quick'.*ring.*native", lambda c: c.allreduce(TWO, algorithm="quick")),
-    "algorithm of another verb": (
-        ValueError,
-        "'ring'.*direct",
-        lambda c: c.alltoall(TWO, TWO.clone(), algorithm="ring"),
-    ),
-    "asynchronous too": (ValueError, "'median'", lambda c: c.allreduce(TWO, "median", async_op=True)),
-    "seed that is no whole number": (ValueError, "seed=1.5", lambda c: c.allreduce(TWO, codec="int8", seed=1.5)),
-    "step that is no whole number": (ValueError, "step=1.5", lambda c: c.allreduce(TWO, codec="int8", step=1.5)),
-    "group with a non-tensor": (TypeError, "Tensor", lambda c: c.grouped_allreduce([TWO, 1])),
-    "root too high": (ValueError, "src=2.*0 to 1", lambda c: c.broadcast(TWO, 2)),
-    "root negative": (ValueError, "dst=-1.*0 to 1", lambda c: c.reduce(TWO, -1)),
-    "allgather, short output": (ValueError, "output.*3 elements", lambda c: c.allgather(torch.ones(3), TWO)),
-    "allgather, short list": (ValueError, "output", lambda c: c.allgather([TWO.clone()], TWO)),
-    "allgather, own part too small": (ValueError, "output", lambda c: c.allgather([ONE.clone(), ONE.clone()], TWO)),
-    "allgather, another dtype": (ValueError, "dtype", lambda c: c.allgather(torch.ones(4, dtype=torch.int32), TWO)),
-    "reduce_scatter, short input": (ValueError, "input.*3 elements", lambda c: c.reduce_scatter(TWO, torch.ones(3))),
-    "reduce_scatter, long list": (ValueError, "input", lambda c: c.reduce_scatter(ONE, [ONE, ONE, ONE])),
-    "allgather, native but unequal": (
-        ValueError,
-        "unequal.*native",
-        lambda c: c.allgather([TWO.clone(), ONE.clone()], (TWO, ONE)[c.rank], algorithm="native"),
-    ),
-    "gather, no output on dst": (ValueError, "output", lambda c: c.gather(TWO, None, c.rank)),
-    "gather, output elsewhere": (ValueError, "output", lambda c: c.gather(TWO, [TWO, TWO], 1 - c.rank)),
-    "scatter, no input on src": (ValueError, "input", lambda c: c.scatter(TWO, None, c.rank)),
-    "scatter, input of another size": (ValueError, "input", lambda c: c.scatter(TWO, [TWO, ONE], c.rank)),
-    "alltoall, odd size": (ValueError, "3", lambda c: c.alltoall(torch.ones(3), torch.ones(3))),
-    "alltoall, other size": (ValueError, "without splits", lambda c: c.alltoall(torch.ones(4), TWO.clone())),
-    "alltoall, one splits": (ValueError, "splits", lambda c: c.alltoall(TWO, TWO.clone(), None, [1, 1])),
-    "alltoall, wrong sum": (ValueError, "splits", lambda c: c.alltoall(TWO, TWO.clone(), [1, 1], [2, 1])),
-    "alltoall, negative": (ValueError, "splits", lambda c: c.alltoall(TWO, TWO.clone(), [1, 1], [3, -1])),
-    "alltoall, too many": (ValueError, "splits", lambda c: c.alltoall(TWO, TWO.clone(), [1, 1], [1, 1, 0])),
-    "scatter_object, short": (ValueError, "objects", lambda c: c.scatter_object([1], c.rank)),
+#: By the error that it is: what its message says, and the call.
+MISTAKES: dict[type[Exception], dict[str, tuple[str, Callable[[Communicator], object]]]] = {
+    TypeError: {
+        "no tensor": ("Tensor", lambda c: c.allreduce([1.0])),
+        "complex": ("complex64.*float32", lambda c: c.allreduce(torch.ones(2, dtype=torch.complex64))),
+        "sparse": ("dense", lambda c: c.allreduce(TWO.to_sparse())),
+        "average of bool": ("bool", lambda c: c.allreduce(torch.ones(2, dtype=torch.bool), "average")),
+        "scaled integers": ("prescale", lambda c: c.allreduce(torch.ones(2, dtype=torch.int32), prescale=0.5)),
+        "group with a non-tensor": ("Tensor", lambda c: c.grouped_allreduce([TWO, 1])),
+    },
+    ValueError: {
+        "unknown op": ("'median'.*'sum', 'average', 'min', 'max', 'product'", lambda c: c.allreduce(TWO, "median")),
+        "ReduceOp without a name here": ("sum", lambda c: c.allreduce(TWO, dist.ReduceOp.BXOR)),
+        "unknown algorithm": ("'quick'.*ring.*native", lambda c: c.allreduce(TWO, algorithm="quick")),
+        "algorithm of another verb": ("'ring'.*direct", lambda c: c.alltoall(TWO, TWO.clone(), algorithm="ring")),
+        "asynchronous too": ("'median'", lambda c: c.allreduce(TWO, "median", async_op=True)),
+        "seed that is no whole number": ("seed=1.5", lambda c: c.allreduce(TWO, codec="int8", seed=1.5)),
+        "step that is no whole number": ("step=1.5", lambda c: c.allreduce(TWO, codec="int8", step=1.5)),
+        "root too high": ("src=2.*0 to 1", lambda c: c.broadcast(TWO, 2)),
+        "root negative": ("dst=-1.*0 to 1", lambda c: c.reduce(TWO, -1)),
+        "allgather, short output": ("output.*3 elements", lambda c: c.allgather(torch.ones(3), TWO)),
+        "allgather, short list": ("output", lambda c: c.allgather([TWO.clone()], TWO)),
+        "allgather, own part too small": ("output", lambda c: c.allgather([ONE.clone(), ONE.clone()], TWO)),
+        "allgather, another dtype": ("dtype", lambda c: c.allgather(torch.ones(4, dtype=torch.int32), TWO)),
+        "reduce_scatter, short input": ("input.*3 elements", lambda c: c.reduce_scatter(TWO, torch.ones(3))),
+        "reduce_scatter, long list": ("input", lambda c: c.reduce_scatter(ONE, [ONE, ONE, ONE])),
+        "allgather, native but unequal": (
+            "unequal.*native",
+            lambda c: c.allgather([TWO.clone(), ONE.clone()], (TWO, ONE)[c.rank], algorithm="native"),
+        ),
+        "gather, no output on dst": ("output", lambda c: c.gather(TWO, None, c.rank)),
+        "gather, output elsewhere": ("output", lambda c: c.gather(TWO, [TWO, TWO], 1 - c.rank)),
+        "scatter, no input on src": ("input", lambda c: c.scatter(TWO, None, c.rank)),
+        "scatter, input of another size": ("input", lambda c: c.scatter(TWO, [TWO, ONE], c.rank)),
+        "alltoall, odd size": ("3", lambda c: c.alltoall(torch.ones(3), torch.ones(3))),
+        "alltoall, other size": ("without splits", lambda c: c.alltoall(torch.ones(4), TWO.clone())),
+        "alltoall, one splits": ("splits", lambda c: c.alltoall(TWO, TWO.clone(), None, [1, 1])),
+        "alltoall, wrong sum": ("splits", lambda c: c.alltoall(TWO, TWO.clone(), [1, 1], [2, 1])),
+        "alltoall, negative": ("splits", lambda c: c.alltoall(TWO, TWO.clone(), [1, 1], [3, -1])),
+        "alltoall, too many": ("splits", lambda c: c.alltoall(TWO, TWO.clone(), [1, 1], [1, 1, 0])),
+        "scatter_object, short": ("objects", lambda c: c.scatter_object([1], c.rank)),
+    },
 }
 
 
-def make_every_mistake() -> None:
-    """Each rank alone makes the mistake, at a time when a message to the other would be taken for the next operation's."""
+def assert_exchanges(comm: Communicator, op: str = "sum", *, numel: int = 100, **options: object) -> None:
+    tensor = contribution(comm.rank, comm.size, numel, torch.float32, op)
+    comm.allreduce(tensor, **{"op": op, **options})  # type: ignore[arg-type]
+    assert torch.equal(tensor, reduced(comm.size, numel, torch.float32, op))
+
+
+@on_ranks(2, initialized=False)
+def test_every_mistake() -> None:
+    """Make each on one rank alone, at a time when a message to the other would be taken for the next operation's."""
     with communicator() as comm:
-        for (name, (error, message, mistake)), mistaken in product(MISTAKES.items(), range(comm.size)):
-            if comm.rank == mistaken:
-                with Checks().case(mistake=name), pytest.raises(error, match=message):
-                    mistake(comm)
-            tensor = contribution(comm.rank, comm.size, 100, torch.float32)
-            comm.allreduce(tensor)
-            assert torch.equal(tensor, reduced(comm.size, 100, torch.float32))
+        for error, mistakes in MISTAKES.items():
+            for name, (message, mistake) in mistakes.items():
+                for mistaken in range(comm.size):
+                    if comm.rank == mistaken:
+                        with Checks().case(mistake=name), pytest.raises(error, match=message):
+                            mistake(comm)
+                    assert_exchanges(comm)
 
 
-def making_one() -> None:
-    for arguments in (
-        {"timeout_s": 0},
-        {"timeout_s": -1.0},
-        {"timeout_s": float("nan")},
-        {"timeout_s": float("inf")},
-        {"segment_bytes": 0},
-    ):
+@on_ranks(2, initialized=False)
+def test_making_one() -> None:
+    for arguments in (*({"timeout_s": wrong} for wrong in (0, -1.0, float("nan"), float("inf"))), {"segment_bytes": 0}):
         with pytest.raises(ValueError, match="positive"):
-            Communicator(**arguments)
+            Communicator(**arguments)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"segment_bytes=1\.5.*whole number"):
-        Communicator(segment_bytes=1.5)
+        Communicator(segment_bytes=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="group"):
         Communicator(dist.GroupMember.NON_GROUP_MEMBER)
     with pytest.raises(ValueError, match=r"'reduse'.*allreduce"), communicator() as comm:
         comm.algorithms("reduse")
 
 
-def with_a_wrong_switch() -> None:
-    """One rank alone has it: nobody has connected when it is found."""
-    if dist.get_rank() == 0:
+@pytest.mark.parametrize(
+    ("variable", "text", "said", "wrong_on"),
+    [
+        ("COLLECTIVES_SHARED_MEMORY", "no", r"COLLECTIVES_SHARED_MEMORY='no' must be 0 .* or 1", [0]),
+        # What else is wrong with tables, tests/unit/test_selection.py says.
+        (
+            "COLLECTIVES_ALLREDUCE",
+            "quick:0-max",
+            "COLLECTIVES_ALLREDUCE.*'quick'.*ring.*rsag.*tree.*direct.*native",
+            [0, 1],
+        ),
+    ],
+)
+@on_ranks(2, initialized=False)
+def test_wrong_variables(variable: str, text: str, said: str, wrong_on: list[int]) -> None:
+    """Find them before a rank has connected: where one has them alone, the others go on."""
+    if dist.get_rank() in wrong_on:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("COLLECTIVES_SHARED_MEMORY", "no")
-            with pytest.raises(ValueError, match=r"COLLECTIVES_SHARED_MEMORY='no' must be 0 .* or 1"):
+            patch.setenv(variable, text)
+            with pytest.raises(ValueError, match=said):
                 Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
     with communicator() as comm:
         comm.barrier()
 
 
-def names_of_algorithms() -> dict[str, tuple[str, ...]]:
+@on_ranks(1, 3, initialized=False)
+def test_names_of_algorithms() -> None:
     with communicator() as comm:
-        return {verb: comm.algorithms(verb) for verb in PLANNERS}
+        for verb, planners in PLANNERS.items():
+            shared = ("shared",) if comm.size > 1 and verb in ("allreduce", "barrier") else ()
+            assert comm.algorithms(verb) == (*planners, *shared, "native")
 
 
-def torch_names_of_ops() -> None:
+@on_ranks(3, initialized=False)
+def test_torch_names_of_ops() -> None:
     with communicator() as comm:
-        for theirs, ours in (
-            (dist.ReduceOp.SUM, "sum"),
-            (dist.ReduceOp.AVG, "average"),
-            (dist.ReduceOp.MIN, "min"),
-            (dist.ReduceOp.MAX, "max"),
-            (dist.ReduceOp.PRODUCT, "product"),
-        ):
+        for theirs, ours in zip(("SUM", "AVG", "MIN", "MAX", "PRODUCT"), OPS, strict=True):
             tensor = contribution(comm.rank, comm.size, 10, torch.float32, ours)
-            comm.allreduce(tensor, theirs)
+            comm.allreduce(tensor, getattr(dist.ReduceOp, theirs))
             assert torch.equal(tensor, reduced(comm.size, 10, torch.float32, ours))
 
 
-def with_the_table(variable: str, text: str) -> dict[int, str]:
-    """What allreduce's 'auto' is, by message size, in a process that has the variable set."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(variable, text)
-        comm = Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
-    with comm:
-        for numel in (1, 10_000):
-            tensor = contribution(comm.rank, comm.size, numel, torch.float32)
-            comm.allreduce(tensor)
-            assert torch.equal(tensor, reduced(comm.size, numel, torch.float32))
-        return {nbytes: comm.chosen("allreduce", nbytes) for nbytes in (0, 16 * 1024 - 1, 16 * 1024, 1 << 30)}
-
-
-def with_settings_of_its_own(settings: dict[int, tuple[int | None, dict[str, str]]], message: str) -> None:
-    """Each rank makes one with its own segment_bytes and tables; all hear alike that they differ, and go on."""
-    segment_bytes, tables = settings[dist.get_rank()]
-    with pytest.MonkeyPatch.context() as patch:
-        for variable, text in tables.items():
-            patch.setenv(variable, text)
-        with pytest.raises(ValueError, match=f"rank {dist.get_rank()}: .*{message}"):
-            Communicator(timeout_s=EXCHANGE_TIMEOUT_S, segment_bytes=segment_bytes)
-    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S + dist.get_rank(), segment_bytes=200) as comm:
-        tensor = contribution(comm.rank, comm.size, 999, torch.float32)
-        comm.allreduce(tensor, algorithm="ring")
-        assert torch.equal(tensor, reduced(comm.size, 999, torch.float32))
-
-
-def with_a_wrong_table() -> None:
-    """What else is wrong with tables, tests/unit/test_selection.py says."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLLECTIVES_ALLREDUCE", "quick:0-max")
-        with pytest.raises(ValueError, match=r"COLLECTIVES_ALLREDUCE.*'quick'.*ring.*rsag.*tree.*direct.*native"):
-            Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
-    with communicator() as comm:
-        comm.barrier()
-
-
-@pytest.mark.parametrize("mistaken", [make_every_mistake, making_one, with_a_wrong_switch, with_a_wrong_table])
-def test_mistakes(ranks: Worlds, mistaken: Callable[[], None]) -> None:
-    ranks(2).run(mistaken)
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_names_of_algorithms(ranks: Worlds, world: int) -> None:
-    shared = ("shared",) if world > 1 else ()
-    names = {verb: (*PLANNERS[verb], *(shared if verb in IN_SHARED_MEMORY else ()), "native") for verb in PLANNERS}
-    assert ranks(world).run(names_of_algorithms) == [names] * world
-
-
-def test_torch_names_of_ops(ranks: Worlds) -> None:
-    ranks(3).run(torch_names_of_ops)
-
-
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("segments_bytes", "tables", "message"),
     [
-        ({0: (200, {}), 1: (400, {}), 2: (200, {})}, "segment_bytes=200 on ranks 0, 2; segment_bytes=400 on rank 1"),
-        ({0: (None, {}), 1: (None, {}), 2: (1 << 20, {})}, "segment_bytes=None on ranks 0, 1; .*1048576 on rank 2"),
+        ((200, 400, 200), ("", "", ""), "segment_bytes=200 on ranks 0, 2; segment_bytes=400 on rank 1"),
+        ((None, None, 1 << 20), ("", "", ""), "segment_bytes=None on ranks 0, 1; .*1048576 on rank 2"),
         (
-            {0: (200, {}), 1: (200, {"COLLECTIVES_REDUCE": "tree"}), 2: (200, {"COLLECTIVES_REDUCE": "direct"})},
+            (200, 200, 200),
+            ("", "tree", "direct"),
             "on rank 0; .*COLLECTIVES_REDUCE='tree' on rank 1; .*COLLECTIVES_REDUCE='direct' on rank 2",
         ),
     ],
 )
-def test_settings_that_differ(
-    ranks: Worlds, settings: dict[int, tuple[int | None, dict[str, str]]], message: str
-) -> None:
-    ranks(3).run(with_settings_of_its_own, settings, message)
+@on_ranks(3, initialized=False)
+def test_settings_that_differ(segments_bytes: tuple[int | None, ...], tables: tuple[str, ...], message: str) -> None:
+    """Make one with settings of each rank's own: all hear alike that they differ, and go on."""
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        if tables[rank]:
+            patch.setenv("COLLECTIVES_REDUCE", tables[rank])
+        with pytest.raises(ValueError, match=f"rank {rank}: .*{message}"):
+            Communicator(timeout_s=EXCHANGE_TIMEOUT_S, segment_bytes=segments_bytes[rank])
+    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S + rank, segment_bytes=200) as comm:
+        assert_exchanges(comm, numel=999, algorithm="ring")
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_table_from_the_environment(ranks: Worlds, world: int) -> None:
-    text = "recursive_doubling:0-16K;tree:16K-max"
-    names = dict(zip((0, 16 * 1024 - 1, 16 * 1024, 1 << 30), ["recursive_doubling"] * 2 + ["tree"] * 2, strict=True))
-    assert ranks(world).run(with_the_table, "COLLECTIVES_ALLREDUCE", text) == [names] * world
+@on_ranks(1, 3, initialized=False)
+def test_table_from_the_environment() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLLECTIVES_ALLREDUCE", "recursive_doubling:0-16K;tree:16K-max")
+        comm = Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
+    with comm:
+        assert_exchanges(comm, numel=1)
+        assert_exchanges(comm, numel=10_000)
+        chosen = [comm.chosen("allreduce", nbytes) for nbytes in (0, 16 * 1024 - 1, 16 * 1024, 1 << 30)]
+        assert chosen == ["recursive_doubling"] * 2 + ["tree"] * 2

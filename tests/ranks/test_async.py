@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, Work
-from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds, wide
+from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, wide
 from tests.ranks.exact import SEVERAL_SEGMENTS, communicator, contribution, reduced
 from tests.ranks.test_collectives import VERBS, Case, elements
+from tests.ranks.training import on_ranks
 
 pytestmark = ON_EVERY_TRANSPORT
 
@@ -26,8 +28,23 @@ def let_go(rank: int) -> None:
     dist.send(torch.ones(1), rank)
 
 
-def held_back(rank: int) -> None:
-    dist.recv(torch.ones(1), rank)
+def held_back(*ranks: int) -> None:
+    """Wait until all of these ranks have let this one go."""
+    for rank in ranks:
+        dist.recv(torch.ones(1), rank)
+
+
+def in_threads(*functions: Callable[[], object]) -> None:
+    """Call each in a thread of its own, and wait for all."""
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def assert_all(tensor: torch.Tensor, value: float) -> None:
+    assert torch.equal(tensor, torch.full_like(tensor, value))
 
 
 def begin(comm: Communicator, tensor: torch.Tensor, op: str = "sum") -> Work:
@@ -36,7 +53,8 @@ def begin(comm: Communicator, tensor: torch.Tensor, op: str = "sum") -> Work:
     return work
 
 
-def many_in_flight() -> None:
+@on_ranks(1, 3, *wide(2), initialized=False)
+def test_many_in_flight() -> None:
     with communicator() as comm:
         ops = ("sum", "max", "min", "average", "product")
         numels = (1, 0, SEVERAL_SEGMENTS, comm.size, 100)
@@ -80,7 +98,8 @@ def begun(comm: Communicator, verb: str) -> tuple[list[torch.Tensor], list[torch
     return tensors, wanted, [call(async_op=True)]
 
 
-def works_on_what_it_was_given() -> None:
+@on_ranks(3, *wide(2), initialized=False)
+def test_works_on_what_it_was_given() -> None:
     """Rank 0 comes later, so that the operations of the others have not begun when their tensors change."""
     with communicator() as comm:
         for verb, (name, change) in itertools.product(BEGUN, CHANGES.items()):
@@ -103,7 +122,8 @@ def works_on_what_it_was_given() -> None:
                 assert torch.equal(elements(found), expected.reshape(-1)), (verb, name)
 
 
-def runs_in_the_order_issued() -> None:
+@on_ranks(1, 3, *wide(2), initialized=False)
+def test_runs_in_the_order_issued() -> None:
     """Each operation takes the result of the one before; only the last is waited for."""
     with communicator() as comm:
         tensor = torch.full((SEVERAL_SEGMENTS,), float(comm.rank + 1))
@@ -111,11 +131,11 @@ def runs_in_the_order_issued() -> None:
         begin(comm, tensor, "max")
         comm.broadcast(tensor, comm.size - 1, async_op=True)
         begin(comm, tensor).wait()
-        total = comm.size * (comm.size + 1) / 2
-        assert torch.equal(tensor, torch.full_like(tensor, total * comm.size))
+        assert_all(tensor, comm.size * (comm.size + 1) / 2 * comm.size)
 
 
-def mixed_with_synchronous() -> None:
+@on_ranks(1, 3, *wide(2), initialized=False)
+def test_mixed_with_synchronous() -> None:
     """A synchronous call comes after the asynchronous ones issued before it."""
     with communicator() as comm:
         tensor = torch.ones(SEVERAL_SEGMENTS)
@@ -123,19 +143,19 @@ def mixed_with_synchronous() -> None:
             work = begin(comm, tensor)
             comm.allreduce(tensor)
             assert work.is_completed()
-        assert torch.equal(tensor, torch.full_like(tensor, float(comm.size**6)))
+        assert_all(tensor, comm.size**6)
         later = begin(comm, tensor)
         comm.barrier(async_op=True).wait()
         assert later.is_completed()
 
 
-def handle_of_an_operation_that_waits() -> None:
+@on_ranks(3, *wide(2), initialized=False)
+def test_handle_of_an_operation_that_waits() -> None:
     """Rank 0 comes late: until then a wait with a timeout gives up, but not the operation."""
     with communicator() as comm:
         tensor = contribution(comm.rank, comm.size, SEVERAL_SEGMENTS, torch.float32)
         if comm.rank == 0:
-            for other in range(1, comm.size):
-                held_back(other)
+            held_back(*range(1, comm.size))
             comm.allreduce(tensor)
         else:
             work = begin(comm, tensor)
@@ -152,13 +172,14 @@ def handle_of_an_operation_that_waits() -> None:
         comm.barrier()
 
 
-def another_thread_runs_during_wait(asynchronous: bool) -> None:
+@pytest.mark.parametrize("asynchronous", [True, False])
+@on_ranks(3, *wide(2), initialized=False)
+def test_another_thread_runs_during_wait(*, asynchronous: bool) -> None:
     """Rank 0 joins only when a Python thread of every other rank says so, while that rank's main thread waits."""
     with communicator() as comm:
         tensor = torch.ones(1)
         if comm.rank == 0:
-            for other in range(1, comm.size):
-                held_back(other)
+            held_back(*range(1, comm.size))
             comm.allreduce(tensor)
         else:
             counted = []
@@ -178,7 +199,8 @@ def another_thread_runs_during_wait(asynchronous: bool) -> None:
             thread.join()
 
 
-def close_with_operations_in_flight() -> None:
+@on_ranks(3, *wide(2), initialized=False)
+def test_close_with_operations_in_flight() -> None:
     """Rank 0 never joins the operations of the others, which close, and then find their works failed."""
     comm = communicator()
     if comm.rank > 0:
@@ -193,7 +215,8 @@ def close_with_operations_in_flight() -> None:
     comm.close()
 
 
-def close_twice_then_call() -> None:
+@on_ranks(1, 3, *wide(2), initialized=False)
+def test_close_twice_then_call() -> None:
     comm = communicator()
     comm.allreduce(torch.ones(1))
     comm.close()
@@ -202,20 +225,18 @@ def close_twice_then_call() -> None:
         comm.allreduce(torch.ones(1))
 
 
-def threads_may_share_it() -> None:
+@on_ranks(1, 3, *wide(2), initialized=False)
+def test_threads_may_share_it() -> None:
     """Two threads of a rank wait for one handle, and both return."""
     with communicator() as comm:
         tensor = torch.ones(SEVERAL_SEGMENTS)
         work = begin(comm, tensor)
-        threads = [threading.Thread(target=work.wait) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert torch.equal(tensor, torch.full_like(tensor, float(comm.size)))
+        in_threads(work.wait, work.wait)
+        assert_all(tensor, comm.size)
 
 
-def several_threads_call_alike() -> None:
+@on_ranks(1, 3, *wide(2), initialized=False)
+def test_several_threads_call_alike() -> None:
     """Which thread's call takes which turn does not matter where all calls are equal."""
     with communicator() as comm:
         tensors = [[torch.ones(SEVERAL_SEGMENTS) for _ in range(50)] for _ in range(4)]
@@ -227,16 +248,13 @@ def several_threads_call_alike() -> None:
                 else:
                     comm.allreduce(tensor)
 
-        threads = [threading.Thread(target=call, args=(mine,)) for mine in tensors]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*(partial(call, mine) for mine in tensors))
         for tensor in itertools.chain(*tensors):
-            assert torch.equal(tensor, torch.full_like(tensor, float(comm.size)))
+            assert_all(tensor, comm.size)
 
 
-def nothing_is_left_of_those_nobody_closed() -> None:
+@on_ranks(1, 3, *wide(2), initialized=False)
+def test_nothing_is_left_of_those_nobody_closed() -> None:
     def count() -> tuple[int, int]:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
@@ -257,34 +275,3 @@ def nothing_is_left_of_those_nobody_closed() -> None:
     while (now := count()) > (threads, files) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert now <= (threads, files), f"{now} threads and files instead of {(threads, files)}"
-
-
-@pytest.mark.parametrize("world", [1, 3, *wide(2)])
-@pytest.mark.parametrize(
-    "function",
-    [
-        many_in_flight,
-        runs_in_the_order_issued,
-        mixed_with_synchronous,
-        close_twice_then_call,
-        threads_may_share_it,
-        several_threads_call_alike,
-        nothing_is_left_of_those_nobody_closed,
-    ],
-)
-def test_async(ranks: Worlds, world: int, function: Callable[[], None]) -> None:
-    ranks(world).run(function)
-
-
-@pytest.mark.parametrize("world", [3, *wide(2)])
-@pytest.mark.parametrize(
-    "function", [handle_of_an_operation_that_waits, close_with_operations_in_flight, works_on_what_it_was_given]
-)
-def test_while_others_come_late(ranks: Worlds, world: int, function: Callable[[], None]) -> None:
-    ranks(world).run(function)
-
-
-@pytest.mark.parametrize("world", [3, *wide(2)])
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_another_thread_runs_during_wait(ranks: Worlds, world: int, asynchronous: bool) -> None:
-    ranks(world).run(another_thread_runs_during_wait, asynchronous)

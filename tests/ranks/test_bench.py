@@ -172,28 +172,18 @@ def test_the_exit_code_of_simulated_hosts(command: str, exit_code: int) -> None:
     assert alone(*cluster, "sh", "-c", command).returncode == exit_code
 
 
-STEP_FLAGS = ["--batch", "1", "--context", "16", "--steps", "1", "--device", "cpu"]
-
-
-@pytest.mark.wide
-def test_a_training_step_beside_ddp(tmp_path: Path) -> None:
-    bench("step", *STEP_FLAGS, "--rounds", "2", "--json", str(tmp_path / "out.json"))
-    meta, (ours, ddp, compute) = rows_of(tmp_path / "out.json")
-    assert (meta["preset"], meta["backend"]) == ("small", "gloo")
-    assert [row["competitor"] for row in (ours, ddp, compute)] == ["gradwire", "ddp", "compute"]
-    assert ours["as_ddp"] == pytest.approx(ddp["step_ms"] / ours["step_ms"])
-    assert compute["beyond_compute_as_ddp"] is None
-
-
 def test_a_training_step_with_codecs(tmp_path: Path) -> None:
-    flags = ["--compression", "int8,topk", "--rounds", "2", "--json", str(tmp_path / "out.json")]
-    said = bench("step", *STEP_FLAGS, *flags)
+    flags = ["--batch", "1", "--context", "16", "--steps", "1", "--device", "cpu", "--compression", "int8,topk"]
+    said = bench("step", *flags, "--rounds", "2", "--json", str(tmp_path / "out.json"))
     meta, rows = rows_of(tmp_path / "out.json")
-    assert meta["context"] == 16
+    assert (meta["preset"], meta["backend"], meta["context"]) == ("small", "gloo", 16)
     names = ["gradwire", "gradwire+int8", "gradwire+topk", "ddp", "ddp+fp16", "compute"]
     assert [row["competitor"] for row in rows] == names
     assert [row["replicas_identical"] for row in rows] == [True] * 5 + [False]
     by_name = {row["competitor"]: row for row in rows}
+    ours, ddp = by_name["gradwire"], by_name["ddp"]
+    assert ours["as_ddp"] == pytest.approx(ddp["step_ms"] / ours["step_ms"])
+    assert by_name["compute"]["beyond_compute_as_ddp"] is None
     for name, tolerance in (("gradwire", 1e-4), ("gradwire+int8", 1e-2), ("ddp+fp16", 1e-2)):
         assert by_name[name]["loss"] == pytest.approx(by_name["ddp"]["loss"], rel=tolerance)
     assert by_name["gradwire+topk"]["loss"] != pytest.approx(by_name["ddp"]["loss"], rel=1e-4)

@@ -30,6 +30,7 @@ from tests.ranks.exact import (
     on_host,
     reduced,
 )
+from tests.ranks.training import on_ranks
 
 pytestmark = ON_EVERY_TRANSPORT
 
@@ -148,6 +149,14 @@ class Case:
         """Return the inputs that an output does not lie over, which must stay as they are."""
         return [] if self.kind in OVER else [source]
 
+    def counts(self) -> tuple[int, Sequence[Sequence[int]]]:
+        """Return the columns of a table, and how many of its rows go from rank i to rank j: as many as they come, or to the next
+        rank only."""
+        size = self.comm.size
+        if self.place == 1:
+            return 3, [[10 * (j == (i + 1) % size) for j in range(size)] for i in range(size)]
+        return 3, [[(i + 2 * j) % 4 * self.numel for j in range(size)] for i in range(size)]
+
     def cuts(self) -> list[int]:
         """Return the lengths of the ranks' parts of a list: equal, all different, or none but one.
 
@@ -198,9 +207,10 @@ def reduce_scatter(case: Case) -> Example:
 
 def reduce_scatter_list(case: Case) -> Example:
     cuts, rank = case.cuts(), case.comm.rank
-    sources, output = [case.make(part) for part in case.own(sum(cuts)).split(cuts)], case.zeros(cuts[rank])
+    own = case.own(sum(cuts)).split(cuts)
+    sources, output = [case.make(part) for part in own], case.zeros(cuts[rank])
     wanted = case.total(sum(cuts)).split(cuts)[rank]
-    return partial(case.comm.reduce_scatter, output, sources, case.op), [output], [wanted]
+    return partial(case.comm.reduce_scatter, output, sources, case.op), [output, *sources], [wanted, *own]
 
 
 def allgather(case: Case) -> Example:
@@ -214,8 +224,9 @@ def allgather(case: Case) -> Example:
 
 def allgather_list(case: Case) -> Example:
     cuts = case.cuts()
-    outputs, source = [case.zeros(numel) for numel in cuts], case.make(case.own(cuts[case.comm.rank]))
-    return partial(case.comm.allgather, outputs, source), outputs, [case.of(*each) for each in enumerate(cuts)]
+    everyones = [case.of(*each) for each in enumerate(cuts)]
+    outputs, source = [case.zeros(numel) for numel in cuts], case.make(everyones[case.comm.rank])
+    return partial(case.comm.allgather, outputs, source), [*outputs, source], [*everyones, everyones[case.comm.rank]]
 
 
 def broadcast(case: Case) -> Example:
@@ -249,18 +260,15 @@ def alltoall(case: Case) -> Example:
 
 
 def alltoall_splits(case: Case) -> Example:
-    """Rows of three columns, counts[i][j] of them from rank i to rank j: as many as they come, or to the next rank only."""
-    rank, size = case.comm.rank, case.comm.size
-    counts = [[(i + 2 * j) % 4 * case.numel for j in range(size)] for i in range(size)]
-    if case.place == 1:
-        counts = [[10 * (j == (i + 1) % size) for j in range(size)] for i in range(size)]
-    sources = [case.of(i, 3 * sum(counts[i])).view(-1, 3) for i in range(size)]
-    wanted = torch.cat([sources[i].split(counts[i])[rank] for i in range(size)])
-    output, source = torch.zeros(3, len(wanted), dtype=case.dtype).t(), sources[rank].t().contiguous().t()
+    rank, size, (columns, counts) = case.comm.rank, case.comm.size, case.counts()
+    sources = [case.of(i, columns * sum(counts[i])).view(-1, columns) for i in range(size)]
+    wanted = torch.cat([sources[i].split(list(counts[i]))[rank] for i in range(size)])
+    output, source = torch.zeros(columns, len(wanted), dtype=case.dtype).t(), sources[rank].t().contiguous().t()
     if case.kind == "ordinary":
         output, source = output.contiguous(), source.contiguous()
     received = [counts[i][rank] for i in range(size)]
-    return partial(case.comm.alltoall, output, source, received, counts[rank]), [output], [wanted]
+    call = partial(case.comm.alltoall, output, source, received, list(counts[rank]))
+    return call, [output, source], [wanted, sources[rank]]
 
 
 #: By name: the collective, how to call it, and the dtypes, ops and kinds of tensors that it is called with.
@@ -342,7 +350,8 @@ def test_bits_are_the_same_on_all_ranks_and_in_every_run(ranks: Worlds, world: i
     assert second == first
 
 
-def shapes() -> list[str]:
+@on_ranks(3, initialized=False)
+def test_shapes_without_dimensions_or_elements() -> None:
     """Tensors of no dimension and of no elements keep their shape."""
     checks = Checks()
     with communicator() as comm:
@@ -352,11 +361,7 @@ def shapes() -> list[str]:
                     wanted = reduced(comm.size, tensor.numel(), torch.float32).view(tensor.shape)
                     comm.allreduce(tensor, algorithm=algorithm)
                     checks.equal(tensor, wanted)
-    return checks.failures
-
-
-def test_shapes_without_dimensions_or_elements(ranks: Worlds) -> None:
-    assert ranks(3).run(shapes) == [[]] * 3
+    assert not checks.failures
 
 
 def every_row_of_the_table(layout: str) -> list[str]:
@@ -386,7 +391,8 @@ def thing(rank: int) -> dict[str, object]:
     return {"rank": rank, "text": "x" * (1000 * rank), "nested": [(rank, None), {rank}], "values": [float(rank)] * 3}
 
 
-def objects() -> None:
+@on_ranks(*WORLDS, initialized=False)
+def test_objects() -> None:
     with communicator() as comm:
         everything = [thing(rank) for rank in range(comm.size)]
         assert comm.allgather_object(thing(comm.rank)) == everything
@@ -401,11 +407,6 @@ def objects() -> None:
             comm.allgather_record(object())
         tensor = comm.broadcast_object(torch.arange(1000) if comm.rank == 0 else None)
         assert torch.equal(tensor, torch.arange(1000))
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_objects(ranks: Worlds, world: int) -> None:
-    ranks(world).run(objects)
 
 
 def barriers() -> list[tuple[float, float]]:

@@ -19,6 +19,7 @@ from gradwire.collectives.plan.schedule import Place, Schedule
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds, wide
 from tests.ranks.exact import ALLREDUCES, SEVERAL_SEGMENTS, Checks, contribution, cover, on_host, reduced
 from tests.ranks.test_failures import DEADLINE_S, FAR_S, TIMEOUT_S, Witness, die, witness
+from tests.ranks.training import assert_survived, on_ranks
 from tests.shot_model import ShotModel
 
 COMPRESSING = [name for name in CODECS if name != "none"]
@@ -79,7 +80,6 @@ IN_MANY_CHUNKS = ("int8", "onebit", "topk", "chunktopk", "dgc")
 
 
 def same_as_model(rows: list[tuple[str, int | str, str, bool]]) -> list[str]:
-    """With and without error feedback; the residuals too."""
     checks = Checks()
     with communicator() as comm:
         for name, numel, op, with_feedback in rows:
@@ -172,7 +172,8 @@ def test_summable_codecs_ride_any_algorithm(ranks: Worlds, layouts: tuple[str, .
     assert found == [found[0]] * size
 
 
-def numbers_in_place_of_codes() -> list[str]:
+@on_ranks(2, initialized=False)
+def test_numbers_in_place_of_codes() -> None:
     """What is too short for a code goes as it is, but in the shards of its codec, which differ from codec to codec."""
     checks = Checks()
     with communicator() as comm:
@@ -182,7 +183,7 @@ def numbers_in_place_of_codes() -> list[str]:
                 with checks.case(codec=codec):
                     comm.allreduce(mine, codec=codec, feedback=feedback, algorithm="two_shot")
                     checks.equal(mine, reduced(comm.size, 8, torch.float32))
-    return checks.failures
+    assert not checks.failures
 
 
 def ride_all_algorithms(rows: list[tuple[str, bool, int | str]]) -> list[str]:
@@ -211,7 +212,8 @@ def test_codes_ride_all_algorithms(ranks: Worlds, layouts: tuple[str, ...]) -> N
     assert not any(by_layout(ranks, layouts, ride_all_algorithms, rows))
 
 
-def ride_what_was_registered() -> None:
+@on_ranks(3, initialized=False)
+def test_codes_ride_what_was_registered() -> None:
     """An algorithm that goes by the hosts, and one that cannot plan, which is found before anything is sent."""
 
     def broken(place: Place) -> Schedule:
@@ -230,18 +232,15 @@ def ride_what_was_registered() -> None:
                 assert torch.allclose(tensor, torch.full((999,), float(comm.size)), rtol=1e-2)
 
 
-def test_codes_ride_what_was_registered(ranks: Worlds) -> None:
-    ranks(3).run(ride_what_was_registered)
-
-
-def sum_beyond_half_precision() -> list[str]:
+@on_ranks(2, 3, initialized=False)
+def test_sum_beyond_half_precision() -> None:
     checks = Checks()
     with communicator() as comm:
         mine = torch.full((SEVERAL_SEGMENTS,), 57344.0)
         with checks.case():
             comm.allreduce(mine, codec="fp16")
             checks.equal(mine, torch.full((SEVERAL_SEGMENTS,), 57344.0 * comm.size))
-    return checks.failures
+    assert not checks.failures
 
 
 def lost_and_found(rows: list[tuple[str, str]]) -> list[str]:
@@ -306,7 +305,8 @@ def test_not_a_number_reaches_every_rank(ranks: Worlds) -> None:
     assert not any(by_layout(ranks, layouts, poisoned, rows))
 
 
-def other_tensors() -> list[str]:
+@on_ranks(1, 3, initialized=False)
+def test_other_tensors() -> None:
     """Other dtypes, views, scales; and 'none', which is no codec."""
     checks = Checks()
     with communicator() as comm:
@@ -324,10 +324,11 @@ def other_tensors() -> list[str]:
             mine = contribution(comm.rank, comm.size, 600, torch.int64)
             comm.allreduce(mine, "max", codec="none")
             checks.equal(mine, reduced(comm.size, 600, torch.int64, "max"))
-    return checks.failures
+    assert not checks.failures
 
 
-def counted() -> list[str]:
+@on_ranks(2, initialized=False)
+def test_calls_are_counted() -> None:
     """Calls that do not say step and seed are those that do, also when a checkpoint comes between."""
     numel, checks = 3000, Checks()
     with communicator() as comm:
@@ -346,22 +347,7 @@ def counted() -> list[str]:
                     checks.equal(mine, wanted)
                 results.append(mine)
             assert not torch.equal(results[0] != 0, results[1] != 0) or name != "randomk", "another draw in every step"
-    return checks.failures
-
-
-@pytest.mark.parametrize(
-    ("check", "world"),
-    [
-        (numbers_in_place_of_codes, 2),
-        (sum_beyond_half_precision, 2),
-        (sum_beyond_half_precision, 3),
-        (other_tensors, 1),
-        (other_tensors, 3),
-        (counted, 2),
-    ],
-)
-def test_it_holds(ranks: Worlds, check: Callable[[], list[str]], world: int) -> None:
-    assert ranks(world).run(check) == [[]] * world
+    assert not checks.failures
 
 
 ONES = torch.ones(3)
@@ -398,7 +384,8 @@ MISTAKES: dict[str, tuple[str, Callable[[Communicator], object]]] = {
 }
 
 
-def make_mistakes() -> None:
+@on_ranks(2, initialized=False)
+def test_mistakes_are_found_before_anything_is_sent() -> None:
     with communicator() as comm:
         for message, mistake in MISTAKES.values():
             with pytest.raises(ValueError, match=message):
@@ -406,10 +393,6 @@ def make_mistakes() -> None:
         mine = contribution(comm.rank, comm.size, 100, torch.float32)
         comm.allreduce(mine)
         assert torch.equal(mine, reduced(comm.size, 100, torch.float32))
-
-
-def test_mistakes_are_found_before_anything_is_sent(ranks: Worlds) -> None:
-    ranks(2).run(make_mistakes)
 
 
 #: What rank 0 and the others call, and what tells them apart.
@@ -479,9 +462,8 @@ def test_a_rank_dies(failing_world: Callable[[int], World]) -> None:
     worlds = {(name, size): failing_world(size) for name, size in (("int8", 4), ("topk", 2), ("bf16", 3))}
     for (name, _), world in worlds.items():
         world.start(lose_a_rank, name)
-    for (name, size), world in worlds.items():
-        for outcome in world.collect(DEADLINE_S, ranks=[rank for rank in range(size) if rank != 1]):
-            assert outcome.status == "returned", (name, outcome)
-            assert outcome.value.kind is PeerLost, (name, outcome.value)
-            assert outcome.value.attributes["ranks"] == (1,)
-            assert outcome.value.complaints() == []
+    for (name, _), world in worlds.items():
+        for seen in assert_survived(world, [1], DEADLINE_S):
+            assert seen.kind is PeerLost, (name, seen)
+            assert seen.attributes["ranks"] == (1,)
+            assert seen.complaints() == []

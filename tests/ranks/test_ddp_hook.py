@@ -113,7 +113,6 @@ def gradients_of(rank: int, step: int) -> dict[Tensor, Tensor]:
 
 
 def exact(step: int) -> dict[Tensor, Tensor]:
-    """The averages."""
     size = dist.get_world_size()
     everyones = [gradients_of(rank, step) for rank in range(size)]
     return {p: torch.stack([gradients[p] for gradients in everyones]).mean(0) for p in PARAMETERS}
@@ -183,7 +182,6 @@ def test_join() -> None:
 
 @on_ranks(3, initialized=False)
 def test_several_models_and_a_group() -> None:
-    """One on all ranks and one on the ranks but the last, in turns."""
     size = dist.get_world_size()
     group = dist.new_group(list(range(size - 1)))
     hooks = [gradwire.ddp_comm_hook("int8")]

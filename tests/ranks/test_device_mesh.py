@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gradwire as hvd
 from gradwire.trainer.world.world import current_world
-from tests.harness import Worlds
 from tests.pages import ROOT
 from tests.ranks.programs import launch_text
 from tests.ranks.training import (
@@ -21,8 +20,8 @@ from tests.ranks.training import (
     assert_same_on_all_ranks,
     batch,
     copies,
-    in_world,
     loss_of,
+    on_ranks,
     perceptron,
 )
 
@@ -31,8 +30,8 @@ def mesh_of(*names: str) -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
 
 
-@in_world
-def call_verbs() -> None:
+@on_ranks(4)
+def test_the_verbs_run_along_a_dimension() -> None:
     """Call verbs in a mesh: ranks 0 and 2 are one group along the first dimension, 0 and 1 along the second."""
     mesh, mine = mesh_of("dp", "tp"), torch.tensor([float(hvd.rank())])
     columns, rows = [hvd.rank() % 2, hvd.rank() % 2 + 2], [hvd.rank() // 2 * 2, hvd.rank() // 2 * 2 + 1]
@@ -46,20 +45,17 @@ def call_verbs() -> None:
     assert len(current_world().communicators) == communicators
 
 
-def test_the_verbs_run_along_a_dimension(ranks: Worlds) -> None:
-    ranks(4).run(call_verbs)
-
-
-@in_world
-def refuse() -> None:
+@on_ranks(4)
+def test_a_dimension_must_be_named_and_have_this_rank() -> None:
     mesh, model = mesh_of("dp", "tp"), nn.Linear(1, 1)
     said = rf"rank {hvd.rank()}: process_set is a DeviceMesh of 2 dimensions: 'dp', 'tp'; name .*, as in mesh\['dp'\]"
-    with pytest.raises(ValueError, match=said):
-        hvd.barrier(process_set=mesh)
-    with pytest.raises(ValueError, match=said):
-        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), process_set=mesh)
-    with pytest.raises(ValueError, match=said):
-        hvd.LocalUpdates(torch.optim.SGD(model.parameters()), every=2, inner=mesh)
+    for call in (
+        lambda: hvd.barrier(process_set=mesh),
+        lambda: hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), process_set=mesh),
+        lambda: hvd.LocalUpdates(torch.optim.SGD(model.parameters()), every=2, inner=mesh),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
     with pytest.raises(ValueError, match="is a DeviceMesh of 2 dimensions; name"):
         hvd.barrier(process_set=init_device_mesh("cpu", (2, 2)))
     some = DeviceMesh("cpu", [1, 3])
@@ -70,18 +66,14 @@ def refuse() -> None:
             hvd.barrier(process_set=some)
 
 
-def test_a_dimension_must_be_named_and_have_this_rank(ranks: Worlds) -> None:
-    ranks(4).run(refuse)
-
-
 def my_share(step: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
     inputs, targets = batch(step)
     part, parts = mesh.get_local_rank(), mesh.size()
     return inputs.chunk(parts)[part].double(), targets.chunk(parts)[part].double()
 
 
-@in_world
-def average_along_a_dimension() -> None:
+@on_ranks(4)
+def test_gradients_are_averaged_along_a_dimension() -> None:
     """Average where ranks that share no gradients hold models of their own."""
     mesh = mesh_of("dp", "other")
     seed = mesh["other"].get_local_rank()
@@ -100,12 +92,8 @@ def average_along_a_dimension() -> None:
     optimizer.close()
 
 
-def test_gradients_are_averaged_along_a_dimension(ranks: Worlds) -> None:
-    ranks(4).run(average_along_a_dimension)
-
-
-@in_world
-def meet_inside_and_between() -> None:
+@on_ranks(4)
+def test_inner_ranks_are_those_along_a_dimension() -> None:
     """Average gradients inside of two hosts' worth of ranks, and parameters between."""
     mesh = mesh_of("hosts", "inside")
     model = perceptron().double()
@@ -120,10 +108,6 @@ def meet_inside_and_between() -> None:
         assert all(torch.equal(one, other) for one, other in zip(*inside, strict=True))
     assert_same_on_all_ranks(model.parameters())
     optimizer.close()
-
-
-def test_inner_ranks_are_those_along_a_dimension(ranks: Worlds) -> None:
-    ranks(4).run(meet_inside_and_between)
 
 
 def weights_alone(model: nn.Module) -> dict[str, Tensor]:

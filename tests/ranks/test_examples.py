@@ -23,18 +23,9 @@ from gradwire.trainer.examples.report import OURS
 from tests.harness import World, Worlds, wide
 from tests.interpreter import python
 from tests.ranks.programs import DEADLINE_S, launch, start
-from tests.ranks.training import in_world
+from tests.ranks.training import in_world, on_ranks
 
-KEYS = {
-    "steps",
-    "loss_first",
-    "loss_last",
-    "val_loss",
-    "items_per_s",
-    "comm_share",
-    "replicas_identical",
-    "world_size",
-}
+KEYS = {"steps", "loss_first", "loss_last", "val_loss", "items_per_s", "comm_share", "replicas_identical", "world_size"}
 SMALL_GPT: dict[str, Any] = {
     "layers": 1,
     "width": 32,
@@ -50,14 +41,12 @@ SMALL_CNN = ["--layers=1", "--width=8", "--batch=32", "--lr=1e-2", "--warm-up=5"
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A text to train on."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(500)))
     return str(path)
 
 
 def start_alone(example: str, out: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start an example without a launcher."""
     module = f"gradwire.trainer.examples.{example}"
     return start([python(), "-m", module, "--device", "cpu", "--out", str(out), *arguments], out.parent)
 
@@ -171,10 +160,10 @@ def test_alone_until_the_time_is_up(tmp_path: Path) -> None:
     assert summary["steps"] > 1
 
 
-@in_world
-def steps_after_a_slow_start(out: Path) -> int:
+@on_ranks(2)
+def test_the_clock_starts_when_training_does(tmp_path: Path) -> None:
     """Steps of a second each in a run of three, where what is allreduced before the first takes a minute to compile."""
-    config = Config(seconds=3.0, batch=4, layers=1, width=4, out=out, device="cpu")
+    config = Config(seconds=3.0, batch=4, layers=1, width=4, out=tmp_path, device="cpu")
     run, now, begun = Run(task(config), config), 0.0, False
     allreduce, turn = hvd.allreduce, run._turn
 
@@ -193,11 +182,7 @@ def steps_after_a_slow_start(out: Path) -> int:
     with patch.object(hvd, "allreduce", slow_at_first), patch.object(loop, "time", Mock(wraps=time)) as clock:
         clock.monotonic = lambda: now
         assert run() == 0
-    return run.steps
-
-
-def test_the_clock_starts_when_training_does(ranks: Worlds, tmp_path: Path) -> None:
-    assert ranks(2).run(steps_after_a_slow_start, tmp_path) == [3, 3]
+    assert run.steps == 3
 
 
 def test_an_interrupted_run_leaves_a_checkpoint_and_a_report(tmp_path: Path, text: str) -> None:
@@ -247,10 +232,10 @@ def test_only_a_default_batch_is_rounded_up_to_the_ranks(
     assert ("to split it evenly over 3 ranks" in capsys.readouterr().out) == (batch in (18, 66))
 
 
-@in_world
-def differ_at_the_end(out: Path) -> int:
-    """The exit status of a run whose rank 1 has another model in the end."""
-    config = Config(steps=2, batch=4, layers=1, width=4, out=out, device="cpu")
+@on_ranks(2)
+def test_replicas_that_differ_fail_the_run(tmp_path: Path) -> None:
+    """Spoil the model of rank 1 in the end."""
+    config = Config(steps=2, batch=4, layers=1, width=4, out=tmp_path, device="cpu")
     run = Run(task(config), config)
     save = run._save
 
@@ -260,11 +245,8 @@ def differ_at_the_end(out: Path) -> int:
             next(run.trainees[OURS].module.parameters()).add_(hvd.rank())
 
     run._save = save_and_spoil  # type: ignore[method-assign]
-    return run()
-
-
-def test_replicas_that_differ_fail_the_run(ranks: Worlds, tmp_path: Path) -> None:
-    assert ranks(2).run(differ_at_the_end, tmp_path) == [1, 1]
+    assert run() == 1
+    hvd.barrier()
     assert json.loads((tmp_path / "summary.json").read_text())["replicas_identical"] is False
 
 

@@ -15,35 +15,30 @@ from tests.interpreter import FINALIZE, python
 DEADLINE_S = 30.0
 RAISED = r"lost rank 1: rank 1 raised ValueError: the script's own at .*script\.py:\d+, <module>"
 
-SCRIPT = """
-    import sys
-    import torch
-    import torch.distributed as dist
-    from gradwire.collectives import Communicator
-
-    rank, path, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
-    comm = Communicator(timeout_s=3)
-    works = [comm.allreduce(torch.ones(1 << 20), async_op=True) for _ in range(8)]
-    works[0].wait()
-    if ending == "raise" and rank == 1:
-        raise ValueError("the script's own")
-    for work in works:
-        work.wait()
-"""
-
-
-MEETS = """
+IMPORTS = """
     import os
     import signal
     import sys
+    import threading
+    import time
     import torch
     import torch.distributed as dist
     from gradwire.collectives import Communicator
-    from gradwire.collectives.link import Membership
-    from gradwire.collectives.link.registry import LINKS
 
-    rank, path = int(sys.argv[1]), sys.argv[2]
+    rank, path, *arguments = int(sys.argv[1]), *sys.argv[2:]
+"""
+
+JOINS = (
+    IMPORTS
+    + """
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+"""
+)
+
+#: Where rank 0 keeps the store.
+MEETS = (
+    IMPORTS
+    + """
     port = dist.FileStore(path, 2)
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
@@ -51,6 +46,17 @@ MEETS = """
     else:
         store = dist.TCPStore("127.0.0.1", int(port.get("port")), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+"""
+)
+
+ENDS = """
+    comm = Communicator(timeout_s=3)
+    works = [comm.allreduce(torch.ones(1 << 20), async_op=True) for _ in range(8)]
+    works[0].wait()
+    if arguments == ["raise"] and rank == 1:
+        raise ValueError("the script's own")
+    for work in works:
+        work.wait()
 """
 
 STORE_STOPS = """
@@ -62,10 +68,13 @@ STORE_STOPS = """
 """
 
 STORE_STOPS_AT_ONCE = """
-    def stop(*arguments):
+    from gradwire.collectives.link import Membership
+    from gradwire.collectives.link.registry import LINKS
+
+    def stop(*_):
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    if rank == 0 and sys.argv[3] == "everyones":
+    if rank == 0 and arguments == ["everyones"]:
         Membership.everyones = stop
     elif rank == 0:
         LINKS["process_group"] = stop
@@ -73,7 +82,6 @@ STORE_STOPS_AT_ONCE = """
 """
 
 WAITS_FOR_ANOTHER_HOST = """
-    import threading
     from gradwire.collectives.link.process_group import _GlooPending
 
     class Work:
@@ -87,17 +95,7 @@ WAITS_FOR_ANOTHER_HOST = """
 """
 
 OUTLIVES = """
-    import os
-    import sys
-    import threading
-    import time
-    import torch
-    import torch.distributed as dist
-    from gradwire.collectives import Communicator
-
-    rank, path = int(sys.argv[1]), sys.argv[2]
     sys.excepthook = lambda kind, error, trace: print("the former hook saw", kind.__name__, file=sys.stderr)
-    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
     comm = Communicator(timeout_s=60)
     comm.barrier()
 
@@ -116,15 +114,8 @@ OUTLIVES = """
 """
 
 LEAVES = """
-    import os
-    import signal
-    import sys
-    import torch
-    import torch.distributed as dist
     import gradwire as hvd
 
-    rank, path, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
     hvd.init(timeout_s=60)
     optimizers = []
     for _ in range(4):
@@ -132,9 +123,9 @@ LEAVES = """
         optimizers.append(hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0)))
         parameter.sum().backward()
     if rank == 1:
-        if ending == "raise":
+        if arguments == ["raise"]:
             raise ValueError("the script's own")
-        if ending == "exit":
+        if arguments == ["exit"]:
             sys.exit(3)
         os.kill(os.getpid(), signal.SIGINT)
     parameter.sum().backward()
@@ -143,7 +134,6 @@ LEAVES = """
 
 FORKS = """
     import gc
-    import time
     import gradwire as hvd
 
     comm, closed = Communicator(timeout_s=10), Communicator(timeout_s=10)
@@ -223,8 +213,7 @@ def run(script: str, directory: Path, *arguments: str) -> tuple[tuple[int, ...],
     ],
 )
 def test_a_script_ends(tmp_path: Path, ending: str, codes: tuple[int, int], texts: tuple[str, str]) -> None:
-    """No hang, no crash, no noise."""
-    ended, errors = run(SCRIPT, tmp_path, ending)
+    ended, errors = run(JOINS + ENDS, tmp_path, ending)
     assert ended == codes, errors
     for text, error in zip(texts, errors, strict=True):
         assert re.search(text, error) if text else not error, "".join(errors)
@@ -261,7 +250,7 @@ def test_a_store_that_is_stopped_is_not_waited_for(tmp_path: Path, where: str) -
 
 def test_a_wait_for_another_host_holds_up_nobody(tmp_path: Path) -> None:
     """It is a queue's, for a message of the process group, while messages in shared memory are still to be moved."""
-    codes, errors = run(WAITS_FOR_ANOTHER_HOST, tmp_path)
+    codes, errors = run(IMPORTS + WAITS_FOR_ANOTHER_HOST, tmp_path)
     assert codes == (0, 0), errors
 
 
@@ -276,14 +265,14 @@ def test_a_wait_for_another_host_holds_up_nobody(tmp_path: Path) -> None:
 )
 def test_a_rank_that_leaves_training_is_heard_of(tmp_path: Path, ending: str, code: int, said: str) -> None:
     """It has several Communicators, and it is the last one that the other rank waits in."""
-    codes, errors = run(LEAVES, tmp_path, ending)
+    codes, errors = run(JOINS + LEAVES, tmp_path, ending)
     assert codes == (1, code), errors
     assert re.search(f"PeerLost: rank 0: .*{said}", errors[0]), errors
 
 
 def test_an_exception_is_heard_of_while_other_threads_still_run(tmp_path: Path) -> None:
     """The interpreter waits for them before it ends; here, until the other rank has heard."""
-    codes, (survivor, leaver) = run(OUTLIVES, tmp_path)
+    codes, (survivor, leaver) = run(JOINS + OUTLIVES, tmp_path)
     assert codes == (0, 1), survivor + leaver
     assert re.search(RAISED, survivor), survivor
     assert "the former hook saw ValueError" in leaver

@@ -25,8 +25,9 @@ from gradwire.collectives.link.process_group import ProcessGroupTransport, proce
 from gradwire.collectives.link.registry import LINKS
 from gradwire.collectives.link.shared_memory.group import LocalGroup
 from gradwire.collectives.plan.algorithms import PLANNERS, ring
-from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
+from tests.harness import EXCHANGE_TIMEOUT_S
 from tests.ranks.exact import SEVERAL_SEGMENTS, contribution, reduced
+from tests.ranks.training import assert_same_on_all_ranks, on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
@@ -42,7 +43,8 @@ def examples() -> dict[str, Any]:
     return defined
 
 
-def refuse_settings() -> None:
+@on_ranks(1, initialized=False)
+def test_the_codec_of_the_page_refuses_settings() -> None:
     hundredths = examples()["Hundredths"]
     for levels in (0, 128):
         with pytest.raises(ValueError, match=f"hundredths: levels must be from 1 to 127, .* not {levels}"):
@@ -55,22 +57,18 @@ def refuse_settings() -> None:
     assert torch.allclose(out, loud, atol=1 / 127)
 
 
-def ask_for_another_schedule() -> None:
-    """What needs error feedback, or is given it, is bound to two_shot."""
+@on_ranks(2, initialized=False)
+def test_the_codec_of_the_page_is_bound_as_it_says() -> None:
     examples()
     tensor = torch.ones(64)
     with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
         said = "'hundredths' cannot ride the algorithm 'ring'; allowed are auto, two_shot$"
         with pytest.raises(ValueError, match=said):
             comm.allreduce(tensor, codec="hundredths", algorithm="ring")
-        feedback = comm.new_feedback("int8", tensor.numel())
-        with pytest.raises(ValueError, match=r"'int8' with error feedback cannot ride .* allowed are auto, two_shot$"):
-            comm.allreduce(tensor, codec="int8", feedback=feedback, algorithm="ring")
-        comm.allreduce(tensor, codec="int8", algorithm="ring")
-        assert torch.equal(tensor, torch.full((64,), float(comm.size)))
 
 
-def use_the_codec() -> torch.Tensor:
+@on_ranks(1, 2, 3)
+def test_the_codec_of_the_page() -> None:
     examples()
     with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
         tensor = torch.linspace(-1.0, 1.0, SEVERAL_SEGMENTS) * (comm.rank + 1)
@@ -82,10 +80,11 @@ def use_the_codec() -> torch.Tensor:
             given += tensor * comm.size * (comm.size + 1) / 2 / (comm.rank + 1)
             got += result
         assert torch.allclose(got, given, atol=0.1), "error feedback keeps the sum of all steps right"
-        return got
+        assert_same_on_all_ranks([got])
 
 
-def use_the_algorithm() -> None:
+@on_ranks(1, 2, 3, initialized=False)
+def test_the_algorithm_of_the_page() -> None:
     examples()
     with Communicator(timeout_s=EXCHANGE_TIMEOUT_S, segment_bytes=200) as comm:
         assert "star" in comm.algorithms("allreduce")
@@ -94,27 +93,25 @@ def use_the_algorithm() -> None:
         assert torch.equal(tensor, reduced(comm.size, SEVERAL_SEGMENTS, torch.float32))
 
 
-def train_with_the_codec() -> torch.Tensor:
+@on_ranks(2)
+def test_the_codec_of_the_page_in_training() -> None:
     """It needs error feedback, which therefore keeps the sum of all steps right, and is saved."""
     examples()
-    hvd.init(timeout_s=EXCHANGE_TIMEOUT_S)
-    try:
-        weights = torch.nn.Parameter(torch.zeros(64, 64))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0), compression="hundredths")
-        gradient = torch.linspace(-1.0, 1.0, weights.numel()).view_as(weights)
-        for _ in range(20):
-            optimizer.zero_grad()
-            (weights * gradient * (hvd.rank() + 1)).sum().backward()
-            optimizer.step()
-        mean = (hvd.size() + 1) / 2
-        assert torch.allclose(weights, -20 * mean * gradient, atol=0.1)
-        assert any("worker" in bucket["tensors"] for bucket in optimizer.state_dict()["gradwire"]["buckets"])
-        return weights.detach()
-    finally:
-        hvd.shutdown()
+    weights = torch.nn.Parameter(torch.zeros(64, 64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0), compression="hundredths")
+    gradient = torch.linspace(-1.0, 1.0, weights.numel()).view_as(weights)
+    for _ in range(20):
+        optimizer.zero_grad()
+        (weights * gradient * (hvd.rank() + 1)).sum().backward()
+        optimizer.step()
+    mean = (hvd.size() + 1) / 2
+    assert torch.allclose(weights, -20 * mean * gradient, atol=0.1)
+    assert any("worker" in bucket["tensors"] for bucket in optimizer.state_dict()["gradwire"]["buckets"])
+    assert_same_on_all_ranks([weights])
 
 
-def use_the_link() -> None:
+@on_ranks(1, 2, 3, initialized=False)
+def test_the_link_of_the_page() -> None:
     """By every way to name it, and for every verb's messages."""
     examples()
     with pytest.MonkeyPatch.context() as patch:
@@ -133,7 +130,8 @@ def use_the_link() -> None:
             comm.barrier()
 
 
-def disagree_about_the_link() -> None:
+@on_ranks(3, initialized=False)
+def test_ranks_that_name_different_links() -> None:
     examples()
     rank = dist.get_rank()
     said = f"rank {rank}: .*link='files', segment_bytes=None on rank 0; link='process_group', .* on ranks 1, 2"
@@ -145,7 +143,8 @@ def disagree_about_the_link() -> None:
         comm.barrier()
 
 
-def return_no_transport() -> None:
+@on_ranks(2, initialized=False)
+def test_a_link_that_returns_no_transport() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(LINKS, "hollow", lambda membership, timeout_s: None)
         with pytest.raises(TypeError, match=f"rank {dist.get_rank()}: link 'hollow' returned None; a Transport is"):
@@ -162,8 +161,9 @@ def nothing_stays_connected() -> Iterator[None]:
         assert not thread.is_alive(), thread
 
 
-def return_a_transport_of_others(rank: int, size: int) -> None:
-    """Added to this rank and the size."""
+@pytest.mark.parametrize(("ranks_off", "size_off"), [(1, 0), (0, 1)])
+@on_ranks(2, initialized=False)
+def test_a_link_that_returns_a_transport_of_others(ranks_off: int, size_off: int) -> None:
     closed = []
 
     class Strange(ProcessGroupTransport):
@@ -173,12 +173,12 @@ def return_a_transport_of_others(rank: int, size: int) -> None:
 
     def strange(membership: Membership, timeout_s: float) -> Transport:
         transport = Strange(process_group(membership, timeout_s)._backends)
-        transport.rank += rank
-        transport.size += size
+        transport.rank += ranks_off
+        transport.size += size_off
         return transport
 
     here = dist.get_rank()
-    said = rf"rank {here}: link 'strange' .* rank {here + rank} of {2 + size}; .* rank {here} of 2 is needed"
+    said = rf"rank {here}: link 'strange' .* rank {here + ranks_off} of {2 + size_off}; .* rank {here} of 2 is needed"
     with pytest.MonkeyPatch.context() as patch, nothing_stays_connected():
         patch.setitem(LINKS, "strange", strange)
         with pytest.raises(ValueError, match=said):
@@ -186,7 +186,17 @@ def return_a_transport_of_others(rank: int, size: int) -> None:
     assert len(closed) == 1
 
 
-def fail_midway(where: str) -> None:
+@pytest.mark.parametrize(
+    "where",
+    [
+        "gradwire.collectives.communicator.default_segment_bytes",
+        "gradwire.collectives.communicator.Engine",
+        "gradwire.collectives.link.auto.join_host",
+        "gradwire.collectives.link.auto.RoutingTransport",
+    ],
+)
+@on_ranks(2, initialized=False)
+def test_what_fails_midway_stays_not_connected(where: str) -> None:
     """After the link has connected the ranks; and inside the link `auto`, at each of its steps."""
     open_ones: list[object] = []
     with pytest.MonkeyPatch.context() as patch, nothing_stays_connected():
@@ -214,43 +224,6 @@ def fail_midway(where: str) -> None:
         assert not open_ones
 
 
-def test_the_codec_of_the_page_is_bound_as_it_says(ranks: Worlds) -> None:
-    world = ranks(2)
-    world.run(refuse_settings)
-    world.run(ask_for_another_schedule)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_link_of_the_page(ranks: Worlds, world: int) -> None:
-    ranks(world).run(use_the_link)
-
-
-def test_ranks_that_name_different_links(ranks: Worlds) -> None:
-    ranks(3).run(disagree_about_the_link)
-
-
-def test_a_link_that_returns_no_transport(ranks: Worlds) -> None:
-    ranks(2).run(return_no_transport)
-
-
-@pytest.mark.parametrize(("rank", "size"), [(1, 0), (0, 1)])
-def test_a_link_that_returns_a_transport_of_others(ranks: Worlds, rank: int, size: int) -> None:
-    ranks(2).run(return_a_transport_of_others, rank, size)
-
-
-@pytest.mark.parametrize(
-    "where",
-    [
-        "gradwire.collectives.communicator.default_segment_bytes",
-        "gradwire.collectives.communicator.Engine",
-        "gradwire.collectives.link.auto.join_host",
-        "gradwire.collectives.link.auto.RoutingTransport",
-    ],
-)
-def test_what_fails_midway_stays_not_connected(ranks: Worlds, where: str) -> None:
-    ranks(2).run(fail_midway, where)
-
-
 @pytest.mark.parametrize(
     ("name", "link", "error", "said"),
     [
@@ -266,62 +239,39 @@ def test_links_that_cannot_be_registered(name: str, link: Any, error: type[Excep
     assert before == LINKS
 
 
-def test_the_codec_of_the_page_in_training(ranks: Worlds) -> None:
-    first, *others = ranks(2).run(train_with_the_codec)
-    assert all(torch.equal(first, other) for other in others)
-
-
-def train_by_the_rule() -> None:
+@on_ranks(2)
+def test_the_rule_of_the_page() -> None:
     """Ranks go their own ways for two steps, then on from the mean; so do those that have loaded a checkpoint."""
     local_sgd = examples()["local_sgd"]
-    hvd.init(timeout_s=EXCHANGE_TIMEOUT_S)
-    try:
-        weight, added = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
-        optimizer = local_sgd([weight], 2)
-        optimizer.add_param_group({"params": [added]})
-        mine, mean = 1.0 + hvd.rank(), (hvd.size() + 1) / 2
-        seen = []
-        for step in range(6):
-            if step == 3:
-                saved = optimizer.state_dict()
-                optimizer.close()
-                optimizer = local_sgd([weight], 2)
-                optimizer.add_param_group({"params": [added]})
-                optimizer.load_state_dict(saved)
-            optimizer.zero_grad()
-            ((weight + 2 * added).sum() * mine).backward()
-            optimizer.step()
-            assert torch.equal(added, 2 * weight)
-            seen += weight[:1].tolist()
-        alone, together = -mine / 2, -mean
-        assert seen == [alone, together, together + alone, 2 * together, 2 * together + alone, 3 * together]
-        optimizer.step(lambda: weight.sum() * mine)
-        assert optimizer.communication_wait_s == 0.0
-        optimizer.close()
-        without_the_rule = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.25))
-        without_the_rule.close()
-        optimizer = local_sgd([weight], 2)
-        optimizer.load_state_dict(without_the_rule.state_dict())
-        assert optimizer.param_groups[0]["lr"] == 0.25
-        assert optimizer.state_dict()["gradwire_local_sgd"] == 0
-        optimizer.close()
-    finally:
-        hvd.shutdown()
-
-
-def test_the_rule_of_the_page(ranks: Worlds) -> None:
-    ranks(2).run(train_by_the_rule)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_codec_of_the_page(ranks: Worlds, world: int) -> None:
-    first, *others = ranks(world).run(use_the_codec)
-    assert all(torch.equal(first, other) for other in others)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_algorithm_of_the_page(ranks: Worlds, world: int) -> None:
-    ranks(world).run(use_the_algorithm)
+    weight, added = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    optimizer = local_sgd([weight], 2)
+    optimizer.add_param_group({"params": [added]})
+    mine, mean = 1.0 + hvd.rank(), (hvd.size() + 1) / 2
+    seen = []
+    for step in range(6):
+        if step == 3:
+            saved = optimizer.state_dict()
+            optimizer.close()
+            optimizer = local_sgd([weight], 2)
+            optimizer.add_param_group({"params": [added]})
+            optimizer.load_state_dict(saved)
+        optimizer.zero_grad()
+        ((weight + 2 * added).sum() * mine).backward()
+        optimizer.step()
+        assert torch.equal(added, 2 * weight)
+        seen += weight[:1].tolist()
+    alone, together = -mine / 2, -mean
+    assert seen == [alone, together, together + alone, 2 * together, 2 * together + alone, 3 * together]
+    optimizer.step(lambda: weight.sum() * mine)
+    assert optimizer.communication_wait_s == 0.0
+    optimizer.close()
+    without_the_rule = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.25))
+    without_the_rule.close()
+    optimizer = local_sgd([weight], 2)
+    optimizer.load_state_dict(without_the_rule.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert optimizer.state_dict()["gradwire_local_sgd"] == 0
+    optimizer.close()
 
 
 @dataclass(frozen=True)

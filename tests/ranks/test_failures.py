@@ -5,6 +5,7 @@ The worlds of one test run at the same time, because most of their life is waiti
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
 from tests.harness import ON_EVERY_TRANSPORT, Outcome, World, Worlds, wide
 from tests.ranks.exact import ALLREDUCES, cover, on_host
+from tests.ranks.training import assert_survived
 
 pytestmark = ON_EVERY_TRANSPORT
 
@@ -41,15 +43,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def leave_with_an_error() -> None:
-    raise SystemExit(1)
-
-
-FAULTS = {"killed": die, "raising": leave_with_an_error, "stopped": stop}
+FAULTS = {"killed": die, "raising": lambda: sys.exit(1), "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP)}
 TIMEOUTS_S = {"killed": FAR_S, "raising": FAR_S, "stopped": TIMEOUT_S}
 
 
@@ -112,27 +106,22 @@ def suffer(algorithm: str, phase: str, fault: str, victim: int) -> Witness:
     with on_hosts(algorithm):
         comm = Communicator(timeout_s=TIMEOUTS_S[fault], segment_bytes=1 << 16)
     dist.barrier()  # all have one, so that none is lost in the making
-    is_victim = comm.rank == victim
+    in_background, works = phase in ("in the middle", "while idle in async"), []
 
-    def exchange(numel: int = SMALL, async_op: bool = False) -> Any:
-        return comm.allreduce(torch.ones(numel), algorithm=algorithm, async_op=async_op)
+    def exchange(numel: int = SMALL) -> Any:
+        return comm.allreduce(torch.ones(numel), algorithm=algorithm, async_op=in_background)
 
     if phase == "between two":
         exchange()
     if phase == "while idle in async":
-        wait(exchange(async_op=True))
-    works = []
+        wait(exchange())
     if phase == "in the middle":
-        works += [exchange(LARGE, async_op=True) for _ in range(8)]
+        works = [exchange(LARGE) for _ in range(8)]
         dist.barrier()  # nobody is still issuing
         works[0].wait()
-    if is_victim:
+    if comm.rank == victim:
         FAULTS[fault]()
-    if phase == "in the middle":
-        return witness(comm, lambda: wait(*works, exchange(async_op=True)))
-    if phase == "while idle in async":
-        return witness(comm, lambda: wait(exchange(async_op=True)))
-    return witness(comm, exchange)
+    return witness(comm, lambda: wait(*works, exchange()) if in_background else exchange())
 
 
 def complaints(outcome: Outcome, fault: str, victim: int) -> list[str]:
@@ -189,16 +178,12 @@ def disagree(subject: str, algorithm: str, odd: int) -> Witness:
     with on_hosts(algorithm):
         comm = Communicator(timeout_s=TIMEOUT_S)
     comm.allreduce(torch.ones(1000), algorithm=algorithm)
-    is_odd = comm.rank == odd
-    tensor = torch.ones(
-        1001 if is_odd and subject == "shape" else 1000,
-        dtype=torch.int32 if is_odd and subject == "dtype" else torch.float32,
-    )
-    if is_odd and subject == "collective":
+    differs = subject if comm.rank == odd else ""
+    numel, dtype = 1001 if differs == "shape" else 1000, torch.int32 if differs == "dtype" else torch.float32
+    tensor, op = torch.ones(numel, dtype=dtype), "max" if differs == "op" else "sum"
+    if differs == "collective":
         return witness(comm, lambda: comm.broadcast(tensor))
-    return witness(
-        comm, lambda: comm.allreduce(tensor, "max" if is_odd and subject == "op" else "sum", algorithm=algorithm)
-    )
+    return witness(comm, lambda: comm.allreduce(tensor, op, algorithm=algorithm))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -298,10 +283,8 @@ def test_a_rank_is_killed_while_it_sends(failing_world: Callable[[int], World]) 
     worlds = [failing_world(3) for _ in range(4)]
     for world in worlds:
         world.start(die_in_the_middle_of_a_large_one)
-    for world in worlds:
-        for outcome in world.collect(DEADLINE_S, ranks=(0, 2)):
-            assert outcome.status == "returned", str(outcome)
-            assert (outcome.value.kind, outcome.value.attributes.get("ranks")) == (PeerLost, (1,)), outcome.value.text
+    for seen in (seen for world in worlds for seen in assert_survived(world, [1], DEADLINE_S)):
+        assert (seen.kind, seen.attributes.get("ranks")) == (PeerLost, (1,)), seen.text
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -322,11 +305,10 @@ def test_ranks_issue_in_different_orders(ranks: Worlds, size: int) -> None:
 def test_the_rank_with_the_store_dies(failing_world: Callable[[int], World], size: int, tmp_path: Path) -> None:
     world = failing_world(size)
     world.start(lose_the_host_of_the_store, tmp_path / "port")
-    for outcome in world.collect(DEADLINE_S, ranks=range(1, size)):
-        assert outcome.status == "returned", str(outcome)
-        assert outcome.value.kind is PeerLost
-        assert 0 in outcome.value.attributes["ranks"]
-        assert outcome.value.complaints() == []
+    for seen in assert_survived(world, [0], DEADLINE_S):
+        assert seen.kind is PeerLost
+        assert 0 in seen.attributes["ranks"]
+        assert seen.complaints() == []
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -1,19 +1,20 @@
 """Communicators over sub-groups, overlapping ones too."""
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from gradwire.collectives import Communicator
-from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds
+from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT
 from tests.ranks.exact import SEGMENT_BYTES, SEVERAL_SEGMENTS, Checks, communicator, contribution, reduced
+from tests.ranks.training import on_ranks
 
 pytestmark = ON_EVERY_TRANSPORT
 
 OVERLAPPING = ((0, 1, 2), (1, 2, 3), (0, 3), (2,), (0, 1, 2, 3))
 
 
-def overlapping_groups() -> list[str]:
+@on_ranks(4, initialized=False)
+def test_overlapping_groups() -> None:
     """The members of each group use theirs in orders that differ from rank to rank."""
     checks = Checks()
     here = dist.get_rank()
@@ -46,10 +47,11 @@ def overlapping_groups() -> list[str]:
             comm.broadcast(tensor, comm.size - 1)
             checks.equal(tensor, torch.tensor([members[-1]]))
         comm.close()
-    return checks.failures
+    assert not checks.failures
 
 
-def beside_the_users_own_traffic() -> None:
+@on_ranks(1, 2, 3, initialized=False)
+def test_beside_the_users_own_traffic() -> None:
     """A Communicator and the group it was made from, and two Communicators of one group, do not meet."""
     with communicator() as one, communicator() as other:
         tensors = [torch.full((SEVERAL_SEGMENTS,), float(one.rank + 1)) for _ in range(3)]
@@ -63,12 +65,3 @@ def beside_the_users_own_traffic() -> None:
         expected = (one.size * (one.size + 1) / 2, float(one.size), 1.0)
         for tensor, value in zip(tensors, expected, strict=True):
             assert torch.equal(tensor, torch.full_like(tensor, value))
-
-
-def test_overlapping_groups(ranks: Worlds) -> None:
-    assert ranks(4).run(overlapping_groups) == [[]] * 4
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_beside_the_users_own_traffic(ranks: Worlds, world: int) -> None:
-    ranks(world).run(beside_the_users_own_traffic)

@@ -264,19 +264,18 @@ def test_what_cannot_be_meant_is_refused() -> None:
     for wrong in (model, hvd.DistributedOptimizer(sgd_of(model)), hvd.Hogwild(sgd_of(model))):
         with pytest.raises(TypeError, match=f"rank {hvd.rank()}: optimizer must be a torch.optim.Optimizer, and none"):
             hvd.Hogwild(wrong)  # type: ignore[arg-type]
-    sparse = nn.Parameter(torch.eye(3).to_sparse())
-    with pytest.raises(TypeError, match="'parameter 0' cannot be trained by Hogwild: a dense tensor is needed"):
-        hvd.Hogwild(torch.optim.SGD([sparse]))
-    with pytest.raises(ValueError, match="'parameter 0' is on meta; Hogwild trains parameters on the CPU"):
-        hvd.Hogwild(torch.optim.SGD([nn.Parameter(torch.ones(1, device="meta"))]))
-    with pytest.raises(ValueError, match="must name all parameters"):
-        hvd.Hogwild(sgd_of(model), [])
-    other = nn.Linear(2 + hvd.rank(), 1)
-    with pytest.raises(ValueError, match="ranks 0 and 1 do not train the same parameters: 'weight'"):
-        hvd.Hogwild(sgd_of(other), other.named_parameters())
+    sparse, meta = nn.Parameter(torch.eye(3).to_sparse()), nn.Parameter(torch.ones(1, device="meta"))
+    other = nn.Parameter(torch.ones(2 + hvd.rank()))
     picture = nn.Parameter(torch.ones(2, 3).t() if hvd.rank() else torch.ones(3, 2))
-    with pytest.raises(ValueError, match=r"image.stride\(\) is \(2, 1\) on rank 0; \(1, 3\) on rank 1"):
-        hvd.Hogwild(torch.optim.SGD([picture]), [("image", picture)])
+    for parameter, named, error, said in (
+        (sparse, None, TypeError, "'parameter 0' cannot be trained by Hogwild: a dense tensor is needed"),
+        (meta, None, ValueError, "'parameter 0' is on meta; Hogwild trains parameters on the CPU"),
+        (other, [], ValueError, "must name all parameters"),
+        (other, ["weight"], ValueError, "ranks 0 and 1 do not train the same parameters: 'weight'"),
+        (picture, ["image"], ValueError, r"image.stride\(\) is \(2, 1\) on rank 0; \(1, 3\) on rank 1"),
+    ):
+        with pytest.raises(error, match=said):
+            hvd.Hogwild(torch.optim.SGD([parameter]), named and [(name, parameter) for name in named])
     optimizer = hvd.Hogwild(sgd_of(model), model.named_parameters())
     with pytest.raises(ValueError, match="cannot be added to a Hogwild optimizer"):
         optimizer.add_param_group({"params": []})

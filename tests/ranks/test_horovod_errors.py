@@ -18,48 +18,18 @@ from gradwire.collectives import Mismatch, PeerJoined, PeerLost
 from gradwire.trainer.world.process_sets import NotIncluded, Refused
 from gradwire.trainer.world.world import NotInitialized
 from tests.pages import ROOT
+from tests.ranks.forms import GROUPED, VERBS, Form, done, forms
 from tests.ranks.training import on_ranks
 
-KINDS: dict[str, type[Exception] | None] = {
-    kind.__name__: kind
-    for kind in (
-        Mismatch,
-        Refused,
-        NotIncluded,
-        PeerJoined,
-        PeerLost,
-        NotInitialized,
-        ValueError,
-        AssertionError,
-        UserWarning,
-    )
-} | {"HorovodInternalError": hvd.HorovodInternalError, "nothing": None}
+RAISED = (Mismatch, Refused, NotIncluded, PeerJoined, PeerLost, NotInitialized, ValueError, AssertionError, UserWarning)
+KINDS: dict[str, type[Exception] | None] = {kind.__name__: kind for kind in RAISED}
+KINDS |= {"HorovodInternalError": hvd.HorovodInternalError, "nothing": None}
 
-Verb = Callable[..., Any]
-#: All forms that give a handle, or wait by themselves.
-ALLGATHERS: list[Verb] = [
-    hvd.allgather,
-    hvd.allgather_async,
-    lambda x: hvd.grouped_allgather([x, x]),
-    lambda x: hvd.grouped_allgather_async([x]),
-]
-ALLTOALLS: list[Verb] = [hvd.alltoall, hvd.alltoall_async]
-SCATTERS: list[Verb] = [
-    hvd.reducescatter,
-    hvd.reducescatter_async,
-    lambda x, **options: hvd.grouped_reducescatter([x], **options),
-    lambda x, **options: hvd.grouped_reducescatter_async([x], **options),
-]
-NAMED: list[Verb] = [
-    hvd.allreduce_async,
-    hvd.allgather_async,
-    partial(hvd.broadcast_async, root_rank=0),
-    hvd.reducescatter_async,
-    hvd.alltoall_async,
-    lambda x, name: hvd.grouped_allreduce_async([x, x], name=name),
-    lambda x, name: hvd.grouped_allgather_async([x, x], name=name),
-    lambda x, name: hvd.grouped_reducescatter_async([x, x], name=name),
-]
+ALLGATHERS, ALLTOALLS, SCATTERS = (
+    list(forms(*verbs).values())
+    for verbs in (("allgather", "grouped_allgather"), ("alltoall",), ("reducescatter", "grouped_reducescatter"))
+)
+NAMED = [form for name, form in forms(*VERBS, *GROUPED).items() if name.endswith("_async")]
 
 
 @dataclass(frozen=True)
@@ -86,11 +56,7 @@ def mine(ranks: tuple[Any, Any]) -> Any:
     return ranks[hvd.rank()]
 
 
-def done(result: Any) -> Any:
-    return hvd.synchronize(result) if isinstance(result, hvd.Handle) else result
-
-
-def calls(verbs: list[Verb], *given: tuple[Tensor, Tensor], **options: Any) -> list[Callable[[], Any]]:
+def calls(verbs: list[Form], *given: tuple[Tensor, Tensor], **options: Any) -> list[Callable[[], Any]]:
     """Return each verb's call with this rank's tensor of each pair."""
     return [lambda v=verb, p=pair: done(v(mine(p), **options)) for verb in verbs for pair in given]
 
@@ -103,7 +69,7 @@ TYPES = [(ones(2, 2, dtype=INTS), ones(2, 2))]
 SHAPES = [(ones(17, 3), ones(18, 3)), (ones(8, 6), ones(16, 3)), (ones(12, 6), ones(12, 2, 3)), (ones(7), ones(5))]
 
 
-def held_by_all(verb: Verb) -> None:
+def held_by_all(verb: Form) -> None:
     """Raise as the second call does, and then find the first one as it should be."""
     handle = verb(ones(2), name="loss")
     try:
@@ -112,7 +78,7 @@ def held_by_all(verb: Verb) -> None:
         hvd.synchronize(handle)
 
 
-def held_by_one(verb: Verb) -> None:
+def held_by_one(verb: Form) -> None:
     handle = verb(ones(2), name="loss")
     try:
         if hvd.rank() == 0:
@@ -152,7 +118,7 @@ def outside() -> None:
         hvd.remove_process_set(alone)
 
 
-def joined(verb: Verb) -> None:
+def joined(verb: Form) -> None:
     if hvd.rank() == 1:
         hvd.join()
         return
@@ -324,8 +290,7 @@ PROVOKED: dict[str, list[Callable[[], Any]]] = {
     "reuses a name in flight, on one rank, in a call that the others make": [refused_by_one],
     "calls a verb outside of its process set": [outside],
     "calls `allgather` or `broadcast` while a rank has joined": [
-        partial(joined, hvd.allgather),
-        partial(joined, partial(hvd.broadcast, root_rank=0)),
+        partial(joined, verb) for verb in forms("allgather", "broadcast").values()
     ],
     "calls a verb when a rank has ended": [lost],
     "calls a verb before `init()`": [uninitialized],

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 import gradwire as hvd
 from gradwire.collectives import CollectiveTimeout, Communicator, PeerLost
 from gradwire.trainer.world.world import current_world
+from tests.ranks.forms import GROUPED, VERBS, done, forms
 from tests.ranks.training import on_ranks
 
 
@@ -33,7 +35,8 @@ def test_gathers_groups() -> None:
     ]
     alone = [hvd.allgather(tensor) for tensor in given]
     assert alone[1].tolist() == [r for r in range(size) for _ in range(2)]
-    for gathered in (hvd.grouped_allgather(given), hvd.synchronize(hvd.grouped_allgather_async(given))):
+    for form in forms("grouped_allgather").values():
+        gathered = done(form(given))
         assert isinstance(gathered, list)
         for one, other in zip(gathered, alone, strict=True):
             assert one.dtype is other.dtype
@@ -52,11 +55,8 @@ def test_scatters_groups() -> None:
         {"op": hvd.Sum, "prescale_factor": 0.5, "postscale_factor": 3.0},
     ):
         alone = [hvd.reducescatter(tensor, **options) for tensor in given]
-        together = hvd.grouped_reducescatter(given, **options)
-        background = hvd.synchronize(hvd.grouped_reducescatter_async(given, **options))
-        for one, two, three in zip(alone, together, background, strict=True):
-            assert torch.equal(one, two)
-            assert torch.equal(one, three)
+        for form in forms("grouped_reducescatter").values():
+            assert all(map(torch.equal, done(form(given, **options)), alone))
     assert torch.equal(
         alone[0], 1.5 * sum(range(1, size + 1)) * torch.arange(1.0, 8.0).double().tensor_split(size)[hvd.rank()]
     )
@@ -79,21 +79,18 @@ def test_integers() -> None:
             for prescale, postscale in ((1, 1), (0.5, 1), (1, 0.75), (1.5, 2), (1, 2)):
                 wanted = [of_integers(op, column, prescale, postscale) for column in zip(*numbers, strict=True)]
                 options = {"op": op, "prescale_factor": prescale, "postscale_factor": postscale}
-                assert hvd.allreduce(given, **options).tolist() == wanted, (dtype, options)
-                assert hvd.synchronize(hvd.allreduce_async(given, **options)).tolist() == wanted
-                in_place = given.clone()
-                assert hvd.allreduce_(in_place, **options) is in_place
-                assert in_place.tolist() == wanted
+                for form in forms("allreduce").values():
+                    assert done(form(given.clone(), **options)).tolist() == wanted, (dtype, options)
                 mixed = hvd.grouped_allreduce([given.double(), given], **options)
                 assert mixed[1].tolist() == wanted
                 assert mixed[0].dtype is torch.float64
                 mine = list(torch.tensor(wanted).tensor_split(size)[hvd.rank()])
-                assert hvd.reducescatter(given, **options).tolist() == mine
-                assert hvd.synchronize(hvd.reducescatter_async(given, **options)).tolist() == mine
+                for form in forms("reducescatter").values():
+                    assert done(form(given, **options)).tolist() == mine
     exact = hvd.allreduce(torch.tensor([2**53 + 1]), op=hvd.Max)
     assert exact.item() == 2**53 + 1, "without a factor nothing is rounded"
     if hvd.rank() == 0:  # alone: before anything is sent
-        for verb in (hvd.allreduce, hvd.allreduce_async, hvd.reducescatter, hvd.reducescatter_async):
+        for verb in forms("allreduce", "reducescatter").values():
             with pytest.raises(TypeError, match=r"prescale='2' and postscale=1.0; numbers are needed"):
                 verb(own(2, dtype=torch.int32), prescale_factor="2")
             with pytest.raises(TypeError, match="average of bool"):
@@ -110,48 +107,20 @@ def of_integers(op: str, numbers: tuple[int, ...], prescale: float, postscale: f
     return int(sum(scaled) * Fraction(postscale) / (len(scaled) if op == hvd.Average else 1))
 
 
-#: By the name that a verb's errors have for it: an asynchronous form, and the synchronous one.
-NAMED: dict[str, list[Callable[..., Any]]] = {
-    "allreduce": [hvd.allreduce_async, hvd.allreduce_async_, hvd.allreduce, hvd.allreduce_],
-    "grouped_allreduce": [
-        lambda x, **options: hvd.grouped_allreduce_async([x], **options),
-        lambda x, **options: hvd.grouped_allreduce_async_([x], **options),
-        lambda x, **options: hvd.grouped_allreduce([x], **options),
-        lambda x, **options: hvd.grouped_allreduce_([x], **options),
-    ],
-    "allgather": [hvd.allgather_async, hvd.allgather],
-    "grouped_allgather": [
-        lambda x, **options: hvd.grouped_allgather_async([x], **options),
-        lambda x, **options: hvd.grouped_allgather([x], **options),
-    ],
-    "broadcast": [
-        lambda x, **options: hvd.broadcast_async(x, 1, **options),
-        lambda x, **options: hvd.broadcast_async_(x, 1, **options),
-        lambda x, **options: hvd.broadcast(x, 1, **options),
-        lambda x, **options: hvd.broadcast_(x, 1, **options),
-    ],
-    "alltoall": [hvd.alltoall_async, hvd.alltoall],
-    "reducescatter": [hvd.reducescatter_async, hvd.reducescatter],
-    "grouped_reducescatter": [
-        lambda x, **options: hvd.grouped_reducescatter_async([x], **options),
-        lambda x, **options: hvd.grouped_reducescatter([x], **options),
-    ],
-}
-
-
 @on_ranks(2)
 def test_names() -> None:
     """A name in flight is refused, whatever form asks for it; the one that has it ends well; then it is free."""
     size = hvd.size()
-    for verb, (begin, *others) in NAMED.items():
+    of_verbs = {verb: list(forms(verb).values()) for verb in (*VERBS, *GROUPED)}
+    for verb, (begin, *others) in of_verbs.items():
         first = begin(own(size), name="loss")
         for form in (begin, *others):
             with pytest.raises(
                 ValueError, match=rf"rank \d: {verb}: the name 'loss' is in flight already; synchronize"
             ):
                 form(own(size), name="loss")
-        other_verb = next(name for name in NAMED if name != verb)
-        hvd.synchronize(NAMED[other_verb][0](own(size), name="loss"))  # a name counts for one verb
+        other_verb = next(name for name in of_verbs if name != verb)
+        hvd.synchronize(of_verbs[other_verb][0](own(size), name="loss"))  # a name counts for one verb
         hvd.synchronize(begin(own(size), name="another"))
         hvd.synchronize(begin(own(size)))  # and so may have the one that has none
         result = hvd.synchronize(first)
@@ -254,29 +223,20 @@ def test_errors_found_before_data_moves() -> None:
     works()
 
     if rank == 0:
-        meta = torch.empty(2, device="meta")
-        for group in (
-            hvd.grouped_allreduce,
-            hvd.grouped_allreduce_,
-            hvd.grouped_allreduce_async,
-            hvd.grouped_allgather,
-            hvd.grouped_allgather_async,
-            hvd.grouped_reducescatter,
-            hvd.grouped_reducescatter_async,
-        ):
-            for other, kind in ((meta, TypeError), (torch.ones(2, dtype=torch.complex64), TypeError), ("x", TypeError)):
-                with pytest.raises(kind, match="rank 0: "):
+        for group in forms(*GROUPED).values():
+            for other in (torch.empty(2, device="meta"), torch.ones(2, dtype=torch.complex64), "x"):
+                with pytest.raises(TypeError, match="rank 0: "):
                     group([own(2), other])
         with pytest.raises(ValueError, match="grouped_reducescatter: needs tensors of at least one dimension"):
             hvd.grouped_reducescatter([own(2), own()])
         with pytest.raises(ValueError, match="codec 'int8' is for the sum or average of floating-point tensors"):
             hvd.grouped_allreduce([own(2), own(2, dtype=torch.int32)], compression="int8")
         for root in (-1, size, size + 5):
-            for verb in (hvd.broadcast, hvd.broadcast_, hvd.broadcast_async, hvd.broadcast_async_):
+            for verb in forms("broadcast").values():
                 with pytest.raises(
                     ValueError, match=f"root_rank={root} does not take part; ranks of the world that do are 0, 1, 2"
                 ):
-                    verb(own(2), root)
+                    verb(own(2), root_rank=root)
     works()
 
 
@@ -334,33 +294,20 @@ def test_init_and_shutdown() -> None:
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product])
 def test_allreduce_and_reducescatter(op: str) -> None:
     everyones = torch.stack([torch.arange(1.0, 7.0).view(2, 3) * (rank + 1) for rank in range(hvd.size())])
-    reduced = {
-        "average": Tensor.mean,
-        "sum": Tensor.sum,
-        "min": Tensor.amin,
-        "max": Tensor.amax,
-        "product": Tensor.prod,
-    }
-    wanted = reduced[op](everyones, 0)
-    given = own(2, 3)
-    assert torch.equal(hvd.allreduce(given, op=op), wanted)
-    assert torch.equal(hvd.synchronize(hvd.allreduce_async(given, op=op)), wanted)
-    assert torch.equal(given, own(2, 3)), "not in place"
-    assert hvd.allreduce_(given, op=op) is given
-    assert torch.equal(given, wanted)
-    given = own(2, 3)
-    handle = hvd.allreduce_async_(given, op=op)
-    assert hvd.synchronize(handle) is given
+    by_op = (Tensor.mean, Tensor.sum, Tensor.amin, Tensor.amax, Tensor.prod)
+    wanted = by_op[("average", "sum", "min", "max", "product").index(op)](everyones, 0)
+    for name, form in forms("allreduce", "grouped_allreduce").items():
+        given = own(2, 3)
+        (result,) = flat(done(form(given, op=op)))
+        assert torch.equal(result, wanted), name
+        assert (result is given) == name.endswith("_"), name
+        assert torch.equal(given, wanted if name.endswith("_") else own(2, 3)), name
+    handle = hvd.allreduce_async(own(2, 3), op=op)
+    hvd.synchronize(handle)
     assert hvd.poll(handle)
-    assert torch.equal(given, wanted)
-    for verb in (hvd.grouped_allreduce, hvd.grouped_allreduce_):
-        assert all(torch.equal(each, wanted) for each in verb([own(2, 3), own(2, 3)], op=op))
-    for begin in (hvd.grouped_allreduce_async, hvd.grouped_allreduce_async_):
-        assert all(torch.equal(each, wanted) for each in hvd.synchronize(begin([own(2, 3), own(2, 3)], op=op)))
     if hvd.size() == 2:
-        rows = wanted[hvd.rank() : hvd.rank() + 1]
-        assert torch.equal(hvd.reducescatter(own(2, 3), op=op), rows)
-        assert torch.equal(hvd.synchronize(hvd.reducescatter_async(own(2, 3), op=op)), rows)
+        for form in forms("reducescatter").values():
+            assert torch.equal(done(form(own(2, 3), op=op)), wanted[hvd.rank() : hvd.rank() + 1])
 
 
 @on_ranks(3)
@@ -394,11 +341,9 @@ def test_arguments() -> None:
 def test_uneven_rows() -> None:
     """Rank r gathers r rows, the first none; 3 ranks share 7 rows of a reduction as 3, 2, 2."""
     rank, size = hvd.rank(), hvd.size()
-    gathered = hvd.allgather(torch.full((rank, 2), float(rank)))
-    assert gathered[:, 1].tolist() == [r for r in range(size) for _ in range(r)]
-    assert gathered.shape == (size * (size - 1) // 2, 2)
-    handle = hvd.allgather_async(torch.full((rank, 2), float(rank)))
-    assert torch.equal(hvd.synchronize(handle), gathered)
+    for form in forms("allgather").values():
+        gathered = done(form(torch.full((rank, 2), float(rank))))
+        assert gathered.tolist() == [[r, r] for r in range(size) for _ in range(r)]
     assert hvd.reducescatter(own(7), op=hvd.Sum).tolist() == [[6.0, 12.0, 18.0], [24.0, 30.0], [36.0, 42.0]][rank]
     strided = torch.arange(6).view(2, 3).t() + rank
     assert hvd.allgather(strided).tolist() == [[i + r, i + 3 + r] for r in range(size) for i in range(3)]
@@ -406,27 +351,10 @@ def test_uneven_rows() -> None:
 
 @on_ranks(3)
 def test_what_is_no_tensor() -> None:
-    calls: list[Callable[[Any], Any]] = [
-        hvd.allreduce,
-        hvd.allreduce_,
-        hvd.allreduce_async,
-        lambda value: hvd.grouped_allreduce([value]),
-        lambda value: hvd.grouped_allreduce_([value]),
-        lambda value: hvd.grouped_allreduce_async([value]),
-        hvd.reducescatter,
-        hvd.reducescatter_async,
-        hvd.allgather,
-        hvd.allgather_async,
-        hvd.alltoall,
-        hvd.alltoall_async,
-        lambda value: hvd.broadcast(value, 0),
-        lambda value: hvd.broadcast_(value, 0),
-        lambda value: hvd.broadcast_async(value, 0),
-    ]
-    for call in calls:
+    for name, call in forms(*VERBS, *GROUPED).items():
         for value, kind in ((5, "int"), ([1], "list"), (None, "NoneType")):
             with pytest.raises(TypeError, match=rf"rank {hvd.rank()}: a torch.Tensor is needed, not {kind}"):
-                call(value)
+                call([value] if name.startswith("grouped") else value)
     for call in (hvd.poll, hvd.synchronize):
         with pytest.raises(TypeError, match=rf"rank {hvd.rank()}: a Handle is needed, .*, not int"):
             call(5)
@@ -438,19 +366,9 @@ def test_what_has_no_memory() -> None:
     with FakeTensorMode():
         fake = torch.empty(3)
     calls: list[Callable[[], Any]] = [
-        lambda: hvd.allreduce(fake),
-        lambda: hvd.allreduce_(fake),
-        lambda: hvd.allreduce_async(fake),
-        lambda: hvd.grouped_allreduce([torch.ones(3), fake]),
-        lambda: hvd.grouped_allreduce_async([torch.ones(3), fake]),
-        lambda: hvd.reducescatter(fake),
-        lambda: hvd.reducescatter_async(fake),
-        lambda: hvd.allgather(fake),
-        lambda: hvd.allgather_async(fake),
-        lambda: hvd.alltoall(fake),
+        *(partial(form, fake) for form in forms(*VERBS, *GROUPED).values()),
+        *(partial(form, [torch.ones(3), fake]) for form in forms(*GROUPED).values()),
         lambda: hvd.alltoall_async(fake, [1, 1, 1]),
-        lambda: hvd.broadcast(fake, 0),
-        lambda: hvd.broadcast_(fake, 0),
         lambda: hvd.broadcast_parameters({"a": torch.ones(3), "b": fake}, 0),
         lambda: hvd.broadcast_optimizer_state(torch.optim.SGD([fake.requires_grad_()]), 0),
     ]
@@ -463,10 +381,9 @@ def test_what_has_no_memory() -> None:
 
 @on_ranks(3)
 def test_rows_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"rank 0 gave \[2, 3\] torch.float32, rank 1 gave \[2, 4\] torch.float32"):
-        hvd.allgather(torch.zeros(2, 4 if hvd.rank() == 1 else 3))
-    with pytest.raises(ValueError, match=r"rank 0 gave \[3, 3\] torch.float32, rank 1 gave \[3, 4\] torch.float32"):
-        hvd.alltoall(torch.zeros(3, 4 if hvd.rank() == 1 else 3))
+    for verb in (hvd.allgather, hvd.alltoall):
+        with pytest.raises(ValueError, match=r"rank 0 gave \[3, 3\] torch.float32, rank 1 gave \[3, 4\] torch.float32"):
+            verb(torch.zeros(3, 4 if hvd.rank() == 1 else 3))
     with pytest.raises(ValueError, match=r"rank 0 gave \[1\] torch.float32, rank 2 gave \[1\] torch.int32"):
         hvd.alltoall_async(torch.zeros(1, dtype=torch.int32 if hvd.rank() == 2 else torch.float32), [1, 0, 0])
     with pytest.raises(ValueError, match="rank 2 gave a scalar"):
@@ -478,16 +395,13 @@ def test_rows_that_do_not_fit() -> None:
 @on_ranks(3)
 def test_broadcast() -> None:
     for root in range(hvd.size()):
-        given = own(4)
-        wanted = (torch.arange(1.0, 5.0) * (root + 1)).tolist()
-        assert hvd.broadcast(given, root).tolist() == wanted
-        assert hvd.synchronize(hvd.broadcast_async(given, root_rank=root)).tolist() == wanted
-        assert torch.equal(given, own(4))
-        assert hvd.broadcast_(given, root) is given
-        assert given.tolist() == wanted
-        given = own(4)
-        assert hvd.synchronize(hvd.broadcast_async_(given, root)) is given
-        assert given.tolist() == wanted
+        wanted = torch.arange(1.0, 5.0) * (root + 1)
+        for name, form in forms("broadcast").items():
+            given = own(4)
+            result = done(form(given, root_rank=root))
+            assert torch.equal(result, wanted), name
+            assert (result is given) == name.endswith("_"), name
+            assert torch.equal(given, wanted if name.endswith("_") else own(4)), name
     hvd.barrier()
 
 
@@ -513,9 +427,3 @@ def test_alltoall() -> None:
         assert received.shape == (len(wanted_rows), 2)
         assert from_each.dtype == torch.int32
         assert from_each.tolist() == [0 if source == 1 else rank for source in range(size)]
-
-    with pytest.raises(ValueError, match=f"needs a multiple of {size} rows, not {size + 1}"):
-        hvd.alltoall(torch.zeros(size + 1))
-    for wrong in ([1] * size, [0] * (size - 1), [-1, 1] + [0] * (size - 2)):
-        with pytest.raises(ValueError, match=rf"splits must be {size} whole numbers >= 0 that add up to 1 rows"):
-            hvd.alltoall(torch.zeros(1), splits=wrong)

@@ -60,8 +60,16 @@ def test_a_script_is_short(script: str) -> None:
     assert len((FOLDER / script).read_text().splitlines()) < 60
 
 
-def test_ddp(tmp_path: Path) -> None:
-    assert_compressed_and_alike(run("ddp.py", tmp_path / "out"), exchanges=20)
+@pytest.mark.parametrize(
+    ("script", "exchanges"),
+    [
+        ("ddp.py", 20),
+        pytest.param("timm_train.py", 12, marks=needs("timm")),
+        pytest.param("lightning_module.py", 16, marks=needs("lightning")),
+    ],
+)
+def test_a_script(tmp_path: Path, script: str, exchanges: int) -> None:
+    assert_compressed_and_alike(run(script, tmp_path / "out"), exchanges)
 
 
 def test_fsdp2_between_groups(tmp_path: Path) -> None:
@@ -69,16 +77,6 @@ def test_fsdp2_between_groups(tmp_path: Path) -> None:
     for shard in (0, 1):
         assert_compressed_and_alike(ends[shard::2], exchanges=12)
     assert not ends[0]["weights"].equal(ends[1]["weights"])
-
-
-@needs("timm")
-def test_timm(tmp_path: Path) -> None:
-    assert_compressed_and_alike(run("timm_train.py", tmp_path / "out"), exchanges=12)
-
-
-@needs("lightning")
-def test_lightning(tmp_path: Path) -> None:
-    assert_compressed_and_alike(run("lightning_module.py", tmp_path / "out"), exchanges=16)
 
 
 @needs("lightning")

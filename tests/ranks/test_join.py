@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,29 +17,32 @@ import gradwire as hvd
 from gradwire.collectives import CollectiveTimeout, PeerJoined, PeerLost
 from gradwire.collectives.compression import Int8, OneBit, TopK
 from gradwire.trainer.world.world import current_world
-from tests.harness import ON_EVERY_TRANSPORT, RUN_TIMEOUT_S, World, Worlds, wide
+from tests.harness import ON_EVERY_TRANSPORT, RUN_TIMEOUT_S, World, wide
 from tests.ranks.training import (
     assert_close,
     assert_same_on_all_ranks,
     assert_survived,
     batch_of,
     copies,
-    in_world,
     loss_of,
     network,
     on_ranks,
 )
 
 
+def wide_worlds(*counts: list[int]) -> list[Any]:
+    return [pytest.param(len(each), each, marks=pytest.mark.wide) for each in counts]
+
+
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def reference(counts: list[int], epochs: int = 1) -> list[torch.Tensor]:
+def reference(counts: list[int]) -> list[torch.Tensor]:
     """The same training in one process: what a rank has no data for counts as zero."""
     model = network()
     optimizer = momentum(model)
-    for epoch in range(epochs):
+    for epoch in range(2):
         for step in range(max(counts)):
             optimizer.zero_grad()
             for rank, count in enumerate(counts):
@@ -49,17 +53,20 @@ def reference(counts: list[int], epochs: int = 1) -> list[torch.Tensor]:
 
 
 def everything(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Parameters, and all tensors of the optimizer's state."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = [t for p in parameters for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
     return copies([*parameters, *states])
 
 
-@in_world
-def train(counts: list[int], epochs: int) -> None:
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize(
+    ("size", "counts"), [(2, [4, 0]), (3, [2, 4, 3]), *wide_worlds([2, 5], [3, 3], [5, 1, 0, 5])], ids=str
+)
+@on_ranks()
+def test_uneven_steps_equal_one_process_with_zeros(counts: list[int]) -> None:
     model = network()
     optimizer = hvd.DistributedOptimizer(momentum(model), bucket_bytes=256)
-    for epoch in range(epochs):
+    for epoch in range(2):
         for step in range(counts[hvd.rank()]):
             optimizer.zero_grad()
             loss_of(model, batch_of(50 * epoch + step, hvd.rank())).backward()
@@ -68,13 +75,7 @@ def train(counts: list[int], epochs: int) -> None:
         assert counts[last] == max(counts)
         assert hvd.allgather_object(last) == [last] * hvd.size()
         assert_same_on_all_ranks(everything(optimizer))
-    assert_close(model.parameters(), reference(counts, epochs))
-
-
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("counts", [[4, 0], [2, 4, 3], *wide([2, 5], [3, 3], [5, 1, 0, 5])], ids=str)
-def test_uneven_steps_equal_one_process_with_zeros(ranks: Worlds, counts: list[int]) -> None:
-    ranks(len(counts)).run(train, counts, 2)
+    assert_close(model.parameters(), reference(counts))
 
 
 def plain_step(optimizer: hvd.DistributedOptimizer, model: nn.Module, rank: int, step: int) -> None:
@@ -97,16 +98,6 @@ def without_sync(optimizer: hvd.DistributedOptimizer, model: nn.Module, rank: in
         loss_of(model, batch_of(2 * step, rank)).backward()
     loss_of(model, batch_of(2 * step + 1, rank)).backward()
     optimizer.step()
-
-
-def with_closure(optimizer: hvd.DistributedOptimizer, model: nn.Module, rank: int, step: int) -> None:
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, batch_of(step, rank))
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
 
 
 def scheduled(optimizer: hvd.DistributedOptimizer, model: nn.Module, rank: int, step: int) -> None:
@@ -154,8 +145,9 @@ def steps_taken(way: str, counts: list[int], *, joins: bool) -> tuple[list[torch
     return everything(optimizer), optimizer
 
 
-@in_world
-def compare_ways(counts: list[int]) -> None:
+@pytest.mark.parametrize(("size", "counts"), [(3, [2, 0, 1]), *wide_worlds([2, 4])], ids=str)
+@on_ranks()
+def test_joined_ranks_do_as_ranks_without_gradients(counts: list[int]) -> None:
     for way in WAYS:
         joined, _ = steps_taken(way, counts, joins=True)
         stepped, _ = steps_taken(way, counts, joins=False)
@@ -163,23 +155,25 @@ def compare_ways(counts: list[int]) -> None:
             assert torch.equal(one, other), way
 
 
-@pytest.mark.parametrize("counts", [[2, 0, 1], *wide([2, 4])], ids=str)
-def test_joined_ranks_do_as_ranks_without_gradients(ranks: Worlds, counts: list[int]) -> None:
-    ranks(len(counts)).run(compare_ways, counts)
-
-
-@in_world
-def losses_of_closures() -> None:
+@on_ranks(3, *wide(2))
+def test_closures() -> None:
     model = network()
     optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters(), max_iter=3))
+
+    def closure(step: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch_of(step, hvd.rank()))
+        loss.backward()
+        return loss
+
     for step in range(1 + hvd.rank()):
-        with_closure(optimizer, model, hvd.rank(), step)
+        optimizer.step(partial(closure, step))
     assert hvd.join() == hvd.size() - 1
     assert_same_on_all_ranks(model.parameters())
 
 
-@in_world
-def two_optimizers() -> None:
+@on_ranks(3, *wide(2))
+def test_two_optimizers() -> None:
     """A generator and a discriminator, and one loss through both."""
     first, second = network(seed=1), network(seed=2)
     optimizers = [
@@ -201,8 +195,8 @@ def two_optimizers() -> None:
         assert_same_on_all_ranks(everything(optimizer))
 
 
-@in_world
-def verbs_with_zeros() -> None:
+@on_ranks(3, *wide(2))
+def test_verbs_with_zeros() -> None:
     size, late = hvd.size(), hvd.size() - 1
     if hvd.rank() == late:
         ones = torch.ones(5)
@@ -252,8 +246,8 @@ def refused_verbs() -> list[Callable[[], object]]:
     ]
 
 
-@in_world
-def refuse() -> None:
+@on_ranks(3, *wide(2))
+def test_what_cannot_be_is_refused() -> None:
     """Rank 0 joins at once; the others call what cannot be, and go on."""
     if hvd.rank() > 0:
         for call in refused_verbs():
@@ -270,8 +264,8 @@ def refuse() -> None:
         hvd.join(-2)
 
 
-@in_world
-def leftovers() -> None:
+@on_ranks(3, *wide(2))
+def test_leftovers() -> None:
     """What rank 0 has accumulated goes into the step of the others, and windows begin anew."""
     weight = nn.Parameter(torch.zeros(3))
     sgd = torch.optim.SGD([weight], lr=1.0)
@@ -302,8 +296,8 @@ class Averaging(hvd.Rule):
             self.communicator.allreduce(parameter.detach(), "average")
 
 
-@in_world
-def own_rule() -> None:
+@on_ranks(3, *wide(2))
+def test_a_rule_of_ones_own() -> None:
     model = network()
     optimizer = hvd.DistributedOptimizer(momentum(model), rule=Averaging)
     if hvd.rank() > 0:
@@ -313,8 +307,8 @@ def own_rule() -> None:
     optimizer.step()
 
 
-@in_world
-def quiet() -> None:
+@on_ranks(3, *wide(2))
+def test_others_that_do_nothing() -> None:
     """Rank 0 gives up when the others do nothing."""
     communicator = current_world().communicator()
     if hvd.rank() == 0:
@@ -331,36 +325,29 @@ def quiet() -> None:
         hvd.join()
 
 
-@pytest.mark.parametrize("size", [3, *wide(2)])
-def test_verbs_and_optimizers_beside_each_other(ranks: Worlds, size: int) -> None:
-    for function in (verbs_with_zeros, two_optimizers, losses_of_closures, refuse, leftovers, own_rule, quiet):
-        ranks(size).run(function)
-
-
-def go_on(optimizer: hvd.DistributedOptimizer, model: nn.Module, how: str) -> None:
-    """Join on rank 0, end on the last one, train on the others."""
-    if hvd.rank() == 0:
-        hvd.join()
-    for step in range(1000):
-        if hvd.rank() == hvd.size() - 1 and step == 3:
-            if how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise Abandoned
-        plain_step(optimizer, model, hvd.rank(), step)
+class Abandoned(Exception): ...
 
 
 def told(how: str) -> str:
-    """What a survivor is told."""
+    """Join on rank 0, end on the last one, train on the others; return what a survivor is told."""
     hvd.init(timeout_s=RUN_TIMEOUT_S / 2)
     model = network()
+    optimizer = hvd.DistributedOptimizer(momentum(model))
+
+    def go_on() -> None:
+        if hvd.rank() == 0:
+            hvd.join()
+        for step in range(1000):
+            if hvd.rank() == hvd.size() - 1 and step == 3:
+                if how == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise Abandoned
+            plain_step(optimizer, model, hvd.rank(), step)
+
     with pytest.raises((PeerLost, Abandoned)) as caught:
-        go_on(hvd.DistributedOptimizer(momentum(model)), model, how)
+        go_on()
     hvd.shutdown()
     return str(caught.value)
-
-
-class Abandoned(Exception):
-    """What goes wrong on the victim itself."""
 
 
 @pytest.mark.parametrize("how", ["killed", "raising"])

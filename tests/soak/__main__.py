@@ -19,7 +19,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 from rich import box
 from rich.console import Console
@@ -27,7 +27,7 @@ from rich.table import Table
 
 from gradwire.bench.hosts import HostsError
 from tests.harness import GRACE_S, TRANSPORTS, Outcome, World
-from tests.soak.faults import KINDS, NETWORK_KINDS, STOPPED, Fault, draw_fault
+from tests.soak.faults import KINDS, NETWORK_KINDS, STOPPED, Fault, FaultOfOne, draw_fault
 from tests.soak.meetings import KINDS as MEETING_KINDS
 from tests.soak.meetings import MeetingFault, come_together, draw_meeting_fault, is_known_at_once
 from tests.soak.network import Network
@@ -37,7 +37,7 @@ from tests.soak.ranks import Report, failed_at_file, leave, report_file, run_ses
 from tests.soak.rules import KINDS as TRAINING_KINDS
 from tests.soak.rules import RULES, TIMEOUT_S, TrainingFault, draw_training_fault
 from tests.soak.training import train
-from tests.soak.verdict import Finding, Kind, judge_fault, judge_meeting, judge_session, judge_training, news_s
+from tests.soak.verdict import Finding, Kind, judge_fault, judge_meeting, judge_session, news_s
 
 WORLD_SESSIONS = 25  # that a world lives for
 SESSION_DEADLINE_S = 180.0
@@ -82,14 +82,14 @@ class Tally:
 
 @dataclass
 class _Running:
-    """A world with a fault, since a time.monotonic(), for deadline_s at most. judge: told of the outcomes, the reports, the time
-    of the fault, and the directory, at its end."""
+    """A world with a fault, since a time.monotonic(), for deadline_s at most. judge: told at its end of the fault, the outcomes,
+    the reports, the time of the fault, and the directory."""
 
-    fault: Fault | TrainingFault | MeetingFault
+    fault: FaultOfOne
     world: World
     directory: Path
     deadline_s: float
-    judge: Callable[[Sequence[Outcome], dict[int, Report], float | None, Path], None]
+    judge: Callable[..., None]
     started: float = field(default_factory=time.monotonic)
 
 
@@ -119,9 +119,8 @@ class Soak:
             outcomes = world.collect(SESSION_DEADLINE_S, grace_s=GRACE_S)
             found = judge_session(session.members, outcomes)
             self.tally.operations += max((o.value.done for o in outcomes if isinstance(o.value, Report)), default=0)
+            self._tell(found, f"session {index}: {session}", _again(index, operations=count), directory)
             if found:
-                again = f"--start {index} --operations {count} --faults 0 --training 0 --meetings 0"
-                self._tell(found, f"session {index}: {session}", again, directory)
                 world.kill()
                 current = None
             self._progress(f"{self.tally.operations} of {operations} operations")
@@ -134,29 +133,31 @@ class Soak:
         def begin(fault: Fault) -> _Running:
             world, directory, network = self._place.world(fault.size, fault.hosts)
             world.start(suffer, fault, self._place.address, network, directory)
-            return _Running(fault, world, directory, FAULT_DEADLINE_S, partial(self._judge, fault, network))
+            return _Running(fault, world, directory, FAULT_DEADLINE_S, partial(self._judge, network))
 
         self._run(partial(draw_fault, on_hosts=self._place.on_hosts), begin, start, faults)
 
     def run_meetings(self, start: int, faults: int) -> None:
         """start: the first fault of ranks that meet."""
-
-        def begin(fault: MeetingFault) -> _Running:
-            world, directory, _ = self._place.world(fault.size, 1)
-            world.start(come_together, fault, directory)
-            return _Running(fault, world, directory, FAULT_DEADLINE_S, partial(self._judge_meeting, fault))
-
-        self._run(draw_meeting_fault, begin, start, faults)
+        self._run(
+            draw_meeting_fault, self._on_one_host(come_together, FAULT_DEADLINE_S, self._judge_meeting), start, faults
+        )
 
     def run_training(self, start: int, faults: int) -> None:
         """start: the first fault of training."""
+        self._run(
+            draw_training_fault, self._on_one_host(train, TRAINING_DEADLINE_S, self._judge_training), start, faults
+        )
 
-        def begin(fault: TrainingFault) -> _Running:
+    def _on_one_host(
+        self, function: Callable[[Any, Path], NoReturn], deadline_s: float, judge: Callable[..., None]
+    ) -> Callable[[Any], _Running]:
+        def begin(fault: Any) -> _Running:
             world, directory, _ = self._place.world(fault.size, 1)
-            world.start(train, fault, directory)
-            return _Running(fault, world, directory, TRAINING_DEADLINE_S, partial(self._judge_training, fault))
+            world.start(function, fault, directory)
+            return _Running(fault, world, directory, deadline_s, judge)
 
-        self._run(draw_training_fault, begin, start, faults)
+        return begin
 
     def _run(self, draw: Callable[..., Any], begin: Callable[[Any], _Running], start: int, faults: int) -> None:
         """Draw faults, from the start-th on, begin their worlds, and judge them. worlds_at_a_time of the place live at the same
@@ -179,18 +180,15 @@ class Soak:
         if fault.kind != STOPPED:
             outcomes += world.collect(LEAVE_S, ranks=[fault.victim])
         world.kill()
-        reports = {
-            rank: pickle.loads(report_file(directory, rank).read_bytes())
-            for rank in range(fault.size)
-            if report_file(directory, rank).exists()
-        }
+        files = {rank: report_file(directory, rank) for rank in fault.everyone}
+        reports = {rank: pickle.loads(file.read_bytes()) for rank, file in files.items() if file.exists()}
         failed_at = float(failed_at_file(directory).read_text()) if failed_at_file(directory).exists() else None
-        running.judge(outcomes, reports, failed_at, directory)
+        running.judge(fault, outcomes, reports, failed_at, directory)
 
     def _judge(
         self,
-        fault: Fault,
         network: Network | None,
+        fault: Fault,
         outcomes: Sequence[Outcome],
         reports: dict[int, Report],
         failed_at: float | None,
@@ -199,9 +197,7 @@ class Soak:
         if network is not None and fault.kind in NETWORK_KINDS:
             network.mend(fault.hosts_of_ranks[fault.victim])
         self.tally.news_s.setdefault(fault.kind, []).append(news_s(fault, reports, failed_at))
-        if found := judge_fault(fault, outcomes, reports, failed_at):
-            again = f"--start {fault.index} --operations 0 --faults 1 --training 0 --meetings 0"
-            self._tell(found, f"fault {fault.index}: {fault}", again, directory)
+        self._tell_of(fault, judge_fault(fault, outcomes, reports, failed_at), directory, "", "faults")
 
     def _judge_meeting(
         self,
@@ -216,9 +212,8 @@ class Soak:
         told = failed_at is not None and len(raised) == len(fault.survivors)
         news = max(raised) - failed_at if failed_at is not None and told else None
         self.tally.meeting_s.setdefault((fault.kind, arrived), []).append(news)
-        if found := judge_meeting(fault, outcomes, reports, failed_at, arrived):
-            again = f"--start {fault.index} --operations 0 --faults 0 --training 0 --meetings 1"
-            self._tell(found, f"fault {fault.index} of meeting: {fault}", again, directory)
+        found = judge_meeting(fault, outcomes, reports, failed_at, arrived)
+        self._tell_of(fault, found, directory, " of meeting", "meetings")
 
     def _judge_training(
         self,
@@ -233,10 +228,13 @@ class Soak:
             self.tally.outlived[rule_and_kind] += 1
         else:
             self.tally.training_s.setdefault(rule_and_kind, []).append(news_s(fault, reports, failed_at))
-        if found := judge_training(fault, outcomes, reports, failed_at):
-            self.tally.training_findings += len(found)
-            again = f"--start {fault.index} --operations 0 --faults 0 --training 1 --meetings 0"
-            self._tell(found, f"fault {fault.index} of training: {fault}", again, directory)
+        found = judge_fault(fault, outcomes, reports, failed_at)
+        self.tally.training_findings += len(found)
+        self._tell_of(fault, found, directory, " of training", "training")
+
+    def _tell_of(self, fault: FaultOfOne, found: Sequence[Finding], directory: Path, of: str, option: str) -> None:
+        """option: the one that says how many such faults there are."""
+        self._tell(found, f"fault {fault.index}{of}: {fault}", _again(fault.index, **{option: 1}), directory)
 
     def _end(self, world: World, directory: Path) -> None:
         """Let the ranks of a world leave as scripts do."""
@@ -249,7 +247,9 @@ class Soak:
         world.kill()
 
     def _tell(self, found: Sequence[Finding], what: str, again: str, directory: Path) -> None:
-        """Count and print findings. again: the options that repeat them, besides those of this run."""
+        """Count and print findings, if there are any. again: the options that repeat them, besides those of this run."""
+        if not found:
+            return
         self.tally.counts.update(finding.kind for finding in found)
         command = f"python -m tests.soak --seed {self._seed} --ranks {self._ranks} --transport {self._place.transport}"
         self._write(f"FOUND on {self._place.transport}, {what}\n  again: {command} {again}")
@@ -271,6 +271,12 @@ class Soak:
             self._write(f"{self._place.transport}: {done}, {findings} findings, {self._printed - self._began:.0f} s")
 
 
+def _again(start: int, **counts: int) -> str:
+    """Return the options that repeat one session or fault. counts: by the option's name; of what is not named, none."""
+    options = {"start": start, **dict.fromkeys(("operations", "faults", "training", "meetings"), 0), **counts}
+    return " ".join(f"--{name} {value}" for name, value in options.items())
+
+
 def table(tallies: Sequence[Tally]) -> Table:
     """A row for each transport."""
     drawn = Table(box=box.SIMPLE, padding=0)
@@ -283,49 +289,44 @@ def table(tallies: Sequence[Tally]) -> Table:
     return drawn
 
 
-def _table(heading: str, tallies: Sequence[Tally], rows: dict[str, Callable[[Tally], str]]) -> Table:
-    """Draw a table with a column for each transport. rows: by what stands before each, what a transport has in it."""
+def _table(heading: str, tallies: Sequence[Tally], names: dict[str, Any], cell: Callable[[Tally, Any], str]) -> Table:
+    """Draw a table with a column for each transport. names: of the rows, with what a cell is told of each."""
     drawn = Table(box=box.SIMPLE, padding=0)
     drawn.add_column(heading)
     for tally in tallies:
         drawn.add_column(tally.transport, justify="right")
-    for name, cell in rows.items():
-        drawn.add_row(name, *map(cell, tallies))
+    for name, key in names.items():
+        drawn.add_row(name, *(cell(tally, key) for tally in tallies))
     return drawn
 
 
 def fault_table(tallies: Sequence[Tally]) -> Table:
     """A row for each kind of fault: on each transport how many there were, the slowest news of one, and of how many somebody was
     not told."""
-    rows = {
-        kind: lambda tally, kind=kind: _cell(tally.news_s.get(kind, []), max)  # type: ignore[misc]
-        for kind in (*KINDS, *NETWORK_KINDS)
-    }
-    return _table("number, and\nslowest news, s", tallies, rows)
+    names = {kind: kind for kind in (*KINDS, *NETWORK_KINDS)}
+    cell = lambda tally, kind: _cell(tally.news_s.get(kind, []), max)  # noqa: E731
+    return _table("number, and\nslowest news, s", tallies, names, cell)
 
 
 def training_table(tallies: Sequence[Tally]) -> Table:
     """A row for each rule and kind of fault: on each transport how many of them were to be told, the median and the slowest news
     of one, and of how many somebody was not told; and how many the others were to outlive."""
 
-    def cell(tally: Tally, rule_and_kind: tuple[str, str]) -> str:
-        news, outlived = _cell(tally.training_s.get(rule_and_kind, []), median, max), tally.outlived[rule_and_kind]
+    def cell(tally: Tally, key: tuple[str, str]) -> str:
+        news, outlived = _cell(tally.training_s.get(key, []), median, max), tally.outlived[key]
         return "; ".join(part for part in (news, str(outlived) if outlived else "") if part)
 
-    rows = {", ".join(key): partial(cell, rule_and_kind=key) for key in product(RULES, TRAINING_KINDS)}
-    return _table("told, median and\nslowest news, s; outlived", tallies, rows)
+    names = {", ".join(key): key for key in product(RULES, TRAINING_KINDS)}
+    return _table("told, median and\nslowest news, s; outlived", tallies, names, cell)
 
 
 def meeting_table(tallies: Sequence[Tally]) -> Table:
     """A row for each kind of fault while ranks meet, of ranks that had arrived and of those that had not, of which the others
     only know at their deadline: how many, the median and the slowest news of one, and of how many somebody was not told."""
-    rows = {
-        f"{kind}, {'after' if arrived else 'before'} its arrival": lambda tally, key=(kind, arrived): _cell(  # type: ignore[misc]
-            tally.meeting_s.get(key, []), median, max
-        )
-        for kind, arrived in product(MEETING_KINDS, (True, False))
-    }
-    return _table("while ranks meet:\nmedian and slowest news, s", tallies, rows)
+    keys = product(MEETING_KINDS, (True, False))
+    names = {f"{kind}, {'after' if arrived else 'before'} its arrival": (kind, arrived) for kind, arrived in keys}
+    cell = lambda tally, key: _cell(tally.meeting_s.get(key, []), median, max)  # noqa: E731
+    return _table("while ranks meet:\nmedian and slowest news, s", tallies, names, cell)
 
 
 def training_line(tallies: Sequence[Tally]) -> str:
@@ -336,23 +337,22 @@ def training_line(tallies: Sequence[Tally]) -> str:
     for tally in tallies:
         for (_, kind), news in tally.training_s.items():
             (stopped if kind == STOPPED else lost).extend(news)
-    faults, outlived = sum(tally.faults_of_training for tally in tallies), sum(t.outlived.total() for t in tallies)
-    parts = [
-        f"{faults} faults of training",
-        f"{sum(tally.training_findings for tally in tallies)} findings",
-        f"{outlived} outlived",
-    ]
+    faults, findings, outlived = (
+        sum(counts)
+        for counts in zip(
+            *((t.faults_of_training, t.training_findings, t.outlived.total()) for t in tallies), strict=True
+        )
+    )
+    said = f"{faults} faults of training; {findings} findings; {outlived} outlived"
     if lost:
         soon = sum(news <= SOON_S for news in _told(lost))
-        parts.append(
-            f"{soon} of {len(lost)} lost ranks told within {SOON_S:g} s ({soon / len(lost):.1%}; {_summary(lost)})"
+        said += (
+            f"; {soon} of {len(lost)} lost ranks told within {SOON_S:g} s ({soon / len(lost):.1%}; {_summary(lost)})"
         )
     if stopped:
-        told = len(_told(stopped))
-        parts.append(
-            f"{told} of {len(stopped)} stopped ranks told at a deadline of {TIMEOUT_S:g} s ({_summary(stopped)})"
-        )
-    return "; ".join(parts)
+        told = f"{len(_told(stopped))} of {len(stopped)} stopped ranks told at a deadline of {TIMEOUT_S:g} s"
+        said += f"; {told} ({_summary(stopped)})"
+    return said
 
 
 def _told(news: Sequence[float | None]) -> list[float]:
@@ -381,17 +381,16 @@ def _untold(news: Sequence[float | None]) -> list[str]:
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--seed", type=int, help="of everything that is drawn (default: another one each time)")
-    parser.add_argument("--operations", type=int, default=20_000, help="on each transport (default 20000)")
-    parser.add_argument("--faults", type=int, default=400, help="on all transports together (default 400)")
-    parser.add_argument(
-        "--meetings", type=int, default=100, help="faults while ranks meet, on all transports together (default 100)"
-    )
-    parser.add_argument(
-        "--training", type=int, default=200, help="faults of ranks that train, on all transports together (default 200)"
-    )
-    parser.add_argument("--ranks", type=int, default=3, help="that exchange; faults have 2 to 4 (default 3)")
+    for name, default, what in (
+        ("operations", 20_000, "on each transport"),
+        ("faults", 400, "on all transports together"),
+        ("meetings", 100, "faults while ranks meet, on all transports together"),
+        ("training", 200, "faults of ranks that train, on all transports together"),
+        ("ranks", 3, "that exchange; faults have 2 to 4"),
+        ("start", 0, "the first session, and the first fault"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
     parser.add_argument("--transport", choices=(*TRANSPORTS, NAMESPACES, "all"), default="all")
-    parser.add_argument("--start", type=int, default=0, help="the first session, and the first fault (default 0)")
     chosen = parser.parse_args(arguments)
     if chosen.ranks < 1 or min(chosen.operations, chosen.faults, chosen.meetings, chosen.training, chosen.start) < 0:
         parser.error("--ranks must be positive; the others must not be negative")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +14,12 @@ import torch
 from gradwire.collectives import Communicator
 from gradwire.collectives.compression.algorithms_for import shot_of
 from gradwire.collectives.run.work import Work
-from tests.ranks.exact import Checks, contribution, reduced
+from tests.ranks.exact import Checks
+from tests.ranks.test_collectives import VERBS, Case, elements
 from tests.ranks.test_compressed import codec_named
 from tests.ranks.test_compressed import inputs as uneven_magnitudes
 from tests.shot_model import ShotModel
-from tests.soak.operations import Operation, Session
+from tests.soak.operations import OBJECT_VERBS, Operation, Session
 
 UNTOUCHED = 7  # what lies between and around the elements of a tensor
 NOT_FINITE = (float("nan"), float("inf"), float("-inf"), -0.0)
@@ -38,9 +41,58 @@ class Laid(NamedTuple):
     tensor: torch.Tensor
     around: torch.Tensor
 
-    def check(self, checks: Checks, expected: torch.Tensor) -> None:
-        checks.equal(self.tensor.reshape(-1), expected)
-        checks.equal(self.around, torch.full_like(self.around, UNTOUCHED))
+
+class _Memory:
+    """Lays tensors in the memory of one operation. shared: tensors of the Communicator's own memory that are free, by dtype and
+    length, for this operation to take and to give back."""
+
+    def __init__(
+        self, comm: Communicator, layout: str, shared: dict[tuple[torch.dtype, int], list[torch.Tensor]]
+    ) -> None:
+        self._comm, self._layout, self._shared = comm, layout, shared
+        self._laid: list[Laid] = []
+
+    def lay(self, values: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of these values."""
+        numel = values.numel()
+        base = torch.full((2 * numel + 3,), UNTOUCHED, dtype=values.dtype)
+        laid = Laid(values.clone(), base[:0])
+        if self._layout == "every second":
+            laid = Laid(base[: 2 * numel : 2], base[1 : 2 * numel : 2])
+        elif self._layout == "shifted":
+            laid = Laid(base[1 : numel + 1], base[numel + 1 :])
+        elif self._layout == "columns" and numel and numel % 2 == 0:
+            laid = Laid(torch.empty(numel // 2, 2, dtype=values.dtype).t(), base[:0])
+        elif self._layout == "shared":
+            kept = self._shared[values.dtype, numel]
+            laid = Laid(kept.pop() if kept else self._comm.empty(numel, dtype=values.dtype), base[:0])
+        laid.tensor.copy_(values.view(laid.tensor.shape))
+        self._laid.append(laid)
+        return laid.tensor
+
+    def check(self, checks: Checks) -> None:
+        """See that nothing around the tensors was written, and give the memory back."""
+        for tensor, around in self._laid:
+            checks.equal(around, torch.full_like(around, UNTOUCHED))
+            if self._layout == "shared":
+                self._shared[tensor.dtype, tensor.numel()].append(tensor)
+
+
+@dataclass(frozen=True)
+class _Drawn(Case):
+    """A verb's call as an operation has it."""
+
+    operation: Operation
+    memory: _Memory
+
+    def make(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.memory.lay(tensor)
+
+    def cuts(self) -> list[int]:
+        return list(self.operation.parts)
+
+    def counts(self) -> tuple[int, Sequence[Sequence[int]]]:
+        return self.numel, self.operation.counts
 
 
 class Exchange:
@@ -52,108 +104,83 @@ class Exchange:
 
     def start(self, position: int, operation: Operation, *, asynchronous: bool) -> Started:
         """Issue an operation; position: in its session."""
-        call = getattr(self, f"_{operation.verb}")
-        started: Started = call(operation, position, {"async_op": asynchronous, "algorithm": operation.algorithm})
-        return started
-
-    def _mine(self, operation: Operation, numel: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return self._of(self._comm.rank, operation, numel, dtype)
-
-    def _of(self, rank: int, operation: Operation, numel: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return contribution(rank, self._comm.size, numel, dtype or operation.dtype, operation.op)
-
-    def _reduced(self, operation: Operation, numel: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return reduced(self._comm.size, numel, dtype or operation.dtype, operation.op)
-
-    def _lay(self, values: torch.Tensor, layout: str) -> Laid:
-        numel = values.numel()
-        base = torch.full((2 * numel + 3,), UNTOUCHED, dtype=values.dtype)
-        laid = Laid(values.clone(), base[:0])
-        if layout == "every second":
-            laid = Laid(base[: 2 * numel : 2], base[1 : 2 * numel : 2])
-        elif layout == "shifted":
-            laid = Laid(base[1 : numel + 1], base[numel + 1 :])
-        elif layout == "columns" and numel and numel % 2 == 0:
-            laid = Laid(torch.empty(numel // 2, 2, dtype=values.dtype).t(), base[:0])
-        elif layout == "shared":
-            kept = self._shared[values.dtype, numel]
-            laid = Laid(kept.pop() if kept else self._comm.empty(numel, dtype=values.dtype), base[:0])
-        laid.tensor.copy_(values.view(laid.tensor.shape))
-        return laid
-
-    def _empty(self, numel: int, operation: Operation) -> Laid:
-        return self._lay(torch.full((numel,), UNTOUCHED, dtype=operation.dtype), operation.layout)
-
-    def _checked(
-        self, laid: Laid, operation: Operation, expected: Callable[[], torch.Tensor]
-    ) -> Callable[[Checks], None]:
-        def check(checks: Checks) -> None:
-            laid.check(checks, expected())
-            if operation.layout == "shared":
-                self._shared[laid.tensor.dtype, laid.tensor.numel()].append(laid.tensor)
-
-        return check
-
-    # Reductions
-
-    def _allreduce(self, o: Operation, position: int, how: dict[str, Any]) -> Started:
+        o, memory = operation, _Memory(self._comm, operation.layout, self._shared)
+        kind = "ordinary" if o.layout == "contiguous" else "transposed"  # of what has rows
+        case = _Drawn(self._comm, o.algorithm, o.dtype, o.op, o.numel, kind, o.root, o, memory)
+        how = {"async_op": asynchronous, "algorithm": o.algorithm}
+        if o.verb == "barrier":
+            return Started(self._comm.barrier(**how), lambda checks: None)
+        if o.verb in OBJECT_VERBS:
+            return self._objects(o, position)
+        if o.verb == "compressed":
+            return self._compressed(o, position, how)
         if o.values == "any":
-            return self._allreduce_of_any(o, position, how)
+            return self._allreduce_of_any(case, position, how)
+        return self._grouped_allreduce(case, how) if o.together else self._verb(case, how)
+
+    def _verb(self, case: _Drawn, how: dict[str, Any]) -> Started:
+        """Call a verb as its test calls it."""
+        o = case.operation
         prescale, postscale = o.scales
+        call, tensors, wanted = VERBS[o.verb + ("_list" if o.parts else "_splits" if o.counts else "")][1](case)
         early = Checks()
-        laid = self._lay(self._mine(o, o.numel), o.layout)
-
-        def expected() -> torch.Tensor:
-            result = self._reduced(o, o.numel)
-            return result if o.scales == (1.0, 1.0) else result * (prescale * postscale)
-
-        for repeat in range(1, o.repeats):
-            self._comm.allreduce(laid.tensor, o.op, prescale=prescale, postscale=postscale, algorithm=o.algorithm)
-            with early.case(repeat=repeat):
-                laid.check(early, expected())
-            laid.tensor.copy_(self._mine(o, o.numel).view(laid.tensor.shape))
-        work = self._comm.allreduce(laid.tensor, o.op, prescale=prescale, postscale=postscale, **how)
-        last = self._checked(laid, o, expected)
+        if o.verb == "allreduce":
+            call, wanted = (
+                partial(call, prescale=prescale, postscale=postscale),
+                [scaled(wanted[0], prescale * postscale)],
+            )
+            for repeat in range(1, o.repeats):
+                call(algorithm=o.algorithm)
+                with early.case(repeat=repeat):
+                    early.equal(elements(tensors[0]), wanted[0])
+                tensors[0].copy_(case.own().view(tensors[0].shape))
+        work = call(**how)
 
         def check(checks: Checks) -> None:
             checks.failures.extend(early.failures)
-            last(checks)
+            for tensor, values in zip(tensors, wanted, strict=False):
+                checks.equal(elements(tensor), values.reshape(-1))
+            case.memory.check(checks)
 
-        return Started(work, check, [laid.tensor])
+        alike = {"allreduce": 1, "broadcast": 1, "allgather": len(o.parts) or 1}
+        return Started(work, check, tensors[: alike.get(o.verb, 0)])
 
-    def _allreduce_of_any(self, o: Operation, position: int, how: dict[str, Any]) -> Started:
+    def _allreduce_of_any(self, case: _Drawn, position: int, how: dict[str, Any]) -> Started:
         """Numbers whose sum depends on the order, and some that are not finite."""
+        o, size = case.operation, self._comm.size
         random = self._session.random(f"values/{position}")
         generator = torch.Generator().manual_seed(random.getrandbits(63))
-        size = self._comm.size
         every = torch.randn(size, o.numel, generator=generator, dtype=torch.float64).to(o.dtype)
         for _ in range(min(4, o.numel)):
             every[random.randrange(size), random.randrange(o.numel)] = random.choice(NOT_FINITE)
-        laid = self._lay(every[self._comm.rank], o.layout)
-        work = self._comm.allreduce(laid.tensor, o.op, **how)
+        tensor = case.make(every[self._comm.rank])
+        work = self._comm.allreduce(tensor, o.op, **how)
 
         def check(checks: Checks) -> None:
             wide = every.double()
             expected = {"min": lambda: wide.amin(0), "max": lambda: wide.amax(0)}.get(o.op, lambda: wide.sum(0))()
             divisor = size if o.op == "average" else 1
             allowed = 0.0 if o.op in ("min", "max") else torch.finfo(o.dtype).eps * (size + 1)
-            actual = laid.tensor.reshape(-1).double()
+            actual = tensor.reshape(-1).double()
             expected = expected / divisor
             right = (actual - expected).abs() <= allowed * wide.abs().sum(0) / divisor
             right |= (actual == expected) | (actual.isnan() & expected.isnan())
             _compare(checks, o, right, actual, expected)
-            checks.equal(laid.around, torch.full_like(laid.around, UNTOUCHED))
+            case.memory.check(checks)
 
-        return Started(work, check, [laid.tensor])
+        return Started(work, check, [tensor])
 
-    def _grouped_allreduce(self, o: Operation, position: int, how: dict[str, Any]) -> Started:
-        laid = [self._lay(self._mine(o, numel, dtype), o.layout) for dtype, numel in o.together]
-        work = self._comm.grouped_allreduce([each.tensor for each in laid], o.op, **how)
-        checked = [
-            self._checked(each, o, lambda dtype=dtype, numel=numel: self._reduced(o, numel, dtype))  # type: ignore[misc]
-            for each, (dtype, numel) in zip(laid, o.together, strict=True)
-        ]
-        return Started(work, lambda checks: [check(checks) for check in checked] and None, [e.tensor for e in laid])
+    def _grouped_allreduce(self, case: _Drawn, how: dict[str, Any]) -> Started:
+        cases = [replace(case, dtype=dtype, numel=numel) for dtype, numel in case.operation.together]
+        tensors = [each.make(each.own()) for each in cases]
+        work = self._comm.grouped_allreduce(tensors, case.op, **how)
+
+        def check(checks: Checks) -> None:
+            for tensor, each in zip(tensors, cases, strict=True):
+                checks.equal(elements(tensor), each.total())
+            case.memory.check(checks)
+
+        return Started(work, check, tensors)
 
     def _compressed(self, o: Operation, position: int, how: dict[str, Any]) -> Started:
         """Against a model of it in one process where there is one: of all ways but those that add codes as they are."""
@@ -187,142 +214,32 @@ class Exchange:
         allowed = (self._comm.size + 1) * RELATIVE_ERROR_OF_CASTS.get(o.codec, 1e-6) * magnitude + 1e-5
         _compare(checks, o, (result - expected).abs() <= allowed, result, expected)
 
-    def _reduce_scatter(self, o: Operation, position: int, how: dict[str, Any]) -> Started:
-        parts = o.parts or (o.numel,) * self._comm.size
-        values = self._mine(o, sum(parts))
-        given = [self._lay(piece, o.layout) for piece in (values.split(parts) if o.parts else [values])]
-        output = self._empty(parts[self._comm.rank], o)
-        tensors = [each.tensor for each in given]
-        work = self._comm.reduce_scatter(output.tensor, tensors if o.parts else tensors[0], o.op, **how)
+    def _objects(self, o: Operation, position: int) -> Started:
+        comm, is_root = self._comm, self._comm.rank == o.root
 
-        def check(checks: Checks) -> None:
-            output.check(checks, self._reduced(o, sum(parts)).split(parts)[self._comm.rank])
-            self._check_given(checks, given, values.split(parts) if o.parts else [values])
+        def drawn(rank: int) -> object:
+            random = self._session.random(f"objects/{position}/{rank}")
+            return {"rank": rank, "bytes": random.randbytes(random.choice((0, 1, 100, 50_000))), "none": None}
 
-        return Started(work, check)
+        everyone = [drawn(rank) for rank in range(comm.size)]
+        mine = everyone[comm.rank]
+        call, expected = {
+            "allgather_object": (lambda: comm.allgather_object(mine), everyone),
+            "broadcast_object": (lambda: comm.broadcast_object(mine, o.root), everyone[o.root]),
+            "gather_object": (lambda: comm.gather_object(mine, o.root), everyone if is_root else None),
+            "scatter_object": (lambda: comm.scatter_object(everyone if is_root else None, o.root), mine),
+        }[o.verb]
+        actual = call()
 
-    def _reduce(self, o: Operation, position: int, how: dict[str, Any]) -> Started:
-        laid = self._lay(self._mine(o, o.numel), o.layout)
-        work = self._comm.reduce(laid.tensor, o.root, o.op, **how)
-        result = self._reduced if self._comm.rank == o.root else self._mine
-        return Started(work, self._checked(laid, o, lambda: result(o, o.numel)))
-
-    # Movement
-
-    def _allgather(self, o: Operation, position: int, how: dict[str, Any]) -> Started:
-        comm = self._comm
-        parts = o.parts or (o.numel,) * comm.size
-        given = self._lay(self._mine(o, parts[comm.rank]), o.layout)
-        outputs = [self._empty(numel, o) for numel in (o.parts or [sum(parts)])]
-        tensors = [output.tensor for output in outputs]
-        work = comm.allgather(tensors if o.parts else tensors[0], given.tensor, **how)
-
-        def check(checks: Checks) -> None:
-            pieces = [self._of(rank, o, numel) for rank, numel in enumerate(parts)]
-            for output, piece in zip(outputs, pieces if o.parts else [torch.cat(pieces)], strict=True):
-                output.check(checks, piece)
-            self._check_given(checks, [given], [self._mine(o, parts[comm.rank])])
-
-        return Started(work, check, tensors)
-
-    def _broadcast(self, o: Operation, position: int, how: dict[str, Any]) -> Started:
-        laid = self._lay(self._mine(o, o.numel), o.layout)
-        work = self._comm.broadcast(laid.tensor, o.root, **how)
-        return Started(work, self._checked(laid, o, lambda: self._of(o.root, o, o.numel)), [laid.tensor])
-
-    def _gather(self, o: Operation, position: int, how: dict[str, Any]) -> Started:
-        comm = self._comm
-        given = self._lay(self._mine(o, o.numel), o.layout)
-        outputs = [self._empty(o.numel, o) for _ in range(comm.size)] if comm.rank == o.root else []
-        work = comm.gather(given.tensor, [output.tensor for output in outputs] or None, o.root, **how)
-
-        def check(checks: Checks) -> None:
-            for rank, output in enumerate(outputs):
-                output.check(checks, self._of(rank, o, o.numel))
-            self._check_given(checks, [given], [self._mine(o, o.numel)])
-
-        return Started(work, check)
-
-    def _scatter(self, o: Operation, position: int, how: dict[str, Any]) -> Started:
-        comm = self._comm
-        values = [self._of(rank, o, o.numel) for rank in range(comm.size)] if comm.rank == o.root else []
-        given = [self._lay(each, o.layout) for each in values]
-        output = self._empty(o.numel, o)
-        work = comm.scatter(output.tensor, [each.tensor for each in given] or None, o.root, **how)
-
-        def check(checks: Checks) -> None:
-            output.check(checks, self._mine(o, o.numel))
-            self._check_given(checks, given, values)
-
-        return Started(work, check)
-
-    def _alltoall(self, o: Operation, position: int, how: dict[str, Any]) -> Started:
-        """Parts of numel elements; or rows of so many columns, counts[i][j] of them from rank i to rank j."""
-        comm, rank = self._comm, self._comm.rank
-        sent = o.counts or ((1,) * comm.size,) * comm.size
-        values = self._mine(o, o.numel * sum(sent[rank]))
-        given = self._lay(values, o.layout)
-        received = [sent[peer][rank] for peer in range(comm.size)]
-        output = self._empty(o.numel * sum(received), o)
-        if o.counts:
-            rows = [tensor.reshape(-1, o.numel) for tensor in (output.tensor, given.tensor)]
-            work = comm.alltoall(rows[0], rows[1], received, list(sent[rank]), **how)
-        else:
-            rows = [output.tensor]
-            work = comm.alltoall(output.tensor, given.tensor, **how)
-
-        def check(checks: Checks) -> None:
-            pieces = []
-            for peer in range(comm.size):
-                theirs = self._of(peer, o, o.numel * sum(sent[peer]))
-                pieces.append(theirs.split([o.numel * count for count in sent[peer]])[rank])
-            checks.equal(rows[0].reshape(-1), torch.cat(pieces))
-            self._check_given(checks, [given], [values])
-
-        return Started(work, check)
-
-    def _barrier(self, o: Operation, position: int, how: dict[str, Any]) -> Started:
-        return Started(self._comm.barrier(**how), lambda checks: None)
-
-    # Objects
-
-    def _object(self, position: int, rank: int) -> object:
-        random = self._session.random(f"objects/{position}/{rank}")
-        return {"rank": rank, "bytes": random.randbytes(random.choice((0, 1, 100, 50_000))), "none": None}
-
-    def _objects(self, position: int) -> list[object]:
-        return [self._object(position, rank) for rank in range(self._comm.size)]
-
-    def _compare_objects(self, o: Operation, actual: object, expected: object) -> Started:
         def check(checks: Checks) -> None:
             if actual != expected:
                 checks.failures.append(f"{o}: {str(actual)[:200]} instead of {str(expected)[:200]}")
 
         return Started(None, check)
 
-    def _allgather_object(self, o: Operation, position: int, how: dict[str, Any]) -> Started:
-        everyone = self._objects(position)
-        return self._compare_objects(o, self._comm.allgather_object(everyone[self._comm.rank]), everyone)
 
-    def _broadcast_object(self, o: Operation, position: int, how: dict[str, Any]) -> Started:
-        everyone = self._objects(position)
-        received = self._comm.broadcast_object(everyone[self._comm.rank], o.root)
-        return self._compare_objects(o, received, everyone[o.root])
-
-    def _gather_object(self, o: Operation, position: int, how: dict[str, Any]) -> Started:
-        everyone = self._objects(position)
-        received = self._comm.gather_object(everyone[self._comm.rank], o.root)
-        return self._compare_objects(o, received, everyone if self._comm.rank == o.root else None)
-
-    def _scatter_object(self, o: Operation, position: int, how: dict[str, Any]) -> Started:
-        everyone = self._objects(position)
-        received = self._comm.scatter_object(everyone if self._comm.rank == o.root else None, o.root)
-        return self._compare_objects(o, received, everyone[self._comm.rank])
-
-    def _check_given(self, checks: Checks, given: Sequence[Laid], values: Sequence[torch.Tensor]) -> None:
-        """What is only read must be as it was."""
-        for each, wanted in zip(given, values, strict=True):
-            each.check(checks, wanted)
+def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    return tensor if factor == 1.0 else tensor * factor
 
 
 def _compare(checks: Checks, o: Operation, right: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> None:

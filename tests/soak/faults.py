@@ -53,8 +53,27 @@ class FaultOfOne:
     kind: str
 
     @property
+    def everyone(self) -> tuple[int, ...]:
+        return tuple(range(self.size))
+
+    @property
     def survivors(self) -> tuple[int, ...]:
-        return tuple(rank for rank in range(self.size) if rank != self.victim)
+        return tuple(rank for rank in self.everyone if rank != self.victim)
+
+    @property
+    def reporting(self) -> tuple[int, ...]:
+        """The ranks that live on to say what they saw."""
+        return self.survivors
+
+    @property
+    def exit_code(self) -> int:
+        """With which the victim leaves."""
+        return EXIT_CODES.get(self.kind, 0)
+
+    @property
+    def is_outlived(self) -> bool:
+        """Whether the others are to go on."""
+        return self.kind in HARMLESS
 
 
 @dataclass(frozen=True)
@@ -89,8 +108,9 @@ class Fault(FaultOfOne):
     @property
     def session(self) -> Session:
         """The operations before and after it."""
-        members = tuple(range(self.size))
-        return Session(self.seed, f"{self.transport}/fault", self.index, members, self.host_of, self.segment_bytes)
+        return Session(
+            self.seed, f"{self.transport}/fault", self.index, self.everyone, self.host_of, self.segment_bytes
+        )
 
     @property
     def timeout_s(self) -> float:
@@ -104,8 +124,7 @@ class Fault(FaultOfOne):
 
     @property
     def reporting(self) -> tuple[int, ...]:
-        """The ranks that live on to say what they saw."""
-        return tuple(range(self.size)) if self.kind in (CLOSES, DISAGREES, *NETWORK_KINDS) else self.survivors
+        return self.everyone if self.kind in (CLOSES, DISAGREES, *NETWORK_KINDS) else self.survivors
 
     @property
     def hosts_of_ranks(self) -> list[int]:
@@ -119,21 +138,24 @@ class Fault(FaultOfOne):
             return {self.victim}
         hosts = self.hosts_of_ranks
         cut = hosts[self.victim]
-        return {other for other in range(self.size) if (hosts[other] == cut) != (hosts[rank] == cut)}
+        return {other for other in self.everyone if (hosts[other] == cut) != (hosts[rank] == cut)}
 
     def __str__(self) -> str:
         where = f"{self.phase} (operation {self.position}, after {1000 * self.after_s:.0f} ms)"
-        details = [f"segment_bytes={self.segment_bytes}", f"Communicators: {self.communicators}"]
-        details += [f"hosts {self.host_of}"] if self.host_of else []
-        details += [f"large: {self.large}"] if self.phase == MIDDLE else []
-        details += ["closing on its way out"] if self.in_a_block and self.kind in (RAISES, EXITS) else []
-        details += ["survivors close"] if self.survivors_close else []
-        details += ["rank 0 holds the store"] if self.store_of_rank_0 else []
-        details += [f"hosts of ranks: {self.hosts_of_ranks}"] if self.on_hosts else []
-        details += [self.way] if self.way else []
-        details += [f"timeout {self.timeout_s:g} s"] if self.kind in SILENT else []
-        details += [f"{self.outages} times {self.outage_s:.1f} s"] if self.kind == FLAPS else []
-        return f"rank {self.victim} of {self.size} {self.kind} {where}; {', '.join(details)}"
+        details = {
+            f"segment_bytes={self.segment_bytes}, Communicators: {self.communicators}": True,
+            f"hosts {self.host_of}": self.host_of,
+            f"large: {self.large}": self.phase == MIDDLE,
+            "closing on its way out": self.in_a_block and self.kind in (RAISES, EXITS),
+            "survivors close": self.survivors_close,
+            "rank 0 holds the store": self.store_of_rank_0,
+            f"hosts of ranks: {self.hosts_of_ranks}": self.on_hosts,
+            self.way: self.way,
+            f"timeout {self.timeout_s:g} s": self.kind in SILENT,
+            f"{self.outages} times {self.outage_s:.1f} s": self.kind == FLAPS,
+        }
+        said = ", ".join(detail for detail, is_so in details.items() if is_so)
+        return f"rank {self.victim} of {self.size} {self.kind} {where}; {said}"
 
 
 def draw_fault(seed: int, transport: str, index: int, *, on_hosts: bool) -> Fault:

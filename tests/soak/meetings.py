@@ -23,21 +23,11 @@ import gradwire as hvd
 from gradwire.collectives import Communicator
 from gradwire.trainer.world import meeting
 from tests.soak.faults import KILLED, STOPPED, FaultOfOne
-from tests.soak.ranks import (
-    Report,
-    Witness,
-    failed_at_file,
-    leave,
-    meet_at_rank_0,
-    report_file,
-    wait_for_reports,
-    write,
-)
+from tests.soak.ranks import Life, failed_at_file, leave, meet_at_rank_0
 
 INIT, COMMUNICATOR = PLACES = ("init()", "Communicator()")
 NO_THREADS, NO_DESCRIPTORS = UNABLE = ("cannot start threads", "has no descriptors left")
 KINDS = (KILLED, STOPPED, *UNABLE)
-EXIT_CODES = {KILLED: -9, **dict.fromkeys(UNABLE, 1)}
 
 TIMEOUT_S = 3.0  # of what may run into it
 FAR_S = 20.0  # of what must not
@@ -56,6 +46,10 @@ class MeetingFault(FaultOfOne):
     @property
     def timeout_s(self) -> float:
         return TIMEOUT_S if self.kind == STOPPED else FAR_S
+
+    @property
+    def exit_code(self) -> int:
+        return -9 if self.kind == KILLED else 1
 
     def __str__(self) -> str:
         return f"rank {self.victim} of {self.size} {self.kind} at call {self.position} of {self.place}"
@@ -98,20 +92,22 @@ def is_known_at_once(fault: MeetingFault, directory: Path) -> bool:
 
 def come_together(fault: MeetingFault, directory: Path) -> NoReturn:
     """Meet the others and exchange until the fault; then report, close, wait for the others' reports, and leave."""
-    rank, report = dist.get_rank(), Report()
-    if fault.place == INIT:
+    in_init, rank = fault.place == INIT, dist.get_rank()
+    life = Life(directory, fault.everyone)
+    if in_init:
         prepare_init(f"{fault.seed}/{fault.transport}/{fault.index}", rank, fault.size, directory)
     elif fault.index % 2:
         meet_at_rank_0("127.0.0.1", directory)
     is_victim = rank == fault.victim
-    if fault.place == INIT and not is_victim:
-        _note_reaching(directory, rank)
     if is_victim:
         sys.setprofile(_Trap(fault, directory))
-    waited_since = time.monotonic()
+    elif in_init:
+        _note_reaching(directory, rank)
+    life.note(fault.place)
+    life.wait()
     closing: list[Callable[[], None]] = [hvd.shutdown]
-    try:
-        if fault.place == INIT:
+    with life.witnessing():
+        if in_init:
             hvd.init(timeout_s=fault.timeout_s)
             barrier: Callable[[], object] = hvd.barrier
         else:
@@ -124,16 +120,11 @@ def come_together(fault: MeetingFault, directory: Path) -> NoReturn:
             _fail(fault, after_meeting=True)
         while True:
             barrier()
-    except Exception as error:
-        report.witness = Witness.of(error, tuple(range(fault.size)), waited_since)
-        report.during = fault.place
     if is_victim:
         leave(1)
     for close in closing:
         close()
-    write(report_file(directory, rank), report)
-    wait_for_reports(directory, fault.survivors)
-    leave()
+    life.end(fault.survivors)
 
 
 def _note_reaching(directory: Path, rank: int) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from random import Random
 
 import torch
 
 from gradwire.collectives.compression.algorithms_for import shot_of
-from tests.ranks.exact import DTYPES, FLOATING, ops
+from tests.ranks.exact import DTYPES, FLOATING, OPS, ops
 from tests.ranks.test_compressed import COMPRESSING, SPECIAL, codec_named
 
 SESSION_OPERATIONS = 40  # of one Communicator
@@ -114,23 +114,8 @@ class _Draw:
     """The choices of which the fields of an operation are made."""
 
     def __init__(self, random: Random, session: Session, algorithms: Mapping[str, tuple[str, ...]]) -> None:
-        self.random, self.size, self._algorithms = random, session.size, algorithms
+        self.random, self.size, self.algorithms = random, session.size, algorithms
         self.segment_bytes = session.segment_bytes or USUAL_SEGMENT_BYTES
-
-    def algorithm(self, collective: str) -> str:
-        return self.random.choice(("auto", *self._algorithms[collective]))
-
-    def names(self, collective: str) -> tuple[str, ...]:
-        return self._algorithms[collective]
-
-    def dtype(self) -> torch.dtype:
-        return self.random.choice(DTYPES)
-
-    def layout(self) -> str:
-        return self.random.choice(LAYOUTS)
-
-    def root(self) -> int:
-        return self.random.randrange(self.size)
 
     def numel(self, dtype: torch.dtype, tensors: int = 1) -> int:
         """Of each of so many tensors that travel together: mostly few, mostly near where something changes."""
@@ -150,107 +135,68 @@ class _Draw:
             numel = self.random.randrange(LARGEST_BYTES // dtype.itemsize)
         return min(numel, most)
 
+    def operation(
+        self, verb: str, dtypes: Sequence[torch.dtype] = DTYPES, *, tensors: int = 1, reduces: bool = False
+    ) -> Operation:
+        """Draw what every verb has. tensors: of the drawn length that a rank holds; reduces: whether the verb has an op."""
+        dtype = self.random.choice(dtypes)
+        return Operation(
+            verb,
+            algorithm=self.random.choice(("auto", *self.algorithms[verb])),
+            dtype=dtype,
+            op=self.random.choice(ops(dtype)) if reduces else "sum",
+            numel=self.numel(dtype, tensors),
+            root=self.random.randrange(self.size),
+            layout=self.random.choice(LAYOUTS),
+        )
+
 
 def _allreduce(draw: _Draw) -> Operation:
-    algorithm, layout = draw.algorithm("allreduce"), draw.layout()
     if draw.random.random() < 0.2:
-        dtype, op = draw.random.choice(FLOATING), draw.random.choice(("sum", "average", "min", "max"))
-        return Operation(
-            "allreduce", algorithm=algorithm, dtype=dtype, op=op, numel=draw.numel(dtype), layout=layout, values="any"
-        )
-    dtype = draw.dtype()
-    op = draw.random.choice(ops(dtype))
-    scales = draw.random.choice(SCALES) if dtype in FLOATING and op != "product" else (1.0, 1.0)
-    repeats = draw.random.choice((1, 1, 1, 3))
-    return Operation(
-        "allreduce",
-        algorithm=algorithm,
-        dtype=dtype,
-        op=op,
-        numel=draw.numel(dtype),
-        layout=layout,
-        scales=scales,
-        repeats=repeats,
-    )
+        op = draw.random.choice(("sum", "average", "min", "max"))
+        return replace(draw.operation("allreduce", FLOATING), op=op, values="any")
+    drawn = draw.operation("allreduce", reduces=True)
+    scalable = drawn.dtype in FLOATING and drawn.op != "product"
+    scales = draw.random.choice(SCALES) if scalable else (1.0, 1.0)
+    return replace(drawn, scales=scales, repeats=draw.random.choice((1, 1, 1, 3)))
 
 
 def _grouped_allreduce(draw: _Draw) -> Operation:
-    count = draw.random.randint(1, 6)
-    dtypes = [draw.dtype() for _ in range(count)]
-    shared_ops = [op for op in ops(torch.float32) if all(op in ops(dtype) for dtype in dtypes)]
-    together = tuple((dtype, draw.numel(dtype, count)) for dtype in dtypes)
-    return Operation(
-        "grouped_allreduce",
-        algorithm=draw.algorithm("allreduce"),
-        op=draw.random.choice(shared_ops),
-        together=together,
-        layout=draw.layout(),
-    )
+    dtypes = draw.random.choices(DTYPES, k=draw.random.randint(1, 6))
+    together = tuple((dtype, draw.numel(dtype, len(dtypes))) for dtype in dtypes)
+    op = draw.random.choice([op for op in OPS if all(op in ops(dtype) for dtype in dtypes)])
+    drawn = draw.operation("allreduce", [torch.float32])
+    return replace(drawn, verb="grouped_allreduce", op=op, numel=0, together=together)
 
 
 def _compressed(draw: _Draw) -> Operation:
     codec = draw.random.choice((*COMPRESSING, *SPECIAL))
-    shot = shot_of(codec_named(codec))
-    names = ["auto", shot, *(draw.names("allreduce") if codec_named(codec).summable else ())]
-    algorithm = draw.random.choice(names)
+    shot, summable = shot_of(codec_named(codec)), codec_named(codec).summable
+    algorithm = draw.random.choice(["auto", shot, *(draw.algorithms["allreduce"] if summable else ())])
     steps = draw.random.choice((1, 1, 3)) if algorithm == shot else 1
     numel = min(draw.numel(torch.float32), CODEC_NUMELS)
     op = draw.random.choice(("sum", "average"))
     return Operation("compressed", algorithm=algorithm, codec=codec, op=op, numel=numel, steps=steps)
 
 
-def _reduce_scatter(draw: _Draw) -> Operation:
-    dtype = draw.dtype()
-    return replace(_in_parts(draw, "reduce_scatter", dtype), op=draw.random.choice(ops(dtype)))
-
-
-def _allgather(draw: _Draw) -> Operation:
-    return _in_parts(draw, "allgather", draw.dtype())
-
-
-def _in_parts(draw: _Draw, collective: str, dtype: torch.dtype) -> Operation:
+def _in_parts(draw: _Draw, verb: str, *, reduces: bool = False) -> Operation:
     """One tensor of equal parts, a list of equal ones, or a list of which all may differ; not with the backend's own."""
-    algorithm, layout = draw.algorithm(collective), draw.layout()
-    numel, kind = draw.numel(dtype, draw.size), draw.random.random()
+    drawn, kind = draw.operation(verb, tensors=draw.size, reduces=reduces), draw.random.random()
     parts: tuple[int, ...] = ()
     if kind < 0.2:
-        parts = (numel,) * draw.size
-    elif kind < 0.5 and algorithm != "native":
-        parts = tuple(draw.numel(dtype, draw.size) for _ in range(draw.size))
-    return Operation(collective, algorithm=algorithm, dtype=dtype, numel=numel, parts=parts, layout=layout)
-
-
-def _reduce(draw: _Draw) -> Operation:
-    dtype = draw.dtype()
-    return replace(_rooted(draw, "reduce", dtype, 1), op=draw.random.choice(ops(dtype)))
-
-
-def _rooted(draw: _Draw, collective: str, dtype: torch.dtype, tensors: int) -> Operation:
-    return Operation(
-        collective,
-        algorithm=draw.algorithm(collective),
-        dtype=dtype,
-        numel=draw.numel(dtype, tensors),
-        root=draw.root(),
-        layout=draw.layout(),
-    )
+        parts = (drawn.numel,) * draw.size
+    elif kind < 0.5 and drawn.algorithm != "native":
+        parts = tuple(draw.numel(drawn.dtype, draw.size) for _ in range(draw.size))
+    return replace(drawn, parts=parts)
 
 
 def _alltoall(draw: _Draw) -> Operation:
-    algorithm, dtype, layout = draw.algorithm("alltoall"), draw.dtype(), draw.layout()
+    drawn = draw.operation("alltoall", tensors=draw.size)
     if draw.random.random() < 0.5:
-        return Operation(
-            "alltoall", algorithm=algorithm, dtype=dtype, numel=draw.numel(dtype, draw.size), layout=layout
-        )
+        return drawn
     most = draw.random.choice((1, 3, 50, 2000))
     counts = tuple(tuple(draw.random.randint(0, most) for _ in range(draw.size)) for _ in range(draw.size))
-    return Operation(
-        "alltoall", algorithm=algorithm, dtype=dtype, numel=draw.random.randint(1, 3), counts=counts, layout=layout
-    )
-
-
-def _object(draw: _Draw) -> Operation:
-    return Operation(draw.random.choice(OBJECT_VERBS), root=draw.root())
+    return replace(drawn, numel=draw.random.randint(1, 3), counts=counts)
 
 
 #: How often each is drawn, relative to the others, and how.
@@ -258,13 +204,13 @@ _DRAW: dict[str, tuple[int, Callable[[_Draw], Operation]]] = {
     "allreduce": (8, _allreduce),
     "grouped_allreduce": (3, _grouped_allreduce),
     "compressed": (3, _compressed),
-    "reduce_scatter": (3, _reduce_scatter),
-    "reduce": (2, _reduce),
-    "allgather": (3, _allgather),
-    "broadcast": (2, lambda draw: _rooted(draw, "broadcast", draw.dtype(), 1)),
-    "gather": (2, lambda draw: _rooted(draw, "gather", draw.dtype(), draw.size)),
-    "scatter": (2, lambda draw: _rooted(draw, "scatter", draw.dtype(), draw.size)),
+    "reduce_scatter": (3, lambda draw: _in_parts(draw, "reduce_scatter", reduces=True)),
+    "reduce": (2, lambda draw: draw.operation("reduce", reduces=True)),
+    "allgather": (3, lambda draw: _in_parts(draw, "allgather")),
+    "broadcast": (2, lambda draw: draw.operation("broadcast")),
+    "gather": (2, lambda draw: draw.operation("gather", tensors=draw.size)),
+    "scatter": (2, lambda draw: draw.operation("scatter", tensors=draw.size)),
     "alltoall": (3, _alltoall),
-    "barrier": (1, lambda draw: Operation("barrier", algorithm=draw.algorithm("barrier"))),
-    "object": (1, _object),
+    "barrier": (1, lambda draw: draw.operation("barrier")),
+    "object": (1, lambda draw: Operation(draw.random.choice(OBJECT_VERBS), root=draw.random.randrange(draw.size))),
 }

@@ -10,7 +10,8 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -45,9 +46,8 @@ from tests.soak.operations import SESSION_OPERATIONS, Operation, Session, draw_o
 
 POLL_S = 0.01
 _APART = re.compile(r"(?:between ranks|nothing that rank) (\d+) (?:and|sends reaches rank) (\d+)")
-TOGETHER_S = (
-    30.0  # for which a rank that has reported waits for the others, so that no survivor is gone before all have spoken
-)
+#: For which a rank that has reported waits for the others, so that no survivor is gone before all have spoken.
+TOGETHER_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -101,22 +101,53 @@ class Report:
     during: str = ""
 
 
-class Diary:
-    """A file that says what a rank is doing, for those who find it dead or hanging."""
+class Life:
+    """What a rank knows of itself in a soak: its report, since when it waits, and what it is doing, which a file has for those
+    who find it dead or hanging. members: the ranks of the world that take part."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w")
+    def __init__(self, directory: Path, members: tuple[int, ...]) -> None:
+        self.rank, self.members, self.directory = dist.get_rank(), members, directory
+        self.report, self.waited_since = Report(), time.monotonic()
+        self._doing = ""
+        self._diary = (directory / f"diary-{self.rank}").open("w")
 
-    def note(self, text: str) -> None:
+    def note(self, doing: str) -> None:
         """Replace what was noted before."""
-        self._file.seek(0)
-        self._file.write(text + "\n")
-        self._file.truncate()
-        self._file.flush()
+        self._doing = doing
+        self._diary.seek(0)
+        self._diary.write(doing + "\n")
+        self._diary.truncate()
+        self._diary.flush()
 
+    def wait(self) -> None:
+        """Note that what this rank waits for begins now."""
+        self.waited_since = time.monotonic()
 
-def diary_file(directory: Path, rank: int) -> Path:
-    return directory / f"diary-{rank}"
+    @contextmanager
+    def witnessing(self) -> Iterator[None]:
+        """Report the error that ends what is done inside."""
+        try:
+            yield
+        except Exception as error:
+            self.report.witness = Witness.of(error, self.members, self.waited_since)
+            self.report.during = self._doing
+
+    def fail(self) -> None:
+        """Note the time of the fault, as its victim."""
+        failed_at_file(self.directory).write_text(str(time.monotonic()))
+
+    def end(self, reporting: tuple[int, ...]) -> NoReturn:
+        """Report, wait until all of these ranks have, and leave."""
+        path = report_file(self.directory, self.rank)
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_bytes(pickle.dumps(self.report))
+        unfinished.rename(path)
+        self.note("waiting for the others to report")
+        deadline = time.monotonic() + TOGETHER_S
+        while not all(report_file(self.directory, rank).exists() for rank in reporting) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        self.note("leaving")
+        leave()
 
 
 def report_file(directory: Path, rank: int) -> Path:
@@ -141,46 +172,39 @@ def algorithms(comm: Communicator) -> dict[str, tuple[str, ...]]:
 
 def run_session(session: Session, count: int, directory: Path) -> Report:
     """The first `count` operations of a session on a fresh Communicator, each checked. A collective call of the whole world."""
-    rank, report = dist.get_rank(), Report()
-    diary = Diary(diary_file(directory, rank))
-    diary.note("making a group")
+    life = Life(directory, session.members)
+    life.note("making a group")
     everyone = session.size == dist.get_world_size()
     group = None if everyone else dist.new_group(list(session.members))
-    if rank not in session.members:
-        report.done = count
-        return report
-    began = time.monotonic()
-    try:
-        diary.note("making a Communicator")
-        at = session.members.index(rank)
+    if life.rank not in session.members:
+        life.report.done = count
+        return life.report
+    with life.witnessing():
+        life.note("making a Communicator")
+        at = session.members.index(life.rank)
         with on_host(session.host_of[at]) if session.host_of else nullcontext():
             comm = Communicator(group, timeout_s=EXCHANGE_TIMEOUT_S, segment_bytes=session.segment_bytes)
         with comm:
-            _run_operations(session, draw_operations(session, count, algorithms(comm)), comm, report, diary)
-            diary.note("closing")
+            _run_operations(session, draw_operations(session, count, algorithms(comm)), comm, life)
+            life.note("closing")
         if group is not None:
             dist.destroy_process_group(group)
-    except Exception as error:
-        report.witness = Witness.of(error, session.members, began)
-        report.during = diary_file(directory, rank).read_text().strip()
-    return report
+    return life.report
 
 
-def _run_operations(
-    session: Session, operations: list[Operation], comm: Communicator, report: Report, diary: Diary
-) -> None:
+def _run_operations(session: Session, operations: list[Operation], comm: Communicator, life: Life) -> None:
     exchange = Exchange(session, comm)
     pending: dict[int, Started] = {}
 
     def finish(position: int) -> None:
         started, operation = pending.pop(position), operations[position]
         if started.work is not None:
-            diary.note(f"operation {position}: waiting for {operation}")
+            life.note(f"operation {position}: waiting for {operation}")
             started.work.wait()
-        check(started, position, operation, report)
+        check(started, position, operation, life.report)
 
     for position, operation in enumerate(operations):
-        diary.note(f"operation {position}: {operation}")
+        life.note(f"operation {position}: {operation}")
         pending[position] = exchange.start(position, operation, asynchronous=operation.asynchronous)
         for waiting in operation.waits if operation.asynchronous else (position, *operation.waits):
             finish(waiting)
@@ -212,10 +236,9 @@ def suffer(fault: Fault, address: str, network: Network | None, directory: Path)
         network.let_strangers_in(fault.hosts)  # sooner than the rest, as ranks listen only while they connect
     if fault.store_of_rank_0:
         meet_at_rank_0(address, directory)
-    rank, session, report = dist.get_rank(), fault.session, Report()
-    diary = Diary(diary_file(directory, rank))
-    diary.note("making Communicators")
-    with on_host(fault.host_of[rank]) if fault.host_of else nullcontext():
+    life, session = Life(directory, fault.everyone), fault.session
+    life.note("making Communicators")
+    with on_host(fault.host_of[life.rank]) if fault.host_of else nullcontext():
         comms = [
             Communicator(timeout_s=fault.timeout_s, segment_bytes=fault.segment_bytes)
             for _ in range(fault.communicators)
@@ -223,42 +246,34 @@ def suffer(fault: Fault, address: str, network: Network | None, directory: Path)
     dist.barrier()  # all have theirs, so that none is lost in the making
     operations = draw_operations(session, SESSION_OPERATIONS, algorithms(comms[0]))
     exchange = Exchange(session, comms[0])
-    waited_since = time.monotonic()
-    try:
+    life.wait()
+    with life.witnessing():
         for position, operation in enumerate(operations):
             if position == fault.position:
-                burst = _until_the_fault(fault, exchange, victim=rank == fault.victim)
-                if rank == fault.victim:
-                    diary.note(f"failing: {fault.kind}")
-                    failed_at_file(directory).write_text(str(time.monotonic()))
-                    waited_since = time.monotonic()
+                burst = _until_the_fault(fault, exchange, victim=life.rank == fault.victim)
+                life.wait()
+                if life.rank == fault.victim:
+                    life.note(f"failing: {fault.kind}")
+                    life.fail()
                     if fault.kind not in NETWORK_KINDS:
                         _fail(fault, comms)
                         break
                     _disturb(fault, network)
-                waited_since = time.monotonic()
-                for number, started in enumerate(burst):
-                    diary.note(f"large operation before operation {position}: {fault.large}")
+                    life.wait()
+                for number, started in enumerate(burst, 1):
+                    life.note(f"large operation before operation {position}: {fault.large}")
                     assert started.work is not None
                     started.work.wait()
-                    check(
-                        started, -1 - number, fault.large, report
-                    )  # to compare with nothing but the same one elsewhere
-            waited_since = time.monotonic()
-            diary.note(f"operation {position}: {operation}")
-            check(exchange.start(position, operation, asynchronous=False), position, operation, report)
-    except Exception as error:
-        report.witness = Witness.of(error, session.members, waited_since)
-        report.during = diary_file(directory, rank).read_text().strip()
+                    # At a negative position, to compare with nothing but the same one elsewhere.
+                    check(started, -number, fault.large, life.report)
+            life.wait()
+            life.note(f"operation {position}: {operation}")
+            check(exchange.start(position, operation, asynchronous=False), position, operation, life.report)
     if fault.survivors_close:
-        diary.note("closing after the error")
+        life.note("closing after the error")
         for comm in comms:
             comm.close()
-    write(report_file(directory, rank), report)
-    diary.note("waiting for the others to report")
-    wait_for_reports(directory, fault.reporting)
-    diary.note("leaving")
-    leave()
+    life.end(fault.reporting)
 
 
 def _until_the_fault(fault: Fault, exchange: Exchange, *, victim: bool) -> list[Started]:
@@ -316,16 +331,3 @@ def meet_at_rank_0(address: str, directory: Path) -> None:
         port.set("port", str(store.port))
     store = store or dist.TCPStore(address, int(port.get("port")), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-
-
-def write(path: Path, report: Report) -> None:
-    """All of it or nothing."""
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_bytes(pickle.dumps(report))
-    unfinished.rename(path)
-
-
-def wait_for_reports(directory: Path, ranks: tuple[int, ...]) -> None:
-    deadline = time.monotonic() + TOGETHER_S
-    while not all(report_file(directory, rank).exists() for rank in ranks) and time.monotonic() < deadline:
-        time.sleep(POLL_S)

@@ -27,7 +27,6 @@ BEFORE, BACKWARD, EXCHANGE, BETWEEN, WARMUP, FRAGMENT, SAVING = MOMENTS = (
     "some time after a fragment has set out",
     "between state_dict() and load_state_dict()",
 )
-BY_A_TIMER = (EXCHANGE, WARMUP, FRAGMENT)  # so the rank does not come to raise or to end by itself
 
 TIMEOUT_S = 6.0  # of an operation that may run into it
 FAR_S = 60.0  # of one that must not
@@ -101,13 +100,7 @@ class TrainingFault(FaultOfOne):
         return TIMEOUT_S if self.kind == STOPPED else 0.0
 
     @property
-    def reporting(self) -> tuple[int, ...]:
-        """Return the ranks that live on to say what they saw."""
-        return self.survivors
-
-    @property
     def is_outlived(self) -> bool:
-        """Return whether the others are to go on."""
         return self.rule.outlives(self.victim, self.size)
 
     def culprits(self, rank: int) -> set[int]:
@@ -204,8 +197,10 @@ def _keys(random: Random, size: int) -> Rule:
     return Rule(KEYS, {"type": random.choice(("dist_sync", "dist_async")), "servers": servers})
 
 
-def _hogwild(random: Random, size: int) -> Rule:
-    return Rule(HOGWILD, {})
-
-
-_DRAW = {SYNCHRONOUS: _synchronous, LOCAL: _local, SERVER: _server, KEYS: _keys, HOGWILD: _hogwild}
+_DRAW = {
+    SYNCHRONOUS: _synchronous,
+    LOCAL: _local,
+    SERVER: _server,
+    KEYS: _keys,
+    HOGWILD: lambda random, size: Rule(HOGWILD, {}),
+}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import signal
 import sys
@@ -20,29 +19,21 @@ from torch import nn
 import gradwire as hvd
 from tests.harness import meet
 from tests.ranks.training import batch_of, loss_of, network
+from tests.soak.exchange import digest
 from tests.soak.faults import EXIT_CODES, EXITS, KILLED, RAISES
-from tests.soak.ranks import (
-    Diary,
-    Report,
-    Witness,
-    diary_file,
-    failed_at_file,
-    leave,
-    report_file,
-    wait_for_reports,
-    write,
-)
+from tests.soak.ranks import Life, failed_at_file, leave
 from tests.soak.rules import (
     BACKWARD,
     BEFORE,
     BETWEEN,
-    BY_A_TIMER,
+    EXCHANGE,
     FRAGMENT,
     HOGWILD,
     KEYS,
     LOCAL,
     SAVING,
     SYNCHRONOUS,
+    WARMUP,
     TrainingFault,
 )
 
@@ -58,63 +49,53 @@ class PlantedError(Exception):
 def train(fault: TrainingFault, directory: Path) -> NoReturn:
     """Train until the fault, and on until an error tells of it, or the report that the others go on; then report, wait for
     the others, and leave."""
-    rank, report = dist.get_rank(), Report()
-    diary = Diary(diary_file(directory, rank))
-    diary.note("joining")
+    life = Life(directory, fault.everyone)
+    life.note("joining")
     hvd.init(timeout_s=fault.timeout_s)
     model = network(700)
     optimizer = _optimizer(fault, model)
     meet("trains")  # all have theirs, so that none is lost in the making
-    victim = _Victim(fault, model, directory) if rank == fault.victim else None
-    waited_since = [time.monotonic()]
-    try:
-        _train(fault, model, optimizer, victim, report, diary, waited_since, failed_at_file(directory))
-    except (PlantedError, SystemExit) as error:
-        _end(error)
-    except Exception as error:
-        report.witness = Witness.of(error, tuple(range(fault.size)), waited_since[0])
-        report.during = diary_file(directory, rank).read_text().strip()
+    victim = _Victim(fault, model, life) if life.rank == fault.victim else None
+    with life.witnessing():
+        try:
+            _train(fault, model, optimizer, victim, life)
+        except (PlantedError, SystemExit) as error:
+            _end(error)
     if fault.survivors_close or fault.is_outlived:
-        diary.note("closing")
+        life.note("closing")
         optimizer.close()
         hvd.shutdown()
-    write(report_file(directory, rank), report)
-    diary.note("waiting for the others to report")
-    wait_for_reports(directory, fault.reporting)
-    diary.note("leaving")
-    leave()
+    life.end(fault.reporting)
 
 
 class _Victim:
     """Fails, when its moment has come."""
 
-    def __init__(self, fault: TrainingFault, model: nn.Module, directory: Path) -> None:
-        self._fault, self._model, self._directory = fault, model, directory
+    def __init__(self, fault: TrainingFault, model: nn.Module, life: Life) -> None:
+        self._fault, self._model, self._life = fault, model, life
 
-    def prepare(self, step: int) -> None:
-        """Do what is due before a step: fail, or see to it that this happens in its course."""
-        fault = self._fault
-        if step != fault.step:
-            return
-        if fault.moment == BEFORE:
+    def prepare(self) -> None:
+        """Do what is due before the step of the fault: fail, or see to it that this happens in its course."""
+        moment = self._fault.moment
+        if moment == BEFORE:
             self.fail()
-        elif fault.moment == BACKWARD:
+        elif moment == BACKWARD:
             hidden = self._model.get_submodule("1")
             hidden.register_full_backward_hook(lambda *_: self.fail())
-        elif fault.moment in BY_A_TIMER and fault.moment != FRAGMENT:
-            threading.Timer(fault.after_s, self.fail).start()
+        elif moment in (EXCHANGE, WARMUP):
+            threading.Timer(self._fault.after_s, self.fail).start()
 
-    def finish(self, step: int) -> None:
-        """Do what is due after a step."""
-        if step == self._fault.step and self._fault.moment == BETWEEN:
+    def finish(self) -> None:
+        """Do what is due after that step."""
+        if self._fault.moment == BETWEEN:
             time.sleep(self._fault.after_s)
             self.fail()
-        elif step == self._fault.step and self._fault.moment == FRAGMENT:
+        elif self._fault.moment == FRAGMENT:
             threading.Timer(self._fault.after_s, self.fail).start()
 
     def fail(self) -> None:
         kind = self._fault.kind
-        failed_at_file(self._directory).write_text(str(time.monotonic()))
+        self._life.fail()
         if kind == RAISES:
             raise PlantedError("planted")
         if kind == EXITS:
@@ -122,50 +103,43 @@ class _Victim:
         os.kill(os.getpid(), signal.SIGKILL if kind == KILLED else signal.SIGSTOP)
 
 
-def _train(
-    fault: TrainingFault,
-    model: nn.Module,
-    optimizer: Any,
-    victim: _Victim | None,
-    report: Report,
-    diary: Diary,
-    waited_since: list[float],
-    failed_at: Path,
-) -> None:
-    """Train step by step. waited_since: holds when the present step began. failed_at: a file, as soon as the victim fails."""
-    rank = dist.get_rank()
+def _train(fault: TrainingFault, model: nn.Module, optimizer: Any, victim: _Victim | None, life: Life) -> None:
+    """Train step by step."""
     last: int | None = None
     until = time.monotonic() + ON_S
     for step in count():
-        waited_since[0] = time.monotonic()
+        life.wait()
         if step == last:
             if not all(parameter.isfinite().all() for parameter in model.parameters()):
-                report.wrong.append("parameters are not finite")
+                life.report.wrong.append("parameters are not finite")
             return
-        if waited_since[0] > until:
-            report.wrong.append(f"nothing was told of the fault in {ON_S:g} s of training")
+        if life.waited_since > until:
+            life.report.wrong.append(f"nothing was told of the fault in {ON_S:g} s of training")
             return
-        diary.note(f"step {step}")
+        life.note(f"step {step}")
         if fault.moment == SAVING and step == fault.step:
-            _save_and_load(optimizer, victim, diary)
-        if victim is not None:
-            victim.prepare(step)
+            state = optimizer.state_dict()
+            if victim is not None:
+                victim.fail()
+            optimizer.load_state_dict(state)
+        if victim is not None and step == fault.step:
+            victim.prepare()
         optimizer.zero_grad()
         for part in range(fault.rule.options.get("backward_passes_per_step", 1)):
-            loss_of(model, batch_of(2 * step + part, rank)).backward()
-        diary.note(f"step {step}: stepping")
+            loss_of(model, batch_of(2 * step + part, life.rank)).backward()
+        life.note(f"step {step}: stepping")
         optimizer.step()
-        report.done += 1
+        life.report.done += 1
         if fault.rule.exchanges_after(step, fault.size):
-            report.digests[step] = _digest(model)
-        if victim is not None:
-            victim.finish(step)
-        elif fault.is_outlived and last is None and step >= fault.step:
-            diary.note(f"step {step}: asking who is lost")
-            if (lost := _lost(fault, optimizer, failed_at)) == (fault.victim,):
+            life.report.digests[step] = digest([parameter.detach() for parameter in model.parameters()])
+        if victim is not None and step == fault.step:
+            victim.finish()
+        elif victim is None and fault.is_outlived and last is None and step >= fault.step:
+            life.note(f"step {step}: asking who is lost")
+            if (lost := _lost(fault, optimizer, failed_at_file(life.directory))) == (fault.victim,):
                 last = step + 1 + STEPS_WITHOUT
             elif lost:
-                report.wrong.append(f"lost {lost}, not rank {fault.victim} alone")
+                life.report.wrong.append(f"lost {lost}, not rank {fault.victim} alone")
 
 
 def _lost(fault: TrainingFault, optimizer: Any, failed_at: Path) -> tuple[int, ...]:
@@ -174,15 +148,6 @@ def _lost(fault: TrainingFault, optimizer: Any, failed_at: Path) -> tuple[int, .
         return (fault.victim,) if failed_at.exists() else ()
     lost: tuple[int, ...] = optimizer.report().lost
     return lost
-
-
-def _save_and_load(optimizer: Any, victim: _Victim | None, diary: Diary) -> None:
-    diary.note("saving")
-    state = optimizer.state_dict()
-    if victim is not None:
-        victim.fail()
-    diary.note("loading")
-    optimizer.load_state_dict(state)
 
 
 def _end(error: BaseException) -> NoReturn:
@@ -232,7 +197,3 @@ class _Keys:
         self._store.pushpull(
             list(self._values), [value.grad for value in values], out=[value.detach() for value in values]
         )
-
-
-def _digest(model: nn.Module) -> str:
-    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters())).hexdigest()

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tests.harness import Outcome
-from tests.soak.faults import CLOSES, DISAGREES, EXIT_CODES, HARMLESS, SILENT, STOPPED, Fault
-from tests.soak.meetings import EXIT_CODES as EXIT_CODES_IN_MEETINGS
+from tests.soak.faults import CLOSES, DISAGREES, HARMLESS, SILENT, STOPPED, Fault, FaultOfOne
 from tests.soak.meetings import MeetingFault
 from tests.soak.ranks import Report, Witness
 from tests.soak.rules import TrainingFault
@@ -59,52 +58,30 @@ def judge_session(members: Sequence[int], outcomes: Sequence[Outcome]) -> list[F
 
 
 def judge_fault(
-    fault: Fault, outcomes: Sequence[Outcome], reports: Mapping[int, Report], failed_at: float | None
+    fault: Fault | TrainingFault, outcomes: Sequence[Outcome], reports: Mapping[int, Report], failed_at: float | None
 ) -> list[Finding]:
     """What was wrong with a world in which one rank failed. reports: of those that wrote one; failed_at: time.monotonic()."""
-    found: list[Finding] = []
-    for outcome in outcomes:
-        failed = outcome.rank == fault.victim and failed_at is not None
-        if not (failed and fault.kind == STOPPED):
-            found += _of_outcome(outcome, EXIT_CODES.get(fault.kind, 0) if failed else 0)
+    found = _of_outcomes(fault, outcomes, failed_at)
     affected = _affected(fault)
     found += compare_replicas({rank: report for rank, report in reports.items() if rank in affected})
     for rank, report in reports.items():
         found += [Finding(Kind.WRONG, f"rank {rank}: {text}") for text in report.wrong]
+    witnesses = _witnesses(reports)
     if failed_at is None:
-        found += [
-            Finding(Kind.WRONG, f"before the fault: {_said(rank, reports[rank])}") for rank in _witnesses(reports)
-        ]
+        found += [Finding(Kind.WRONG, f"before the fault: {_said(rank, reports[rank])}") for rank in witnesses]
         return found or [Finding(Kind.WRONG, "the world ended before the fault")]
-    if fault.kind in HARMLESS:
-        return found + [
-            Finding(Kind.INNOCENT if _tells_of_others(witness) else Kind.WRONG, _said(rank, reports[rank]))
-            for rank, witness in _witnesses(reports).items()
-        ]
+    if fault.is_outlived:
+        for rank, witness in witnesses.items():
+            blames = fault.kind in HARMLESS and _tells_of_others(witness)
+            found.append(Finding(Kind.INNOCENT if blames else Kind.WRONG, _said(rank, reports[rank])))
+        return found
     for rank in affected:
         if rank in reports:
             found += _of_testimony(fault, rank, reports[rank], failed_at)
     return found
 
 
-def judge_training(
-    fault: TrainingFault, outcomes: Sequence[Outcome], reports: Mapping[int, Report], failed_at: float | None
-) -> list[Finding]:
-    """What was wrong with a world that trained. reports, failed_at: as of judge_fault()."""
-    found: list[Finding] = []
-    for outcome in outcomes:
-        failed = outcome.rank == fault.victim and failed_at is not None
-        found += _of_outcome(outcome, EXIT_CODES[fault.kind] if failed else 0)
-    found += compare_replicas(reports)
-    for rank, report in reports.items():
-        found += [Finding(Kind.WRONG, f"rank {rank}: {text}") for text in report.wrong]
-        if failed_at is None or fault.is_outlived:
-            found += [Finding(Kind.WRONG, _said(rank, report))] if report.witness is not None else []
-        else:
-            found += _of_testimony(fault, rank, report, failed_at)
-    if failed_at is None and not found:
-        found.append(Finding(Kind.WRONG, "the world ended before the fault"))
-    return found
+judge_training = judge_fault  #: What holds of ranks that exchange holds of those that train.
 
 
 def judge_meeting(
@@ -116,11 +93,7 @@ def judge_meeting(
 ) -> list[Finding]:
     """What was wrong with a world in which one rank failed while the ranks met. arrived: whether it had arrived by then, so that
     the others could know of its end at once. reports, failed_at: as of judge_fault()."""
-    found: list[Finding] = []
-    for outcome in outcomes:
-        failed = outcome.rank == fault.victim
-        if not (failed and fault.kind == STOPPED):
-            found += _of_outcome(outcome, EXIT_CODES_IN_MEETINGS[fault.kind] if failed else 0)
+    found = _of_outcomes(fault, outcomes, failed_at)
     for rank, report in reports.items():
         witness = report.witness
         if witness is None or failed_at is None:
@@ -154,6 +127,16 @@ def _affected(fault: Fault | TrainingFault) -> tuple[int, ...]:
 
 def _witnesses(reports: Mapping[int, Report]) -> dict[int, Witness]:
     return {rank: report.witness for rank, report in reports.items() if report.witness is not None}
+
+
+def _of_outcomes(fault: FaultOfOne, outcomes: Sequence[Outcome], failed_at: float | None) -> list[Finding]:
+    """Judge how ranks ended; one that was stopped does not."""
+    found: list[Finding] = []
+    for outcome in outcomes:
+        failed = outcome.rank == fault.victim and failed_at is not None
+        if not (failed and fault.kind == STOPPED):
+            found += _of_outcome(outcome, fault.exit_code if failed else 0)
+    return found
 
 
 def _of_outcome(outcome: Outcome, expected_exit: int | None) -> Iterable[Finding]:
