@@ -271,13 +271,13 @@ def test_messages_move_on_while_a_new_call_is_compared() -> None:
 @on_ranks(2, initialized=False)
 def test_splits_that_differ_are_told_with_their_places() -> None:
     with Communicator(timeout_s=FAR_S) as comm:
-        splits = [1] * comm.size if comm.rank else [2] + [1] * (comm.size - 1)
+        splits = [1] * comm.size if comm.rank else [1] * (comm.size - 1) + [2]  # what rank 0 expects of rank 1
         call = lambda: comm.alltoall(ones(comm.size), ones(sum(splits)), [1] * comm.size, splits)  # noqa: E731
         with pytest.raises(Mismatch) as caught:
             call()
         comm.barrier()
     line = call.__code__.co_firstlineno
-    assert caught.value.places.keys() == {0, 1}
+    assert caught.value.calls.keys() == caught.value.places.keys() == {0, 1}
     assert all(place.endswith(f"test_mismatch.py:{line}") for place in caught.value.places.values())
 
 

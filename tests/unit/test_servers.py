@@ -1,6 +1,7 @@
 """What servers tell who waits there, what they do with what no worker says, and how a worker takes leave of them."""
 
 import threading
+import time
 from typing import Any, cast
 
 import pytest
@@ -13,7 +14,7 @@ from gradwire.trainer.servers.connection import QuorumLost
 from gradwire.trainer.servers.key_value.keys import Entry, KeySpec
 from gradwire.trainer.servers.key_value.messages import ROWS, KeyServer, RemoteKeys
 from gradwire.trainer.servers.messages import SETTINGS, Server
-from gradwire.trainer.servers.serving import LEAVE, Client
+from gradwire.trainer.servers.serving import LEAVE, OWN, Client, Serving
 from gradwire.trainer.servers.updater import Updater
 
 FAR_S = 600.0  # longer than a test may take
@@ -112,6 +113,25 @@ class Pair:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+class Asking(Pair):
+    """A worker that asks for something, and then for nothing more."""
+
+    def recv(self, tensor: Tensor, rank: int) -> None:
+        tensor.fill_(OWN)
+
+
+class Failing(Serving):
+    def _answer(self, *request: Any) -> None:
+        raise ZeroDivisionError
+
+
+def test_a_server_that_fails_lets_its_worker_know_by_closing() -> None:
+    entry = updater_of(SYNCHRONOUS)
+    server = Failing("server", entry, {1: cast(Communicator, pair := Asking(RuntimeError()))})
+    assert server.join(time.monotonic() + FAR_S)
+    assert pair.is_closed
 
 
 def client_of(pair: Any) -> RemoteKeys:
