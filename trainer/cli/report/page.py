@@ -1,0 +1,192 @@
+"""The page of a report: one HTML file that needs nothing beside it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+
+import numpy as np
+
+from gradwire.collectives.errors import ranks_text
+from gradwire.trainer.cli.failure import ending
+from gradwire.trainer.cli.report.charts import over_steps, who_was_late
+from gradwire.trainer.cli.report.measured import Measured, Operation, Training
+
+
+def page(
+    title: str, command: str, facts: Iterable[str], exit_code: int, cause: str, last_lines: str, measured: Measured
+) -> str:
+    """Return the page. facts: what there is to say of the run as a whole. exit_code: of the command, negative for a signal.
+    cause, last_lines: the error it printed, and the end of what it wrote to stderr, for a command that failed."""
+    content = [_failure(exit_code, cause, last_lines)] if exit_code else []
+    if measured.trainings:
+        content.append(_cards(measured))
+    for number, training in enumerate(measured.trainings, 1):
+        of = f" of optimizer {number}" if len(measured.trainings) > 1 else ""
+        content += [_steps(training, of), _stragglers(training, of), _bytes(training, of)]
+    if not measured.trainings:
+        said = "No step was measured. Steps are those of gradwire.DistributedOptimizer and gradwire.LocalUpdates."
+        content.append(_section("Steps", f"<p>{said}</p>"))
+    content += [_operations(measured.operations), _ranks(measured)]
+    versions = dict.fromkeys(version for process in measured.processes.values() for version in process["versions"])
+    text = Template(files(__package__).joinpath("page.html").read_text())
+    return text.substitute(
+        title=escape(title),
+        command=escape(command),
+        facts=" · ".join(map(escape, [*facts, *versions])),
+        content="\n".join(content),
+        version=escape(importlib.metadata.version("gradwire")),
+    )
+
+
+def _failure(exit_code: int, cause: str, last_lines: str) -> str:
+    said = f"<p><strong>{escape(cause)}</strong></p>" if cause else ""
+    return (
+        f'<section class="failed"><h2>The command {escape(ending(exit_code))}</h2>{said}'
+        f"<p>The end of what it wrote to stderr:</p><pre>{escape(last_lines)}</pre></section>"
+    )
+
+
+def _cards(measured: Measured) -> str:
+    first = measured.trainings[0]
+    hosts = {process["host"] for process in measured.processes.values()}
+    shown = {
+        "ranks" if measured.size != 1 else "rank": f"{measured.size}",
+        "hosts" if len(hosts) != 1 else "host": f"{len(hosts)}",
+        "steps": f"{first.steps:,}",
+        "median step": _ms(float(np.nanmedian(first.seconds))),
+        "of it waiting": f"{_wait_share(first):.1%}",
+        "sent a step by each rank": _size(float(np.nanmean(first.bytes_sent))),
+    }
+    return f'<div class="cards">{"".join(f"<div><b>{value}</b><span>{name}</span></div>" for name, value in shown.items())}</div>'
+
+
+def _steps(training: Training, of: str) -> str:
+    rows = []
+    for name, values in (("step", training.seconds), ("of it waiting", training.seconds_waited)):
+        quantiles = np.nanpercentile(values, (5, 50, 90, 99, 100)).tolist()
+        rows.append([name, *map(_ms, quantiles), f"{np.nansum(values) / len(training.ranks):,.2f} s"])
+    total = _table(["", "5 %", "median", "90 %", "99 %", "longest", "in all"], rows)
+    legend = (
+        '<p class="quiet">Milliseconds of each step:<i class="median"></i>median'
+        '<i class="band"></i>10th to 90th percentile<i class="wait"></i>waiting for other ranks</p>'
+    )
+    said = (
+        f"<p>Of the time of {training.steps:,} steps, ranks spent {_wait_share(training):.1%} waiting for the exchange of "
+        "gradients, which goes on beside backward().</p>"
+    )
+    return _section(f"Steps{of}", said, legend, over_steps(training.seconds, training.seconds_waited), total)
+
+
+def _stragglers(training: Training, of: str) -> str:
+    found = training.stragglers
+    if found is None:
+        return _section(
+            f"Stragglers{of}", "<p>Nothing is known: that takes two exchanges of gradients on several ranks.</p>"
+        )
+    slowest = training.ranks[found.slowest]
+    said = (
+        f"<p>The others waited longest for <b>rank {slowest}</b>: {_ms(found.cost_s[found.slowest])} a step, "
+        f"{found.share:.1%} of the mean step of {_ms(found.step_s)}, at most {_ms(found.worst_s[found.slowest])}, in "
+        f"{found.steps:,} exchanges.</p>"
+    )
+    rows = [
+        [str(rank), _ms(found.cost_s[i]), _ms(found.worst_s[i]), f"{found.cost_s[i] / found.step_s:.1%}"]
+        for i, rank in enumerate(training.ranks)
+    ]
+    legend = '<p class="quiet">Rank by rank, from the first exchange to the last:<i class="late"></i>came late</p>'
+    table = _table(["rank", "held up others, mean", "most", "of a step"], rows)
+    return _section(f"Stragglers{of}", said, legend, who_was_late(training.late_s, training.ranks), table)
+
+
+def _bytes(training: Training, of: str) -> str:
+    sent, whole = float(np.nansum(training.bytes_sent)), float(np.nansum(training.bytes_uncompressed))
+    fewer = (
+        f"{whole / sent:.2f} times fewer than the {_size(whole)} of gradients as they are"
+        if sent
+        else "nothing to send"
+    )
+    per_step = _size(float(np.nanmean(training.bytes_sent)))
+    said = (
+        f"<p>Each rank sent <b>{per_step}</b> a step, all ranks together <b>{_size(sent)}</b> in all steps: {fewer}.</p>"
+        '<p class="quiet">Read off the plans of the exchange between hosts; where all ranks share one host, of that between '
+        "ranks, which goes through memory.</p>"
+    )
+    return _section(f"Bytes on the wire{of}", said)
+
+
+def _operations(operations: Sequence[Operation]) -> str:
+    if not operations:
+        return _section("Operations", "<p>No operation was measured: no rank made a Communicator.</p>")
+    rows = []
+    for each in operations:
+        has_rate = each.nbytes > 0 and each.seconds > 0
+        rate = each.nbytes / each.seconds * each.on_bus / 1e9 if has_rate else 0.0
+        best = f"{each.best * each.on_bus / 1e9:.2f}"
+        rows.append(
+            [
+                each.verb,
+                each.algorithm or "-",
+                each.codec,
+                each.link or "-",
+                f"{each.calls:,}",
+                _size(each.nbytes / each.calls),
+            ]
+            + [f"{each.seconds:.3f} s", f"{each.most_seconds:.3f} s"]
+            + ([f"{rate:.2f}", best] if has_rate else ["-", "-"])
+        )
+    head = ["operation", "algorithm", "codec", "link", "calls", "message", "least", "most", "GB/s", "best"]
+    said = (
+        "<p>Least and most: seconds in all, on the rank for which they were fewest, which others waited for, and on the one that "
+        "waited longest. GB/s: of the message before it is encoded, as busbw, over the fewest seconds; best: of one call.</p>"
+    )
+    return _section("Operations", said, _table(head, rows, texts=4))
+
+
+def _ranks(measured: Measured) -> str:
+    rows = [
+        [str(rank), each["host"], each["device"], str(each["threads"]), "; ".join(each["routes"]) or "-"]
+        for rank, each in measured.processes.items()
+    ]
+    missing = sorted(set(range(measured.size)) - set(measured.processes))
+    said = (
+        f"<p>{ranks_text(missing).capitalize()} left nothing: on another host, the folder of the report must be there too.</p>"
+        if missing
+        else ""
+    )
+    head = ["rank", "host", "device", "threads", "links"]
+    return _section("Ranks, hosts and links", said, _table(head, rows, texts=5)) if rows else ""
+
+
+def _section(title: str, *parts: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """Return a table, of which the first columns are text and the others numbers."""
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        kinds = [' class="text"' if i < texts else "" for i in range(len(cells))]
+        return f"<tr>{''.join(f'<{tag}{kind}>{escape(cell)}</{tag}>' for kind, cell in zip(kinds, cells, strict=True))}</tr>"
+
+    return f'<div class="wide"><table>{row(head, "th")}{"".join(row(cells, "td") for cells in rows)}</table></div>'
+
+
+def _wait_share(training: Training) -> float:
+    return float(np.nansum(training.seconds_waited) / np.nansum(training.seconds))
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"
+
+
+def _size(nbytes: float) -> str:
+    unit, name = next(
+        (10**power, name)
+        for power, name in ((9, "GB"), (6, "MB"), (3, "kB"), (0, "B"))
+        if nbytes >= 10**power or not power
+    )
+    return f"{nbytes / unit:.{0 if unit == 1 else 2}f} {name}"
