@@ -83,7 +83,7 @@ class OperationTally:
         """Take in a span of a timeline, where it is an operation and not a part of one."""
         if "call" not in details:
             return
-        nbytes, seconds = details.get("bytes", 0), duration_ns / 1e9
+        nbytes, seconds = details.get("bytes", 0), max(1, duration_ns) / 1e9
         with self._lock:
             key = name, details.get("codec", "none"), details.get("algorithm", ""), nbytes.bit_length()
             row = self._rows.setdefault(key, [0, 0, 0.0, 0.0])

@@ -38,9 +38,12 @@ class LastWords:
 
 
 def cause_among(lines: Sequence[str]) -> str:
-    """Return the first line that says which error a rank raised, other than that another failed; nothing where none does."""
+    """Return the first line that says which error a rank raised, other than that another failed; nothing where none does.
+    torchrun's own error says no more than that a rank failed."""
     raised = [line.strip() for line in lines if _RAISED.match(line) or line.startswith("gradwire: rank")]
-    return next((line for line in raised if not _CONSEQUENCES.search(line)), "")[:_LONGEST]
+    return next((line for line in raised if not _CONSEQUENCES.search(line) and "ChildFailedError" not in line), "")[
+        :_LONGEST
+    ]
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ def binned(values: Floats, bins: int = _BINS) -> tuple[list[int], list[Floats]]:
     return [sum(lengths[:i]) for i in range(len(parts))], parts
 
 
-def over_steps(seconds: Floats, waited: Floats) -> str:
+def over_steps(first: int, seconds: Floats, waited: Floats) -> str:
     """Plot milliseconds of each step: the median of neighbours, the band from the 10th to the 90th percentile of them, and below
-    the median of what was waited. seconds, waited: (ranks, steps). Steps that took much longer than nearly all others leave
-    the frame at the top."""
+    the median of what was waited. seconds, waited: (ranks, steps), from step number `first` on. Steps that took much longer
+    than nearly all others leave the frame at the top."""
     places, parts = binned(seconds * 1e3)
     low, median, high = np.array([np.nanpercentile(part, (10, 50, 90)) for part in parts]).T
     waits = np.array([np.nanmedian(part) for part in binned(waited * 1e3)[1]])
@@ -49,8 +49,8 @@ def over_steps(seconds: Floats, waited: Floats) -> str:
         y = _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - value / top)
         shapes.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
         shapes.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
-    for value in [1, *_ticks(steps)[1:]]:
-        x = _LEFT + (value - 1) * (_WIDTH - _LEFT - 8) / max(1, steps - 1)
+    for value in [first, *(tick for tick in _ticks(first + steps - 1) if tick > first and tick == int(tick))]:
+        x = _LEFT + (value - first) * (_WIDTH - _LEFT - 8) / max(1, steps - 1)
         shapes.append(f'<text x="{x:.1f}" y="{_HEIGHT - 14}" text-anchor="middle">{value:g}</text>')
     return _svg("Milliseconds of each step", _HEIGHT, shapes)
 

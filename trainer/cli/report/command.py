@@ -74,9 +74,7 @@ def report(arguments: Sequence[str]) -> int:
         facts = [f"{began_s:%Y-%m-%d %H:%M %Z}", f"{time.monotonic() - start:,.1f} s", *_commit()]
         facts.append("ended well" if exit_code == 0 else "failed")
         last_lines = stderr.splitlines()[-_SHOWN_LINES:]
-        name = next((Path(word).name for word in given if word.endswith(".py")), Path(command[0]).name)
         text = page(
-            f"Training report: {name}",
             shlex.join(["gradwire", "report", *given]),
             facts,
             exit_code,

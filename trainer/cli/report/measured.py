@@ -26,8 +26,9 @@ _ON_BUS = {"allreduce": 2.0} | dict.fromkeys(
 
 @dataclass(frozen=True)
 class Training:
-    """Holds the steps of one optimizer: seconds, seconds_waited, bytes_sent, bytes_uncompressed, (ranks, steps), NaN where a
-    rank has left no such step. ranks: those that have left any, of `size`. late_s: by how many seconds each rank came after the
+    """Holds the steps of one optimizer: seconds and seconds_waited, (ranks, steps), of all steps but the first, in which kernels
+    are compiled, unless there is no other; bytes_sent, bytes_uncompressed, (ranks, steps), of all. NaN where a rank has left no
+    such step. ranks: those that have left any, of `size`. late_s: by how many seconds each rank came after the
     first half of the ranks, (ranks, exchanges), in those exchanges that all of them have left, but the first; stragglers: the
     same in short, None where nothing is known of it."""
 
@@ -42,7 +43,7 @@ class Training:
 
     @property
     def steps(self) -> int:
-        return self.seconds.shape[1]
+        return self.bytes_sent.shape[1]
 
 
 @dataclass(frozen=True)
@@ -107,14 +108,15 @@ def _training(found: dict[int, Lines], size: int) -> Training:
     table = np.full((len(ranks), max(map(len, found.values())), 6), np.nan)
     for row, rank in zip(table, ranks, strict=True):
         row[: len(found[rank])] = found[rank]
+    timed = np.moveaxis(table[:, min(1, table.shape[1] - 1) :, :2], 2, 0)
     by_number = [{number: wait for number, wait in row[:, 4:].tolist() if number >= 0} for row in table]
     common = sorted(set.intersection(*map(set, by_number)))[1:]  # in the first, kernels are compiled
     late, stragglers = np.empty((len(ranks), 0)), None
     if common and len(ranks) > 1:
         waits = np.array([[waited[number] for number in common] for waited in by_number])
         late = lateness(waits)
-        stragglers = stragglers_of(int(common[-1]), waits, table[..., 0][np.isfinite(table[..., 0])])
-    return Training(ranks, size, *np.moveaxis(table[..., :4], 2, 0), late, stragglers)
+        stragglers = stragglers_of(int(common[-1]), waits, timed[0][np.isfinite(timed[0])])
+    return Training(ranks, size, *timed, table[..., 2], table[..., 3], late, stragglers)
 
 
 def _operations(journals: Iterable[tuple[dict[str, Any], Lines]]) -> list[Operation]:

@@ -15,10 +15,11 @@ from gradwire.trainer.cli.failure import ending
 from gradwire.trainer.cli.report.charts import over_steps, who_was_late
 from gradwire.trainer.cli.report.measured import Measured, Operation, Training
 
+#: Operations that took less of the time of all operations than this are not shown.
+_SHOWN_SHARE = 0.005
 
-def page(
-    title: str, command: str, facts: Iterable[str], exit_code: int, cause: str, last_lines: str, measured: Measured
-) -> str:
+
+def page(command: str, facts: Iterable[str], exit_code: int, cause: str, last_lines: str, measured: Measured) -> str:
     """Return the page. facts: what there is to say of the run as a whole. exit_code: of the command, negative for a signal.
     cause, last_lines: the error it printed, and the end of what it wrote to stderr, for a command that failed."""
     content = [_failure(exit_code, cause, last_lines)] if exit_code else []
@@ -34,7 +35,6 @@ def page(
     versions = dict.fromkeys(version for process in measured.processes.values() for version in process["versions"])
     text = Template(files(__package__).joinpath("page.html").read_text())
     return text.substitute(
-        title=escape(title),
         command=escape(command),
         facts=" · ".join(map(escape, [*facts, *versions])),
         content="\n".join(content),
@@ -57,7 +57,7 @@ def _cards(measured: Measured) -> str:
         "ranks" if measured.size != 1 else "rank": f"{measured.size}",
         "hosts" if len(hosts) != 1 else "host": f"{len(hosts)}",
         "steps": f"{first.steps:,}",
-        "median step": _ms(float(np.nanmedian(first.seconds))),
+        "median step": _time(float(np.nanmedian(first.seconds))),
         "of it waiting": f"{_wait_share(first):.1%}",
         "sent a step by each rank": _size(float(np.nanmean(first.bytes_sent))),
     }
@@ -68,17 +68,18 @@ def _steps(training: Training, of: str) -> str:
     rows = []
     for name, values in (("step", training.seconds), ("of it waiting", training.seconds_waited)):
         quantiles = np.nanpercentile(values, (5, 50, 90, 99, 100)).tolist()
-        rows.append([name, *map(_ms, quantiles), f"{np.nansum(values) / len(training.ranks):,.2f} s"])
+        rows.append([name, *map(_time, quantiles), _time(float(np.nansum(values)) / len(training.ranks))])
     total = _table(["", "5 %", "median", "90 %", "99 %", "longest", "in all"], rows)
-    legend = (
-        '<p class="quiet">Milliseconds of each step:<i class="median"></i>median'
-        '<i class="band"></i>10th to 90th percentile<i class="wait"></i>waiting for other ranks</p>'
-    )
+    first = training.steps - training.seconds.shape[1] + 1
     said = (
-        f"<p>Of the time of {training.steps:,} steps, ranks spent {_wait_share(training):.1%} waiting for the exchange of "
+        f"<p>Of the time of the steps, from step {first} on, ranks spent {_wait_share(training):.1%} waiting for the exchange of "
         "gradients, which goes on beside backward().</p>"
     )
-    return _section(f"Steps{of}", said, legend, over_steps(training.seconds, training.seconds_waited), total)
+    legend = (
+        '<p class="quiet">Milliseconds of each step:<i class="median"></i>median<i class="band"></i>10th to 90th percentile'
+        '<i class="wait"></i>waiting for other ranks. Steps that took much longer leave the frame.</p>'
+    )
+    return _section(f"Steps{of}", said, legend, over_steps(first, training.seconds, training.seconds_waited), total)
 
 
 def _stragglers(training: Training, of: str) -> str:
@@ -89,12 +90,12 @@ def _stragglers(training: Training, of: str) -> str:
         )
     slowest = training.ranks[found.slowest]
     said = (
-        f"<p>The others waited longest for <b>rank {slowest}</b>: {_ms(found.cost_s[found.slowest])} a step, "
-        f"{found.share:.1%} of the mean step of {_ms(found.step_s)}, at most {_ms(found.worst_s[found.slowest])}, in "
+        f"<p>The others waited longest for <b>rank {slowest}</b>: {_time(found.cost_s[found.slowest])} a step, "
+        f"{found.share:.1%} of the mean step of {_time(found.step_s)}, at most {_time(found.worst_s[found.slowest])}, in "
         f"{found.steps:,} exchanges.</p>"
     )
     rows = [
-        [str(rank), _ms(found.cost_s[i]), _ms(found.worst_s[i]), f"{found.cost_s[i] / found.step_s:.1%}"]
+        [str(rank), _time(found.cost_s[i]), _time(found.worst_s[i]), f"{found.cost_s[i] / found.step_s:.1%}"]
         for i, rank in enumerate(training.ranks)
     ]
     legend = '<p class="quiet">Rank by rank, from the first exchange to the last:<i class="late"></i>came late</p>'
@@ -121,27 +122,19 @@ def _bytes(training: Training, of: str) -> str:
 def _operations(operations: Sequence[Operation]) -> str:
     if not operations:
         return _section("Operations", "<p>No operation was measured: no rank made a Communicator.</p>")
+    total = sum(each.most_seconds for each in operations)
+    shown = [each for each in operations if each.most_seconds >= _SHOWN_SHARE * total]
     rows = []
-    for each in operations:
-        has_rate = each.nbytes > 0 and each.seconds > 0
-        rate = each.nbytes / each.seconds * each.on_bus / 1e9 if has_rate else 0.0
-        best = f"{each.best * each.on_bus / 1e9:.2f}"
-        rows.append(
-            [
-                each.verb,
-                each.algorithm or "-",
-                each.codec,
-                each.link or "-",
-                f"{each.calls:,}",
-                _size(each.nbytes / each.calls),
-            ]
-            + [f"{each.seconds:.3f} s", f"{each.most_seconds:.3f} s"]
-            + ([f"{rate:.2f}", best] if has_rate else ["-", "-"])
-        )
-    head = ["operation", "algorithm", "codec", "link", "calls", "message", "least", "most", "GB/s", "best"]
+    for each in shown:
+        called = [each.verb, each.algorithm or "-", each.codec, each.link or "-", f"{each.calls:,}"]
+        took = [_size(each.nbytes / each.calls), _time(each.seconds), _time(each.most_seconds)]
+        rates = (each.nbytes / each.seconds * each.on_bus, each.best * each.on_bus)
+        rows.append([*called, *took, *(f"{_size(rate)}/s" if each.nbytes else "-" for rate in rates)])
+    head = ["operation", "algorithm", "codec", "link", "calls", "message", "least", "most", "busbw", "best"]
     said = (
-        "<p>Least and most: seconds in all, on the rank for which they were fewest, which others waited for, and on the one that "
-        "waited longest. GB/s: of the message before it is encoded, as busbw, over the fewest seconds; best: of one call.</p>"
+        "<p>Least and most: time in all, on the rank for which it was least, since the others waited for it, and on the one that "
+        "waited longest. busbw: of the message before it is encoded, over the least time; best: of one call. "
+        f"Left out: {len(operations) - len(shown)} kinds that took less than {_SHOWN_SHARE:.1%} of the time of all.</p>"
     )
     return _section("Operations", said, _table(head, rows, texts=4))
 
@@ -179,8 +172,8 @@ def _wait_share(training: Training) -> float:
     return float(np.nansum(training.seconds_waited) / np.nansum(training.seconds))
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.2f} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"
+def _time(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:.{0 if seconds >= 0.1 else 2}f} ms"
 
 
 def _size(nbytes: float) -> str:
