@@ -76,7 +76,7 @@ class OperationTally:
         }
         self._journal = Journal(folder, OPERATIONS, header)
         self._rows: dict[tuple[str, str, str, int], list[float]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may call write() inside of add()
         self._began_s = self._written_s = time.monotonic()
 
     def add(self, name: str, duration_ns: int, details: Mapping[str, Any]) -> None:

@@ -83,7 +83,7 @@ def report(arguments: Sequence[str]) -> int:
             read(Path(folder.name)),
         )
     beside = out.with_name(f"{out.name}.part")
-    beside.write_text(text)
+    beside.write_text(text, "utf-8", "replace")
     beside.replace(out)
     print(f"gradwire: wrote {out}", file=sys.stderr)
     return 128 - exit_code if exit_code < 0 else exit_code
@@ -117,8 +117,9 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]
 def _pass_on(stream: IO[bytes], kept: bytearray) -> None:
     """Write what comes to stderr, as it comes, and keep the end of it."""
     while piece := os.read(stream.fileno(), 1 << 16):
-        sys.stderr.buffer.write(piece)
-        sys.stderr.buffer.flush()
+        with suppress(OSError):  # nobody reads it any more, and the command must not wait for that
+            sys.stderr.buffer.write(piece)
+            sys.stderr.buffer.flush()
         kept += piece
         del kept[:-_KEPT_BYTES]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
@@ -10,6 +9,7 @@ from string import Template
 
 import numpy as np
 
+from gradwire import __version__
 from gradwire.collectives.errors import ranks_text
 from gradwire.trainer.cli.failure import ending
 from gradwire.trainer.cli.report.charts import over_steps, who_was_late
@@ -38,7 +38,7 @@ def page(command: str, facts: Iterable[str], exit_code: int, cause: str, last_li
         command=escape(command),
         facts=" · ".join(map(escape, [*facts, *versions])),
         content="\n".join(content),
-        version=escape(importlib.metadata.version("gradwire")),
+        version=escape(__version__),
     )
 
 
