@@ -10,15 +10,15 @@ import numpy as np
 
 from gradwire.trainer.cli.report.measured import Floats
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 760, 230, 52, 10, 34
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 820, 230, 52, 16, 10, 34
 _BINS = 190
 
 
 def binned(values: Floats, bins: int = _BINS) -> tuple[list[int], list[Floats]]:
-    """Return the values of the last axis in at most so many groups of neighbours, after the place where each begins."""
-    parts = np.array_split(values, min(bins, values.shape[-1]), axis=-1)
-    lengths = [part.shape[-1] for part in parts]
-    return [sum(lengths[:i]) for i in range(len(parts))], parts
+    """Return the values of the last axis in at most so many groups of equally many neighbours, after the place where each
+    begins."""
+    places = list(range(0, values.shape[-1], math.ceil(values.shape[-1] / bins)))
+    return places, np.split(values, places[1:], axis=-1)
 
 
 def over_steps(first: int, seconds: Floats, waited: Floats) -> str:
@@ -32,7 +32,7 @@ def over_steps(first: int, seconds: Floats, waited: Floats) -> str:
     steps = seconds.shape[1]
 
     def points(ys: Floats, order: int = 1) -> str:
-        across = (_WIDTH - _LEFT - 8) / max(1, places[-1])
+        across = (_WIDTH - _LEFT - _RIGHT) / max(1, places[-1])
         pairs = [
             (_LEFT + x * across, _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - y / top))
             for x, y in zip(places, ys, strict=True)
@@ -50,7 +50,7 @@ def over_steps(first: int, seconds: Floats, waited: Floats) -> str:
         shapes.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
         shapes.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
     for value in [first, *(tick for tick in _ticks(first + steps - 1) if tick > first and tick == int(tick))]:
-        x = _LEFT + (value - first) * (_WIDTH - _LEFT - 8) / max(1, steps - 1)
+        x = _LEFT + (value - first) * (_WIDTH - _LEFT - _RIGHT) / max(1, steps - 1)
         shapes.append(f'<text x="{x:.1f}" y="{_HEIGHT - 14}" text-anchor="middle">{value:g}</text>')
     return _svg("Milliseconds of each step", _HEIGHT, shapes)
 
@@ -61,7 +61,7 @@ def who_was_late(late_s: Floats, ranks: Sequence[int]) -> str:
     means = np.array([part.mean(axis=-1) for part in parts]).T
     most = means.max() or 1.0
     tall = 24 if len(ranks) <= 16 else 12
-    width = (_WIDTH - _LEFT - 8) / len(parts)
+    width = (_WIDTH - _LEFT - _RIGHT) / len(parts)
     shapes = []
     for row, (rank, values) in enumerate(zip(ranks, means, strict=True)):
         shapes.append(f'<text x="{_LEFT - 8}" y="{row * tall + tall / 2 + 4}" text-anchor="end">{rank}</text>')
