@@ -97,6 +97,7 @@ def test_a_command_that_fails(folder: Path, ending: str, status: int, parts: lis
 def test_what_cannot_be_run_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
 ) -> None:
+    status: object
     try:
         status = main(["report", *arguments])
     except SystemExit as end:

@@ -43,7 +43,7 @@ class Training:
 
     @property
     def steps(self) -> int:
-        return self.bytes_sent.shape[1]
+        return int(self.bytes_sent.shape[1])
 
 
 @dataclass(frozen=True)
@@ -108,15 +108,15 @@ def _training(found: dict[int, Lines], size: int) -> Training:
     table = np.full((len(ranks), max(map(len, found.values())), 6), np.nan)
     for row, rank in zip(table, ranks, strict=True):
         row[: len(found[rank])] = found[rank]
-    timed = np.moveaxis(table[:, min(1, table.shape[1] - 1) :, :2], 2, 0)
+    seconds, waited = np.moveaxis(table[:, min(1, table.shape[1] - 1) :, :2], 2, 0)
     by_number = [{number: wait for number, wait in row[:, 4:].tolist() if number >= 0} for row in table]
     common = sorted(set.intersection(*map(set, by_number)))[1:]  # in the first, kernels are compiled
     late, stragglers = np.empty((len(ranks), 0)), None
     if common and len(ranks) > 1:
-        waits = np.array([[waited[number] for number in common] for waited in by_number])
+        waits = np.array([[of_rank[number] for number in common] for of_rank in by_number])
         late = lateness(waits)
-        stragglers = stragglers_of(int(common[-1]), waits, timed[0][np.isfinite(timed[0])])
-    return Training(ranks, size, *timed, table[..., 2], table[..., 3], late, stragglers)
+        stragglers = stragglers_of(int(common[-1]), waits, seconds[np.isfinite(seconds)])
+    return Training(ranks, size, seconds, waited, table[..., 2], table[..., 3], late, stragglers)
 
 
 def _operations(journals: Iterable[tuple[dict[str, Any], Lines]]) -> list[Operation]:
