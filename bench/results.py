@@ -13,11 +13,7 @@ from typing import Any
 
 import torch
 
-
-def processor_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+from gradwire.collectives.plan.topology import processor_name
 
 
 def device_name(device: torch.device) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
+import weakref
+from collections import deque
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -14,8 +16,9 @@ import torch.distributed as dist
 from gradwire.collectives.absence import Absence
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.registry import make_codec
+from gradwire.collectives.diagnostics.journal import OperationTally
 from gradwire.collectives.diagnostics.timeline import Lane, Timeline
-from gradwire.collectives.environment import LINK
+from gradwire.collectives.environment import LINK, report_folder
 from gradwire.collectives.link.membership import Membership, membership_of
 from gradwire.collectives.link.registry import AUTO, check_link, connect
 from gradwire.collectives.plan.algorithms import PLANNERS
@@ -131,6 +134,11 @@ class Communicator(SharedTensors):
             self._lanes = ""
             self.timeline: Timeline | None = None
             """Where operations are recorded at present."""
+            self._tally: OperationTally | None = None
+            if folder := report_folder(os.environ):
+                self._tally = OperationTally(folder, self.global_rank, self.topology.size, self.routes)
+                weakref.finalize(self, self._tally.write)
+                self.record(None)
         except BaseException:  # or the others would believe that this rank takes part
             connection.close()
             raise
@@ -199,12 +207,21 @@ class Communicator(SharedTensors):
         only."""
         self._lanes = name
         self.timeline = timeline
-        self._engine.record(self.lane("operations"))
+        lane = self.lane("operations")
+        if self._tally is not None:
+            lane = Lane(deque(maxlen=0), 0) if lane is None else lane
+            lane.listener = self._tally.add
+        self._engine.record(lane)
 
     def lane(self, of: str) -> Lane | None:
         """Return the lane for what somebody does with this Communicator; None where nothing is recorded."""
         timeline = self.timeline
         return None if timeline is None else timeline.lane(f"{self._lanes}: {of}")
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank in torch.distributed's default group; where these ranks are none of that, its rank here."""
+        return self.global_ranks[self._engine.rank] if self.global_ranks else self._engine.rank
 
     def close(self) -> None:
         """Finish what was issued and give the group back. A collective call that waits at most some seconds for the others;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 #: Prefix of the per-collective algorithm tables: COLLECTIVES_ALLREDUCE="recursive_doubling:0-16K;rsag:16K-max".
 TABLE_PREFIX = "COLLECTIVES_"
@@ -21,6 +22,15 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 #: Set to 0 on any rank, all ranks do without shared memory.
 SHARED_MEMORY = "COLLECTIVES_SHARED_MEMORY"
+
+#: A folder in which every rank leaves what `gradwire report`, which sets it, makes a page of.
+REPORT = "COLLECTIVES_REPORT"
+
+
+def report_folder(environment: Mapping[str, str]) -> Path | None:
+    """Return the folder for what this rank leaves for `gradwire report`; None where there is no report."""
+    text = environment.get(REPORT)
+    return Path(text) if text else None
 
 
 def shared_memory_wanted(environment: Mapping[str, str]) -> bool:

@@ -67,10 +67,12 @@ class Timeline:
 
 
 class Lane:
-    """One row of a timeline, for what happens one after the other. events: how many it has had."""
+    """One row of a timeline, for what happens one after the other. events: how many it has had. listener: is called with each
+    span's name, nanoseconds and details."""
 
     def __init__(self, kept: deque[Event], number: int) -> None:
         self.events = 0
+        self.listener: Callable[[str, int, dict[str, Any]], object] | None = None
         self._kept = kept
         self._number = number
         self._notes: dict[str, Any] = {}
@@ -78,7 +80,10 @@ class Lane:
     def span(self, name: str, begin_ns: int, **details: Any) -> None:
         """Add what began then and ends now."""
         self.events += 1
-        self._kept.append((self._number, name, begin_ns, now_ns() - begin_ns, details or None))
+        duration_ns = now_ns() - begin_ns
+        self._kept.append((self._number, name, begin_ns, duration_ns, details or None))
+        if self.listener is not None:
+            self.listener(name, duration_ns, details)
 
     def mark(self, name: str, **details: Any) -> None:
         """Add a moment."""
@@ -99,6 +104,10 @@ class Lane:
         self._notes["bytes"] = self._notes.get("bytes", 0) + nbytes
         known = self._notes.get("algorithm")
         self._notes["algorithm"] = algorithm if known in (None, algorithm) else f"{known}, {algorithm}"
+
+    def note_codec(self, codec: str, nbytes: int) -> None:
+        """Keep by which codec the operation that runs sends how many bytes of numbers, in place of the bytes noted so far."""
+        self._notes |= {"codec": codec, "bytes": nbytes}
 
     def take_notes(self) -> dict[str, Any]:
         """Return what was noted since the last time."""

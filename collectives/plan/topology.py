@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,13 @@ def machine_id() -> str:
         return f"{boot}/{os.readlink('/proc/self/ns/net')}"
     except OSError:
         return socket.gethostname()
+
+
+def processor_name() -> str:
+    """Return the name of this host's processor: its model where Linux says it, else its architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,11 @@ class Engine:
         if self._lane is not None:
             self._lane.note(algorithm, nbytes)
 
+    def note_codec(self, codec: Codec, nbytes: int) -> None:
+        """Have a timeline show the codec of the operation that runs, and its message of so many bytes before they are encoded."""
+        if self._lane is not None:
+            self._lane.note_codec(codec.name, nbytes)
+
     def whole(
         self,
         verb: str,

@@ -94,6 +94,7 @@ def allreduce_compressed(
             _add_codes(engine, turn, flat, present, feedback, divisor, chosen, whole)
         else:
             engine.over_codes(turn, flat, codec, chosen, feedback=feedback, divisor=divisor, step=step, seed=seed)
+        engine.note_codec(codec, flat.nbytes)
         reduction.end(flat, engine.size, is_average=True)
         if flat.dtype is not buffer.flat.dtype:
             buffer.flat.copy_(flat)

@@ -8,6 +8,7 @@ import sys
 
 USAGE = """\
 usage: gradwire run -np 4 [-H a:2,b:2] train.py ...   start a training script, here and on other hosts
+       gradwire report [--out FILE] -np 4 train.py    run a training command, and write a page about its steps
        gradwire info                                  what is installed here, and which algorithm runs for which size
        gradwire check [--host H]                      what works here, and between here and another host
        gradwire precompile                            compile all kernels for the CPU now, so that no first run has to
@@ -23,8 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Do what the arguments say, and return the exit status."""
     given = sys.argv[1:] if arguments is None else arguments
     name, rest = (given[0], given[1:]) if given else ("--help", [])
-    if name == "run":
-        return _run(rest)
+    if name in ("run", "report"):
+        return _training(name, rest)
     if name in ("info", "precompile"):
         return _module("gradwire.collectives", [name, *rest])
     if name == "check":
@@ -41,12 +42,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if asked else 2
 
 
-def _run(arguments: list[str]) -> int:
+def _training(name: str, arguments: list[str]) -> int:
     from gradwire.trainer.cli.job import run_job
     from gradwire.trainer.cli.options import parse_job
+    from gradwire.trainer.cli.report.command import report
 
     try:
-        return run_job(parse_job(arguments))
+        return report(arguments) if name == "report" else run_job(parse_job(arguments))
     except ValueError as error:
         print(f"gradwire: {error}", file=sys.stderr)
         return 2

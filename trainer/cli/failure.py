@@ -37,6 +37,15 @@ class LastWords:
         return (self._error or self._line)[:_LONGEST]
 
 
+def cause_among(lines: Sequence[str]) -> str:
+    """Return the first line that says which error a rank raised, other than that another failed; nothing where none does.
+    torchrun's own error says no more than that a rank failed."""
+    raised = [line.strip() for line in lines if _RAISED.match(line) or line.startswith("gradwire: rank")]
+    return next((line for line in raised if not _CONSEQUENCES.search(line) and "ChildFailedError" not in line), "")[
+        :_LONGEST
+    ]
+
+
 @dataclass(frozen=True)
 class Failure:
     """Holds why a job failed on one host, as far as it is known. rank: None where the host itself failed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,8 +15,10 @@ from torch import Tensor
 from gradwire.collectives import Communicator, PeerJoined
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.diagnostics.timeline import now_ns
+from gradwire.collectives.environment import report_folder
 from gradwire.trainer.gradients.bucket import Bucket
 from gradwire.trainer.gradients.replicas import ReplicaCheck
+from gradwire.trainer.reports.steps import StepJournal
 from gradwire.trainer.reports.stragglers import Stragglers, StragglerWatch
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.world.world import here
@@ -101,6 +104,8 @@ class Reports:
         self._stragglers: StragglerWatch | None = None
         if rule.moments is not None and self._communicator.size > 1:
             self._stragglers = StragglerWatch(self._communicator, rule.moments, wanted.straggler_report_every)
+        folder = report_folder(os.environ)
+        self._journal = None if folder is None else StepJournal(folder, rule)
         self._check: ReplicaCheck | None = None
         self._check_every = wanted.check_replicas_every
         if self._check_every:
@@ -122,6 +127,8 @@ class Reports:
         self._began_ns = 0
         if self._stragglers is not None:
             self._stragglers.after_step()
+        if self._journal is not None:
+            self._journal.after_step()
         metrics = self._metrics() if self._on_step is not None else None
         if self._check is not None and self.step % self._check_every == 0:
             with suppress(PeerJoined):  # who has joined holds an older model, until join() brings it up to date

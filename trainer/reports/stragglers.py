@@ -104,22 +104,12 @@ class StragglerWatch:
         common = self._common()
         if common is None:
             return None
-        last, waited, step = common
-        ahead = np.clip(waited[:, None, :] - waited[None, :, :], 0, None).mean(axis=2)
-        late = _lateness(waited)
-        return Stragglers(
-            steps=waited.shape[1],
-            last=last,
-            step_s=float(step.mean()),
-            cost_s=tuple(late.mean(axis=1).tolist()),
-            worst_s=tuple(late.max(axis=1).tolist()),
-            waited_s=tuple(tuple(row) for row in ahead.tolist()),
-        )
+        return stragglers_of(*common)
 
     def slowest(self) -> int | None:
         """Return who cost the others most in these exchanges; None before that is known."""
         common = self._common()
-        return None if common is None else int(_lateness(common[1]).mean(axis=1).argmax())
+        return None if common is None else int(lateness(common[1]).mean(axis=1).argmax())
 
     def _say(self, count: int) -> None:
         """Take the window up to this exchange into account, once all have posted theirs, and log what has begun or ended."""
@@ -167,7 +157,22 @@ class StragglerWatch:
         return compared[-1], found[0], found[1]
 
 
-def _lateness(waited: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def stragglers_of(last: int, waited: npt.NDArray[np.float64], step: npt.NDArray[np.float64]) -> Stragglers:
+    """Return who made whom wait in exchanges up to number `last`. waited: the seconds of each rank in each, (ranks, exchanges).
+    step: seconds from one to the next, of any shape."""
+    ahead = np.clip(waited[:, None, :] - waited[None, :, :], 0, None).mean(axis=2)
+    late = lateness(waited)
+    return Stragglers(
+        steps=waited.shape[1],
+        last=last,
+        step_s=float(step.mean()),
+        cost_s=tuple(late.mean(axis=1).tolist()),
+        worst_s=tuple(late.max(axis=1).tolist()),
+        waited_s=tuple(tuple(row) for row in ahead.tolist()),
+    )
+
+
+def lateness(waited: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Return by how many seconds each rank came after the first half of them, (ranks, exchanges)."""
     half = np.sort(waited, axis=0)[waited.shape[0] // 2]
     late: npt.NDArray[np.float64] = np.clip(half - waited, 0, None)

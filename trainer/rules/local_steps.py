@@ -102,6 +102,15 @@ class LocalSteps(Rule):
         inner = ExchangeStats() if self._inner_combination is None else self._inner_combination.traffic.stats
         return self.setup.combination.traffic.stats, self._outer_combination.traffic.stats, inner
 
+    @property
+    def stats(self) -> ExchangeStats:
+        sent = self.sent
+        return ExchangeStats(
+            sum(each.exchanges for each in sent),
+            sum(each.bytes_sent for each in sent),
+            sum(each.bytes_uncompressed for each in sent),
+        )
+
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         if self._fragments or self._averaging is not None:
             raise ValueError(f"{here()}parameters cannot be added to an optimizer with local updates once it is made")

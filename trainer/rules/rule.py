@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradwire.collectives import Communicator
 from gradwire.trainer.gradients.bucket import Bucket
+from gradwire.trainer.gradients.combination import ExchangeStats
 from gradwire.trainer.gradients.moments import Moments
 from gradwire.trainer.gradients.setup import Setup
 
@@ -45,6 +46,11 @@ class Rule:
     def wait_s(self) -> float:
         """Return for how many seconds this rank has waited for others so far, in the operations of this rule."""
         return 0.0
+
+    @property
+    def stats(self) -> ExchangeStats:
+        """Return how many bytes this rank has sent so far, in the operations of this rule."""
+        return self.setup.combination.traffic.stats
 
     @property
     def buckets(self) -> Sequence[Bucket]:

@@ -1,0 +1,101 @@
+"""What a rank leaves in the folder that `gradwire report` reads: files of JSON lines, which outlive a rank that is killed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+from uuid import uuid4
+
+import torch
+
+from gradwire.collectives.plan.topology import processor_name
+
+_log = logging.getLogger("gradwire")
+
+#: How long after its last line a tally writes the next one: a second, later this share of the time since it began, so that a
+#: long run has short files. A rank that is killed loses no more than that.
+_EVERY_S, _EVERY_SHARE = 1.0, 0.02
+
+OPERATIONS, STEPS = "operations", "steps"
+"""What the names of files begin with."""
+
+
+class Journal:
+    """Appends lines to a new file in a folder. Where that is not possible, a warning says so once, and nothing is written
+    from then on: training does not fail for a report. header: the first line, which has the rank."""
+
+    def __init__(self, folder: Path, kind: str, header: Mapping[str, Any]) -> None:
+        self._rank = header["rank"]
+        self._file: TextIO | None = None
+        try:
+            self._file = (folder / f"{kind}-{uuid4().hex}.jsonl").open("w", buffering=1)
+        except OSError as error:
+            self._give_up(error)
+        self.append(header)
+
+    def append(self, line: Any) -> None:
+        """Write what JSON can hold."""
+        if self._file is not None:
+            try:
+                self._file.write(f"{json.dumps(line)}\n")
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._file = None
+        _log.warning("gradwire: the report will lack what rank %d does: %s", self._rank, error)
+
+
+class OperationTally:
+    """Sums up what the operations of one Communicator took, by verb, codec, algorithm and the power of two up to which their
+    messages go in size, and writes the sums now and then.
+
+    folder: of the journal, whose header says what this process is. rank: of all processes. size, routes: of the Communicator.
+    A line is a list of [verb, codec, algorithm, power, calls, bytes of the messages, seconds, greatest bytes per
+    second of one call]. Each line replaces the one before.
+    """
+
+    def __init__(self, folder: Path, rank: int, size: int, routes: Sequence[str]) -> None:
+        is_on_gpu = torch.cuda.is_initialized()
+        header = {
+            "rank": rank,
+            "size": size,
+            "routes": routes,
+            "host": socket.gethostname(),
+            "device": torch.cuda.get_device_name() if is_on_gpu else f"{processor_name()}, {os.cpu_count()} cores",
+            "threads": torch.get_num_threads(),
+            "versions": [f"torch {torch.__version__}", f"Python {platform.python_version()}"],
+        }
+        self._journal = Journal(folder, OPERATIONS, header)
+        self._rows: dict[tuple[str, str, str, int], list[float]] = {}
+        self._lock = threading.RLock()  # the garbage collector may call write() inside of add()
+        self._began_s = self._written_s = time.monotonic()
+
+    def add(self, name: str, duration_ns: int, details: Mapping[str, Any]) -> None:
+        """Take in a span of a timeline, where it is an operation and not a part of one."""
+        if "call" not in details:
+            return
+        nbytes, seconds = details.get("bytes", 0), max(1, duration_ns) / 1e9
+        with self._lock:
+            key = name, details.get("codec", "none"), details.get("algorithm", ""), nbytes.bit_length()
+            row = self._rows.setdefault(key, [0, 0, 0.0, 0.0])
+            row[:3] = row[0] + 1, row[1] + nbytes, row[2] + seconds
+            row[3] = max(row[3], nbytes / seconds)
+            now_s = time.monotonic()
+            is_due = now_s - self._written_s > max(_EVERY_S, _EVERY_SHARE * (now_s - self._began_s))
+        if is_due:
+            self.write()
+
+    def write(self) -> None:
+        """Write the sums so far."""
+        with self._lock:
+            self._written_s = time.monotonic()
+            self._journal.append([[*key, *row] for key, row in self._rows.items()])

@@ -1,0 +1,132 @@
+"""The command `gradwire report`: runs what trains, as it would run without, and then makes the page."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+from gradwire.collectives.environment import REPORT
+from gradwire.trainer.cli.failure import cause_among
+from gradwire.trainer.cli.report.measured import read
+from gradwire.trainer.cli.report.page import page
+
+DESCRIPTION = """\
+Run a training command, and write a page about it: steps, stragglers, bytes, operations.
+
+gradwire report -np 2 train.py                                what `gradwire run` takes, flags first
+gradwire report -- torchrun --nproc-per-node 2 train.py       any other command
+gradwire report --out monday.html -- sh job.sh
+
+The page is written whatever becomes of the command, whose exit status is that of this one.
+"""
+
+#: How much of the end of what the command writes to stderr is kept, in bytes, and shown, in lines.
+_KEPT_BYTES, _SHOWN_LINES = 1 << 16, 120
+#: How long stderr may stay open, in processes that the command has left behind.
+_LEFT_OPEN_S = 5.0
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Do what the arguments say, and return the exit status of the training command, as a shell has it.
+
+    Raises ValueError where the page could not be written, before anything is started, and where the command cannot be started.
+    """
+    parser = argparse.ArgumentParser(
+        prog="gradwire report",
+        usage="gradwire report [--out report.html] [--] COMMAND, or -np N [flags of gradwire run] train.py",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (report.html)")
+    own = (
+        2
+        if arguments[:1] == ["--out"]
+        else int(bool(arguments) and arguments[0].startswith(("--out=", "-h", "--help")))
+    )
+    out: Path = parser.parse_args(arguments[:own]).out
+    given = list(arguments[own:])
+    command = given[1:] if given[:1] == ["--"] else given
+    if not command:
+        parser.error("what is to run? gradwire report -np 2 train.py, or gradwire report -- torchrun ... train.py")
+    if command[0].startswith("-"):
+        command = [sys.executable, "-m", "gradwire", "run", *command]
+    elif command[0].endswith(".py"):
+        command = [sys.executable, *command]
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.absolute().parent)
+    except OSError as error:
+        raise ValueError(f"--out {out}: {error.strerror}") from error
+    with folder:
+        began_s, start = datetime.now().astimezone(), time.monotonic()
+        exit_code, stderr = _run(command, {**os.environ, REPORT: folder.name})
+        facts = [f"{began_s:%Y-%m-%d %H:%M %Z}", f"{time.monotonic() - start:,.1f} s", *_commit()]
+        facts.append("ended well" if exit_code == 0 else "failed")
+        last_lines = stderr.splitlines()[-_SHOWN_LINES:]
+        text = page(
+            shlex.join(["gradwire", "report", *given]),
+            facts,
+            exit_code,
+            cause_among(last_lines),
+            "\n".join(last_lines),
+            read(Path(folder.name)),
+        )
+    beside = out.with_name(f"{out.name}.part")
+    beside.write_text(text, "utf-8", "replace")
+    beside.replace(out)
+    print(f"gradwire: wrote {out}", file=sys.stderr)
+    return 128 - exit_code if exit_code < 0 else exit_code
+
+
+def _run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
+    """Run a command; return its exit code, negative for a signal, and the end of what it wrote to stderr, which is passed on."""
+    try:
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
+    except OSError as error:
+        raise ValueError(f"cannot start {command[0]}: {error.strerror}") from error
+    assert process.stderr is not None
+    kept = bytearray()
+    reader = threading.Thread(target=_pass_on, args=(process.stderr, kept), name="gradwire.stderr", daemon=True)
+    reader.start()
+
+    def hand_on(number: int, frame: object) -> None:
+        if number == signal.SIGTERM:  # Ctrl-C goes to the command too
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        exit_code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    reader.join(_LEFT_OPEN_S)
+    return exit_code, kept.decode(errors="replace")
+
+
+def _pass_on(stream: IO[bytes], kept: bytearray) -> None:
+    """Write what comes to stderr, as it comes, and keep the end of it."""
+    while piece := os.read(stream.fileno(), 1 << 16):
+        with suppress(OSError):  # nobody reads it any more, and the command must not wait for that
+            sys.stderr.buffer.write(piece)
+            sys.stderr.buffer.flush()
+        kept += piece
+        del kept[:-_KEPT_BYTES]
+
+
+def _commit() -> list[str]:
+    """Return the commit of this folder, in words; nothing outside of a repository."""
+    with suppress(OSError):
+        done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=30)
+        return [f"commit {done.stdout.strip()}"] if done.returncode == 0 else []
+    return []

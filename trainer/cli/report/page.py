@@ -1,0 +1,185 @@
+"""The page of a report: one HTML file that needs nothing beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+
+import numpy as np
+
+from gradwire import __version__
+from gradwire.collectives.errors import ranks_text
+from gradwire.trainer.cli.failure import ending
+from gradwire.trainer.cli.report.charts import over_steps, who_was_late
+from gradwire.trainer.cli.report.measured import Measured, Operation, Training
+
+#: Operations that took less of the time of all operations than this are not shown.
+_SHOWN_SHARE = 0.005
+
+
+def page(command: str, facts: Iterable[str], exit_code: int, cause: str, last_lines: str, measured: Measured) -> str:
+    """Return the page. facts: what there is to say of the run as a whole. exit_code: of the command, negative for a signal.
+    cause, last_lines: the error it printed, and the end of what it wrote to stderr, for a command that failed."""
+    content = [_failure(exit_code, cause, last_lines)] if exit_code else []
+    if measured.trainings:
+        content.append(_cards(measured))
+    for number, training in enumerate(measured.trainings, 1):
+        of = f" of optimizer {number}" if len(measured.trainings) > 1 else ""
+        content += [_steps(training, of), _stragglers(training, of), _bytes(training, of)]
+    if not measured.trainings:
+        said = "No step was measured. Steps are those of gradwire.DistributedOptimizer and gradwire.LocalUpdates."
+        content.append(_section("Steps", f"<p>{said}</p>"))
+    content += [_operations(measured.operations), _ranks(measured)]
+    versions = dict.fromkeys(version for process in measured.processes.values() for version in process["versions"])
+    text = Template(files(__package__).joinpath("page.html").read_text())
+    return text.substitute(
+        command=escape(command),
+        facts=" · ".join(map(escape, [*facts, *versions])),
+        content="\n".join(content),
+        version=escape(__version__),
+    )
+
+
+def _failure(exit_code: int, cause: str, last_lines: str) -> str:
+    said = f"<p><strong>{escape(cause)}</strong></p>" if cause else ""
+    return (
+        f'<section class="failed"><h2>The command {escape(ending(exit_code))}</h2>{said}'
+        f"<p>The end of what it wrote to stderr:</p><pre>{escape(last_lines)}</pre></section>"
+    )
+
+
+def _cards(measured: Measured) -> str:
+    first = measured.trainings[0]
+    hosts = {process["host"] for process in measured.processes.values()}
+    shown = {
+        "ranks" if measured.size != 1 else "rank": f"{measured.size}",
+        "hosts" if len(hosts) != 1 else "host": f"{len(hosts)}",
+        "steps": f"{first.steps:,}",
+        "median step": _time(float(np.nanmedian(first.seconds))),
+        "of it waiting": f"{_wait_share(first):.1%}",
+        "sent a step by each rank": _size(float(np.nanmean(first.bytes_sent))),
+    }
+    return f'<div class="cards">{"".join(f"<div><b>{value}</b><span>{name}</span></div>" for name, value in shown.items())}</div>'
+
+
+def _steps(training: Training, of: str) -> str:
+    rows = []
+    for name, values in (("step", training.seconds), ("of it waiting", training.seconds_waited)):
+        quantiles = np.nanpercentile(values, (5, 50, 90, 99, 100)).tolist()
+        rows.append([name, *map(_time, quantiles), _time(float(np.nansum(values)) / len(training.ranks))])
+    total = _table(["", "5 %", "median", "90 %", "99 %", "longest", "in all"], rows)
+    first = training.steps - training.seconds.shape[1] + 1
+    said = (
+        f"<p>Of the time of the steps, from step {first} on, ranks spent {_wait_share(training):.1%} waiting for the exchange of "
+        "gradients, which goes on beside backward().</p>"
+    )
+    legend = (
+        '<p class="quiet">Milliseconds of each step:<i class="median"></i>median<i class="band"></i>10th to 90th percentile'
+        '<i class="wait"></i>waiting for other ranks. Steps that took much longer leave the frame.</p>'
+    )
+    return _section(f"Steps{of}", said, legend, over_steps(first, training.seconds, training.seconds_waited), total)
+
+
+def _stragglers(training: Training, of: str) -> str:
+    found = training.stragglers
+    if found is None:
+        return _section(
+            f"Stragglers{of}", "<p>Nothing is known: that takes two exchanges of gradients on several ranks.</p>"
+        )
+    slowest = training.ranks[found.slowest]
+    said = (
+        f"<p>The others waited longest for <b>rank {slowest}</b>: {_time(found.cost_s[found.slowest])} a step, "
+        f"{found.share:.1%} of the mean step of {_time(found.step_s)}, at most {_time(found.worst_s[found.slowest])}, in "
+        f"{found.steps:,} exchanges.</p>"
+    )
+    rows = [
+        [str(rank), _time(found.cost_s[i]), _time(found.worst_s[i]), f"{found.cost_s[i] / found.step_s:.1%}"]
+        for i, rank in enumerate(training.ranks)
+    ]
+    legend = '<p class="quiet">Rank by rank, from the first exchange to the last:<i class="late"></i>came late</p>'
+    table = _table(["rank", "held up others, mean", "most", "of a step"], rows)
+    return _section(f"Stragglers{of}", said, legend, who_was_late(training.late_s, training.ranks), table)
+
+
+def _bytes(training: Training, of: str) -> str:
+    sent, whole = float(np.nansum(training.bytes_sent)), float(np.nansum(training.bytes_uncompressed))
+    fewer = (
+        f"{whole / sent:.2f} times fewer than the {_size(whole)} of gradients as they are"
+        if sent
+        else "nothing to send"
+    )
+    per_step = _size(float(np.nanmean(training.bytes_sent)))
+    said = (
+        f"<p>Each rank sent <b>{per_step}</b> a step, all ranks together <b>{_size(sent)}</b> in all steps: {fewer}.</p>"
+        '<p class="quiet">Read off the plans of the exchange between hosts; where all ranks share one host, of that between '
+        "ranks, which goes through memory.</p>"
+    )
+    return _section(f"Bytes on the wire{of}", said)
+
+
+def _operations(operations: Sequence[Operation]) -> str:
+    if not operations:
+        return _section("Operations", "<p>No operation was measured: no rank made a Communicator.</p>")
+    total = sum(each.most_seconds for each in operations)
+    shown = [each for each in operations if each.most_seconds >= _SHOWN_SHARE * total]
+    rows = []
+    for each in shown:
+        called = [each.verb, each.algorithm or "-", each.codec, each.link or "-", f"{each.calls:,}"]
+        took = [_size(each.nbytes / each.calls), _time(each.seconds), _time(each.most_seconds)]
+        rates = (each.nbytes / each.seconds * each.on_bus, each.best * each.on_bus)
+        rows.append([*called, *took, *(f"{_size(rate)}/s" if each.nbytes else "-" for rate in rates)])
+    head = ["operation", "algorithm", "codec", "link", "calls", "message", "least", "most", "busbw", "best"]
+    said = (
+        "<p>Least and most: time in all, on the rank for which it was least, since the others waited for it, and on the one that "
+        "waited longest. busbw: of the message before it is encoded, over the least time; best: of one call. "
+        f"Left out: {len(operations) - len(shown)} kinds that took less than {_SHOWN_SHARE:.1%} of the time of all.</p>"
+    )
+    return _section("Operations", said, _table(head, rows, texts=4))
+
+
+def _ranks(measured: Measured) -> str:
+    rows = [
+        [str(rank), each["host"], each["device"], str(each["threads"]), "; ".join(each["routes"]) or "-"]
+        for rank, each in measured.processes.items()
+    ]
+    missing = sorted(set(range(measured.size)) - set(measured.processes))
+    said = (
+        f"<p>{ranks_text(missing).capitalize()} left nothing: on another host, the folder of the report must be there too.</p>"
+        if missing
+        else ""
+    )
+    head = ["rank", "host", "device", "threads", "links"]
+    return _section("Ranks, hosts and links", said, _table(head, rows, texts=5)) if rows else ""
+
+
+def _section(title: str, *parts: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """Return a table, of which the first columns are text and the others numbers."""
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        kinds = [' class="text"' if i < texts else "" for i in range(len(cells))]
+        return f"<tr>{''.join(f'<{tag}{kind}>{escape(cell)}</{tag}>' for kind, cell in zip(kinds, cells, strict=True))}</tr>"
+
+    return f'<div class="wide"><table>{row(head, "th")}{"".join(row(cells, "td") for cells in rows)}</table></div>'
+
+
+def _wait_share(training: Training) -> float:
+    return float(np.nansum(training.seconds_waited) / np.nansum(training.seconds))
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:.{0 if seconds >= 0.1 else 2}f} ms"
+
+
+def _size(nbytes: float) -> str:
+    unit, name = next(
+        (10**power, name)
+        for power, name in ((9, "GB"), (6, "MB"), (3, "kB"), (0, "B"))
+        if nbytes >= 10**power or not power
+    )
+    return f"{nbytes / unit:.{0 if unit == 1 else 2}f} {name}"
