@@ -207,7 +207,7 @@ class NextForward(Synchronous):
             self.settle()
         except CollectiveError:
             self.exchange.abandon()
-            self._settings = None
+            self._settings, self._failed = None, False
 
     def _finish(self, number: int) -> None:
         """Wait for a bucket, unless that was done, and update its parameters if that is due."""
