@@ -204,7 +204,7 @@ def builders(
         for name in compression
         if name not in ONE_WAY
     }
-    overlapping = {
+    overlapping: dict[str, Callable[[nn.Module], Trainee]] = {
         f"{OURS}+next_forward": overlapping_trainee,
         **{f"{OURS}+next_forward+{name}": partial(overlapping_trainee, compression=name) for name in compression},
     }
