@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -43,6 +43,12 @@ def map_only(kind: type[Any], function: Callable[[Any], object], tree: object) -
     return _pytree.tree_map_only(kind, function, tree)
 
 
+def plainly(function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
+    """Call a function of torch's, for which subclasses of Tensor are tensors as any other, in its result too."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
 def graph_task() -> int:
     """Return a number that tells the backward() that is running from all others, or OUTSIDE_BACKWARD."""
     return torch._C._current_graph_task_id()
@@ -57,6 +63,11 @@ def share_hooks(wrapper: torch.optim.Optimizer, optimizer: torch.optim.Optimizer
     """Give a wrapper the hooks of the optimizer inside it, in place of those that torch's __init__ would make."""
     for hooks in _HOOKS:
         setattr(wrapper, hooks, getattr(optimizer, hooks))
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether anything is called before or after each step of an optimizer."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 # Stores and backends

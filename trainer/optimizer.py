@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradwire.collectives import Communicator
 from gradwire.collectives.torch_internals import share_hooks
@@ -30,6 +32,7 @@ from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, tensors_of, u
 from gradwire.trainer.reports.metrics import Reports, StepMetrics, Wanted
 from gradwire.trainer.reports.stragglers import Stragglers
 from gradwire.trainer.rules.adasum import AdaptiveSummation
+from gradwire.trainer.rules.next_forward import NextForward
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.sharded import Sharded
 from gradwire.trainer.rules.synchronous import Synchronous
@@ -94,6 +97,12 @@ class DistributedOptimizer(WrappingOptimizer):
     movement. By default, they are gathered as they are, and weights are those of training without shard_states, to the bit.
     check_replicas_every: after every so many steps, parameters and optimizer state of all ranks are compared bit for bit,
     which reads all of them; 0 for never. Where they differ, step() raises ReplicasDiffer on all ranks.
+    overlap: what the exchange overlaps with: "backward", or "next_forward", with which backward() and step() do not wait. The
+    buckets of a module's parameters are waited for, and these updated, just before it computes in the next forward, to the
+    same bits. It needs model=, whose modules are watched, and an optimizer that updates each parameter by itself. All that
+    uses gradients waits for them; state_dict() and load_state_dict() of model and optimizer wait for the update; call
+    settle() before anything else uses parameters outside of a forward of the model. See docs/guides/optimizer.md for
+    what goes with it, and what does not.
     straggler_report_every: after every so many exchanges, stragglers() is brought up to date. Rank 0 logs when one rank
     makes the others wait for more than a tenth of a step and 5 ms, three times on end, and when that ends.
 
@@ -123,6 +132,8 @@ class DistributedOptimizer(WrappingOptimizer):
         on_step: Callable[[StepMetrics], object] | None = None,
         check_replicas_every: int = 0,
         straggler_report_every: int = 100,
+        overlap: str = "backward",
+        model: nn.Module | None = None,
     ) -> None:
         if bucket_bytes is None:
             bucket_bytes = current_settings().fusion_bytes or DEFAULT_BUCKET_BYTES
@@ -130,6 +141,7 @@ class DistributedOptimizer(WrappingOptimizer):
         check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
         returning = movements_as(parameter_compression)
         rule = _checked_rule(rule, op, shard_states, returning is not None)
+        rule = _overlapping(rule, overlap, model)
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"{here()}optimizer is a DistributedOptimizer already")
         parameters = tensors_of(optimizer.param_groups)
@@ -154,7 +166,8 @@ class DistributedOptimizer(WrappingOptimizer):
         )
         self._rule = Rule(setup)  # which does nothing, until there is another
         try:
-            described = _described(setup, rule, parameters) | {"check_replicas_every": str(check_replicas_every)}
+            described = _described(setup, rule, parameters)
+            described |= {"check_replicas_every": str(check_replicas_every), "overlap": overlap}
             check_settings(self._communicator, "DistributedOptimizer", described)
             outside = isinstance(process_set, ProcessSet) and not process_set.included()
             made = Rule(setup) if outside else rule(setup)
@@ -175,6 +188,16 @@ class DistributedOptimizer(WrappingOptimizer):
         self._communicator.absence.allow(lambda _: is_allowed)
         if is_initialized():
             current_world().enrol(self)
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """Return the wrapped optimizer's state, when the updates of all steps are in it."""
+        self._rule.settle()
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        self.optimizer.state = value
 
     @property
     def communication_wait_s(self) -> float:
@@ -223,12 +246,7 @@ class DistributedOptimizer(WrappingOptimizer):
             )
         self._was_synchronized = False
         self._reports.before_step()
-        if closure is None:
-            self._rule.synchronize()
-            with self._rule.stepping():
-                loss = self.optimizer.step()
-        else:
-            loss = self.optimizer.step(lambda: self._rule.evaluate(closure))
+        loss = self._rule.take_step() if closure is None else self.optimizer.step(lambda: self._rule.evaluate(closure))
         self._rule.after_step()
         self._reports.after_step()
         return loss
@@ -242,7 +260,8 @@ class DistributedOptimizer(WrappingOptimizer):
 
     @uncompiled
     def synchronize(self) -> None:
-        """Exchange gradients that were accumulated since the last exchange, if any were."""
+        """Exchange gradients that were accumulated since the last exchange, if any were; with overlap="next_forward", also
+        wait for those that are being exchanged, and complete the update of the last step."""
         self._rule.synchronize()
         self._was_synchronized = True
 
@@ -269,6 +288,7 @@ class DistributedOptimizer(WrappingOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group to the wrapped optimizer, and its parameters to the exchange."""
+        self._rule.settle()
         known = set(tensors_of(self.param_groups))
         self.optimizer.add_param_group(param_group)
         self._take_in(known)
@@ -320,6 +340,11 @@ class DistributedOptimizer(WrappingOptimizer):
         """Do as Rule.stand_in, for join()."""
         return self._rule.stand_in(verb, numel)
 
+    def settle(self) -> None:
+        """Wait for the gradients that are being exchanged, and complete the update of the last step, with overlap="next_forward":
+        before anything uses parameters outside of a forward of the model. Any rank may call it."""
+        self._rule.settle()
+
     def begin_window(self) -> None:
         """Count calls of backward() from the start, for join()."""
         self._passes.ended = 0
@@ -358,6 +383,26 @@ def _checked_rule(rule: Any, op: str, shard_states: object, has_returning: bool)
         return Sharded
     made: Callable[[Setup], Rule] = AdaptiveSummation if op == Adasum and rule is Synchronous else rule
     return made
+
+
+def _overlapping(rule: Callable[[Setup], Rule], overlap: object, model: object) -> Callable[[Setup], Rule]:
+    """Return what makes the rule that the exchange overlaps as wanted with. Raises TypeError and ValueError."""
+    if overlap not in ("backward", "next_forward"):
+        raise ValueError(f"{here()}overlap must be 'backward' or 'next_forward', not {overlap!r}")
+    if overlap == "backward":
+        if model is not None:
+            raise ValueError(f"{here()}model is for overlap='next_forward', which watches its modules")
+        return rule
+    if rule is not Synchronous:
+        raise ValueError(
+            f"{here()}overlap='next_forward' goes with the default rule alone, not with shard_states=True, op={Adasum!r}, or "
+            "rule=: use overlap='backward'"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{here()}overlap='next_forward' needs model=, the torch.nn.Module before whose forwards to update, not {model!r}"
+        )
+    return partial(NextForward, model=model)
 
 
 @contextmanager

@@ -4,7 +4,8 @@ All train the same model from the same weights on the same data, in turns of a f
 `compute` exchanges nothing: what a step costs at least, and what the others' replicas drift apart without. With codecs, ours
 takes part with each of them too, and DDP with torch's fp16 hook. With --reports, ours also takes part with on_step, with a
 check of replicas after every step, and while a timeline is recorded. With --shard-states, ours also takes part with that,
-and DDP with torch's ZeroRedundancyOptimizer.
+and DDP with torch's ZeroRedundancyOptimizer. With --overlap, ours also takes part with overlap="next_forward", with each
+codec, and nobody clips gradients, for which all of them must be there.
 """
 
 from __future__ import annotations
@@ -105,6 +106,11 @@ def telling_trainee(module: nn.Module, **options: Any) -> Trainee:
     return Trainee(module, module, optimizer, lambda: optimizer.communication_wait_s, Record())
 
 
+def overlapping_trainee(module: nn.Module, **options: Any) -> Trainee:
+    """Ours, whose updates are put off to the next forward."""
+    return telling_trainee(module, overlap="next_forward", model=module, **options)
+
+
 def zero_trainee(module: nn.Module) -> Trainee:
     """DDP, with an AdamW whose state is spread over the ranks."""
     whole = adamw(module)
@@ -144,6 +150,8 @@ class Competitor:
             inputs, targets = self._task.batch(step)
             self.loss = self.trainee.step(inputs[mine].to(device), targets[mine].to(device), LR)
         self._done += self._steps
+        if isinstance(self.trainee.optimizer, hvd.DistributedOptimizer):
+            self.trainee.optimizer.settle()  # within its own turn
 
 
 def codecs(text: str) -> tuple[str, ...]:
@@ -166,6 +174,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--compression", type=codecs, default=(), metavar="NAMES", help="comma-separated codecs to compare, or all")
     add("--reports", action="store_true", help="compare what it costs to tell of a step, too")
     add("--shard-states", action="store_true", help="compare optimizers whose state is spread over the ranks, too")
+    add("--overlap", action="store_true", help="compare waiting in the next forward, too, and clip no gradients")
     add("--steps", type=partial(count_from, 1), default=5, help="steps in one turn (default 5)")
     add("--rounds", type=partial(count_from, 1), default=20, help="timed turns of each competitor (default 20)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (default auto)")
@@ -179,7 +188,7 @@ def configured(chosen: argparse.Namespace) -> bytes_gpt.Config:
 
 
 def builders(
-    compression: Sequence[str], reports: bool = False, shard_states: bool = False
+    compression: Sequence[str], reports: bool = False, shard_states: bool = False, overlap: bool = False
 ) -> dict[str, Callable[[nn.Module], Trainee]]:
     """What makes each competitor of its model."""
     telling: dict[str, Callable[[nn.Module], Trainee]] = {
@@ -195,9 +204,14 @@ def builders(
         for name in compression
         if name not in ONE_WAY
     }
+    overlapping: dict[str, Callable[[nn.Module], Trainee]] = {
+        f"{OURS}+next_forward": overlapping_trainee,
+        **{f"{OURS}+next_forward+{name}": partial(overlapping_trainee, compression=name) for name in compression},
+    }
     return {
         OURS: partial(our_trainee, compression="none"),
         **compressed,
+        **(overlapping if overlap else {}),
         **(telling if reports else {}),
         **(sharded if shard_states else {}),
         DDP: ddp_trainee,
@@ -212,9 +226,12 @@ def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[Step
     config = configured(chosen)
     task = bytes_gpt.task(config)
     competitors: dict[str, Competitor] = {}
-    for name, build in builders(chosen.compression, chosen.reports, chosen.shard_states).items():
+    for name, build in builders(chosen.compression, chosen.reports, chosen.shard_states, chosen.overlap).items():
         torch.manual_seed(config.seed)
-        competitors[name] = Competitor(build(task.build().to(device)), task, config, chosen.steps)
+        trainee = build(task.build().to(device))
+        if chosen.overlap:
+            trainee.clip_norm = None
+        competitors[name] = Competitor(trainee, task, config, chosen.steps)
     protocol = Protocol(chosen.rounds, warmup_iters=2, check_iters=0)
     turns, _ = take_turns(list(competitors.values()), lambda: None, lambda: 0, distributed_machine(device), protocol)
     seconds = dict(zip(competitors, slowest_rank(turns / chosen.steps, device), strict=True))

@@ -45,6 +45,9 @@ def test_every_codec_and_the_fp16_hook_take_part_only_where_codecs_do() -> None:
     assert list(builders((), parse_arguments(["--reports"]).reports)) == ["gradwire", *telling, "ddp", "compute"]
     sharded = parse_arguments(["--shard-states"]).shard_states
     assert list(builders((), shard_states=sharded)) == ["gradwire", "gradwire+shards", "ddp", "ddp+zero", "compute"]
+    overlapping = parse_arguments(["--overlap"]).overlap
+    names = list(builders(("int8",), overlap=overlapping))
+    assert names[:4] == ["gradwire", "gradwire+int8", "gradwire+next_forward", "gradwire+next_forward+int8"]
     both_ways = [name for name in builders(("int8", "dgc"), shard_states=sharded) if "shards+" in name]
     assert both_ways == ["gradwire+shards+int8"]
 

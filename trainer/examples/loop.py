@@ -66,6 +66,8 @@ class Trainee:
     wait_s: Callable[[], float]
     """Seconds spent waiting for communication so far."""
     record: Record
+    clip_norm: float | None = CLIP_NORM
+    """What the norm of all gradients is clipped to; None where they are taken as they are."""
 
     def step(self, inputs: Tensor, targets: Tensor, lr: float) -> float:
         """Train on this rank's share of a batch; return its loss."""
@@ -74,10 +76,11 @@ class Trainee:
         self.optimizer.zero_grad()
         loss = cross_entropy(self.forward(inputs), targets)
         loss.backward()
-        if isinstance(self.optimizer, hvd.DistributedOptimizer):
-            self.optimizer.clip_grad_norm_(CLIP_NORM)
-        else:
-            nn.utils.clip_grad_norm_(self.module.parameters(), CLIP_NORM)
+        if self.clip_norm is not None:
+            if isinstance(self.optimizer, hvd.DistributedOptimizer):
+                self.optimizer.clip_grad_norm_(self.clip_norm)
+            else:
+                nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_norm)
         self.optimizer.step()
         return loss.item()
 

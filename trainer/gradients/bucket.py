@@ -28,7 +28,8 @@ class Bucket:
     it, and after the exchange, whether any rank has; below zero where a rank has a sparse one, which is not exchanged
     here. With codes it is for presence_of() to count, and so where each rank gets its share only; else it is in the same
     message. in_flight: whether it is being exchanged. shares: by rank, which parts of the memory are whose where each rank
-    gets its share; else nothing. finished_version: of the memory, when its gradients were handed out.
+    gets its share; else nothing. finished_version: of the memory, when its gradients were handed out. gradients: what
+    parameter.grad becomes, by slot: views of the memory, where parameters are not sharded.
     """
 
     def __init__(
@@ -63,8 +64,7 @@ class Bucket:
             self.memory.as_strided(tensor.shape, dense_strides(tensor), offset)
             for tensor, offset in zip(held, plan.offsets, strict=True)
         ]
-        self._gradients = list(map(as_gradient_of, self.parameters, self._views))
-        """What parameter.grad becomes: the views, where parameters are not sharded."""
+        self.gradients = list(map(as_gradient_of, self.parameters, self._views))
         self.presence = self.memory[plan.presence_offset :]
         self.in_flight = False
         self._absent: list[int] = []
@@ -86,7 +86,7 @@ class Bucket:
         if gradient is None:
             view.zero_()
             return False
-        if gradient is not self._gradients[slot]:
+        if gradient is not self.gradients[slot]:
             if gradient.layout is not torch.strided:
                 if not self._densifies and self.shares:
                     raise ValueError(
@@ -97,14 +97,14 @@ class Bucket:
                     view.zero_()
                     return False
                 gradient = gradient.to_dense()
-            is_sharded = self._gradients[slot] is not view
+            is_sharded = self.gradients[slot] is not view
             view.copy_(held_here(placed_like(gradient, parameter)) if is_sharded else gradient)
-            parameter.grad = self._gradients[slot]
+            parameter.grad = self.gradients[slot]
         return True
 
     def holds_gradient(self, slot: int) -> bool:
         """Return whether parameter.grad is what lies in this bucket."""
-        return self.parameters[slot].grad is self._gradients[slot]
+        return self.parameters[slot].grad is self.gradients[slot]
 
     def scale(self, slot: int, factor: float) -> None:
         """Multiply a gradient by a factor, in place."""
@@ -141,7 +141,7 @@ class Bucket:
             self.memory.copy_(self.buffer.values)
         for slot in self._absent:
             if self._present[slot] > 0:
-                self.parameters[slot].grad = self._gradients[slot]
+                self.parameters[slot].grad = self.gradients[slot]
             elif self.coded is not None:  # codes give it a result all the same
                 self.coded.withhold(slot)
         if self._of_others:

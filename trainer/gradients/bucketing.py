@@ -77,6 +77,17 @@ class Bucketing:
             self._arrivals = list(arrivals)
             self._learning = False
 
+    @property
+    def is_learning(self) -> bool:
+        """Return whether the order in which gradients arrive in the next exchange is to be noted."""
+        return self._learning
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether update() would rebuild the buckets."""
+        in_buckets = self.known_sparse & self.places.keys()
+        return bool(self._arrivals is not None or in_buckets or self._laid_out() != set(self._trainable()))
+
     def name_of(self, index: int) -> str:
         return self._names[index]
 
@@ -99,10 +110,9 @@ class Bucketing:
 
         Raises ValueError on all ranks alike where they do not have the same parameters.
         """
-        trainable = self._trainable()
-        in_buckets = self.known_sparse & self.places.keys()
-        if self._arrivals is None and not in_buckets and self._laid_out() == set(trainable):
+        if not self.is_due:
             return
+        trainable = self._trainable()
         _check_dtypes((self._names[index], self.parameters[index]) for index in trainable)
         known = dict.fromkeys([*(self._arrivals or ()), *self._order, *reversed(trainable)])
         self._learning = not self._laid_out() | set(self._arrivals or ()) >= set(trainable)

@@ -162,6 +162,10 @@ class Operations(ABC):
         self._following = self._operations(step)
         self._work = next(self._following, None)
 
+    def is_done(self) -> bool:
+        """Return whether wait() would return, or raise, at once."""
+        return self._work is None or self._work.is_completed()
+
     def wait(self) -> None:
         """Wait until what start() began is done, and begin what depends on it. Raises its error."""
         if self._work is not None:

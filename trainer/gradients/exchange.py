@@ -210,17 +210,22 @@ class GradientExchange:
     def _start(self, *, only_full: bool = False) -> None:
         """Start the buckets that are not started yet, in order; only_full: up to one that lacks a gradient."""
         buckets = self._bucketing.buckets
-        for bucket in buckets[self._started :]:
-            if only_full and self._missing[self._started]:
+        for number in self._order()[self._started :]:
+            if only_full and self._missing[number]:
                 break
+            bucket = buckets[number]
             self._prepare_old(bucket)
-            self.moments.bucket_ready(self._started, bucket.buffer.values.nbytes)
+            self.moments.bucket_ready(number, bucket.buffer.values.nbytes)
             bucket.start(self.step)
             self._started += 1
         if self._started == len(buckets) and not self._counting:
             for presence in self._bucketing.presence:
                 presence.start(self.step)
             self._counting = True
+
+    def _order(self) -> Sequence[int]:
+        """Return the numbers of the buckets in the order in which all ranks start them."""
+        return range(len(self._bucketing.buckets))
 
     def _prepare_old(self, bucket: Bucket) -> None:
         """Look after gradients that were exchanged before, and to which nothing was added: divide a sum, so that summing again
@@ -281,15 +286,23 @@ class GradientExchange:
             for bucket in buckets:
                 bucket.in_flight = False
             sparse.in_flight = False
-            self._started, self._counting, self._sparse_started = 0, False, False
             self._completing = None
-            self._passes.ended = 0
+            self._reset()
         self.moments.exchange_ends(self.step, begin_ns)
+        self._close_window()
+
+    def _reset(self) -> None:
+        """Begin the next window with nothing started."""
+        self._started, self._counting, self._sparse_started = 0, False, False
+        self._passes.ended = 0
+
+    def _close_window(self) -> None:
+        """Take note that all gradients are exchanged."""
         self.step += 1
         self._combination.traffic.count(exchanges=1)
         self.has_unreduced = False
         self._exchanged = True
-        self._reduced = {*self._bucketing.places, *sparse.items}
+        self._reduced = {*self._bucketing.places, *self._bucketing.sparse.items}
         self._bucketing.learn(self._arrived)
 
 

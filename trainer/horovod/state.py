@@ -14,7 +14,7 @@ from gradwire.collectives.torch_internals import map_only
 from gradwire.trainer.gradients.arguments import check_tensor
 from gradwire.trainer.optimizer import DistributedOptimizer
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
-from gradwire.trainer.world.world import communicator_of, here, root_in
+from gradwire.trainer.world.world import communicator_of, current_world, here, is_initialized, root_in
 
 T = TypeVar("T")
 
@@ -39,6 +39,9 @@ def broadcast_parameters(
                 f"{here()}can broadcast tensors, or pairs of a name and a tensor, not {type(tensor).__name__}"
             )
         check_tensor(tensor)
+    if is_initialized():
+        for optimizer in current_world().optimizers:
+            optimizer.settle()
     communicator = communicator_of(process_set)
     root = root_in(communicator, root_rank)
     works = [communicator.broadcast(tensor.detach(), root, async_op=True) for tensor in tensors]

@@ -129,8 +129,12 @@ class Reports:
             self._stragglers.after_step()
         if self._journal is not None:
             self._journal.after_step()
+        reads_residuals = self._on_step is not None and self.step % _ERROR_EVERY == 0
+        compares = self._check is not None and self.step % self._check_every == 0
+        if reads_residuals or compares:
+            self._rule.settle()
         metrics = self._metrics() if self._on_step is not None else None
-        if self._check is not None and self.step % self._check_every == 0:
+        if self._check is not None and compares:
             with suppress(PeerJoined):  # who has joined holds an older model, until join() brings it up to date
                 self._check.compare(self.step)
         if self._on_step is not None and metrics is not None:

@@ -78,6 +78,15 @@ class Rule:
         """Return what is entered while the optimizer steps, after synchronize()."""
         return nullcontext()
 
+    def take_step(self) -> Any:
+        """Step the optimizer, without a closure, after synchronize(); return what it returns."""
+        self.synchronize()
+        with self.stepping():
+            return self.setup.optimizer.step()
+
+    def settle(self) -> None:
+        """Finish what backward() and steps have begun, so that parameters and optimizer state are what they are to be."""
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
         """Scale the gradients of the next step so that the norm of all of them is at most max_norm; return what it was."""
         self.synchronize()

@@ -23,11 +23,12 @@ class Synchronous(Rule):
     is done."""
 
     can_stand_in = True
+    exchange_kind: type[GradientExchange] = GradientExchange
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.bucketing = Bucketing(setup)
-        self.exchange = GradientExchange(self.bucketing, setup)
+        self.exchange = self.exchange_kind(self.bucketing, setup)
         self.moments = self.exchange.moments
         self._resumption = Resumption(setup, self.bucketing, self.exchange)
 

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -36,6 +35,13 @@ _log = logging.getLogger("gradwire")
 
 #: How long a rank that leaves waits for the others, to write a timeline with them.
 _TIMELINE_S = 10.0
+
+
+class Enrolled(Protocol):
+    """A distributed optimizer, as far as a World is concerned with it."""
+
+    def settle(self) -> None:
+        """Complete the update of the last step."""
 
 
 class World:
@@ -64,7 +70,7 @@ class World:
         self.recorder = Recorder()
         """Records the timeline of what the Communicators of this world do."""
         self._opened: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
-        self._optimizers: WeakValueDictionary[int, torch.optim.Optimizer] = WeakValueDictionary()
+        self._optimizers: WeakValueDictionary[int, Enrolled] = WeakValueDictionary()
         self._numbers = count()  # in the order of which those two list what they hold
         self._communicators: dict[ProcessSet | dist.ProcessGroup, Communicator] = {}
         self._times_opened: Counter[int] = Counter()
@@ -179,12 +185,12 @@ class World:
         return list(self._opened.values())
 
     @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
+    def optimizers(self) -> list[Enrolled]:
         """Return the distributed optimizers in use, in the order in which they were made."""
         return list(self._optimizers.values())
 
-    def enrol(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let join() know of a distributed optimizer."""
+    def enrol(self, optimizer: Enrolled) -> None:
+        """Let join(), broadcast_parameters() and shutdown() know of a distributed optimizer."""
         self._optimizers[next(self._numbers)] = optimizer
 
     def start_timeline(self, file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
@@ -212,6 +218,11 @@ class World:
                 self.recorder.stop(self.communicator(), _TIMELINE_S)
             except (CollectiveError, OSError) as error:
                 _log.warning("gradwire: rank %d: there is no timeline of all ranks: %s", self.rank, error)
+        for optimizer in self.optimizers:
+            try:
+                optimizer.settle()
+            except CollectiveError as error:
+                _log.warning("gradwire: rank %d: the update of the last step is not complete: %s", self.rank, error)
         close_all(self.communicators)
         for process_set in self.process_sets:
             process_set.unregister()

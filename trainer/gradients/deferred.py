@@ -1,0 +1,133 @@
+"""An exchange of gradients that backward() starts and does not wait for, and gradients that wait for it when they are used."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradwire.collectives.torch_internals import map_only, plainly
+from gradwire.trainer.gradients.bucket import Bucket
+from gradwire.trainer.gradients.bucketing import Bucketing
+from gradwire.trainer.gradients.exchange import GradientExchange
+from gradwire.trainer.gradients.setup import Setup
+from gradwire.trainer.optimizers.wrapped import uncompiled
+
+_MEASURED = 3
+"""After so many exchanges by one layout the ranks agree on the order in which they start its buckets."""
+
+
+class AwaitedGradient(Tensor):
+    """Stands for a gradient that is being exchanged: any function that is given it calls `settle` first."""
+
+    settle: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        map_only(AwaitedGradient, lambda awaited: awaited.settle(), (args, kwargs))
+        return plainly(func, args, kwargs or {})
+
+
+class DeferredExchange(GradientExchange):
+    """Does as GradientExchange, but backward() returns when all buckets are started, with AwaitedGradients.
+
+    It waits as GradientExchange does while the order of arrival is being learned, and where operations depend on others: with
+    sparse gradients, a codec of matrices, or a parameter that got no gradient on this rank.
+
+    The buckets that the wire gets to only after the end of backward() anyway are started in reverse, so that the gradients of
+    the first layers are exchanged first (P3, Jayarajan et al. 2019). All ranks start the buckets in one order, on which they
+    agree once for a layout of the buckets.
+
+    waiting: numbers of the buckets that are exchanged and have not been waited for. is_pending: whether there are operations that
+    have not been waited for. settle: completes the exchange, and what follows from it. before_gradient: called with the index
+    of a parameter whose gradient arrives while the exchange is pending.
+    """
+
+    settle: Callable[[], None]
+    before_gradient: Callable[[int], None]
+
+    def __init__(self, bucketing: Bucketing, setup: Setup) -> None:
+        super().__init__(bucketing, setup)
+        self.waiting: set[int] = set()
+        self.is_pending = False
+        self._agreed_order: list[int] = []
+        self._begun: list[int] = []
+        self._laid_out: list[Bucket] = []
+        self._agree_at = 0
+
+    def on_gradient(self, index: int, parameter: Tensor) -> None:
+        if self.is_pending:
+            self.before_gradient(index)
+        super().on_gradient(index, parameter)
+
+    def wait_for(self, number: int) -> None:
+        """Wait until a bucket is exchanged, and hand out its gradients. Raises the error of the exchange, again and again until
+        abandon()."""
+        bucket = self._bucketing.buckets[number]
+        begin_ns = time.perf_counter_ns()
+        try:
+            bucket.buffer.complete()
+            bucket.finish()
+            bucket.in_flight = False
+            for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+                if is_awaited(parameter.grad):
+                    parameter.grad = gradient
+            self.waiting.discard(number)
+            if not self.waiting:
+                for presence in self._bucketing.presence:
+                    presence.complete()
+                self.is_pending = False
+        finally:
+            self.wait_s += (time.perf_counter_ns() - begin_ns) / 1e9
+        if not self.is_pending:
+            self.moments.exchange_ends(self.step - 1, begin_ns)
+
+    def abandon(self) -> None:
+        """Leave an exchange that has failed."""
+        for number in self.waiting:
+            self._bucketing.buckets[number].in_flight = False
+        self.waiting.clear()
+        self.is_pending = False
+
+    def agree_on_order(self) -> None:
+        """Find the order in which buckets are started, for this layout, once that is measured. Collective when due."""
+        buckets = self._bucketing.buckets
+        if self._laid_out is not buckets:
+            self._laid_out, self._agreed_order, self._begun = buckets, [], []
+            self._agree_at = self.step + _MEASURED
+        elif self.step == self._agree_at:
+            mine = statistics.median_low(self._begun) if self._begun else len(buckets)
+            begun = max(self._combination.communicator.allgather_record(mine))
+            self._agreed_order = [*range(begun), *reversed(range(begun, len(buckets)))]
+
+    def _order(self) -> Sequence[int]:
+        return [*self._agreed_order, *range(len(self._agreed_order), len(self._bucketing.buckets))]
+
+    @uncompiled
+    def _on_all_started(self) -> None:
+        with self._lock:
+            buckets = self._bucketing.buckets
+            done = sum(bucket.buffer.is_done() for bucket in buckets)
+            self._begun.append(min(done + 1, len(buckets)))
+            if self._completing is not None or self._bucketing.is_learning:
+                self._finish()
+                return
+            for bucket in buckets:
+                for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+                    awaited = gradient.as_subclass(AwaitedGradient)
+                    awaited.settle = self.settle
+                    parameter.grad = awaited
+            self.waiting.update(range(len(buckets)))
+            self.is_pending = bool(buckets)
+            self._reset()
+            self._close_window()
+
+
+def is_awaited(gradient: Tensor | None) -> bool:
+    """Return whether a gradient is being exchanged."""
+    return type(gradient) is AwaitedGradient

@@ -1,0 +1,285 @@
+"""The synchronous rule whose waits and updates are put off to the next forward: DistributedOptimizer(overlap="next_forward").
+
+The update of a step is the same, to the bit: each parameter is updated with the gradients of all ranks and the settings that
+held at step(), before the first module that uses it computes. Meanwhile the modules before it compute, while gradients
+are on the wire (ByteScheduler, Peng et al. 2019).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gradwire.collectives import CollectiveError
+from gradwire.collectives.torch_internals import has_step_hooks
+from gradwire.trainer.gradients.deferred import DeferredExchange, is_awaited
+from gradwire.trainer.gradients.dtensors import shard_of
+from gradwire.trainer.gradients.setup import Setup
+from gradwire.trainer.optimizers.wrapped import tensors_of, uncompiled
+from gradwire.trainer.rules.synchronous import Synchronous
+from gradwire.trainer.world.world import here
+
+_READ_BEFORE = (
+    "{}a gradient of {!r} arrived, and the parameter has not been updated by the step() before: it is no parameter of a module "
+    "whose forward was called since. With overlap='next_forward', call settle() of the distributed optimizer before "
+    "parameters are used outside of their module's forward"
+)
+_TWICE = (
+    "{}a gradient of {!r} arrived while that of the backward() before was being exchanged: with overlap='next_forward', call "
+    "settle() of the distributed optimizer between two calls of backward(), or accumulate by backward_passes_per_step or "
+    "no_sync()"
+)
+
+
+class NextForward(Synchronous):
+    """Has backward() start the exchange and step() take note that an update is due; before a module computes, waits for the
+    buckets of its parameters, and updates what is in them.
+
+    model: whose modules are watched. The parameters of a module whose forward is never called, as where its parent reads
+    them, are awaited before that of the module around it; those that are in no module of the model, before the first.
+
+    settle() completes the update. All that uses gradients (AwaitedGradient) calls it, state_dict() and load_state_dict() of
+    model and optimizer, forwards without gradients, the next backward(), step() and synchronize().
+
+    step() does not put off the update where the gradients are there already, as after clipping; where the buckets are to be
+    rebuilt; and where the optimizer has hooks of its step, which would run once for every bucket.
+    """
+
+    can_stand_in = False
+    exchange_kind = DeferredExchange
+    exchange: DeferredExchange
+
+    def __init__(self, setup: Setup, model: nn.Module) -> None:
+        if isinstance(setup.optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                f"{here()}overlap='next_forward' is for optimizers that update each parameter by itself; LBFGS does not: use "
+                "overlap='backward'"
+            )
+        super().__init__(setup)
+        self.moments = None  # when this rank needs the end of an exchange, it says nothing of the others
+        self.exchange.settle = _Weakly.of(self.settle)
+        self.exchange.before_gradient = _Weakly.of(self._before_gradient)
+        self._model = model
+        self._lock = threading.RLock()  # autograd calls hooks from one thread per device
+        self._settings: list[dict[str, Any]] | None = None  # of the param groups at the step that is due
+        self._failed = False
+        self._called: set[nn.Module] = set()
+        self._needed: dict[nn.Module | None, list[int]] = {}
+        self._needed_by: tuple[int, object] = (0, None)  # what that was made of
+        self._watched: set[nn.Module] = set()
+        reads, loads = _Weakly.of(self.settle), _Weakly.of(self._before_load)
+        optimizer = setup.optimizer
+        self._hooks: list[RemovableHandle] = [
+            optimizer.register_state_dict_pre_hook(reads),
+            optimizer.register_load_state_dict_pre_hook(loads),
+        ]
+
+    def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+        for name, parameter in zip(names, parameters, strict=True):
+            if shard_of(parameter):
+                raise ValueError(f"{here()}overlap='next_forward' needs whole parameters, and {name!r} is sharded")
+        super().add(names, parameters)
+        forward, reads = _Weakly.of(self._before_forward), _Weakly.of(self.settle)
+        loads = _Weakly.of(self._before_load)
+        for module in set(self._model.modules()) - self._watched:
+            self._watched.add(module)
+            self._hooks.append(module.register_forward_pre_hook(forward, prepend=True))
+            self._hooks.append(module.register_state_dict_pre_hook(reads))
+            self._hooks.append(module.register_load_state_dict_pre_hook(loads))
+
+    def synchronize(self) -> None:
+        self.settle()
+        super().synchronize()
+
+    def take_step(self) -> Any:
+        """Take note of an update that is due, where it can be put off. Raises TypeError where the optimizer's step changes the
+        settings of its param groups, and so cannot be taken for some parameters after others."""
+        groups = self.setup.optimizer.param_groups
+        if not self._can_put_off():
+            before = [dict(group) for group in groups]
+            result = super().take_step()
+            if before != [dict(group) for group in groups]:
+                raise TypeError(
+                    f"{here()}overlap='next_forward' is for optimizers that keep what changes in a step in the state of each "
+                    f"parameter; {type(self.setup.optimizer).__name__} changes its param groups: use overlap='backward'"
+                )
+            return result
+        self._find_needed()
+        self._settings = [{name: _kept(value) for name, value in group.items() if name != "params"} for group in groups]
+        in_buckets = {parameter for bucket in self.buckets for parameter in bucket.parameters}
+        others = [parameter for parameter in tensors_of(groups) if parameter not in in_buckets]
+        if any(parameter.grad is not None for parameter in others):
+            self._update(others)
+        return None
+
+    def evaluate(self, closure: Callable[[], Any]) -> Any:
+        self.settle()
+        return super().evaluate(closure)
+
+    def after_step(self) -> None:
+        super().after_step()
+        self.exchange.agree_on_order()
+
+    def settle(self, *_: object) -> None:
+        with self._lock:
+            for number in sorted(self.exchange.waiting):
+                self._finish(number)
+
+    def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
+        self._before_load()
+        super().load_state_dict(state_dict, also)
+
+    def close(self) -> None:
+        """Complete the update that is due, unless an error has said that this is impossible, and leave the model alone."""
+        try:
+            if not self._failed:
+                self.settle()
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            super().close()
+
+    def _can_put_off(self) -> bool:
+        """Return whether all gradients are on their way, and nobody has used them since."""
+        return (
+            self.exchange.is_pending
+            and self._settings is None
+            and not self.exchange.has_unreduced
+            and not self.bucketing.is_due
+            and not has_step_hooks(self.setup.optimizer)
+            and all(is_awaited(parameter.grad) for bucket in self.buckets for parameter in bucket.parameters)
+        )
+
+    def _find_needed(self) -> None:
+        """Find by module which buckets it needs before it computes, if modules have been called that had not been before."""
+        made_of = len(self._called), self.buckets
+        if self._needed_by[0] == made_of[0] and self._needed_by[1] is made_of[1]:
+            return
+        numbers = {parameter: number for number, bucket in enumerate(self.buckets) for parameter in bucket.parameters}
+        self._needed, self._needed_by = {}, made_of
+        elsewhere = dict(numbers)
+
+        def visit(module: nn.Module, caller: nn.Module | None) -> None:
+            caller = module if module in self._called else caller
+            needed = self._needed.setdefault(caller, [])
+            for parameter in module.parameters(recurse=False):
+                elsewhere.pop(parameter, None)
+                if numbers.get(parameter, needed) not in needed:
+                    needed.append(numbers[parameter])
+            for child in module.children():
+                visit(child, caller)
+
+        visit(self._model, None)
+        self._needed.setdefault(None, []).extend(set(elsewhere.values()))
+
+    @uncompiled
+    def _before_forward(self, module: nn.Module, _: object) -> None:
+        self._called.add(module)
+        if not self.exchange.is_pending:
+            return
+        if self._settings is None or not torch.is_grad_enabled():
+            self.settle()
+            return
+        with self._lock:
+            for number in (*self._needed.get(None, ()), *self._needed.get(module, ())):
+                self._finish(number)
+
+    def _before_gradient(self, index: int) -> None:
+        """Complete the update of the step before, when backward() comes to the first gradient. Raises RuntimeError where its
+        parameter was used before it was updated."""
+        with self._lock:
+            if self.bucketing.places.get(index, (-1,))[0] in self.exchange.waiting:
+                message = _TWICE if self._settings is None else _READ_BEFORE
+                raise RuntimeError(message.format(here(), self.bucketing.name_of(index)))
+            self.settle()
+
+    def _before_load(self, *_: object) -> None:
+        """Complete the update of the step before; what has failed is left, for something else takes its place."""
+        try:
+            self.settle()
+        except CollectiveError:
+            self.exchange.abandon()
+            self._settings, self._failed = None, False
+
+    def _finish(self, number: int) -> None:
+        """Wait for a bucket, unless that was done, and update its parameters if that is due."""
+        if number not in self.exchange.waiting:
+            return
+        bucket = self.buckets[number]
+        try:
+            self.exchange.wait_for(number)
+        except CollectiveError:
+            self._failed = True
+            raise
+        if self._settings is None:
+            return
+        kept = [
+            parameter.grad for parameter in bucket.parameters
+        ]  # None since zero_grad(); the update is of those before
+        try:
+            for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+                parameter.grad = gradient
+            self._update(bucket.parameters)
+        finally:
+            for parameter, gradient_now in zip(bucket.parameters, kept, strict=True):
+                parameter.grad = gradient_now
+            if not self.exchange.waiting:
+                self._settings = None
+
+    def _update(self, parameters: Collection[Tensor]) -> None:
+        """Step the optimizer as it was at step(), for some of its parameters."""
+        optimizer, wanted = self.setup.optimizer, set(parameters)
+        assert self._settings is not None
+        groups = optimizer.param_groups
+        now = [dict(group) for group in groups]
+        devices = {parameter.device.type for parameter in wanted}
+        try:
+            for group, settings in zip(groups, self._settings, strict=True):
+                group.update(settings, params=[parameter for parameter in group["params"] if parameter in wanted])
+            with _outside_of_modes(devices):
+                optimizer.step()
+        finally:
+            for group, settings in zip(groups, now, strict=True):
+                group.update(settings)
+
+
+def _kept(value: Any) -> Any:
+    """Return what a setting is now, which may be a tensor that is changed in place."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def _outside_of_modes(devices: Iterable[str]) -> Iterator[None]:
+    """Compute as outside of a forward, which autocast and inference_mode() may be around."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        for device in devices:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@dataclass(frozen=True, eq=False)
+class _Weakly:
+    """Calls a method of a rule without keeping the rule alive, and not from a copy of what it hooks."""
+
+    method: weakref.WeakMethod[Callable[..., None]] | None
+
+    @classmethod
+    def of(cls, method: Callable[..., None]) -> _Weakly:
+        return cls(weakref.WeakMethod(method))
+
+    def __call__(self, *args: object) -> None:
+        method = self.method() if self.method is not None else None
+        if method is not None:
+            method(*args)
+
+    def __reduce__(self) -> tuple[type[_Weakly], tuple[None]]:
+        return _Weakly, (None,)
