@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush, heapreplace
+from statistics import median
 from typing import Any, NamedTuple
 
 from gradwire.collectives.plan.algorithms import PLANNERS
@@ -29,6 +30,12 @@ _OF_BUFFERS = ("allreduce", "broadcast", "reduce", "barrier")
 #: From how many segments on each further one takes what the last ones took: the pipeline is full then. They are walked in two
 #: lengths, and the rest is extrapolated.
 _SHORT, _LONG = 5, 9
+
+
+#: A link or a rank that takes so many times as long as others is called slow.
+SLOW = 1.5
+
+_REMEDY = "make a new one on these hosts: gradwire tune --out FILE"
 
 
 class TuningError(ValueError):
@@ -82,9 +89,10 @@ class Costs:
 
     hosts: the ranks of each, as of Topology; machines: what each host is, in words. inside, between: messages inside a host and
     between hosts. uplinks: by host, seconds a byte of what it sends, and at the same time of what it receives, all its ranks
-    together. slow_links: pairs that are slower than that. cores: who shares them. slowness: by rank, how many times as long it
-    computes as the fastest. call_s: what a call takes beside its messages. reduce_byte_s: a processor's time to add a byte to
-    another. codecs: those that were measured. wholes: what links do by themselves.
+    together. burst_bytes: what an uplink moves at once after a pause, where a shaper lets it. slow_links: pairs that are slower
+    than their hosts' uplinks. cores: who shares them. slowness: by rank, how many times as long it computes as the fastest.
+    call_s: what a call takes beside its messages. reduce_byte_s: a processor's time to add a byte to another. codecs: those that
+    were measured. wholes: what links do by themselves.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -96,6 +104,7 @@ class Costs:
     slowness: tuple[float, ...]
     call_s: float
     reduce_byte_s: float
+    burst_bytes: int = 0
     slow_links: tuple[SlowLink, ...] = ()
     codecs: tuple[CodecCost, ...] = ()
     wholes: tuple[WholeCost, ...] = ()
@@ -133,29 +142,56 @@ class Costs:
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, source: str, machines: Sequence[str] | None = None) -> Costs:
-        """Read the text of a tuning file. source: its name, for errors. machines: what the hosts are that it is to be used on.
-
-        Raises TuningError for a file that is damaged, of another version, or made on other machines.
-        """
-        remedy = "make a new one on these hosts: gradwire tune --out FILE"
+    def from_json(cls, text: str, source: str) -> Costs:
+        """Read the text of a tuning file. source: its name, for errors. Raises TuningError for one that is damaged or of another
+        version."""
         try:
             read = json.loads(text)
             version = read.pop("version")
             if version != VERSION:
                 raise TuningError(
-                    f"tuning file {source} is of version {version!r}, version {VERSION} is needed; {remedy}"
+                    f"tuning file {source} is of version {version!r}, version {VERSION} is needed; {_REMEDY}"
                 )
             costs = _costs(read)
         except TuningError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             detail = f"{type(error).__name__}: {error}"
-            raise TuningError(f"tuning file {source} is damaged ({detail}); {remedy}") from None
-        if machines is not None and tuple(machines) != costs.machines:
-            made_on, here = "; ".join(costs.machines), "; ".join(machines)
-            raise TuningError(f"tuning file {source} was made on other hosts ({made_on}; here: {here}); {remedy}")
+            raise TuningError(f"tuning file {source} is damaged ({detail}); {_REMEDY}") from None
         return costs
+
+    def checked(self, source: str, hosts: Sequence[Sequence[int]], machines: Sequence[str]) -> Costs:
+        """Return these costs, of a tuning file, if they are those of ranks on such hosts and machines; else raise TuningError."""
+        made_for = _described(self.hosts, self.machines)
+        if made_for != (here := _described(hosts, machines)):
+            raise TuningError(f"tuning file {source} was made for {made_for}; here are {here}; {_REMEDY}")
+        return self
+
+    def slow(self) -> list[str]:
+        """Return a line for each host, link and rank that is much slower than others of its kind."""
+        usual = median(self.uplinks)
+        lines = [
+            f"slow link: the host of ranks {', '.join(map(str, host))} moves {_rate(uplink)}, others {_rate(usual)}"
+            for host, uplink in zip(self.hosts, self.uplinks, strict=True)
+            if uplink > SLOW * usual > 0
+        ]
+        lines += [
+            f"slow link: ranks {link.pair[0]} and {link.pair[1]} exchange {_rate(link.byte_s)}, others {_rate(usual)}"
+            for link in self.slow_links
+        ]
+        times = [(rank, times) for rank, times in enumerate(self.slowness) if times > SLOW]
+        return [
+            *lines,
+            *(f"slow rank: rank {rank} computes {times:.1f} times as long as others" for rank, times in times),
+        ]
+
+
+def _rate(byte_s: float) -> str:
+    return f"{1e-6 / byte_s:.4g} MB/s"
+
+
+def _described(hosts: Sequence[Sequence[int]], machines: Sequence[str]) -> str:
+    return "; ".join(f"ranks {','.join(map(str, host))} on {name}" for host, name in zip(hosts, machines, strict=True))
 
 
 def _unknown(name: str) -> CodecCost:
@@ -180,6 +216,7 @@ def _costs(read: Mapping[str, Any]) -> Costs:
         slowness=tuple(map(positive, read["slowness"])),
         call_s=positive(read["call_s"]),
         reduce_byte_s=positive(read["reduce_byte_s"]),
+        burst_bytes=int(positive(read["burst_bytes"])),
         slow_links=tuple(SlowLink((int(a), int(b)), positive(byte_s)) for (a, b), byte_s in read["slow_links"]),
         codecs=tuple(CodecCost(str(name), positive(e), positive(d)) for name, e, d in read["codecs"]),
         wholes=tuple(
@@ -273,7 +310,9 @@ class _Walk:
         self._host = {rank: index for index, host in enumerate(costs.hosts) for rank in host}
         self._slow = {pair: link.byte_s for link in costs.slow_links for pair in (link.pair, link.pair[::-1])}
         # When what is used by several is free again. Cores only where they are fewer than their ranks.
-        self._up, self._down = [0.0] * len(costs.hosts), [0.0] * len(costs.hosts)
+        # Links that save up for bursts have spent what they had: calls follow each other.
+        self._saved = [costs.burst_bytes * uplink for uplink in costs.uplinks]
+        self._up, self._down = list(self._saved), list(self._saved)
         self._connections: dict[tuple[int, int], float] = defaultdict(float)
         self._cores: dict[int, list[float]] = {}
         for ranks, number in costs.cores:
@@ -382,12 +421,13 @@ class _Walk:
             left = max(copied, begin + nbytes * byte_s)
             arrived = left + link.latency_s
         else:
-            begin = max(begin, self._up[host])
-            self._up[host] = begin + nbytes * costs.uplinks[host]
-            left = max(copied, self._up[host], begin + nbytes * byte_s)
-            comes = max(begin + link.latency_s, self._down[other])
-            self._down[other] = comes + nbytes * costs.uplinks[other]
-            arrived = max(left + link.latency_s, self._down[other])
+            self._up[host] = max(begin, self._up[host]) + nbytes * costs.uplinks[host]
+            left = max(copied, self._up[host] - self._saved[host])
+            if byte_s > costs.uplinks[host]:
+                left = max(left, begin + nbytes * byte_s)
+            comes = max(begin + link.latency_s, left + link.latency_s - nbytes * costs.uplinks[host])
+            self._down[other] = max(comes, self._down[other]) + nbytes * costs.uplinks[other]
+            arrived = max(left + link.latency_s, self._down[other] - self._saved[other])
         self._connections[rank, peer] = left
         self._arrivals[channel].append((arrived, nbytes))
         if (sleeping := self._sleeping.pop(channel, None)) is not None:

@@ -119,7 +119,7 @@ def test_among_some_ranks_what_is_known_of_them_stays() -> None:
 def test_a_file_is_read_as_it_was_written_or_refused() -> None:
     written = replace(costs((0, 1), (2,)), slow_links=(SlowLink((0, 2), 1e-6),))
     text = written.to_json()
-    assert Costs.from_json(text, "tuning.json", written.machines) == written
+    assert Costs.from_json(text, "tuning.json") == written
     read = json.loads(text)
     refused = {
         "version 1 is needed": {**read, "version": 2},
@@ -130,7 +130,9 @@ def test_a_file_is_read_as_it_was_written_or_refused() -> None:
     for said, changed in refused.items():
         with pytest.raises(TuningError, match=rf"tuning\.json.*{said}.*gradwire tune --out FILE"):
             Costs.from_json(json.dumps(changed), "tuning.json")
-    with pytest.raises(TuningError, match=r"other hosts \(a machine; a machine; here: another\).*gradwire tune"):
-        Costs.from_json(text, "tuning.json", ["another"])
+    made_for = r"made for ranks 0,1 on a machine; ranks 2 on a machine; here are ranks 0,1 on another;.*gradwire tune"
+    with pytest.raises(TuningError, match=made_for):
+        written.checked("tuning.json", ((0, 1),), ["another"])
+    assert written.checked("tuning.json", written.hosts, written.machines) is written
     with pytest.raises(TuningError, match="damaged"):
         Costs.from_json(text[:-20], "tuning.json")
