@@ -136,3 +136,18 @@ def test_a_file_is_read_as_it_was_written_or_refused() -> None:
     assert written.checked("tuning.json", written.hosts, written.machines) is written
     with pytest.raises(TuningError, match="damaged"):
         Costs.from_json(text[:-20], "tuning.json")
+
+
+def test_what_is_slow_is_named() -> None:
+    some = replace(
+        costs((0, 1), (2,), (3,)),
+        uplinks=(1e-8, 1e-8, 1e-7),
+        slowness=(1.0, 4.0, 1.0, 1.0),
+        slow_links=(SlowLink((0, 2), 5e-8),),
+    )
+    assert some.slow() == [
+        "slow link: the host of ranks 3 moves 10 MB/s, others 100 MB/s",
+        "slow link: ranks 0 and 2 exchange 20 MB/s, others 100 MB/s",
+        "slow rank: rank 1 computes 4.0 times as long as others",
+    ]
+    assert costs((0,), (1,)).slow() == []
