@@ -72,8 +72,8 @@ class Communicator(SharedTensors):
     Dtypes are float16, bfloat16, float32, float64, int8, uint8, int16, int32, int64 and bool. `op` is 'sum', 'average',
     'min', 'max' or 'product', or torch's ReduceOp of that name; sums and products of integers wrap around, averages of
     them truncate toward zero; on bool, sum and max are "or", product and min are "and", average is a TypeError.
-    `algorithm` is 'auto' or one of algorithms(verb), also with a segment, such as 'ring/1M'. The result of one algorithm in one world is the same on all ranks
-    to the bit, every time.
+    `algorithm` is 'auto' or one of algorithms(verb), also with a segment, such as 'ring/1M'. The result of one algorithm in one
+    world is the same on all ranks to the bit, every time.
 
     Raises, from every verb: ValueError, TypeError for a wrong argument, at the call, before anything is sent. From the verb or,
     when asynchronous, from wait: PeerLost, CollectiveTimeout or Mismatch when the operation cannot finish. The Communicator is

@@ -15,6 +15,7 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.partition import Partition, effective, partition_of
 from gradwire.collectives.plan.algorithms import IN_HALVES, PLANNERS, RESERVED, hierarchical
 from gradwire.collectives.plan.coded import CodedProgram
+from gradwire.collectives.plan.cost import Leg
 from gradwire.collectives.plan.program import LOOKAHEAD, Program
 from gradwire.collectives.plan.schedule import Place, Schedule
 from gradwire.collectives.plan.selection import Measured, Table, choose, split_choice
@@ -234,6 +235,26 @@ class Plans:
         hosts = self.topology.hosts if ride(chosen).by_hosts else (tuple(range(self._place.size)),)
         planner = partial(self._schedule_of_codes, chosen)
         return partition_of(codec, numel, self._place.rank, hosts, self.segment_bytes, planner)
+
+    def legs_of_codes(self, codec: Codec, numel: int) -> list[list[Leg]]:
+        """Return by rank the programs of a compressed allreduce, for gradwire.collectives.plan.cost.price."""
+        algorithm, size = shot_of(codec), self._place.size
+        legs = []
+        for rank in range(size):
+            plans = Plans(replace(self.topology, rank=rank), self._algorithms, self.tables, self.segment_bytes)
+            partition = plans.partition(codec, numel, algorithm)
+            used = effective(codec, partition)
+            coded = Leg(Program(Schedule(rank, size, 1, ()), [(Span(0, 0),)]), 4)  # where there is no part for the rank
+            if partition.group:
+                code_bytes = used.wire_bytes(partition.longest)
+                program = plans.of_codes(codec, numel, algorithm, code_bytes, grouped=False)
+                coded = Leg(program, 4, used.name, used.wire_bytes)
+            if partition.inside_hosts:
+                first, last = (plans.inside_hosts(which, partition.parts, 4, grouped=False) for which in (0, 1))
+                legs.append([Leg(first, 4), coded, Leg(last, 4)])
+            else:
+                legs.append([coded])
+        return legs
 
     @_once
     def of_codes(self, codec: Codec, numel: int, algorithm: str, code_bytes: int, *, grouped: bool) -> CodedProgram:
