@@ -17,8 +17,9 @@ from gradwire.collectives.plan.topology import Topology
 #: Segments that are tried, as multiples of the usual one, for so many algorithms that are quickest with that.
 _SEGMENTS, _TRIED = (4, 16), 2
 
-#: What is usual stays unless something else takes so many times as long at most: near equals must not change from run to run.
-_WORTH_IT = 0.95
+#: What is usual stays unless something else takes so many times as long at most: near equals must not change from run to run. The
+#: usual segment stays in the caches, of which the model knows nothing.
+_WORTH_IT, _WORTH_A_SEGMENT = 0.95, 0.85
 
 _log = logging.getLogger("gradwire")
 
@@ -193,7 +194,7 @@ class Measured:
                 if name in PLANNERS[verb]:
                     for segment in (factor * usual for factor in _SEGMENTS):
                         other = predict(costs, verb, name, nbytes, segment)
-                        if other < _WORTH_IT * seconds:
+                        if other < _WORTH_A_SEGMENT * seconds:
                             ranked.append((other, f"{name}/{format_size(segment)}"))
         return sorted(ranked)
 

@@ -24,8 +24,8 @@ from gradwire.collectives.reduction import COMBINE
 from gradwire.collectives.run.engine import Engine
 from gradwire.collectives.run.operations import Turn
 
-#: How often a small program is run, of which the quickest counts, and how many messages it sends one after the other.
-_TIMES, _STREAM = 5, 16
+#: How often a small program is run, and how many messages it sends one after the other.
+_TIMES, _STREAM = 8, 16
 
 #: A bulk message grows from the least to the most bytes until it takes so long; a link that saves up for bursts has spent them.
 _LEAST_BYTES, _MOST_BYTES, _BULK_S = 128 << 10, 4 << 20, 0.004
@@ -123,15 +123,15 @@ class Probe:
             self._engine.over_program(self._turn, program, self._buffer)
 
     def _timed(self, programs: Sequence[Program], times: int = _TIMES, calls: int = 1, pause_s: float = 0.0) -> float:
-        """Return how long the programs of all ranks take, the slowest rank's, the median of some times. calls: one after the
-        other. pause_s: before each time."""
+        """Return how long the programs of all ranks take, the slowest rank's, the lower quartile of some times. calls: one
+        after the other. pause_s: before each time."""
         mine = programs[self._rank]
         taken = []
         for _ in range(times):
             time.sleep(pause_s)
             self._engine.meet(self._turn)
             taken.append(_seconds(lambda: self._follow(mine, calls), _CLOCK))
-        return max(self._table(statistics.median(taken))) / calls
+        return max(self._table(sorted(taken)[times // 4])) / calls
 
     def _programs(self, lengths: Sequence[int], rounds: Callable[[int], Sequence[Round]]) -> list[Program]:
         """Return the programs of all ranks for rounds over blocks of such lengths, in bytes."""
