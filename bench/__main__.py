@@ -11,15 +11,17 @@ MODULES = {
     "convergence": "gradwire.bench.training.convergence",
     "rules": "gradwire.bench.rules.run",
     "codec": "gradwire.bench.codec.run",
+    "predicted": "gradwire.bench.predicted",
 }
 #: What runs under torchrun, and so on simulated hosts.
-BENCHMARKS = (*COLLECTIVES, "step", "convergence", "rules")
+BENCHMARKS = (*COLLECTIVES, "step", "convergence", "rules", "predicted")
 
 USAGE = """\
 usage: torchrun --nproc-per-node 4 -m gradwire.bench COLLECTIVE [flags]    a collective: time, bandwidth, correctness
        torchrun --nproc-per-node 2 -m gradwire.bench step [flags]          a training step beside DDP's
        torchrun --nproc-per-node 4 -m gradwire.bench convergence [flags]   training with and without every codec
        torchrun --nproc-per-node 4 -m gradwire.bench rules [flags]         training by several update rules
+       torchrun --nproc-per-node 4 -m gradwire.bench predicted [flags]     predicted beside measured times
        gradwire bench codec [flags]                                        every codec beside torch's operations
        gradwire bench hosts [flags] -- NAME|COMMAND                        any of these on simulated hosts (as root)
 

@@ -1,6 +1,7 @@
 """What can be asked of the package from a shell.
 
 gradwire info          what is found here, and which algorithm runs for which size; also under torchrun
+gradwire tune --out F  measure what moving bytes costs between the ranks, under torchrun, and write it for COLLECTIVES_TUNING=F
 gradwire precompile    compile all kernels for the CPU now, so that no first run has to
 """
 
@@ -9,12 +10,13 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from gradwire.collectives.communicator import Communicator
-from gradwire.collectives.environment import TABLE_PREFIX
+from gradwire.collectives.environment import TABLE_PREFIX, TUNING
 from gradwire.collectives.notation import format_size
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.selection import Table
@@ -53,6 +55,8 @@ def _report(communicator: Communicator) -> str:
         *(f"host {i}     ranks {', '.join(map(str, host))}" for i, host in enumerate(communicator.topology.hosts)),
         *(f"link       rank {communicator.rank} to {route}" for route in communicator.routes),
         "",
+        *_costs(communicator),
+        "",
         f"algorithm by message size in bytes ('auto'), for {communicator.size} ranks"
         f"{'; start this under torchrun for more' if communicator.size == 1 else ''}:",
     ]
@@ -64,25 +68,54 @@ def _report(communicator: Communicator) -> str:
     return "\n".join([*lines, "", f"algorithms known: {', '.join(known)}, shared, native"])
 
 
+def _costs(communicator: Communicator) -> list[str]:
+    """Return what moving bytes costs, in lines for people."""
+    costs = communicator.costs
+    if costs is None:
+        return [f"links      not measured; {TUNING}=1 measures them, `gradwire tune --out FILE` writes them down"]
+    rates = ", ".join(f"{1e-6 / uplink:.0f}" for uplink in costs.uplinks if uplink > 0)
+    between = f"between hosts {1e6 * costs.between.latency_s:.0f} us a message, {rates or 'unknown'} MB/s by host"
+    return [f"links      {between}", *costs.slow()]
+
+
+def _tune(out: Path) -> None:
+    with _communicator() as communicator:
+        costs = communicator.tune()
+        if communicator.rank == 0:
+            out.write_text(costs.to_json())
+            print("\n".join([*_costs(communicator), f"written to {out}; used with {TUNING}={out}"]))
+    dist.destroy_process_group()
+
+
 def _info() -> None:
     """Print the report of rank 0."""
+    with _communicator() as communicator:
+        if communicator.rank == 0:
+            print(_report(communicator))
+    dist.destroy_process_group()
+
+
+def _communicator() -> Communicator:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", store=store_of_one(), rank=0, world_size=1)
-    with Communicator() as communicator:
-        if communicator.rank == 0:
-            print(_report(communicator))
-    dist.destroy_process_group()
+    return Communicator()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="gradwire", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=["info", "precompile"])
-    if parser.parse_args().command == "info":
+    parser.add_argument("command", choices=["info", "tune", "precompile"])
+    parser.add_argument("--out", type=Path, help="where tune writes what it has measured, as JSON")
+    flags = parser.parse_args()
+    if (flags.command == "tune") != (flags.out is not None):
+        parser.error("tune needs --out FILE, and nothing else takes it")
+    if flags.command == "info":
         _info()
+    elif flags.command == "tune":
+        _tune(flags.out)
     else:
         raise SystemExit(precompile())
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import math
 import os
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,16 +21,27 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.diagnostics.journal import OperationTally
 from gradwire.collectives.diagnostics.timeline import Lane, Timeline
-from gradwire.collectives.environment import LINK, report_folder
+from gradwire.collectives.environment import LINK, TUNING, report_folder
 from gradwire.collectives.link.membership import Membership, membership_of
 from gradwire.collectives.link.registry import AUTO, check_link, connect
 from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.selection import Table, default_segment_bytes, default_table, overrides, variables
+from gradwire.collectives.plan.cost import Costs
+from gradwire.collectives.plan.selection import (
+    Measured,
+    Table,
+    default_segment_bytes,
+    default_table,
+    overrides,
+    variables,
+)
 from gradwire.collectives.plan.topology import Topology, host_id
 from gradwire.collectives.run.engine import Engine
 from gradwire.collectives.run.operations import DRAIN_S, MEET_S
 from gradwire.collectives.run.plans import Plans, legal_algorithms
+from gradwire.collectives.run.probe import Probe
 from gradwire.collectives.shared_tensors import SharedTensors
+
+_log = logging.getLogger("gradwire")
 
 
 class Communicator(SharedTensors):
@@ -61,8 +75,8 @@ class Communicator(SharedTensors):
     Dtypes are float16, bfloat16, float32, float64, int8, uint8, int16, int32, int64 and bool. `op` is 'sum', 'average',
     'min', 'max' or 'product', or torch's ReduceOp of that name; sums and products of integers wrap around, averages of
     them truncate toward zero; on bool, sum and max are "or", product and min are "and", average is a TypeError.
-    `algorithm` is 'auto' or one of algorithms(verb). The result of one algorithm in one world is the same on all ranks
-    to the bit, every time.
+    `algorithm` is 'auto' or one of algorithms(verb), also with a segment, such as 'ring/1M'. The result of one algorithm in one
+    world is the same on all ranks to the bit, every time.
 
     Raises, from every verb: ValueError, TypeError for a wrong argument, at the call, before anything is sent. From the verb or,
     when asynchronous, from wait: PeerLost, CollectiveTimeout or Mismatch when the operation cannot finish. The Communicator is
@@ -105,6 +119,9 @@ class Communicator(SharedTensors):
         self.topology = Topology(membership.rank, membership.hosts)
         settings = [f"segment_bytes={segment_bytes}"]
         settings += [f"{name}={os.environ[name]!r}" for name in variables(PLANNERS, os.environ).values()]
+        tuning = os.environ.get(TUNING) or "0"
+        tuned = None if tuning in ("0", "1") else Path(tuning).read_text()
+        settings.append(f"{TUNING}={tuning if tuned is None else hashlib.sha256(tuned.encode()).hexdigest()[:12]}")
         try:
             connection = connect(membership, link, ", ".join(settings), timeout_s)
         finally:
@@ -113,10 +130,12 @@ class Communicator(SharedTensors):
         try:
             transport = connection.transport
             quick = transport.quick
+            may_cut = segment_bytes is None
             if segment_bytes is None:
                 segment_bytes = default_segment_bytes(self.topology, quick=quick)
             algorithms = legal_algorithms(transport.algorithms)
             tables = overrides(algorithms, os.environ)  # a wrong one is a ValueError on all ranks alike
+            by_hand = frozenset(tables)
             for collective in algorithms:
                 tables.setdefault(
                     collective, default_table(collective, self.topology, transport.preferred, quick=quick)
@@ -142,6 +161,55 @@ class Communicator(SharedTensors):
         except BaseException:  # or the others would believe that this rank takes part
             connection.close()
             raise
+        plans.by_hand = by_hand
+        self._machines = connection.machines
+        self._may_cut = may_cut
+        try:
+            if tuned is not None:
+                self._choose_by(self._read(tuned, tuning))
+            elif tuning == "1" and transport.quick and len(self.topology.hosts) > 1:
+                self.tune()
+        except BaseException as error:
+            close_all([self], error)
+            raise
+
+    def tune(self) -> Costs:
+        """Measure what moving bytes costs among these ranks, in well under a second, and let 'auto' choose by it from now on. A
+        collective call. With COLLECTIVES_TUNING=1 it is made at once where there are several hosts."""
+        costs = Probe(self._engine, self.topology, self._machines).run()
+        self._choose_by(costs)
+        if self.topology.rank == 0:
+            for line in costs.slow():
+                _log.warning("gradwire: %s", line)
+        return costs
+
+    @property
+    def measured(self) -> Measured | None:
+        """What 'auto' chooses by where links were measured; None where they were not."""
+        return self._engine.plans.measured
+
+    @property
+    def costs(self) -> Costs | None:
+        """What moving bytes costs among these ranks, the same on all of them; None where nothing was measured."""
+        return None if self.measured is None else self.measured.costs
+
+    def _read(self, text: str, source: str) -> Costs:
+        """Return the costs of a tuning file, of these ranks among those that it was made for."""
+        costs = Costs.from_json(text, source)
+        members = self.global_ranks
+        if costs.size != self.size and members and max(members) < costs.size:
+            costs = costs.among(members)
+        return costs.checked(
+            source, self.topology.hosts, [self._machines[host[0]].description for host in self.topology.hosts]
+        )
+
+    def _choose_by(self, costs: Costs) -> None:
+        plans = self._engine.plans
+        speaks = self.topology.rank == 0
+        algorithms = {verb: plans.algorithms(verb) for verb in plans.tables}
+        plans.measured = Measured(
+            costs, algorithms, plans.segment_bytes, plans.usual, may_cut=self._may_cut, speaks=speaks
+        )
 
     @property
     def control_device(self) -> str:

@@ -20,6 +20,10 @@ LINK = "COLLECTIVES_LINK"
 #: "True" where torchrun's agent keeps torch.distributed's store, and not rank 0: torchrun sets it.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
+#: How 'auto' knows what links cost: 0, as without it, takes the table made by hand, 1 measures them when a Communicator between
+#: hosts is made, anything else is the name of a file that `gradwire tune --out` has written.
+TUNING = "COLLECTIVES_TUNING"
+
 #: Set to 0 on any rank, all ranks do without shared memory.
 SHARED_MEMORY = "COLLECTIVES_SHARED_MEMORY"
 

@@ -27,6 +27,9 @@ from gradwire.bench.options import count_from, names_of, picture
 from gradwire.bench.results import software_and_machine, write_json
 from gradwire.bench.training.convergence_table import NOTES, ConvergenceRow, format_header, format_heading, format_row
 from gradwire.collectives.compression.matrices import MatrixCodec
+from gradwire.collectives.plan.selection import default_segment_bytes, default_table
+from gradwire.collectives.plan.topology import Topology
+from gradwire.collectives.run.plans import Plans, legal_algorithms
 from gradwire.trainer.examples import bytes_gpt, digits_cnn
 from gradwire.trainer.examples.loop import Run, Task, choose_device
 from gradwire.trainer.examples.report import OURS
@@ -83,25 +86,27 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def wire_bytes(module: nn.Module, codec: str, size: int) -> float:
-    """What a rank sends in a step, were all that is compressed alike one buffer.
-
-    Two-shot sends each code once to its owner and once from there, as an uncompressed allreduce does with numbers.
-    """
-    policy, total = Policy(codec), 0
+def wire_bytes(module: nn.Module, codec: str, size: int) -> int:
+    """Return what a rank sends in a step between hosts of one rank each, were all that is compressed alike one buffer: read off
+    the plans."""
+    topology, names = Topology(0, tuple((rank,) for rank in range(size))), legal_algorithms({})
+    tables = {verb: default_table(verb, topology, quick=True) for verb in names}
+    plans = Plans(topology, names, tables, default_segment_bytes(topology, quick=True))
+    policy, plain, total = Policy(codec), 0, 0
     encoded: dict[Encoding, list[torch.Size]] = {}
     for name, parameter in module.named_parameters():
         encoding = policy.encoding(name, parameter)
         if isinstance(encoding, Cast):
-            total += parameter.numel() * encoding.dtype_on_wire(parameter.dtype).itemsize
+            plain += parameter.numel() * encoding.dtype_on_wire(parameter.dtype).itemsize
         else:
             encoded.setdefault(encoding, []).append(parameter.shape)
     for encoding, shapes in encoded.items():
         if isinstance(encoding.codec, MatrixCodec):
-            total += encoding.codec.wire_bytes(shapes)
+            plain += encoding.codec.wire_bytes(shapes)
         else:
-            total += encoding.codec.wire_bytes(sum(shape.numel() for shape in shapes))
-    return 2 * (size - 1) / size * total
+            numel = sum(shape.numel() for shape in shapes)
+            total += plans.wire_bytes("allreduce", 4 * numel, "auto", encoding.codec) or 0
+    return total + (plans.wire_bytes("allreduce", plain, "rsag", None) or 0)
 
 
 def train(name: str, codec: str, chosen: argparse.Namespace, before: Sequence[ConvergenceRow]) -> ConvergenceRow:

@@ -8,7 +8,7 @@ from typing import Any
 
 NOTES = """\
 training: mean loss of the last steps; validation: loss on data not trained on, and that over no compression's.
-wire: bytes that a rank sends in a step, all in one buffer, 2(p-1)/p of it; ratio: of float32's to them."""
+wire: bytes that a rank sends in a step, all in one buffer, by the plans; ratio: of float32's to them."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from gradwire.collectives.environment import shared_memory_wanted
 from gradwire.collectives.errors import CollectiveError, ranks_text
@@ -20,6 +21,7 @@ from gradwire.collectives.link.process_group import process_group
 from gradwire.collectives.link.tcp import tcp
 from gradwire.collectives.link.watch import Watch
 from gradwire.collectives.notation import check_name
+from gradwire.collectives.plan.topology import Machine
 
 #: Connects the members within so many seconds. A collective call. What it raises when they do not come together is a LinkError,
 #: an OSError or a RuntimeError.
@@ -56,10 +58,11 @@ def check_link(name: object, environment: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Connection:
-    """The transport between the members, and what watches over them."""
+    """The transport between the members, and what watches over them. machines: what each of them runs on, by rank."""
 
     transport: Transport
     watch: Watch
+    machines: tuple[Machine, ...]
 
     def close(self) -> None:
         """Give up what was connected, unused."""
@@ -80,7 +83,7 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
     FIRST_USE.speaks = all(rank not in host[1:] for host in membership.hosts)  # the first of each host
     with coming_together(rank, timeout_s, membership), ExitStack() as made:
         settings = settings if link == AUTO else f"link={link!r}, {settings}"
-        watch = _watch(membership, settings, time.monotonic() + timeout_s)
+        watch, machines = _watch(membership, settings, time.monotonic() + timeout_s)
         made.callback(watch.close)
         # Ranks that leave because one is lost are not lost themselves.
         watched = replace(membership, lost=lambda: watch.lost or membership.lost())
@@ -103,12 +106,12 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
             watch.say_leaving(0)  # or who has connected already would take this rank for one that has ended
             raise
         made.pop_all()
-    return Connection(transport, watch)
+    return Connection(transport, watch, machines)
 
 
-def _watch(membership: Membership, settings: str, deadline: float) -> Watch:
+def _watch(membership: Membership, settings: str, deadline: float) -> tuple[Watch, tuple[Machine, ...]]:
     rank, secret, check = membership.rank, membership.secret, membership.check
-    card = {"settings": settings, "address": "", "refusal": ""}
+    card: dict[str, Any] = {"settings": settings, "address": "", "refusal": "", "machine": asdict(Machine.here())}
     with ExitStack() as made:
         try:
             listener = Listener(own_address(os.environ), small_segments=True)
@@ -127,7 +130,8 @@ def _watch(membership: Membership, settings: str, deadline: float) -> Watch:
         news = listener.join(rank, neighbours(rank, membership.size), addresses, secret, deadline, check)
     for connection in news.values():
         give_up_on_silence(connection)
-    return Watch(rank, membership.size, news)
+    machines = tuple(Machine(**each["machine"]) for each in cards)
+    return Watch(rank, membership.size, news), machines
 
 
 def _difference(rank: int, settings: Sequence[str]) -> str:

@@ -1,14 +1,27 @@
-"""Which algorithm runs for a given size: tables by message size, built in or from the environment."""
+"""Which algorithm runs for a given size: the one that takes least by measured costs; before anything was measured, or where the
+environment says so, what a table by message size says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from gradwire.collectives.environment import TABLE_PREFIX
-from gradwire.collectives.notation import parse_size
+from gradwire.collectives.notation import format_size, parse_size
+from gradwire.collectives.plan.algorithms import BETWEEN_HOSTS, PLANNERS
+from gradwire.collectives.plan.cost import Costs, predict
 from gradwire.collectives.plan.topology import Topology
+
+#: Segments that are tried, as multiples of the usual one, for so many algorithms that are quickest with that.
+_SEGMENTS, _TRIED = (4, 16), 2
+
+#: What is usual stays unless something else takes so many times as long at most: near equals must not change from run to run. The
+#: usual segment stays in the caches, of which the model knows nothing.
+_WORTH_IT, _WORTH_A_SEGMENT = 0.95, 0.85
+
+_log = logging.getLogger("gradwire")
 
 
 @dataclass(frozen=True)
@@ -119,3 +132,82 @@ def overrides(collectives: Mapping[str, Sequence[str]], environment: Mapping[str
 def choose(table: Table, nbytes: int) -> str:
     """Return the algorithm of the rule that covers nbytes."""
     return next(rule.algorithm for rule in table if rule.stop is None or nbytes < rule.stop)
+
+
+def split_choice(choice: str) -> tuple[str, int | None]:
+    """Return the algorithm's name and the segment in bytes of a choice such as 'ring/384K'; None for the usual segment. Raises
+    ValueError for a segment that is no size."""
+    name, _, segment = choice.partition("/")
+    return name, parse_size(segment) if segment else None
+
+
+class Measured:
+    """Chooses by measured costs: for every verb and power of two of bytes, the algorithm and segment that take least, the same
+    on all ranks, which have the same costs.
+
+    usual: returns what the table made by hand says. algorithms: the names that each verb has. segment_bytes: the usual segment;
+    may_cut: whether others may be chosen. speaks: whether decisions are logged here.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        algorithms: Mapping[str, Sequence[str]],
+        segment_bytes: int,
+        usual: Callable[[str, int], str],
+        *,
+        may_cut: bool = True,
+        speaks: bool = False,
+    ) -> None:
+        self.costs = costs
+        self._segment_bytes = segment_bytes
+        self._may_cut = may_cut
+        self._usual = usual
+        self._speaks = speaks
+        self._chosen: dict[tuple[str, int], str] = {}
+        nested = len(costs.hosts) > 1 and any(len(host) > 1 for host in costs.hosts)
+        wholes = {(whole.verb, whole.algorithm) for whole in costs.wholes}
+        self._names = {
+            verb: [
+                name
+                for name in names
+                if (name in PLANNERS[verb] or (verb, name) in wholes) and (nested or name not in BETWEEN_HOSTS)
+            ]
+            for verb, names in algorithms.items()
+        }
+
+    def choose(self, verb: str, nbytes: int) -> str:
+        """Return the choice for a message of so many bytes, such as 'ring', or 'ring/384K' for another than the usual segment."""
+        power = ((nbytes * nbytes) | 1).bit_length() // 2  # the nearest, counted in whole numbers
+        key = verb, power
+        if key not in self._chosen:
+            self._chosen[key] = self._decide(verb, 1 << power)
+        return self._chosen[key]
+
+    def ranked(self, verb: str, nbytes: int) -> list[tuple[float, str]]:
+        """Return what was considered with its predicted seconds, the quickest first."""
+        costs, usual = self.costs, self._segment_bytes
+        first = sorted((predict(costs, verb, name, nbytes, usual), name) for name in self._names[verb])
+        ranked = list(first)
+        if self._may_cut and nbytes > usual:
+            for seconds, name in first[:_TRIED]:
+                if name in PLANNERS[verb]:
+                    for segment in (factor * usual for factor in _SEGMENTS):
+                        other = predict(costs, verb, name, nbytes, segment)
+                        if other < _WORTH_A_SEGMENT * seconds:
+                            ranked.append((other, f"{name}/{format_size(segment)}"))
+        return sorted(ranked)
+
+    def _decide(self, verb: str, nbytes: int) -> str:
+        names = self._names[verb]
+        if len(names) == 1:
+            return names[0]
+        ranked = self.ranked(verb, nbytes)
+        usual, why = self._usual(verb, nbytes), "it takes least"
+        chosen = ranked[0][1]
+        if any(name == usual and ranked[0][0] > _WORTH_IT * seconds for seconds, name in ranked):
+            chosen, why = usual, "it is usual, and none takes much less"
+        if self._speaks:
+            best = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for seconds, name in ranked[:3])
+            _log.debug("gradwire: %s of %s: %s, as %s (%s)", verb, format_size(nbytes), chosen, why, best)
+        return chosen

@@ -6,6 +6,7 @@ import os
 import platform
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,27 @@ def processor_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank runs on. name: as machine_id(), but without the network: of what shares cores. description: the processor and
+    how many cores the rank may use, which stay the same when the machine starts anew; cores: their number."""
+
+    name: str
+    description: str
+    cores: int
+
+    @classmethod
+    def here(cls) -> Machine:
+        """Return that of this process."""
+        lines = []
+        with suppress(OSError):
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        model = models[0] if models else platform.machine()
+        return cls(machine_id().partition("/")[0], f"{model}, {cores} cores", cores)
 
 
 @dataclass(frozen=True)

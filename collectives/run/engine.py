@@ -17,6 +17,7 @@ from gradwire.collectives.link.base import Request, Transport, Whole, WholeRun
 from gradwire.collectives.link.watch import Watch
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.program import Program
+from gradwire.collectives.plan.selection import split_choice
 from gradwire.collectives.plan.spans import Layout, consecutive
 from gradwire.collectives.reduction import COMBINE, carried, finish
 from gradwire.collectives.run.executor import Codes, Numbers, Payload, Scratch, execute
@@ -39,9 +40,9 @@ class Engine:
     """Moves the buffers of one Communicator. timeout_s and stall_warning_s as there.
 
     Attributes: rank, size; plans, what it runs; operations, in whose turns it runs; messages, between two ranks; shares_memory,
-    with the other ranks of the host; routes and empty, as of its Transport; device_types, the kinds of device whose tensors the
-    group carries; control_device, the one where what the framework itself sends (tokens, tables, pickled objects) lies; watch,
-    the news that ranks exchange beside operations.
+    with the other ranks of the host; routes, empty and preferred, as of its Transport; device_types, the kinds of device whose
+    tensors the group carries; control_device, the one where what the framework itself sends (tokens, tables, pickled objects)
+    lies; watch, the news that ranks exchange beside operations.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Engine:
         self.shares_memory = transport.shares_memory
         self.routes = transport.routes
         self.empty = transport.empty
+        self.preferred = transport.preferred
         self.device_types = ("cpu", "cuda") if "cpu" in transport.device_types else ("cuda",)
         self.control_device = self.device_types[0]
         self._posts_together = transport.posts_together
@@ -117,17 +119,17 @@ class Engine:
         """
         like, op = carried(like, op)
         device_type = "cpu" if self._via_host else like.device.type
-        if algorithm not in PLANNERS[_WHOLE_OF.get(verb, verb)]:
+        if split_choice(algorithm)[0] not in PLANNERS[_WHOLE_OF.get(verb, verb)]:
             outgoing, incoming = map(tuple, lengths)
             request = Request(verb, algorithm, like.dtype, device_type, numel, op, root, outgoing, incoming)
             whole = self._transport.collective(request)._replace(algorithm=algorithm)
             if whole.needs_meeting:
-                self._prepare_to_reduce(torch.uint8)
+                self.prepare_to_reduce(torch.uint8)
             return whole
         if device_type != "cpu":
             return None
         if verb != "allreduce":
-            self._prepare_to_reduce(like.dtype)
+            self.prepare_to_reduce(like.dtype)
             return None
         program = self.plans.of_buffer(verb, algorithm, root, numel, like.element_size(), grouped=False)
         follow = self._transport.follow(program, like.dtype, "sum" if op == "average" else op)
@@ -225,6 +227,10 @@ class Engine:
         program = self.plans.of_move(*kind, source_layout, layout, grouped=self._grouped(destination))
         self._execute(turn, program, source, destination, "sum")
 
+    def over_program(self, turn: Turn, program: Program, buffer: torch.Tensor) -> None:
+        """Run a program that sums in place on a buffer."""
+        self._execute(turn, program, buffer, buffer, "sum")
+
     def over_codes(
         self,
         turn: Turn,
@@ -298,7 +304,7 @@ class Engine:
         with self.span("exchange"):
             whole.run(carried(source, "sum")[0], carried(destination, "sum")[0], turn.tag, turn.deadline)
 
-    def _prepare_to_reduce(self, dtype: torch.dtype) -> None:
+    def prepare_to_reduce(self, dtype: torch.dtype) -> None:
         """See to it that what reduces a dtype is compiled, before anyone's clock runs: by a program in which every rank
         reduces, and which is not run."""
         if dtype in self._reducible:

@@ -15,9 +15,10 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.partition import Partition, effective, partition_of
 from gradwire.collectives.plan.algorithms import IN_HALVES, PLANNERS, RESERVED, hierarchical
 from gradwire.collectives.plan.coded import CodedProgram
+from gradwire.collectives.plan.cost import Leg
 from gradwire.collectives.plan.program import LOOKAHEAD, Program
 from gradwire.collectives.plan.schedule import Place, Schedule
-from gradwire.collectives.plan.selection import Table, choose
+from gradwire.collectives.plan.selection import Measured, Table, choose, split_choice
 from gradwire.collectives.plan.spans import Layout, Span, segments_of_blocks, segments_of_buffer, split, split_aligned
 from gradwire.collectives.plan.topology import Topology
 
@@ -77,9 +78,9 @@ def _once(plan: Callable[Concatenate[Plans, _Given], _Planned]) -> Callable[Conc
 class Plans:
     """The plans of one Communicator, which knows no tensors.
 
-    topology: of its ranks. algorithms: the names that each collective has. tables: what 'auto' runs. segment_bytes: see
-    Communicator. eager, share_alignment_bytes: as of a Transport. grouped, in all methods: whether both ends of a message must be
-    posted together.
+    topology: of its ranks. algorithms: the names that each collective has. tables: what 'auto' runs, but for what measured
+    costs say, those in by_hand excepted. segment_bytes: see Communicator. eager, share_alignment_bytes: as of a Transport.
+    grouped, in all methods: whether both ends of a message must be posted together.
     """
 
     def __init__(
@@ -96,6 +97,8 @@ class Plans:
         self._share_alignment_bytes = share_alignment_bytes
         self.topology = topology
         self.tables = tables
+        self.measured: Measured | None = None
+        self.by_hand: frozenset[str] = frozenset()
         self._place = Place(topology.rank, topology.size, 0, topology.hosts)
         self._algorithms = algorithms
         self.segment_bytes = segment_bytes
@@ -111,15 +114,25 @@ class Plans:
     def choose(self, collective: str, algorithm: str, nbytes: int) -> str:
         """Resolve 'auto'. Raises ValueError for an unknown collective or a name that it does not have."""
         names = self.algorithms(collective)
-        chosen = choose(self.tables[collective], nbytes) if algorithm == "auto" else algorithm
-        if chosen not in names:
+        chosen = self._auto(collective, nbytes) if algorithm == "auto" else algorithm
+        if split_choice(chosen)[0] not in names:
             allowed = ", ".join(("auto", *names))
             raise ValueError(
                 f"rank {self._place.rank}: {collective} has no algorithm {algorithm!r}; allowed are {allowed}"
             )
-        if chosen in PLANNERS[collective]:
+        if split_choice(chosen)[0] in PLANNERS[collective]:
             self._schedule(collective, chosen)  # what cannot be planned is found before anything is sent
         return chosen
+
+    def usual(self, collective: str, nbytes: int) -> str:
+        """Return what the table says."""
+        return choose(self.tables[collective], nbytes)
+
+    def _auto(self, collective: str, nbytes: int) -> str:
+        if self.measured is None or collective in self.by_hand:
+            return self.usual(collective, nbytes)
+        with self._lock:
+            return self.measured.choose(collective, nbytes)
 
     def choose_for_codec(self, codec: Codec, algorithm: str, nbytes: int, *, with_feedback: bool) -> str:
         """Do as choose, for an allreduce of codes of nbytes. Raises ValueError, which lists what the codec may ride."""
@@ -138,7 +151,7 @@ class Plans:
         """Do as choose, for a message made of a part per rank. What a link does by itself needs equal parts; 'auto' then takes
         rsag instead."""
         chosen = self.choose(collective, algorithm, sum(lengths) * element_size)
-        if chosen not in PLANNERS[collective] and len(set(lengths)) > 1:
+        if split_choice(chosen)[0] not in PLANNERS[collective] and len(set(lengths)) > 1:
             if algorithm != "auto":
                 raise ValueError(
                     f"rank {self._place.rank}: {collective} of unequal parts {list(lengths)} has no algorithm {chosen!r}"
@@ -160,7 +173,7 @@ class Plans:
                     return 0
                 program = self.of_codes(codec, numel, name, used.wire_bytes(partition.longest), grouped=False)
                 return program.sent_bytes(used.wire_bytes)
-        if name not in PLANNERS[collective]:
+        if split_choice(name)[0] not in PLANNERS[collective]:
             return None
         element_size = 4 if nbytes % 4 == 0 else 1
         numel = nbytes // element_size
@@ -173,7 +186,7 @@ class Plans:
         """Return the program for one buffer. where: its number of elements, if the algorithm may cut it as it likes; else the
         layout in which block r belongs to rank r."""
         schedule = self._schedule(collective, algorithm, root)
-        segment = self._segment(element_size)
+        segment = self._segment(element_size, algorithm)
         if isinstance(where, int):
             segments = segments_of_buffer(where, schedule.blocks, segment)
         else:
@@ -193,9 +206,9 @@ class Plans:
             alignment = max(1, self._share_alignment_bytes[algorithm] // element_size)
             aligned = split_aligned(Span(0, numel), size, alignment)
             return Shares(algorithm, tuple((span,) for span in aligned))
-        if algorithm not in IN_HALVES:
+        if split_choice(algorithm)[0] not in IN_HALVES:
             return Shares(None, tuple((span,) for span in split(Span(0, numel), size)))
-        segments = segments_of_buffer(numel, size, self._segment(element_size))
+        segments = segments_of_buffer(numel, size, self._segment(element_size, algorithm))
         return Shares(algorithm, tuple(tuple(segment[rank] for segment in segments) for rank in range(size)))
 
     def of_move(
@@ -222,6 +235,26 @@ class Plans:
         hosts = self.topology.hosts if ride(chosen).by_hosts else (tuple(range(self._place.size)),)
         planner = partial(self._schedule_of_codes, chosen)
         return partition_of(codec, numel, self._place.rank, hosts, self.segment_bytes, planner)
+
+    def legs_of_codes(self, codec: Codec, numel: int) -> list[list[Leg]]:
+        """Return by rank the programs of a compressed allreduce, for gradwire.collectives.plan.cost.price."""
+        algorithm, size = shot_of(codec), self._place.size
+        legs = []
+        for rank in range(size):
+            plans = Plans(replace(self.topology, rank=rank), self._algorithms, self.tables, self.segment_bytes)
+            partition = plans.partition(codec, numel, algorithm)
+            used = effective(codec, partition)
+            coded = Leg(Program(Schedule(rank, size, 1, ()), [(Span(0, 0),)]), 4)  # where there is no part for the rank
+            if partition.group:
+                code_bytes = used.wire_bytes(partition.longest)
+                program = plans.of_codes(codec, numel, algorithm, code_bytes, grouped=False)
+                coded = Leg(program, 4, used.name, used.wire_bytes)
+            if partition.inside_hosts:
+                first, last = (plans.inside_hosts(which, partition.parts, 4, grouped=False) for which in (0, 1))
+                legs.append([Leg(first, 4), coded, Leg(last, 4)])
+            else:
+                legs.append([coded])
+        return legs
 
     @_once
     def of_codes(self, codec: Codec, numel: int, algorithm: str, code_bytes: int, *, grouped: bool) -> CodedProgram:
@@ -251,11 +284,11 @@ class Plans:
         answered = self._eager and not grouped and collective in _ONE_WAY
         return Program(schedule, segments, sources, lookahead, answered=answered)
 
-    def _segment(self, element_size: int) -> int:
+    def _segment(self, element_size: int, algorithm: str = "") -> int:
         """Return how many elements a segment has at most."""
-        return max(1, self.segment_bytes // element_size)
+        return max(1, (split_choice(algorithm)[1] or self.segment_bytes) // element_size)
 
     @_once
     def _schedule(self, collective: str, algorithm: str, root: int = 0) -> Schedule:
         """Return this rank's schedule."""
-        return PLANNERS[collective][algorithm](replace(self._place, root=root))
+        return PLANNERS[collective][split_choice(algorithm)[0]](replace(self._place, root=root))

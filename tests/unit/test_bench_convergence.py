@@ -41,7 +41,7 @@ def test_bytes_of_a_step() -> None:
     assert wire_bytes(module, "none", 4) == 1.5 * 4 * (large + small)
     assert wire_bytes(module, "fp16", 4) == 1.5 * 2 * (large + small)
     assert wire_bytes(module, "int8", 4) == 1.5 * (large + large // 256 * 4 + 4 * small)
-    assert wire_bytes(module, "topk", 4) == 1.5 * (2 * 4 * 84 + 4 * small)  # 82, padded to 16 bytes
+    assert wire_bytes(module, "topk", 4) == 6 * 2 * 4 * 24 + 1.5 * 4 * small  # of 2048 each 21, padded
     assert wire_bytes(module, "powersgd", 4) == 1.5 * 4 * (4 * (128 + 64) + small)
 
 

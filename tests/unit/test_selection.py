@@ -1,9 +1,20 @@
 """Tables of algorithms by size: what is written is what runs, and what makes no sense is refused by name; and ranks by host."""
 
+from dataclasses import replace
+
 import pytest
 
 from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.selection import Range, choose, default_table, overrides, parse_table
+from gradwire.collectives.plan.cost import Cores, Costs, LinkCost
+from gradwire.collectives.plan.selection import (
+    Measured,
+    Range,
+    choose,
+    default_table,
+    overrides,
+    parse_table,
+    split_choice,
+)
 from gradwire.collectives.plan.topology import Topology, host_id
 
 NAMES = ("ring", "rsag", "native")
@@ -72,3 +83,43 @@ def test_the_host_id_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found
     monkeypatch.setenv("COLLECTIVES_HOST_ID", "rack7")
     assert host_id() == "rack7" != found
+
+
+def costs(hosts: tuple[tuple[int, ...], ...], latency_s: float, byte_s: float) -> Costs:
+    size = sum(map(len, hosts))
+    near, far = LinkCost(1e-7, 0.0, 1e-6, 1e-11), LinkCost(latency_s, byte_s, 1e-6, 1e-11)
+    machines, cores = ("a machine",) * len(hosts), (Cores(tuple(range(size)), size),)
+    return Costs(hosts, machines, near, far, (byte_s,) * len(hosts), cores, (1.0,) * size, 1e-6, 1e-11)
+
+
+def measured(costs: Costs, usual: str = "tree", *, may_cut: bool = False) -> Measured:
+    return Measured(
+        costs, {"allreduce": tuple(PLANNERS["allreduce"])}, 64 << 10, lambda verb, nbytes: usual, may_cut=may_cut
+    )
+
+
+def test_measured_links_choose_few_rounds_for_small_messages_and_few_bytes_for_large_ones() -> None:
+    eight = tuple((rank,) for rank in range(8))
+    chooses = measured(costs(eight, 1e-4, 1e-8)).choose
+    assert chooses("allreduce", 64) in ("recursive_doubling", "direct")
+    assert chooses("allreduce", 64 << 20) in ("ring", "rsag")
+    assert measured(costs(eight, 1e-4, 1e-8)).choose("allreduce", 64 << 20) == chooses("allreduce", 64 << 20)
+
+
+def test_interleaved_ranks_that_share_an_uplink_cross_it_once() -> None:
+    interleaved = ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert measured(costs(interleaved, 1e-4, 8e-9)).choose("allreduce", 64 << 20).startswith("hierarchical")
+
+
+def test_near_equals_leave_what_is_usual() -> None:
+    two = costs(((0,), (1,)), 1e-4, 8e-9)
+    for usual in ("rsag", "ring", "direct"):  # the same exchange between two
+        assert measured(two, usual).choose("allreduce", 1 << 20) == usual
+
+
+def test_a_longer_segment_is_chosen_where_messages_cost_much() -> None:
+    costly = replace(costs(tuple((rank,) for rank in range(4)), 0.0, 1e-9), between=LinkCost(1e-3, 1e-9, 1e-3, 0.0))
+    name, segment = split_choice(measured(costly, may_cut=True).choose("allreduce", 64 << 20))
+    assert segment is not None
+    assert segment > 64 << 10
+    assert name in PLANNERS["allreduce"]

@@ -10,6 +10,7 @@ USAGE = """\
 usage: gradwire run -np 4 [-H a:2,b:2] train.py ...   start a training script, here and on other hosts
        gradwire report [--out FILE] -np 4 train.py    run a training command, and write a page about its steps
        gradwire info                                  what is installed here, and which algorithm runs for which size
+       gradwire tune --out FILE                      measure links between ranks, for COLLECTIVES_TUNING (under torchrun)
        gradwire check [--host H]                      what works here, and between here and another host
        gradwire precompile                            compile all kernels for the CPU now, so that no first run has to
        gradwire bench ...                             measure; `gradwire bench --help` lists what
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     name, rest = (given[0], given[1:]) if given else ("--help", [])
     if name in ("run", "report"):
         return _training(name, rest)
-    if name in ("info", "precompile"):
+    if name in ("info", "tune", "precompile"):
         return _module("gradwire.collectives", [name, *rest])
     if name == "check":
         return _module("gradwire.trainer.cli.check", rest)

@@ -1,0 +1,180 @@
+"""`python -m gradwire.bench hosts --hosts 4 --ranks 4 -- predicted -J FILE`: what the cost model says beside what calls take.
+
+Links are measured first, as `gradwire tune` does. Then every algorithm of allreduce runs in turns with 'auto', size by size, and
+rows say how long it took, how long the model said, and how 'auto' compares with the best. `predicted --plot OUT.png FILE...`
+draws what such runs have written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gradwire as hvd
+from gradwire.bench.options import count_from, picture, size
+from gradwire.bench.results import software_and_machine, write_json
+from gradwire.collectives import Communicator
+from gradwire.collectives.notation import format_size
+from gradwire.collectives.plan.cost import predict
+from gradwire.collectives.plan.selection import Measured, split_choice
+
+#: A turn makes calls for about so long, and at most so many.
+_TURN_S, _MOST_CALLS = 0.01, 32
+
+
+@dataclass(frozen=True)
+class PredictedRow:
+    """One algorithm at one size. seconds: a call's, the median over turns of the slowest rank's; predicted_s: by the model;
+    chosen: whether it is what 'auto' runs."""
+
+    nbytes: int
+    algorithm: str
+    seconds: float
+    predicted_s: float
+    chosen: bool
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m gradwire.bench predicted",
+        description="Predicted beside measured times of allreduce, and 'auto' beside the best choice.",
+    )
+    add = parser.add_argument
+    add("files", nargs="*", type=Path, help="with --plot: what runs have written by -J")
+    add("-b", "--begin", type=size, default=1 << 10, help="the least bytes (default 1K)")
+    add("-e", "--end", type=size, default=64 << 20, help="the most bytes (default 64M)")
+    add("-f", "--factor", type=partial(count_from, 2), default=4, help="from one size to the next (default 4)")
+    add("-t", "--turns", type=partial(count_from, 1), default=7, help="of every algorithm at every size (default 7)")
+    add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
+    add("--plot", type=picture, metavar="FILE.png", help="draw predicted over measured of the files")
+    chosen = parser.parse_args(arguments)
+    if bool(chosen.files) != bool(chosen.plot):
+        parser.error("--plot takes what earlier runs have written, and nothing else does")
+    return chosen
+
+
+def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> list[PredictedRow]:
+    """Time every algorithm at one size, in turns. A collective call."""
+    tensor = comm.empty(nbytes // 4).zero_()
+    costs, usual = measured.costs, comm.segment_bytes
+    auto = comm.chosen("allreduce", nbytes)
+    predicted = {name: seconds for seconds, name in measured.ranked("allreduce", nbytes)}
+    name, segment = split_choice(auto)
+    predicted[auto] = predict(costs, "allreduce", name, nbytes, segment or usual)
+    calls = max(1, min(_MOST_CALLS, int(_TURN_S / predicted[auto])))
+    taken: dict[str, list[float]] = {algorithm: [] for algorithm in predicted}
+    for turn in range(turns + 1):
+        for algorithm, times in taken.items():
+            comm.allreduce(tensor, algorithm=algorithm)  # what was saved up for bursts is spent
+            began = time.perf_counter()
+            for _ in range(calls):
+                comm.allreduce(tensor, algorithm=algorithm)
+            if turn:
+                times.append((time.perf_counter() - began) / calls)
+    slowest = torch.tensor(list(taken.values()), dtype=torch.float64)
+    comm.allreduce(slowest, "max")
+    return [
+        PredictedRow(nbytes, algorithm, statistics.median(times), predicted[algorithm], algorithm == auto)
+        for algorithm, times in zip(taken, slowest.tolist(), strict=True)
+    ]
+
+
+def summary(rows: Sequence[PredictedRow]) -> str:
+    """Return a line on how far the model is off, and what 'auto' costs beside the best."""
+    errors = [abs(row.predicted_s / row.seconds - 1) for row in rows]
+    over = [each for _, each in over_best(rows)]
+    return (
+        f"predicted is off by {statistics.median(errors):.1%} (median), {max(errors):.0%} (most); 'auto' takes"
+        f" {statistics.median(over):.3f} (median), {max(over):.2f} (most) times as long as the best"
+    )
+
+
+def over_best(rows: Sequence[PredictedRow]) -> list[tuple[int, float]]:
+    """Return by size how many times as long as the quickest choice 'auto' takes."""
+    best: dict[int, float] = {}
+    for row in rows:
+        best[row.nbytes] = min(row.seconds, best.get(row.nbytes, row.seconds))
+    return [(row.nbytes, row.seconds / best[row.nbytes]) for row in rows if row.chosen]
+
+
+def draw(files: Sequence[Path], out: Path) -> None:
+    """Draw predicted over measured of all runs in the files."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 6), layout="constrained")
+    axes = figure.add_subplot()
+    for path in files:
+        read = json.loads(path.read_text())
+        rows = [PredictedRow(**row) for row in read["rows"]]
+        x, y = [1e3 * row.seconds for row in rows], [row.predicted_s / row.seconds for row in rows]
+        error = statistics.median(abs(each - 1) for each in y)
+        axes.plot(x, y, "o", markersize=3, alpha=0.7, label=f"{read['meta']['title']}: {error:.0%}")
+    axes.axhspan(0.9, 1.1, color="0.9")
+    axes.axhline(1.0, color="0.5", linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="measured, ms a call", ylabel="predicted / measured")
+    axes.set_yticks([0.5, 0.7, 1.0, 1.4, 2.0], ["0.5", "0.7", "1", "1.4", "2"])
+    axes.legend(title="median error", fontsize="small")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=150)
+
+
+def title(comm: Communicator, meta: Mapping[str, Any]) -> str:
+    """Return what a run was made on, in words."""
+    hosts = comm.topology.hosts
+    if len(hosts) == 1:
+        return f"{comm.size} ranks in shared memory"
+    each = f"{len(hosts)} hosts x {len(hosts[0])} ranks"
+    rate = str(meta["network"] or "").partition(", ")[2].partition(" ")[0]
+    return f"{each}, {rate}" if rate else each
+
+
+def main(arguments: Sequence[str]) -> int:
+    chosen = parse_arguments(arguments)
+    if chosen.plot:
+        draw(chosen.files, chosen.plot)
+        return 0
+    hvd.init()
+    if hvd.size() == 1:
+        print("bench predicted: one rank exchanges nothing: run it under torchrun or on hosts", file=sys.stderr)
+        return 2
+    with Communicator() as comm:
+        began = time.perf_counter()
+        costs = comm.tune()
+        tuned_s = time.perf_counter() - began
+        meta: dict[str, Any] = {**software_and_machine(torch.device("cpu")), "tuned_s": tuned_s}
+        meta |= {"title": title(comm, meta), "costs": json.loads(costs.to_json())}
+        speaks = comm.rank == 0
+        measured = comm.measured
+        assert measured is not None
+        if speaks:
+            print(f"# {meta['title']}: links measured in {tuned_s:.2f} s", *costs.slow(), sep="\n# ", flush=True)
+        rows: list[PredictedRow] = []
+        nbytes = chosen.begin
+        while nbytes <= chosen.end:
+            new = measure(comm, measured, nbytes, chosen.turns)
+            rows += new
+            for row in new if speaks else ():
+                mark = "auto" if row.chosen else ""
+                ratio = row.predicted_s / row.seconds
+                print(
+                    f"{format_size(nbytes):>6} {row.algorithm:34} {1e3 * row.seconds:10.3f} ms"
+                    f" {1e3 * row.predicted_s:10.3f} ms {ratio:6.2f} {mark}",
+                    flush=True,
+                )
+            if speaks:
+                write_json(chosen.json, meta, rows)
+            nbytes *= chosen.factor
+        if speaks:
+            print(f"# {summary(rows)}")
+    hvd.shutdown()
+    return 0

@@ -1,0 +1,353 @@
+"""What moving bytes costs among the ranks of a Communicator, measured by programs like those that it runs.
+
+All of it is one operation, so that a rank that is lost, stops or calls something else is noticed as in any other. A rank writes
+down how long its own part of each program took; every rank then has all ranks' numbers, makes the same Costs of them, to the bit,
+and fits what cannot be measured alone by walking the same programs: what the model says they take is what they took.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.plan.cost import SLOW, Cores, Costs, Leg, LinkCost, SlowLink, WholeCost, price
+from gradwire.collectives.plan.program import Program
+from gradwire.collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
+from gradwire.collectives.plan.spans import Span, consecutive, segments_of_buffer
+from gradwire.collectives.plan.topology import Machine, Topology
+from gradwire.collectives.reduction import COMBINE
+from gradwire.collectives.run.engine import Engine
+from gradwire.collectives.run.operations import Turn
+
+#: How often a small program is run, and how many messages it sends one after the other.
+_TIMES, _STREAM = 8, 16
+
+#: A bulk message grows from the least to the most bytes until it takes so long; a link that saves up for bursts has spent them.
+_LEAST_BYTES, _MOST_BYTES, _BULK_S = 128 << 10, 4 << 20, 0.004
+
+#: Which part of a bulk message must go at once for a link to be one that saves up for bursts.
+_BURST = 0.05
+
+#: How long a pause is in which they save.
+_PAUSE_S = 0.02
+
+#: How close to what was measured what the model says is to come.
+_CLOSE = 0.002
+
+#: Against how many other hosts each one is measured at most.
+_OPPONENTS = 7
+
+_CLOCK = time.perf_counter_ns
+
+#: Of the small allreduce, and how many segments the large one has at most.
+_SMALL_BYTES, _SEGMENTS = 1 << 10, 8
+
+_WHOLE_BYTES = (64, 1 << 10, 8 << 10, 16 << 10, 128 << 10, 1 << 20, 8 << 20)
+
+
+class Probe:
+    """The measurement on one rank."""
+
+    def __init__(self, engine: Engine, topology: Topology, machines: Sequence[Machine]) -> None:
+        self._engine = engine
+        self._machines = machines
+        self._hosts = topology.hosts
+        self._rank, self._size = engine.rank, engine.size
+        self._leaders = [host[0] for host in topology.hosts]
+        self._lanes = min(len(host) for host in topology.hosts)
+        self._costs: Costs | None = None
+        self._buffer = torch.zeros(_MOST_BYTES).fill_(0.0)  # of four times as many bytes, in memory of their own
+
+    def run(self) -> Costs:
+        """Measure. A collective call; raises what operations raise."""
+        self._engine.prepare_to_reduce(torch.float32)
+        self._engine.prepare_to_reduce(torch.uint8)
+        self._engine.submit("tune", self._measure, async_op=False)
+        assert self._costs is not None
+        return self._costs
+
+    def _measure(self, turn: Turn) -> None:
+        self._turn = turn
+        self._timed(self._allreduce("ring", _LEAST_BYTES))  # connections must have been in use
+        costs = self._alone()
+        busy = any(cores.number < len(cores.ranks) for cores in costs.cores)
+        for host in self._hosts:
+            if len(host) > 1:
+                costs = self._pair(costs, host[:2], inside=True)
+                break
+        if len(self._hosts) > 1:
+            costs = self._uplinks(self._pair(costs, self._leaders[:2], inside=False))
+        if self._size > 1:
+            costs = self._together(costs, busy=busy)
+        self._costs = replace(costs, wholes=self._wholes())
+
+    # What ranks know of each other
+
+    def _table(self, seconds: float) -> list[float]:
+        """Return what each rank has measured, by rank."""
+        return [row[0] / 1e9 for row in self._engine.table(self._turn, [round(seconds * 1e9)])]
+
+    def _alone(self) -> Costs:
+        """Return what a rank can find out by itself, of all ranks."""
+        block = self._buffer[: _LEAST_BYTES // 4]
+        adding_s = min(_seconds(lambda: COMBINE["sum"](block, block, out=block), time.thread_time_ns) for _ in range(9))
+        nothing = Program(Schedule(self._rank, self._size, 1, ()), [(Span(0, 0),)])
+        calls = self._table(min(_seconds(lambda: self._follow(nothing), _CLOCK) for _ in range(9)))
+        adding = self._table(adding_s)
+        quickest = min(adding)
+        copying = LinkCost(0.0, 0.0, 0.0, quickest / _LEAST_BYTES)
+        by_machine: dict[str, list[int]] = {}
+        for rank, machine in enumerate(self._machines):
+            by_machine.setdefault(machine.name, []).append(rank)
+        return Costs(
+            hosts=self._hosts,
+            machines=tuple(self._machines[host[0]].description for host in self._hosts),
+            inside=copying,
+            between=copying,
+            uplinks=(0.0,) * len(self._hosts),
+            cores=tuple(Cores(tuple(ranks), self._machines[ranks[0]].cores) for ranks in by_machine.values()),
+            slowness=tuple(each / quickest if each > SLOW * quickest else 1.0 for each in adding),
+            call_s=statistics.median(calls),
+            reduce_byte_s=quickest / _LEAST_BYTES,
+        )
+
+    # Programs and their times
+
+    def _follow(self, program: Program, calls: int = 1) -> None:
+        for _ in range(calls):
+            self._engine.over_program(self._turn, program, self._buffer)
+
+    def _timed(self, programs: Sequence[Program], times: int = _TIMES, calls: int = 1, pause_s: float = 0.0) -> float:
+        """Return how long the programs of all ranks take, the slowest rank's, the lower quartile of some times. calls: one
+        after the other. pause_s: before each time."""
+        mine = programs[self._rank]
+        taken = []
+        for _ in range(times):
+            time.sleep(pause_s)
+            self._engine.meet(self._turn)
+            taken.append(_seconds(lambda: self._follow(mine, calls), _CLOCK))
+        return max(self._table(sorted(taken)[times // 4])) / calls
+
+    def _programs(self, lengths: Sequence[int], rounds: Callable[[int], Sequence[Round]]) -> list[Program]:
+        """Return the programs of all ranks for rounds over blocks of such lengths, in bytes."""
+        layout = consecutive([length // 4 for length in lengths])
+        schedules = (Schedule(r, self._size, len(layout), tuple(rounds(r))) for r in range(self._size))
+        return [Program(schedule, [layout]) for schedule in schedules]
+
+    def _exchange(self, partners: dict[int, int], nbytes: int, repeats: int = 1) -> list[Program]:
+        """Return programs in which pairs swap a block, several times one after the other."""
+
+        def rounds(rank: int) -> Sequence[Round]:
+            if rank not in partners:
+                return ((),) * repeats
+            partner = partners[rank]
+            return (send(partner, (Span(0, 1),)) + receive(partner, (Span(1, 2),)),) * repeats
+
+        return self._programs([nbytes, nbytes], rounds)
+
+    def _pair(self, costs: Costs, pair: Sequence[int], *, inside: bool) -> Costs:
+        """Find what a message costs between two ranks while all others wait."""
+        one, other = pair
+        block = (Span(0, 1),)
+
+        def swaps(rank: int) -> Sequence[Round]:
+            peer = {one: other, other: one}.get(rank)
+            return (() if peer is None else send(peer, block) + reduce(peer, block),) * _STREAM
+
+        def stream(rank: int) -> Sequence[Round]:
+            if rank == one:
+                return [sum((send(other, (Span(i, i + 1),)) for i in range(_STREAM)), ()), reduce(other, block)]
+            if rank == other:
+                return [sum((reduce(one, (Span(i, i + 1),)) for i in range(_STREAM)), ()), send(one, block)]
+            return [(), ()]
+
+        swapping, streaming = self._programs([4], swaps), self._programs([8] * 2 * _STREAM, stream)
+        swap_s, stream_s = self._timed(swapping), self._timed(streaming)
+        name = "inside" if inside else "between"
+        link = replace(getattr(costs, name), message_cpu_s=max(0.0, stream_s - costs.call_s) / (_STREAM + 3))
+        costs = replace(costs, **{name: link})
+        for _ in range(4):  # each settles the other
+            costs = _fitted(costs, name, "latency_s", swapping, swap_s)
+            costs = _fitted(costs, name, "message_cpu_s", streaming, stream_s)
+        partners = {one: other, other: one}
+        self._bulk_bytes, self._bulk_s, saved_s = self._bulk(partners)
+        if not inside and saved_s > _BURST * self._bulk_s:
+            costs = replace(costs, burst_bytes=round(saved_s / self._bulk_s * self._bulk_bytes))
+        bulk = self._exchange(partners, self._bulk_bytes)
+        return _fitted(costs, name, "byte_cpu_s" if inside else "byte_s", bulk, self._bulk_s)
+
+    def _bulk(self, partners: dict[int, int]) -> tuple[int, float, float]:
+        """Return how many bytes a bulk message has, how long it takes, and how much less after a pause."""
+        nbytes, seconds = _LEAST_BYTES, 0.0
+        while True:
+            seconds = self._timed(self._exchange(partners, nbytes), 1)
+            if seconds >= _BULK_S or nbytes >= _MOST_BYTES:
+                programs = self._exchange(partners, nbytes)
+                steady_s = max(self._steady(programs))
+                return nbytes, steady_s, max(0.0, steady_s - self._timed(programs, 3, pause_s=_PAUSE_S))
+            nbytes *= 2
+
+    def _steady(self, programs: Sequence[Program]) -> list[float]:
+        """Return by rank how long its program takes when another call has just been, the quickest of some times."""
+        mine = programs[self._rank]
+        quickest = float("inf")
+        for _ in range(3):
+            self._engine.meet(self._turn)
+            self._follow(mine)
+            quickest = min(quickest, _seconds(lambda: self._follow(mine, 2), _CLOCK) / 2)
+        return self._table(quickest)
+
+    def _uplinks(self, costs: Costs) -> Costs:
+        """Measure every host against others, all at once, all ranks of a host that have a partner."""
+        count = len(self._hosts)
+        lanes, nbytes = self._lanes, self._bulk_bytes // self._lanes // 4 * 4
+        quickest = [float("inf")] * count
+        pairs: dict[tuple[int, int], float] = {}
+        for against in _tournament(count)[:_OPPONENTS]:
+            partners = {self._hosts[a][lane]: self._hosts[b][lane] for a, b in against.items() for lane in range(lanes)}
+            times = self._steady(self._exchange(partners, nbytes))
+            for a, b in against.items():
+                taken = max(times[rank] for host in (a, b) for rank in self._hosts[host][:lanes])
+                pairs[a, b] = taken / (nbytes * lanes)
+                quickest[a] = min(quickest[a], pairs[a, b])
+        # All at once they may also wait for cores, which is not the links' fault: the first pair was measured alone too.
+        alone_s = self._bulk_s / self._bulk_bytes
+        waiting = max(1.0, pairs[0, 1] / alone_s) if lanes == 1 and (0, 1) in pairs else 1.0
+        uplinks = tuple(each / waiting for each in quickest)
+        slow = tuple(
+            SlowLink((self._hosts[a][0], self._hosts[b][0]), taken / waiting)
+            for (a, b), taken in pairs.items()
+            if a < b and taken > SLOW * max(quickest[a], quickest[b])
+        )
+        byte_s = min(costs.between.byte_s, *uplinks) if lanes == 1 else costs.between.byte_s
+        return replace(costs, uplinks=uplinks, slow_links=slow, between=replace(costs.between, byte_s=byte_s))
+
+    def _together(self, costs: Costs, *, busy: bool) -> Costs:
+        """Fit what changes where all ranks do something: a small allreduce tells of messages, a large one of bytes."""
+        few, many = (self._allreduce(name, _SMALL_BYTES) for name in ("recursive_doubling", "ring"))
+        few_s, many_s = self._timed(few, calls=8), self._timed(many, calls=8)
+
+        def messages(factor: float) -> Costs:
+            return _scaled(costs, factor, "latency_s", "message_cpu_s")
+
+        # What both have in common, waking up for one, is the call's.
+        more_s = max(0.0, many_s - few_s)
+        factor = _root(lambda x: price(messages(x), _legs(many)) - price(messages(x), _legs(few)), more_s, 1.0)
+        costs = messages(factor)
+        costs = replace(costs, call_s=max(0.0, costs.call_s + few_s - price(costs, _legs(few))))
+        name = "hierarchical" if self._lanes > 1 and len(self._hosts) > 1 else "ring"
+        most = _SEGMENTS * self._size * self._engine.plans.segment_bytes
+        nbytes = min(4 * _MOST_BYTES, self._size * self._bulk_bytes, most)
+        large = self._allreduce(name, nbytes)
+        large_s = max(self._steady(large))
+        wire_s = price(_scaled(costs, 0.0, "byte_cpu_s"), _legs(large))
+
+        def of_cores(factor: float) -> Costs:
+            return _scaled(costs, factor, "byte_cpu_s")
+
+        def of_wires(factor: float) -> Costs:
+            return replace(_scaled(costs, factor, "byte_s"), uplinks=tuple(factor * each for each in costs.uplinks))
+
+        made = of_cores if len(self._hosts) == 1 or (busy and large_s > 1.3 * wire_s) else of_wires
+        return made(_fit(made, large, large_s, 1.0))
+
+    def _allreduce(self, algorithm: str, nbytes: int) -> list[Program]:
+        planner = PLANNERS["allreduce"][algorithm]
+        schedules = [planner(Place(rank, self._size, 0, self._hosts)) for rank in range(self._size)]
+        segments = segments_of_buffer(nbytes // 4, schedules[0].blocks, self._engine.plans.segment_bytes // 4)
+        return [Program(schedule, segments) for schedule in schedules]
+
+    def _wholes(self) -> tuple[WholeCost, ...]:
+        """Measure the allreduce that the link prefers to do by itself."""
+        name = self._engine.preferred.get("allreduce")
+        if name is None:
+            return ()
+        measured = []
+        for nbytes in _WHOLE_BYTES:
+            buffer = self._engine.empty((nbytes // 4,), torch.float32).zero_()
+            whole = self._engine.whole("allreduce", name, buffer, buffer.numel())
+            assert whole is not None
+            quickest = float("inf")
+            calls = 16 if nbytes <= 1 << 16 else 1
+            for _ in range(_TIMES):
+                self._engine.meet(self._turn)
+                began = _CLOCK()
+                for _ in range(calls):
+                    self._engine.run_whole(self._turn, whole, buffer, buffer)
+                quickest = min(quickest, (_CLOCK() - began) / 1e9 / calls)
+            measured.append((nbytes, max(self._table(quickest))))
+        return (WholeCost("allreduce", name, tuple(measured)),)
+
+
+def _seconds(call: Callable[[], object], clock: Callable[[], int]) -> float:
+    began = clock()
+    call()
+    return (clock() - began) / 1e9
+
+
+def _legs(programs: Sequence[Program]) -> list[list[Leg]]:
+    return [[Leg(program, 4)] for program in programs]
+
+
+def _fitted(costs: Costs, link: str, name: str, programs: Sequence[Program], seconds: float) -> Costs:
+    """Return costs with the one number of a link by which the programs take as long as they took."""
+
+    def made(x: float) -> Costs:
+        return replace(costs, **{link: replace(getattr(costs, link), **{name: x})})
+
+    return made(_fit(made, programs, seconds))
+
+
+def _scaled(costs: Costs, factor: float, *names: str) -> Costs:
+    """Return costs of links in which some are multiplied."""
+
+    def scaled(link: LinkCost) -> LinkCost:
+        return replace(link, **{name: factor * getattr(link, name) for name in names})
+
+    return replace(costs, inside=scaled(costs.inside), between=scaled(costs.between))
+
+
+def _fit(made: Callable[[float], Costs], programs: Sequence[Program], seconds: float, guess: float = 1e-6) -> float:
+    """Return the number by which the programs take as long as they took."""
+    legs = _legs(programs)
+    return _root(lambda x: price(made(x), legs), seconds, guess)
+
+
+def _root(seconds_at: Callable[[float], float], seconds: float, guess: float) -> float:
+    """Return the number, from 0 on, at which a function that grows is so much: 0 where it is more there already, the guess where
+    it never is."""
+    low, high = 0.0, guess
+    at_low, at_high = seconds_at(low), seconds_at(high)
+    if at_low >= seconds:
+        return 0.0
+    while at_high < seconds:
+        low, at_low, high = high, at_high, 4 * high
+        if high > 1e6 * guess:
+            return guess
+        at_high = seconds_at(high)
+    for _ in range(12):
+        middle = low + (high - low) * min(0.9, max(0.1, (seconds - at_low) / (at_high - at_low)))
+        at_middle = seconds_at(middle)
+        if abs(at_middle - seconds) <= _CLOSE * seconds:
+            return middle
+        if at_middle < seconds:
+            low, at_low = middle, at_middle
+        else:
+            high, at_high = middle, at_middle
+    return high
+
+
+def _tournament(count: int) -> list[dict[int, int]]:
+    """Return rounds in which each of `count` meets another one, or pauses where the number is odd: all meet all."""
+    places = [*range(count), *([-1] if count % 2 else [])]
+    rounds = []
+    for _ in range(len(places) - 1):
+        pairs = [(places[i], places[-1 - i]) for i in range(len(places) // 2)]
+        rounds.append({a: b for pair in pairs if -1 not in pair for a, b in (pair, pair[::-1])})
+        places = [places[0], places[-1], *places[1:-1]]
+    return rounds

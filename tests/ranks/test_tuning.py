@@ -1,0 +1,122 @@
+"""Links are measured by all ranks together, or read from a file: all choose alike, and a fault meanwhile is a usual error."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire.collectives import CollectiveError, Communicator, PeerLost
+from gradwire.collectives.environment import TUNING
+from gradwire.collectives.plan.cost import Costs, TuningError
+from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds
+from tests.ranks.exact import Checks, contribution, on_host, reduced
+from tests.ranks.test_failures import die
+
+SIZE = 4
+NBYTES = [1 << power for power in range(2, 24, 3)]
+
+
+def hosts_of_two(rank: int) -> str:
+    return str(rank % 2)
+
+
+def chosen(comm: Communicator) -> list[str]:
+    return [comm.chosen(verb, nbytes) for verb in ("allreduce", "allgather", "broadcast") for nbytes in NBYTES]
+
+
+def tuned(file: str) -> tuple[str, list[str], list[str]]:
+    """Measure, write, read, and sum by what was chosen."""
+    os.environ[TUNING] = "1"
+    checks = Checks()
+    try:
+        with on_host(hosts_of_two(dist.get_rank())), Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
+            assert comm.costs is not None
+            measured, first = comm.costs.to_json(), chosen(comm)
+            for numel in (1, 5000, 300_000):
+                tensor = contribution(comm.rank, comm.size, numel, torch.float32)
+                for algorithm in ("auto", "ring/16K"):
+                    mine = tensor.clone()
+                    comm.allreduce(mine, algorithm=algorithm)
+                    with checks.case(numel=numel, algorithm=algorithm):
+                        checks.equal(mine, reduced(comm.size, numel, torch.float32))
+            if comm.rank == 0:
+                Path(file).write_text(measured)
+            comm.barrier()
+            os.environ[TUNING] = file
+            with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as reading:
+                assert chosen(reading) == first
+    finally:
+        del os.environ[TUNING]
+    return measured, first, checks.failures
+
+
+def test_all_ranks_measure_the_same_and_choose_alike(ranks: Worlds, tmp_path: Path) -> None:
+    seen = ranks(SIZE).run(tuned, str(tmp_path / "tuning.json"))
+    assert all(each == seen[0] for each in seen)
+    measured, names, failed = seen[0]
+    assert failed == []
+    costs = Costs.from_json(measured, "tuning.json")
+    assert costs.hosts == ((0, 2), (1, 3))
+    assert min(*costs.uplinks, costs.inside.byte_cpu_s, costs.reduce_byte_s) > 0
+    assert len(names) == 3 * len(NBYTES)
+
+
+def refused(file: str) -> str:
+    os.environ[TUNING] = file
+    try:
+        with pytest.raises(TuningError) as caught:
+            Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
+        return str(caught.value)
+    finally:
+        del os.environ[TUNING]
+
+
+def test_a_file_of_other_hosts_is_refused_on_all_ranks(ranks: Worlds, tmp_path: Path) -> None:
+    file = tmp_path / "tuning.json"
+    ranks(SIZE).run(tuned, str(file))
+    for said in ranks(SIZE).run(refused, str(file)):
+        assert "here are ranks 0,1,2,3 on" in said
+        assert "gradwire tune --out FILE" in said
+
+
+def tune_for_ever(comm: Communicator) -> None:
+    while True:
+        comm.tune()
+
+
+def lose_a_rank(victim: int) -> tuple[type[CollectiveError], str, tuple[int, ...]]:
+    with on_host(hosts_of_two(dist.get_rank())):
+        comm = Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
+    comm.barrier()
+    if comm.rank == victim:
+        threading.Timer(0.005, die).start()
+    with pytest.raises(CollectiveError) as caught:
+        tune_for_ever(comm)
+    return type(caught.value), caught.value.operation, caught.value.ranks
+
+
+def test_a_rank_that_dies_while_links_are_measured_is_named(failing_world: Callable[[int], World]) -> None:
+    victim = 2
+    world = failing_world(SIZE)
+    world.start(lose_a_rank, victim)
+    for outcome in world.collect(EXCHANGE_TIMEOUT_S, ranks=[rank for rank in range(SIZE) if rank != victim]):
+        assert outcome.status == "returned", str(outcome)
+        assert outcome.value == (PeerLost, "tune", (victim,))
+
+
+def disagree(odd: int) -> str:
+    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm, pytest.raises(CollectiveError) as caught:
+        comm.barrier() if comm.rank == odd else comm.tune()
+    return str(caught.value)
+
+
+def test_a_rank_that_calls_something_else_meanwhile_is_named(ranks: Worlds) -> None:
+    for said in ranks(3).run(disagree, 1):
+        assert "tune" in said
+        assert "barrier" in said
