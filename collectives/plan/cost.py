@@ -1,0 +1,405 @@
+"""What moving bytes costs, as measured, and how long the programs of all ranks take by that: a walk, no closed formula.
+
+The walk follows every rank's Program in the order of time. A message takes the time of a processor at both ends, the connection,
+and the uplinks of the two hosts, each direction by itself, which the ranks of a host share, first come first served; ranks that
+share cores wait for one. So contention, pipelining and idle links come out of the programs themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import Any, NamedTuple
+
+from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.plan.program import Instruction, Kind, Program
+from gradwire.collectives.plan.schedule import Place
+from gradwire.collectives.plan.spans import Layout, Span, segments_of_blocks, segments_of_buffer, split
+
+#: Of the file format: a file of another version is refused.
+VERSION = 1
+
+#: Verbs whose algorithms may cut a buffer as they like; in all others block r belongs to rank r.
+_OF_BUFFERS = ("allreduce", "broadcast", "reduce", "barrier")
+
+#: From how many segments on each further one takes what the last ones took: the pipeline is full then. They are walked in two
+#: lengths, and the rest is extrapolated.
+_SHORT, _LONG = 5, 9
+
+
+class TuningError(ValueError):
+    """A tuning file cannot be used; the text says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """What a message costs between two ranks: latency_s from one to the other, byte_s a byte of one connection, and at either end
+    message_cpu_s and byte_cpu_s of a processor's time for each message and each byte."""
+
+    latency_s: float
+    byte_s: float
+    message_cpu_s: float
+    byte_cpu_s: float
+
+
+class Cores(NamedTuple):
+    """Ranks that compute on the same cores, and how many these are."""
+
+    ranks: tuple[int, ...]
+    number: int
+
+
+class SlowLink(NamedTuple):
+    """A pair of ranks whose connection is slower than those of their hosts to others: byte_s, as of a LinkCost."""
+
+    pair: tuple[int, int]
+    byte_s: float
+
+
+class CodecCost(NamedTuple):
+    """A processor's seconds to encode and to decode a byte of the numbers, float32."""
+
+    name: str
+    encode_byte_s: float
+    decode_byte_s: float
+
+
+class WholeCost(NamedTuple):
+    """What a link does by itself, so that there is no Program to walk: measured (bytes, seconds), ascending."""
+
+    verb: str
+    algorithm: str
+    measured: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What moving bytes costs among the ranks of a group.
+
+    hosts: the ranks of each, as of Topology; machines: what each host is, in words. inside, between: messages inside a host and
+    between hosts. uplinks: by host, seconds a byte of what it sends, and at the same time of what it receives, all its ranks
+    together. slow_links: pairs that are slower than that. cores: who shares them. slowness: by rank, how many times as long it
+    computes as the fastest. call_s: what a call takes beside its messages. reduce_byte_s: a processor's time to add a byte to
+    another. codecs: those that were measured. wholes: what links do by themselves.
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+    machines: tuple[str, ...]
+    inside: LinkCost
+    between: LinkCost
+    uplinks: tuple[float, ...]
+    cores: tuple[Cores, ...]
+    slowness: tuple[float, ...]
+    call_s: float
+    reduce_byte_s: float
+    slow_links: tuple[SlowLink, ...] = ()
+    codecs: tuple[CodecCost, ...] = ()
+    wholes: tuple[WholeCost, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return len(self.slowness)
+
+    def codec(self, name: str) -> CodecCost:
+        """Return the costs of a codec. Raises KeyError for one that was not measured."""
+        return next((codec for codec in self.codecs if codec.name == name), None) or _unknown(name)
+
+    def among(self, ranks: Sequence[int]) -> Costs:
+        """Return what moving bytes costs among some of the ranks, which count from 0 then, in the order given."""
+        place = {rank: index for index, rank in enumerate(ranks)}
+
+        def placed(members: Iterable[int]) -> tuple[int, ...]:
+            return tuple(sorted(place[member] for member in members if member in place))
+
+        kept = sorted((placed(host), index) for index, host in enumerate(self.hosts) if placed(host))
+        links = [link for link in self.slow_links if place.keys() >= set(link.pair)]
+        return replace(
+            self,
+            hosts=tuple(members for members, _ in kept),
+            machines=tuple(self.machines[index] for _, index in kept),
+            uplinks=tuple(self.uplinks[index] for _, index in kept),
+            cores=tuple(Cores(members, each.number) for each in self.cores if (members := placed(each.ranks))),
+            slowness=tuple(self.slowness[rank] for rank in ranks),
+            slow_links=tuple(SlowLink((place[link.pair[0]], place[link.pair[1]]), link.byte_s) for link in links),
+            wholes=self.wholes if len(ranks) == self.size else (),
+        )
+
+    def to_json(self) -> str:
+        """Return the text of a tuning file."""
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str, machines: Sequence[str] | None = None) -> Costs:
+        """Read the text of a tuning file. source: its name, for errors. machines: what the hosts are that it is to be used on.
+
+        Raises TuningError for a file that is damaged, of another version, or made on other machines.
+        """
+        remedy = "make a new one on these hosts: gradwire tune --out FILE"
+        try:
+            read = json.loads(text)
+            version = read.pop("version")
+            if version != VERSION:
+                raise TuningError(
+                    f"tuning file {source} is of version {version!r}, version {VERSION} is needed; {remedy}"
+                )
+            costs = _costs(read)
+        except TuningError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            detail = f"{type(error).__name__}: {error}"
+            raise TuningError(f"tuning file {source} is damaged ({detail}); {remedy}") from None
+        if machines is not None and tuple(machines) != costs.machines:
+            made_on, here = "; ".join(costs.machines), "; ".join(machines)
+            raise TuningError(f"tuning file {source} was made on other hosts ({made_on}; here: {here}); {remedy}")
+        return costs
+
+
+def _unknown(name: str) -> CodecCost:
+    raise KeyError(f"codec {name!r} was not measured")
+
+
+def _costs(read: Mapping[str, Any]) -> Costs:
+    """Return what a file says. Raises ValueError, TypeError, KeyError where that makes no sense."""
+
+    def positive(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise ValueError(f"{value!r} is no number of seconds")
+        return float(value)
+
+    costs = Costs(
+        hosts=tuple(tuple(int(rank) for rank in host) for host in read["hosts"]),
+        machines=tuple(map(str, read["machines"])),
+        inside=LinkCost(**{name: positive(value) for name, value in read["inside"].items()}),
+        between=LinkCost(**{name: positive(value) for name, value in read["between"].items()}),
+        uplinks=tuple(map(positive, read["uplinks"])),
+        cores=tuple(Cores(tuple(map(int, ranks)), int(number)) for ranks, number in read["cores"]),
+        slowness=tuple(map(positive, read["slowness"])),
+        call_s=positive(read["call_s"]),
+        reduce_byte_s=positive(read["reduce_byte_s"]),
+        slow_links=tuple(SlowLink((int(a), int(b)), positive(byte_s)) for (a, b), byte_s in read["slow_links"]),
+        codecs=tuple(CodecCost(str(name), positive(e), positive(d)) for name, e, d in read["codecs"]),
+        wholes=tuple(
+            WholeCost(str(verb), str(algorithm), tuple((int(n), positive(s)) for n, s in measured))
+            for verb, algorithm, measured in read["wholes"]
+        ),
+    )
+    ranks = list(range(costs.size))
+    of_cores = sorted(rank for cores in costs.cores for rank in cores.ranks)
+    if not ranks or sorted(rank for host in costs.hosts for rank in host) != ranks or of_cores != ranks:
+        raise ValueError("its hosts and cores must hold every rank once")
+    if (
+        not len(costs.hosts) == len(costs.machines) == len(costs.uplinks)
+        or min(cores.number for cores in costs.cores) < 1
+    ):
+        raise ValueError("it must say of every host what it is and what its uplink costs, and of cores how many")
+    return costs
+
+
+class Leg(NamedTuple):
+    """A Program as a part of what one rank does. itemsize: bytes of an element. codec: the name, where it moves codes, whose
+    lengths in bytes code_bytes returns by the number of elements."""
+
+    program: Program
+    itemsize: int
+    codec: str = ""
+    code_bytes: Callable[[int], int] | None = None
+
+
+def predict(
+    costs: Costs, collective: str, algorithm: str, nbytes: int, segment_bytes: int, *, itemsize: int = 4, root: int = 0
+) -> float:
+    """Return how many seconds a call takes that moves numbers as they are.
+
+    nbytes: of the buffer; of all ranks together where each has a part of it. segment_bytes: see Communicator. Raises KeyError for
+    an algorithm without a planner that was not measured as a whole.
+    """
+    if algorithm not in PLANNERS[collective]:
+        return _interpolated(costs, collective, algorithm, nbytes)
+    blocks = PLANNERS[collective][algorithm](Place(0, costs.size, root, costs.hosts)).blocks
+    pieces = blocks if collective in _OF_BUFFERS else costs.size
+    count = max(1, -(-nbytes // (segment_bytes * pieces)))
+    call = (costs, collective, algorithm, segment_bytes, itemsize, root)
+    if count <= _LONG:
+        return _walked(*call, nbytes)
+    segment = nbytes // count
+    short, long = (_walked(*call, segment * length) for length in (_SHORT, _LONG))
+    return long + (count - _LONG) * (long - short) / (_LONG - _SHORT)
+
+
+def _interpolated(costs: Costs, collective: str, algorithm: str, nbytes: int) -> float:
+    for verb, name, measured in costs.wholes:
+        if (verb, name) == (collective, algorithm):
+            above = next((i for i, (n, _) in enumerate(measured) if n >= nbytes), len(measured) - 1)
+            (low, low_s), (high, high_s) = measured[max(0, above - 1)], measured[above]
+            slope = (high_s - low_s) / (high - low) if high > low else 0.0
+            return max(measured[0][1], high_s + slope * (nbytes - high))
+    raise KeyError(f"{collective}'s {algorithm!r} is no Program, and was not measured")
+
+
+@lru_cache(maxsize=4096)
+def _walked(
+    costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, root: int, nbytes: int
+) -> float:
+    segment, numel = max(1, segment_bytes // itemsize), nbytes // itemsize
+    legs = []
+    for rank in range(costs.size):
+        schedule = PLANNERS[collective][algorithm](Place(rank, costs.size, root, costs.hosts))
+        segments: tuple[Layout, ...]
+        if collective in _OF_BUFFERS:
+            segments = segments_of_buffer(numel, schedule.blocks, segment)
+        else:
+            segments = segments_of_blocks(split(Span(0, numel), costs.size), segment)
+        legs.append([Leg(Program(schedule, segments), itemsize)])
+    return price(costs, legs)
+
+
+def price(costs: Costs, legs: Sequence[Sequence[Leg]]) -> float:
+    """Return how many seconds it takes until every rank is through its programs, one after the other. legs: by rank."""
+    return costs.call_s + max(_Walk(costs, legs).run(), default=0.0)
+
+
+class _Walk:
+    """The programs of all ranks on their way, in seconds from the beginning."""
+
+    def __init__(self, costs: Costs, legs: Sequence[Sequence[Leg]]) -> None:
+        self._costs = costs
+        self._legs = legs
+        self._instructions = [_numbered(each) for each in legs]
+        self._clocks = [0.0] * len(legs)
+        self._host = {rank: index for index, host in enumerate(costs.hosts) for rank in host}
+        self._slow = {pair: link.byte_s for link in costs.slow_links for pair in (link.pair, link.pair[::-1])}
+        # When what is used by several is free again. Cores only where they are fewer than their ranks.
+        self._up, self._down = [0.0] * len(costs.hosts), [0.0] * len(costs.hosts)
+        self._connections: dict[tuple[int, int], float] = defaultdict(float)
+        self._cores: dict[int, list[float]] = {}
+        for ranks, number in costs.cores:
+            if number < len(ranks):
+                self._cores.update(dict.fromkeys(ranks, [0.0] * number))
+        # Messages by (sender, receiver, leg, segment), in order: those that have arrived or will, those awaited and not sent yet.
+        self._arrivals: dict[tuple[int, ...], deque[tuple[float, int]]] = defaultdict(deque)
+        self._sleeping: dict[tuple[int, ...], int] = {}
+        self._sent: list[dict[tuple[int, int], float]] = [{} for _ in legs]
+        self._expected: list[dict[tuple[int, int], tuple[int, ...]]] = [{} for _ in legs]
+        self._outgoing: list[list[Instruction]] = [[] for _ in legs]
+        self._pending: list[tuple[int, Instruction] | None] = [None] * len(legs)
+
+    def run(self) -> list[float]:
+        """Return when each rank is through."""
+        ready = [(0.0, rank) for rank in range(len(self._legs))]
+        heapify(ready)
+        self._ready = ready
+        while ready:
+            clock, rank = heappop(ready)
+            self._clocks[rank] = max(self._clocks[rank], clock)
+            if self._advance(rank):
+                heappush(ready, (self._clocks[rank], rank))
+        assert not self._sleeping, "a program waits for a message that nobody sends"
+        return self._clocks
+
+    def _advance(self, rank: int) -> bool:
+        """Follow a rank's instructions until its time has passed the next one's. Return False where it waits or has ended."""
+        clocks, ready = self._clocks, self._ready
+        instructions, sent, expected = self._instructions[rank], self._sent[rank], self._expected[rank]
+        outgoing = self._outgoing[rank]
+        item, self._pending[rank] = self._pending[rank], None
+        while True:
+            if item is None and (item := next(instructions, None)) is None:
+                return False
+            index, instruction = item
+            kind = instruction.kind
+            if kind == Kind.WAIT:
+                number = (index, instruction.number)
+                left = sent.pop(number, None)
+                if left is not None:
+                    clocks[rank] = max(clocks[rank], left)
+                else:
+                    channel = expected[number]
+                    arrived = self._arrivals[channel]
+                    if not arrived:
+                        self._sleeping[channel] = rank
+                        self._pending[rank] = item
+                        return False
+                    del expected[number]
+                    self._receive(rank, channel[0], *arrived.popleft())
+            elif kind == Kind.SEND:
+                outgoing.append(instruction)
+            elif kind == Kind.RECEIVE:
+                channel = (instruction.peer, rank, index, instruction.segment)
+                expected[index, instruction.number] = channel
+            elif kind == Kind.POST:
+                for message in outgoing:
+                    channel = (rank, message.peer, index, message.segment)
+                    sent[index, message.number] = self._send(rank, channel, self._nbytes(rank, index, message))
+                outgoing.clear()
+            else:
+                self._compute(rank, self._seconds(rank, index, instruction))
+            item = None
+            if ready and clocks[rank] > ready[0][0]:
+                return True
+
+    def _nbytes(self, rank: int, index: int, message: Instruction) -> int:
+        leg = self._legs[rank][index]
+        return message.length * leg.itemsize if leg.code_bytes is None else leg.code_bytes(message.length)
+
+    def _seconds(self, rank: int, index: int, instruction: Instruction) -> float:
+        """Return a processor's time for an instruction that moves no message."""
+        leg = self._legs[rank][index]
+        nbytes = instruction.length * leg.itemsize
+        if instruction.kind == Kind.REDUCE:
+            return nbytes * self._costs.reduce_byte_s
+        if instruction.kind == Kind.COMPLETE:
+            return 0.0
+        codec = self._costs.codec(leg.codec)
+        return nbytes * (codec.encode_byte_s if instruction.kind == Kind.ENCODE else codec.decode_byte_s)
+
+    def _compute(self, rank: int, seconds: float, earliest: float = 0.0) -> float:
+        """Use a processor, from the rank's own time on. Return when it is through."""
+        seconds *= self._costs.slowness[rank]
+        begin = max(self._clocks[rank], earliest)
+        cores = self._cores.get(rank)
+        if cores is not None:
+            begin = max(begin, cores[0])
+            heapreplace(cores, begin + seconds)
+        self._clocks[rank] = begin + seconds
+        return begin + seconds
+
+    def _link(self, sender: int, receiver: int) -> LinkCost:
+        return self._costs.inside if self._host[sender] == self._host[receiver] else self._costs.between
+
+    def _send(self, rank: int, channel: tuple[int, ...], nbytes: int) -> float:
+        """Hand a message over. Return when the last byte has left."""
+        peer = channel[1]
+        link, costs = self._link(rank, peer), self._costs
+        copied = self._compute(rank, link.message_cpu_s + nbytes * link.byte_cpu_s)
+        begin = max(copied - nbytes * link.byte_cpu_s, self._connections[rank, peer])
+        host, other = self._host[rank], self._host[peer]
+        byte_s = self._slow.get((rank, peer), link.byte_s)
+        if host == other:
+            left = max(copied, begin + nbytes * byte_s)
+            arrived = left + link.latency_s
+        else:
+            begin = max(begin, self._up[host])
+            self._up[host] = begin + nbytes * costs.uplinks[host]
+            left = max(copied, self._up[host], begin + nbytes * byte_s)
+            comes = max(begin + link.latency_s, self._down[other])
+            self._down[other] = comes + nbytes * costs.uplinks[other]
+            arrived = max(left + link.latency_s, self._down[other])
+        self._connections[rank, peer] = left
+        self._arrivals[channel].append((arrived, nbytes))
+        if (sleeping := self._sleeping.pop(channel, None)) is not None:
+            heappush(self._ready, (self._clocks[sleeping], sleeping))
+        return left
+
+    def _receive(self, rank: int, sender: int, arrived: float, nbytes: int) -> None:
+        """Take a message, most of which has been taken when its last byte arrives."""
+        link = self._link(sender, rank)
+        taking = nbytes * link.byte_cpu_s
+        self._compute(rank, link.message_cpu_s + taking, max(0.0, arrived - taking))
+
+
+def _numbered(legs: Sequence[Leg]) -> Iterator[tuple[int, Instruction]]:
+    return ((index, instruction) for index, leg in enumerate(legs) for instruction in leg.program)

@@ -1,0 +1,136 @@
+"""What programs cost by the model: against times worked out by hand, and what must hold whatever the numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.plan.cost import Cores, Costs, Leg, LinkCost, SlowLink, TuningError, predict, price
+from gradwire.collectives.plan.program import Program
+from gradwire.collectives.plan.schedule import Schedule, receive, send
+from gradwire.collectives.plan.spans import Span
+
+FREE = LinkCost(0.0, 0.0, 0.0, 0.0)
+ALL = (Span(0, 1),)
+
+
+def costs(*hosts: tuple[int, ...], byte_s: float = 1e-3, latency_s: float = 0.25, cores: int = 64) -> Costs:
+    """Return costs in which only the wire between hosts takes time: 1 ms a byte, and a quarter of a second a message."""
+    size = sum(map(len, hosts))
+    return Costs(
+        hosts=hosts,
+        machines=("a machine",) * len(hosts),
+        inside=FREE,
+        between=replace(FREE, latency_s=latency_s, byte_s=byte_s),
+        uplinks=(byte_s,) * len(hosts),
+        cores=(Cores(tuple(range(size)), cores),),
+        slowness=(1.0,) * size,
+        call_s=0.0,
+        reduce_byte_s=0.0,
+    )
+
+
+def pairs(*links: tuple[int, int], size: int, nbytes: int) -> list[list[Leg]]:
+    """Return what sends a message over each of these links at once."""
+    legs = []
+    for rank in range(size):
+        steps = [send(to, ALL) for each, to in links if each == rank]
+        steps += [receive(each, ALL) for each, to in links if to == rank]
+        schedule = Schedule(rank, size, 1, (tuple(step for group in steps for step in group),))
+        legs.append([Leg(Program(schedule, [(Span(0, nbytes),)]), 1)])
+    return legs
+
+
+def test_a_ring_of_two_takes_two_messages_of_half_the_buffer() -> None:
+    two = costs((0,), (1,))
+    assert predict(two, "allreduce", "ring", 4000, 1 << 20) == pytest.approx(2 * (2.0 + 0.25))
+    added = replace(two, reduce_byte_s=1e-4, between=replace(two.between, message_cpu_s=0.5), call_s=1.0)
+    # Each of the two rounds: hand over, travel, take. What was received in the first is added before the second.
+    assert predict(added, "allreduce", "ring", 4000, 1 << 20) == pytest.approx(1.0 + 2 * (0.5 + 2.25 + 0.5) + 0.2)
+
+
+def test_ranks_of_a_host_share_its_uplink_in_each_direction() -> None:
+    four = costs((0, 1), (2, 3))
+    assert price(four, pairs((0, 2), size=4, nbytes=1000)) == pytest.approx(1.25)
+    assert price(four, pairs((0, 2), (2, 0), size=4, nbytes=1000)) == pytest.approx(1.25)
+    assert price(four, pairs((0, 2), (1, 3), size=4, nbytes=1000)) == pytest.approx(2.25)
+    assert price(four, pairs((0, 1), (2, 3), size=4, nbytes=1000)) == 0.0
+    three = costs((0,), (1,), (2,))
+    assert price(three, pairs((0, 2), (1, 2), size=3, nbytes=1000)) == pytest.approx(2.25)
+    slow = replace(three, slow_links=(SlowLink((2, 0), 3e-3),))
+    assert price(slow, pairs((0, 2), (1, 0), size=3, nbytes=1000)) == pytest.approx(3.25)
+
+
+def test_ranks_wait_for_a_core_where_they_share_it() -> None:
+    busy = replace(costs((0, 1, 2, 3)), inside=LinkCost(0.0, 0.0, 1.0, 0.0))
+    exchange = pairs((0, 1), (1, 0), (2, 3), (3, 2), size=4, nbytes=1)
+    assert price(busy, exchange) == pytest.approx(2.0)
+    assert price(replace(busy, cores=(Cores((0, 1, 2, 3), 2),)), exchange) == pytest.approx(4.0)
+    assert price(replace(busy, slowness=(1.0, 1.0, 1.0, 3.0)), exchange) == pytest.approx(6.0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    algorithm=st.sampled_from(sorted(PLANNERS["allreduce"])),
+    hosts=st.sampled_from([((0,), (1,), (2,)), ((0, 2), (1, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (2,), (3,), (4,))]),
+    nbytes=st.integers(64, 1 << 16).map(lambda words: 4 * words),
+    segment_bytes=st.sampled_from([1 << 12, 1 << 16]),
+    cores=st.integers(1, 4),
+)
+def test_nothing_is_quicker_where_anything_costs_more(
+    algorithm: str, hosts: tuple[tuple[int, ...], ...], nbytes: int, segment_bytes: int, cores: int
+) -> None:
+    link = LinkCost(5e-5, 1e-8, 5e-6, 2e-10)
+    some = replace(costs(*hosts, byte_s=1e-8, cores=cores), inside=link, between=link, reduce_byte_s=1e-10)
+    call = ("allreduce", algorithm, nbytes, segment_bytes)
+    seconds = predict(some, *call)
+    assert seconds == predict(some, *call)
+    # No rank can be through before the bytes of one host's share have left it.
+    floor = 2 * (len(hosts) - 1) / len(hosts) * nbytes * 1e-8 / max(map(len, hosts))
+    assert seconds >= 0.99 * floor
+    doubled = LinkCost(1e-4, 2e-8, 1e-5, 4e-10)
+    everything = replace(
+        some, inside=doubled, between=doubled, uplinks=(2e-8,) * len(hosts), reduce_byte_s=2e-10, call_s=0.0
+    )
+    assert predict(everything, *call) == pytest.approx(2 * seconds)
+    assert predict(some, *call[:2], 4 * nbytes, segment_bytes) >= seconds
+
+
+def test_many_segments_take_what_a_walk_over_all_of_them_takes() -> None:
+    four = replace(costs((0,), (1,), (2,), (3,), byte_s=1e-8, latency_s=1e-5), reduce_byte_s=1e-10)
+    short = predict(four, "allreduce", "ring", 36 << 12, 1 << 12)
+    long = predict(four, "allreduce", "ring", 360 << 12, 1 << 12)
+    assert 9 * short < long < 10 * short
+
+
+def test_among_some_ranks_what_is_known_of_them_stays() -> None:
+    five = replace(costs((0, 3), (1, 4), (2,)), uplinks=(1.0, 2.0, 3.0), slow_links=(SlowLink((1, 2), 9.0),))
+    three = five.among([2, 1, 3])
+    assert three.hosts == ((0,), (1,), (2,))
+    assert three.uplinks == (3.0, 2.0, 1.0)
+    assert three.slow_links == (SlowLink((1, 0), 9.0),)
+
+
+def test_a_file_is_read_as_it_was_written_or_refused() -> None:
+    written = replace(costs((0, 1), (2,)), slow_links=(SlowLink((0, 2), 1e-6),))
+    text = written.to_json()
+    assert Costs.from_json(text, "tuning.json", written.machines) == written
+    read = json.loads(text)
+    refused = {
+        "version 1 is needed": {**read, "version": 2},
+        "damaged": {**read, "uplinks": [1.0]},
+        "no number of seconds": {**read, "call_s": "fast"},
+        "KeyError": {key: value for key, value in read.items() if key != "between"},
+    }
+    for said, changed in refused.items():
+        with pytest.raises(TuningError, match=rf"tuning\.json.*{said}.*gradwire tune --out FILE"):
+            Costs.from_json(json.dumps(changed), "tuning.json")
+    with pytest.raises(TuningError, match=r"other hosts \(a machine; a machine; here: another\).*gradwire tune"):
+        Costs.from_json(text, "tuning.json", ["another"])
+    with pytest.raises(TuningError, match="damaged"):
+        Costs.from_json(text[:-20], "tuning.json")
