@@ -33,7 +33,7 @@ def _dense(inputs: int, outputs: int) -> Weights:
 
 
 def _resnet(blocks: Sequence[int]) -> Weights:
-    """Yield the weights of a ResNet with bottlenecks (He et al., 2016), in the order of the forward pass, for 224 x 224 pixels."""
+    """Yield the weights of a ResNet with bottlenecks (He et al., 2016) in forward order, for 224 x 224 pixels."""
     yield from _convolution(3, 64, (7, 7), 112)
     inputs = 64
     for stage, count in enumerate(blocks):

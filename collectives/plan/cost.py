@@ -224,10 +224,16 @@ def predict(
     pieces = blocks if collective in _OF_BUFFERS else costs.size
     count = max(1, -(-nbytes // (segment_bytes * pieces)))
     call = (costs, collective, algorithm, segment_bytes, itemsize, root)
-    if count <= _LONG:
-        return _walked(*call, nbytes)
     segment = nbytes // count
-    short, long = (_walked(*call, segment * length) for length in (_SHORT, _LONG))
+    return in_segments(count, lambda number: _walked(*call, nbytes if number == count else segment * number))
+
+
+def in_segments(count: int, walk: Callable[[int], float]) -> float:
+    """Return what `count` segments take. walk: returns what so many take; it is called for no more than are needed to fill the
+    pipeline, from where on each further one takes as long as the last ones."""
+    if count <= _LONG:
+        return walk(count)
+    short, long = walk(_SHORT), walk(_LONG)
     return long + (count - _LONG) * (long - short) / (_LONG - _SHORT)
 
 
