@@ -11,6 +11,7 @@ MODULES = {
     "convergence": "gradwire.bench.training.convergence",
     "rules": "gradwire.bench.rules.run",
     "codec": "gradwire.bench.codec.run",
+    "simulate": "gradwire.bench.simulate.run",
 }
 #: What runs under torchrun, and so on simulated hosts.
 BENCHMARKS = (*COLLECTIVES, "step", "convergence", "rules")
@@ -21,6 +22,7 @@ usage: torchrun --nproc-per-node 4 -m gradwire.bench COLLECTIVE [flags]    a col
        torchrun --nproc-per-node 4 -m gradwire.bench convergence [flags]   training with and without every codec
        torchrun --nproc-per-node 4 -m gradwire.bench rules [flags]         training by several update rules
        gradwire bench codec [flags]                                        every codec beside torch's operations
+       gradwire simulate [flags]                                           training on ranks that are described
        gradwire bench hosts [flags] -- NAME|COMMAND                        any of these on simulated hosts (as root)
 
 COLLECTIVE is one of {collectives}."""

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from gradwire.collectives.compression.algorithms_for import algorithms_for, shot_of
+from gradwire.collectives.compression.algorithms_for import algorithms_for, ride, shot_of
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.partition import effective
 from gradwire.collectives.plan.algorithms import PLANNERS
@@ -31,8 +31,8 @@ from gradwire.collectives.run.plans import Plans, legal_algorithms
 SHIFTED = ("ring", "rsag", "direct", "hierarchical", "hierarchical(rsag)", "hierarchical(direct)")
 #: Those of them among which 'auto' chooses: with one rank a host, and with several.
 _FLAT = ("ring", "rsag")
-_BY_HOSTS = (*_FLAT, "hierarchical", "hierarchical(rsag)")
-#: The most messages that are walked for one call, which takes some ten seconds.
+_BY_HOSTS = ("rsag", "hierarchical", "hierarchical(rsag)")
+#: The most messages that are walked for one world, which takes about half a minute.
 MOST_MESSAGES = 1_000_000
 
 _FLOAT32 = 4
@@ -111,6 +111,7 @@ class Exchange:
         self._codec = codec
         self._segment_bytes = default_segment_bytes(Topology(0, costs.hosts), quick=quick)
         self._calls: dict[int, Call] = {}
+        self._messages = 0
         allowed = SHIFTED if codec is None else _ridden(codec)
         if algorithm not in ("auto", *allowed):
             with_codec = f" with codec {codec.name}" if codec else ""
@@ -145,6 +146,7 @@ class Exchange:
         def walk(number: int) -> float:
             nonlocal sent
             part = numel * number // count
+            self._check(algorithm, numel, number)
             legs = [self.legs(rank, algorithm, part) for rank in local]
             sent = max(sum(map(_sent_bytes, each)) for each in legs) * numel / part
             return price(costs, legs, partial(_like, len(local), costs.size))
@@ -180,13 +182,11 @@ class Exchange:
         if self._as_numbers(algorithm):
             itemsize = codec.wire_dtype.itemsize if codec else _FLOAT32
             schedule = PLANNERS["allreduce"][algorithm](Place(rank, costs.size, 0, costs.hosts))
-            self._check(algorithm, numel, sum(map(len, schedule.rounds)))
             numel = -(-numel // schedule.blocks) * schedule.blocks
             return [Leg(plans.of_buffer("allreduce", algorithm, 0, numel, itemsize, grouped=False), itemsize)]
         assert codec is not None
         numel = -(-numel // (costs.size * codec.alignment)) * costs.size * codec.alignment
         partition = plans.partition(codec, numel, algorithm)
-        self._check(algorithm, numel, 4 * len(partition.group))
         used = effective(codec, partition)
         program = plans.of_codes(codec, numel, algorithm, used.wire_bytes(partition.longest), grouped=False)
         legs = [Leg(program, _FLOAT32, used.name, used.wire_bytes)]
@@ -195,12 +195,16 @@ class Exchange:
             legs = [Leg(first, _FLOAT32), *legs, Leg(last, _FLOAT32)]
         return legs
 
-    def _check(self, algorithm: str, numel: int, steps: int) -> None:
-        messages = steps * len(self.costs.hosts[0]) * self._segments(algorithm, numel)
-        if messages > MOST_MESSAGES:
+    def _check(self, algorithm: str, numel: int, segments: int) -> None:
+        """Count the messages that so many segments take. Raises ValueError for more than can be walked."""
+        local, place = len(self.costs.hosts[0]), Place(0, self.costs.size, 0, self.costs.hosts)
+        planner = PLANNERS["allreduce"][algorithm] if algorithm in SHIFTED else ride(algorithm).planner
+        self._messages += segments * local * sum(map(len, planner(place).rounds))
+        if self._messages > MOST_MESSAGES:
             raise ValueError(
-                f"{algorithm} of {numel} numbers on {self.costs.size} ranks is too large to replay: a host's ranks exchange "
-                f"{messages} messages, at most {MOST_MESSAGES} are walked. Take another algorithm, fewer ranks or a smaller model"
+                f"{algorithm} on {self.costs.size} ranks, of buckets such as one of {numel} numbers, is too large to replay: "
+                f"a host's ranks exchange more than {MOST_MESSAGES} messages. Take another algorithm, larger buckets, "
+                "fewer ranks or a smaller model"
             )
 
 

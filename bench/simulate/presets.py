@@ -145,7 +145,7 @@ def _tensorflow_k80() -> tuple[Row, ...]:
 
 
 #: Fitted: how long a GPU there takes for a step, over how long a K80 takes for an image.
-_PASCAL_STEP = 5.0
+_PASCAL_STEP = 4.0
 
 
 def _horovod_512() -> tuple[Row, ...]:
@@ -157,7 +157,7 @@ def _horovod_512() -> tuple[Row, ...]:
     images_s = {"inception3": 1 / _K80["inception3"], "resnet101": sum(each_s) / 2 * operations["resnet101"]}
     return tuple(
         Row(
-            Scenario(model, Device(1, 1 / (_PASCAL_STEP * image_s), "fitted"), links, "mg-wfbp", "ring", steps=1),
+            Scenario(model, Device(1, 1 / (_PASCAL_STEP * image_s), "fitted"), links, "buckets", "ring", steps=1),
             512,
             "ring",
             0.90,
