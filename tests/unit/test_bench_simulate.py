@@ -37,7 +37,7 @@ def scenario(model: str = "resnet50", gbit: float = 10, per_host: int = 1, **oth
 @pytest.mark.parametrize(
     ("algorithm", "tolerance"),
     # Spans of blocks that wrap around, and receives in the order of ranks, differ from host to host.
-    [("ring", 1e-4), ("hierarchical", 1e-4), ("rsag", 0.03), ("hierarchical(rsag)", 0.03), ("direct", 0.10)],
+    [("ring", 1e-4), ("hierarchical", 1e-4), ("rsag", 0.06), ("hierarchical(rsag)", 0.06), ("direct", 0.06)],
 )
 @pytest.mark.parametrize("numel", [32 * 25, 32 * 30_000])
 def test_the_ranks_of_one_host_take_as_long_as_all(
@@ -53,9 +53,13 @@ def test_codes_take_the_bytes_that_the_codec_says(codec: Int8 | Float16) -> None
     exchange = Exchange(world(8, 1), codec=codec)
     call = exchange.call(1 << 22)
     assert call.wire_bytes == pytest.approx(2 * 7 / 8 * codec.wire_bytes(1 << 22), rel=0.01)
-    algorithm = call.algorithm
-    everyone = [exchange.legs(rank, algorithm, 1 << 18) for rank in range(8)]
-    assert exchange._walked(algorithm, 1 << 18).seconds == pytest.approx(price(exchange.costs, everyone), rel=0.15)
+    assert call.algorithm == ("two_shot" if isinstance(codec, Int8) else "rsag")
+
+
+def test_codes_of_one_host_take_as_long_as_those_of_all() -> None:
+    exchange = Exchange(world(8, 1), codec=Int8())
+    everyone = [exchange.legs(rank, "two_shot", 1 << 18) for rank in range(8)]
+    assert exchange.seconds(1 << 18) == pytest.approx(price(exchange.costs, everyone), rel=0.15)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -91,10 +95,12 @@ def test_rules_differ_as_they_should() -> None:
     assert predict(replace(quick, servers=Servers(8, 1, groups=4)), 16).step_s > anyone.step_s
 
 
-def test_servers_without_jitter_take_a_step_and_an_exchange() -> None:
+def test_servers_without_jitter_take_a_step_and_most_of_an_exchange() -> None:
     described_run = scenario(servers=Servers(4), steps=20)
     point = predict(described_run, 16)
-    assert point.step_s == pytest.approx(described_run.device.step_s + point.exchange_s, rel=0.05)
+    # Those that have pulled first compute while others still pull.
+    computing_s = described_run.device.step_s
+    assert computing_s + point.exchange_s / 2 <= point.step_s <= computing_s + point.exchange_s
 
 
 def test_failures_cost_what_was_computed_since_the_last_checkpoint() -> None:
