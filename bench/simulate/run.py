@@ -100,8 +100,9 @@ def _scenario(flags: argparse.Namespace) -> Scenario:
         )
     if flags.servers is None and (flags.quorum or flags.groups):
         raise ValueError("--quorum and --groups are of a parameter server: give --servers too")
-    given = {name: value for name in ("batch", "samples_per_s") if (value := getattr(flags, name)) is not None}
-    device = replace(known or Device(1, 1.0, ""), **given, **({"source": "given"} if given else {}))
+    device = known or Device(flags.batch, flags.samples_per_s, "given")
+    if flags.batch or flags.samples_per_s:
+        device = Device(flags.batch or device.batch, flags.samples_per_s or device.samples_per_s, "given")
     codec = CODECS[flags.codec]() if flags.codec else None
     failures = flags.mtbf_hours and Failures(
         flags.mtbf_hours, flags.checkpoint_minutes * 60, flags.restart_minutes * 60
