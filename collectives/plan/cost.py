@@ -7,12 +7,13 @@ share cores wait for one. So contention, pipelining and idle links come out of t
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -260,10 +261,16 @@ def predict(
     pieces = blocks if collective in _OF_BUFFERS else costs.size
     count = max(1, -(-nbytes // (segment_bytes * pieces)))
     call = (costs, collective, algorithm, segment_bytes, itemsize, root)
-    if count <= _LONG:
-        return _walked(*call, nbytes)
     segment = nbytes // count
-    short, long = (_walked(*call, segment * length) for length in (_SHORT, _LONG))
+    return in_segments(count, lambda number: _walked(*call, nbytes if number == count else segment * number))
+
+
+def in_segments(count: int, walk: Callable[[int], float]) -> float:
+    """Return what `count` segments take. walk: returns what so many take; it is called for no more than are needed to fill the
+    pipeline, from where on each further one takes as long as the last ones."""
+    if count <= _LONG:
+        return walk(count)
+    short, long = walk(_SHORT), walk(_LONG)
     return long + (count - _LONG) * (long - short) / (_LONG - _SHORT)
 
 
@@ -294,17 +301,30 @@ def _walked(
     return price(costs, legs)
 
 
-def price(costs: Costs, legs: Sequence[Sequence[Leg]]) -> float:
-    """Return how many seconds it takes until every rank is through its programs, one after the other. legs: by rank."""
-    return costs.call_s + max(_Walk(costs, legs).run(), default=0.0)
+Alike = Callable[[int, int], tuple[int, int]]
+
+
+def price(costs: Costs, legs: Sequence[Sequence[Leg]], alike: Alike | None = None) -> float:
+    """Return how many seconds it takes until every rank is through its programs, one after the other.
+
+    legs: by rank; of the first ranks alone where every other one does as one of these does, at the same time. Then `alike` says
+    who stands for whom: given the sender, one of the first, and the receiver of a message, it returns sender and receiver of the
+    like message that one of the first receives.
+    """
+    return costs.call_s + max(_Walk(costs, legs, alike or _itself).run(), default=0.0)
+
+
+def _itself(sender: int, receiver: int) -> tuple[int, int]:
+    return sender, receiver
 
 
 class _Walk:
     """The programs of all ranks on their way, in seconds from the beginning."""
 
-    def __init__(self, costs: Costs, legs: Sequence[Sequence[Leg]]) -> None:
+    def __init__(self, costs: Costs, legs: Sequence[Sequence[Leg]], alike: Alike) -> None:
         self._costs = costs
         self._legs = legs
+        self._alike = alike
         self._instructions = [_numbered(each) for each in legs]
         self._clocks = [0.0] * len(legs)
         self._host = {rank: index for index, host in enumerate(costs.hosts) for rank in host}
@@ -318,6 +338,10 @@ class _Walk:
         for ranks, number in costs.cores:
             if number < len(ranks):
                 self._cores.update(dict.fromkeys(ranks, [0.0] * number))
+        # What is next: at a time a rank, or -1 and a message between hosts, whose first byte reaches the uplink of the receiver
+        # then: its number, channel, bytes, and when its last byte has left.
+        self._ready: list[tuple[Any, ...]] = []
+        self._numbers = itertools.count()
         # Messages by (sender, receiver, leg, segment), in order: those that have arrived or will, those awaited and not sent yet.
         self._arrivals: dict[tuple[int, ...], deque[tuple[float, int]]] = defaultdict(deque)
         self._sleeping: dict[tuple[int, ...], int] = {}
@@ -328,11 +352,13 @@ class _Walk:
 
     def run(self) -> list[float]:
         """Return when each rank is through."""
-        ready = [(0.0, rank) for rank in range(len(self._legs))]
-        heapify(ready)
-        self._ready = ready
+        ready = self._ready
+        ready += [(0.0, rank) for rank in range(len(self._legs))]
         while ready:
-            clock, rank = heappop(ready)
+            clock, rank, *message = heappop(ready)
+            if message:
+                self._arrive(clock, *message)
+                continue
             self._clocks[rank] = max(self._clocks[rank], clock)
             if self._advance(rank):
                 heappush(ready, (self._clocks[rank], rank))
@@ -371,7 +397,7 @@ class _Walk:
                 expected[index, instruction.number] = channel
             elif kind == Kind.POST:
                 for message in outgoing:
-                    channel = (rank, message.peer, index, message.segment)
+                    channel = (*self._alike(rank, message.peer), index, message.segment)
                     sent[index, message.number] = self._send(rank, channel, self._nbytes(rank, index, message))
                 outgoing.clear()
             else:
@@ -410,29 +436,37 @@ class _Walk:
         return self._costs.inside if self._host[sender] == self._host[receiver] else self._costs.between
 
     def _send(self, rank: int, channel: tuple[int, ...], nbytes: int) -> float:
-        """Hand a message over. Return when the last byte has left."""
-        peer = channel[1]
-        link, costs = self._link(rank, peer), self._costs
+        """Hand a message over. Return when the last byte has left. channel: of the message, or of the one that stands for it."""
+        pair = sender, receiver = channel[0], channel[1]
+        link, costs = self._link(sender, receiver), self._costs
         copied = self._compute(rank, link.message_cpu_s + nbytes * link.byte_cpu_s)
-        begin = max(copied - nbytes * link.byte_cpu_s, self._connections[rank, peer])
-        host, other = self._host[rank], self._host[peer]
-        byte_s = self._slow.get((rank, peer), link.byte_s)
-        if host == other:
+        begin = max(copied - nbytes * link.byte_cpu_s, self._connections[pair])
+        host, other = self._host[rank], self._host[receiver]
+        byte_s = self._slow.get(pair, link.byte_s)
+        if self._host[sender] == other:
             left = max(copied, begin + nbytes * byte_s)
-            arrived = left + link.latency_s
+            self._hand_over(channel, left + link.latency_s, nbytes)
         else:
             self._up[host] = max(begin, self._up[host]) + nbytes * costs.uplinks[host]
             left = max(copied, self._up[host] - self._saved[host])
             if byte_s > costs.uplinks[host]:
                 left = max(left, begin + nbytes * byte_s)
             comes = max(begin + link.latency_s, left + link.latency_s - nbytes * costs.uplinks[host])
-            self._down[other] = max(comes, self._down[other]) + nbytes * costs.uplinks[other]
-            arrived = max(left + link.latency_s, self._down[other] - self._saved[other])
-        self._connections[rank, peer] = left
+            heappush(self._ready, (comes, -1, next(self._numbers), channel, nbytes, left))
+        self._connections[pair] = left
+        return left
+
+    def _arrive(self, comes: float, _: int, channel: tuple[int, ...], nbytes: int, left: float) -> None:
+        """Take up the receiving host's uplink, in the order in which messages come to it, with a message that has set out."""
+        host = self._host[channel[1]]
+        self._down[host] = max(comes, self._down[host]) + nbytes * self._costs.uplinks[host]
+        arrived = max(left + self._costs.between.latency_s, self._down[host] - self._saved[host])
+        self._hand_over(channel, arrived, nbytes)
+
+    def _hand_over(self, channel: tuple[int, ...], arrived: float, nbytes: int) -> None:
         self._arrivals[channel].append((arrived, nbytes))
         if (sleeping := self._sleeping.pop(channel, None)) is not None:
             heappush(self._ready, (self._clocks[sleeping], sleeping))
-        return left
 
     def _receive(self, rank: int, sender: int, arrived: float, nbytes: int) -> None:
         """Take a message, most of which has been taken when its last byte arrives."""

@@ -14,6 +14,7 @@ usage: gradwire run -np 4 [-H a:2,b:2] train.py ...   start a training script, h
        gradwire check [--host H]                      what works here, and between here and another host
        gradwire precompile                            compile all kernels for the CPU now, so that no first run has to
        gradwire bench ...                             measure; `gradwire bench --help` lists what
+       gradwire simulate --ranks 9600 ...             predict training on ranks that are described
 
 Each of them has a --help of its own."""
 
@@ -31,11 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
         return _module("gradwire.collectives", [name, *rest])
     if name == "check":
         return _module("gradwire.trainer.cli.check", rest)
-    if name == "bench":
+    if name in ("bench", "simulate"):
         if missing := [package for package in _FOR_BENCH if importlib.util.find_spec(package) is None]:
-            print(f"gradwire: bench needs {' and '.join(missing)}: pip install 'gradwire[bench]'", file=sys.stderr)
+            print(f"gradwire: {name} needs {' and '.join(missing)}: pip install 'gradwire[bench]'", file=sys.stderr)
             return 2
-        return _module("gradwire.bench", rest)
+        return _module("gradwire.bench", given[name == "bench" :])
     asked = name in ("-h", "--help")
     if not asked:
         print(f"gradwire: there is no command {name!r}", file=sys.stderr)

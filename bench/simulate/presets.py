@@ -1,0 +1,210 @@
+"""Published runs: what is known of them, and what they came to. Every figure is one that a source gives, but for those that are
+marked as fitted: they are chosen so that the rows marked with them are met, and those rows predict nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradwire.bench.simulate.models import MODELS
+from gradwire.bench.simulate.scenario import TCP_SHARE, Network, Scenario, predict
+from gradwire.bench.simulate.training import Device
+from gradwire.collectives.plan.cost import LinkCost
+
+#: Of a message between hosts and inside one: the most and the least that NCCL 2.30's own model has for a hop over a network.
+HOP_S, NEAR_HOP_S = 14e-6, 2.7e-6
+_GBIT = 1e9 / 8
+
+
+def network(
+    gbit: float, inside_gbytes: float, ranks_per_host: int, *, share: float = TCP_SHARE, hop_s: float = HOP_S
+) -> Network:
+    """Return links of so many Gbit/s between hosts and GB/s inside them. share: that messages get of the former."""
+    byte_s = 1 / (gbit * _GBIT * share)
+    return Network(
+        LinkCost(hop_s, byte_s, 0, 0), LinkCost(NEAR_HOP_S, 1 / (inside_gbytes * 1e9), 0, 0), byte_s, ranks_per_host
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """Holds a published figure: samples a second, or where it is at most 1, efficiency. label: the method, as it is called there.
+    fitted: whether an input was chosen to meet it."""
+
+    scenario: Scenario
+    ranks: int
+    label: str
+    published: float
+    fitted: bool = False
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Holds published runs. source: where they, and the inputs, are from. inputs: these, in words."""
+
+    source: str
+    inputs: str
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Says what was predicted for a published figure. error: predicted over published, less 1."""
+
+    preset: str
+    model: str
+    ranks: int
+    method: str
+    published: float
+    predicted: float
+    error: float
+    fitted: bool
+
+
+def compare(name: str) -> list[Compared]:
+    """Return the rows of a preset beside what is predicted of them."""
+    found = []
+    for row in PRESETS[name].rows:
+        point = predict(row.scenario, row.ranks)
+        predicted = point.efficiency if row.published <= 1 else point.samples_per_s
+        error = predicted / row.published - 1
+        found.append(
+            Compared(name, row.scenario.model, row.ranks, row.label, row.published, predicted, error, row.fitted)
+        )
+    return found
+
+
+_HKBU = "HKBU-HPML/ddl-benchmarks, results/2020-05-29 (2020)"
+#: By model, what a rank computes where nothing else is said.
+DEVICES = {
+    "resnet50": Device(64, 253.1, _HKBU),
+    "bert-base": Device(64, 212.8, _HKBU),
+    "bert-large": Device(8, 49.0, _HKBU),
+}
+#: Fitted: GB/s between the GPUs of a host, and the latency of a message over TCP.
+_PCIE_GBYTES, _TCP_HOP_S = 4.57, 70e-6
+
+
+def _hkbu_10gbe() -> tuple[Row, ...]:
+    table = {
+        ("resnet50", "BSP-A2A", "bsp", "ring"): (925.0, 1282.3, 2485.1, 4920.8),
+        ("resnet50", "WFBP-A2A", "wfbp", "ring"): (1015.4, 1795.7, 3146.8, 5113.2),
+        ("resnet50", "MG-WFBP", "mg-wfbp", "ring"): (1003.2, 1980.6, 3785.0, 6883.6),
+        ("resnet50", "WFBP-PS", "wfbp", "hierarchical(direct)"): (1017.3, 2021.4, 3812.0, 6945.4),
+        ("bert-base", "BSP-A2A", "bsp", "ring"): (555.5, 518.9, 984.9, 1926.6),
+        ("bert-large", "BSP-A2A", "bsp", "ring"): (53.04, 28.96, 54.30, 105.1),
+    }
+    links = network(10, _PCIE_GBYTES, 4, hop_s=_TCP_HOP_S)
+    return tuple(
+        Row(
+            Scenario(model, DEVICES[model], links, exchange, algorithm, steps=1),
+            ranks,
+            label,
+            published,
+            fitted=(model, label, ranks) in (("bert-large", "BSP-A2A", 4), ("resnet50", "WFBP-A2A", 16)),
+        )
+        for (model, label, exchange, algorithm), figures in table.items()
+        for ranks, published in zip((4, 8, 16, 32), figures, strict=True)
+    )
+
+
+def _hkbu_100gib() -> tuple[Row, ...]:
+    links = network(100, _PCIE_GBYTES, 4, share=1.0)
+    figures = {"resnet50": 7126.5, "bert-base": 4184.4, "bert-large": 375.2}
+    return tuple(
+        Row(Scenario(model, DEVICES[model], links, "bsp", "ring", steps=1), 32, "BSP-A2A", published)
+        for model, published in figures.items()
+    )
+
+
+#: What one K80 computes of a model, images a second (TensorFlow benchmarks, 2017).
+_K80 = {"inception3": 29.7, "resnet50": 52.4, "resnet152": 19.4}
+#: Fitted: GB/s of a pair of GPUs inside a host, and Gbit/s of a host's link, of a batch of 64, on which alone they depend.
+_K80_GBYTES, _K80_GBIT, _K80_BATCH = 0.192, 5.77, 64
+
+
+def _tensorflow_k80() -> tuple[Row, ...]:
+    """Return rows of synchronous servers that are spread over the hosts: each host pushes to all, and pulls from all."""
+    table = {
+        "inception3": (229, 459, 902, 1783),
+        "resnet50": (378, 751, 1388, 2744),
+        "resnet152": (146, 291, 565, 981),
+    }
+    links = network(_K80_GBIT, _K80_GBYTES, 8)
+    source = "TensorFlow benchmarks (2017)"
+    return tuple(
+        Row(
+            Scenario(model, Device(_K80_BATCH, _K80[model], source), links, "bsp", "hierarchical(direct)", steps=1),
+            ranks,
+            "servers",
+            published,
+            fitted=model == "resnet50" and ranks in (8, 64),
+        )
+        for model, figures in table.items()
+        for ranks, published in zip((8, 16, 32, 64), figures, strict=True)
+    )
+
+
+#: Fitted: how long a GPU there takes for a step, over how long a K80 takes for an image.
+_PASCAL_STEP = 4.0
+
+
+def _horovod_512() -> tuple[Row, ...]:
+    """Return rows in which a GPU is as many times as quick as a K80 at either model; ResNet-101, which the K80's table does not
+    have, takes as long for a multiply-add as the mean of ResNet-50 and ResNet-152."""
+    links = network(25, _PCIE_GBYTES, 4, share=1.0)
+    operations = {name: sum(weight.operations for weight in weights) for name, weights in MODELS.items()}
+    each_s = (1 / (_K80[name] * operations[name]) for name in ("resnet50", "resnet152"))
+    images_s = {"inception3": 1 / _K80["inception3"], "resnet101": sum(each_s) / 2 * operations["resnet101"]}
+    return tuple(
+        Row(
+            Scenario(model, Device(1, 1 / (_PASCAL_STEP * image_s), "fitted"), links, "buckets", "ring", steps=1),
+            512,
+            "ring",
+            0.90,
+            fitted=model == "inception3",
+        )
+        for model, image_s in images_s.items()
+    )
+
+
+#: Backward of ResNet-50 takes 120 ms there, and forward half of that.
+_FACEBOOK_STEP_S = 0.120 * 3 / 2
+
+
+def _facebook_256() -> tuple[Row, ...]:
+    scenario = Scenario(
+        "resnet50",
+        Device(1, 1 / _FACEBOOK_STEP_S, "Goyal et al. (2017)"),
+        network(50, 1e3, 1),
+        "mg-wfbp",
+        "ring",
+        steps=1,
+    )
+    return (Row(scenario, 256, "ring", 0.90),)
+
+
+PRESETS = {
+    "hkbu-10gbe": Preset(
+        _HKBU,
+        "8 hosts of 4 GPUs, 10GbE with TCP, and what one GPU computes; bandwidth inside a host and latency fitted",
+        _hkbu_10gbe(),
+    ),
+    "hkbu-100gib": Preset(
+        _HKBU, "the same hosts with 100 Gbit/s InfiniBand; bandwidth inside a host as there", _hkbu_100gib()
+    ),
+    "tensorflow-k80": Preset(
+        "TensorFlow benchmarks, p2.8xlarge with parameter servers (2017)",
+        "what one K80 computes; bandwidth inside a host, and that of its link for a batch, fitted",
+        _tensorflow_k80(),
+    ),
+    "horovod-512": Preset(
+        "Horovod, docs (2018): 128 hosts of 4 Pascal GPUs, 25 GbE with RoCE",
+        "the hosts and their links; how much quicker a GPU is than a K80, and its batch, fitted as one number",
+        _horovod_512(),
+    ),
+    "facebook-256": Preset(
+        "Goyal et al., Accurate, Large Minibatch SGD (2017): 256 P100, 50 Gbit/s",
+        "time of backward, link rate; each GPU as if it had a link to itself",
+        _facebook_256(),
+    ),
+}

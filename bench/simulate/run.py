@@ -1,0 +1,214 @@
+"""`gradwire simulate`: what training comes to on ranks that are described, from the programs that they would run.
+
+    gradwire simulate --model resnet50 --ranks 9600 --link 100gbit --plot scaling.png
+    gradwire simulate --model bert-large --ranks 64 --ranks-per-host 8 --link 10gbit --codec int8
+    gradwire simulate --model resnet50 --ranks 9600 --link 100gbit --servers 6 --groups 8 --quorum 1 --jitter 0.1
+    gradwire simulate --preset all -J published.json
+
+What costs nothing unless it is described: sums, calls, and processors' time for messages. --tuned takes them from a file of
+`gradwire tune`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from gradwire.bench.options import count_from, names_of, picture
+from gradwire.bench.results import write_json
+from gradwire.bench.simulate.exchange import SHIFTED, measured
+from gradwire.bench.simulate.models import MODELS
+from gradwire.bench.simulate.presets import DEVICES, HOP_S, NEAR_HOP_S, PRESETS, Compared, compare
+from gradwire.bench.simulate.scenario import TCP_SHARE, Network, Point, Scenario, Servers, predict
+from gradwire.bench.simulate.training import EXCHANGES, Device, Failures, Jitter
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.raw import Raw
+from gradwire.collectives.compression.registry import CODECS
+from gradwire.collectives.plan.cost import Costs, LinkCost
+
+_RATES = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}
+
+
+def _rate(text: str) -> float:
+    """Return bytes a second."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit)", text)
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate: write a number and mbit or gbit, as in 100gbit")
+    return float(match[1]) * _RATES[match[2]]
+
+
+def _number(least: float, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = float("nan")
+    if not least <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least:g}")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gradwire simulate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, positive, not_negative = parser.add_argument, partial(count_from, 1), partial(_number, 0.0)
+    add(
+        "--preset", type=partial(names_of, tuple(PRESETS)), help=f"published runs instead: {', '.join(PRESETS)}, or all"
+    )
+    add("--model", choices=tuple(MODELS), default="resnet50", help="default resnet50")
+    add("--ranks", type=positive, default=64, help="up to how many (64)")
+    add("--ranks-per-host", type=positive, default=1, help="default 1")
+    add("--link", type=_rate, default="10gbit", help="of a host, each way, with TCP: 100mbit, 25gbit (10gbit)")
+    add("--latency-us", type=not_negative, default=HOP_S * 1e6, help=f"of a message between hosts ({HOP_S * 1e6:g})")
+    add("--inside", type=_rate, default="80gbit", help="of a pair of ranks of one host (80gbit)")
+    add("--tuned", type=Path, metavar="FILE", help="what calls, messages, sums and codecs cost, from gradwire tune")
+    add("--batch", type=positive, help="samples of a rank in a step")
+    add("--samples-per-s", type=partial(_number, 1e-9), help="that a rank computes by itself, forward and backward")
+    add("--exchange", choices=EXCHANGES, default="buckets", help="what is exchanged together, and when (buckets)")
+    add("--algorithm", default="auto", help=f"auto, {', '.join(SHIFTED)}; with --codec also two_shot, one_shot")
+    add("--codec", choices=tuple(CODECS), help="that gradients travel by; without --tuned its speed is measured here")
+    add("--every", type=positive, default=1, help="local updates: average parameters every so many steps instead")
+    add("--servers", type=positive, help="a parameter server instead: on so many hosts of their own")
+    add("--quorum", type=positive, help="how many workers make an update (all); 1 is asynchronous")
+    add("--groups", type=positive, help="so many groups of ranks average inside, and push as one worker each")
+    add("--jitter", type=not_negative, default=0.0, metavar="SIGMA", help="of each rank's computing, lognormal (0)")
+    add("--mtbf-hours", type=partial(_number, 1e-9), help="of a rank; then training restarts from a checkpoint")
+    add("--checkpoint-minutes", type=partial(_number, 1e-9), default=30.0, help="between checkpoints (30)")
+    add("--restart-minutes", type=not_negative, default=5.0, help="that a restart takes (5)")
+    add("--steps", type=positive, default=100, help="that are replayed (100)")
+    add("--seed", type=partial(count_from, 0), default=0, help="of jitter and failures (0)")
+    add("-J", "--json", type=Path, metavar="FILE", help="write inputs and results")
+    add("--plot", type=picture, metavar="FILE.png", help="draw what is predicted")
+    return parser
+
+
+def _scenario(flags: argparse.Namespace) -> Scenario:
+    """Return what the flags describe. Raises ValueError, which says what is missing or not allowed."""
+    known = DEVICES.get(flags.model)
+    if known is None and None in (flags.batch, flags.samples_per_s):
+        raise ValueError(
+            f"how quick a rank is at {flags.model} stands in no source here (but of {', '.join(DEVICES)}): give --batch and "
+            "--samples-per-s"
+        )
+    if flags.servers is None and (flags.quorum or flags.groups):
+        raise ValueError("--quorum and --groups are of a parameter server: give --servers too")
+    device = known or Device(flags.batch, flags.samples_per_s, "given")
+    if flags.batch or flags.samples_per_s:
+        device = Device(flags.batch or device.batch, flags.samples_per_s or device.samples_per_s, "given")
+    codec = CODECS[flags.codec]() if flags.codec else None
+    failures = flags.mtbf_hours and Failures(
+        flags.mtbf_hours, flags.checkpoint_minutes * 60, flags.restart_minutes * 60
+    )
+    return Scenario(
+        flags.model,
+        device,
+        _network(flags, codec),
+        flags.exchange,
+        flags.algorithm,
+        codec,
+        flags.every,
+        Servers(flags.servers, flags.quorum, flags.groups) if flags.servers else None,
+        Jitter(flags.jitter, flags.seed),
+        failures or None,
+        flags.steps,
+    )
+
+
+def _network(flags: argparse.Namespace, codec: Codec | None) -> Network:
+    byte_s = 1 / (flags.link * TCP_SHARE)
+    between, inside = LinkCost(flags.latency_us * 1e-6, byte_s, 0, 0), LinkCost(NEAR_HOP_S, 1 / flags.inside, 0, 0)
+    known = None
+    if flags.tuned:
+        try:
+            known = Costs.from_json(flags.tuned.read_text(), str(flags.tuned))
+        except OSError as error:
+            raise ValueError(f"cannot read {flags.tuned}: {error}") from error
+        between = replace(between, message_cpu_s=known.between.message_cpu_s, byte_cpu_s=known.between.byte_cpu_s)
+        inside = known.inside if len(known.hosts[0]) > 1 else inside
+    network = Network(between, inside, byte_s, flags.ranks_per_host, known)
+    missing = {codec, Raw()} - {None} if codec else set()
+    speeds = {each.name: each for each in (known.codecs if known else ())}
+    speeds |= {each.name: measured(each) for each in missing if each is not None and each.name not in speeds}
+    return replace(network, known=replace(known or network.costs(1), codecs=tuple(speeds.values())))
+
+
+def _numbers(ranks: int, per_host: int) -> list[int]:
+    """Return the numbers of ranks of a curve: those that a host takes, and hosts, doubled, up to all."""
+    doubled = [1 << power for power in range(ranks.bit_length())]
+    whole = [each for each in doubled if each < per_host] + [
+        per_host * each for each in doubled if per_host * each < ranks
+    ]
+    return [*(each for each in whole if each < ranks), ranks]
+
+
+def _points(points: Sequence[Point]) -> Table:
+    table = Table("ranks", "step", "samples/s", "efficiency", "exchange", "sent by a rank", "largest by", box=None)
+    for each in points:
+        table.add_row(
+            str(each.ranks),
+            f"{each.step_s * 1e3:.1f} ms",
+            f"{each.samples_per_s:.1f}",
+            f"{each.efficiency:.1%}",
+            f"{each.exchange_s * 1e3:.1f} ms",
+            f"{each.wire_bytes / 1e6:.1f} MB",
+            each.algorithm,
+        )
+    return table
+
+
+def _compared(rows: Sequence[Compared]) -> Table:
+    table = Table("preset", "model", "ranks", "method", "published", "predicted", "error", box=None)
+    for each in rows:
+        error = "fitted" if each.fitted else f"{each.error:+.1%}"
+        table.add_row(
+            each.preset, each.model, str(each.ranks), each.method, f"{each.published:g}", f"{each.predicted:.4g}", error
+        )
+    return table
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Predict what the arguments say, and return the exit status."""
+    parser = _parser()
+    flags = parser.parse_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    rows: list[Compared] | list[Point]
+    if flags.preset:
+        rows = compared = [row for name in flags.preset for row in compare(name)]
+        meta = {name: {"source": PRESETS[name].source, "inputs": PRESETS[name].inputs} for name in flags.preset}
+        for name, about in meta.items():
+            console.print(f"# {name}: {about['source']}\n#   inputs: {about['inputs']}")
+        console.print(_compared(compared))
+        errors = sorted(abs(row.error) for row in compared if not row.fitted)
+        console.print(f"# median error {errors[len(errors) // 2]:.1%} of {len(errors)} rows that are not fitted")
+    else:
+        try:
+            scenario = _scenario(flags)
+            # The largest first: what is too large is found at once.
+            numbers = _numbers(flags.ranks, flags.ranks_per_host)
+            rows = points = [predict(scenario, each) for each in reversed(numbers)][::-1]
+        except ValueError as error:
+            parser.error(str(error))
+        given = {name: str(value) for name, value in vars(flags).items() if value is not None}
+        meta = {"given": given, "device": vars(scenario.device)}
+        console.print(
+            f"# {flags.model}: {scenario.device.batch} samples a rank at {scenario.device.samples_per_s:g}/s by itself"
+        )
+        console.print(f"#   from: {scenario.device.source}")
+        console.print(_points(points))
+    write_json(flags.json, meta, rows)
+    if flags.plot:
+        from gradwire.bench.simulate.plot import draw_compared, draw_curve
+
+        if flags.preset:
+            draw_compared(compared, flags.plot)
+        else:
+            draw_curve(points, f"{flags.model}, links of {flags.link * 8 / 1e9:g} Gbit/s", flags.plot)
+    return 0

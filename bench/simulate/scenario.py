@@ -1,0 +1,146 @@
+"""A training run that is described rather than made, and what is predicted of it for any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from gradwire.bench.simulate.exchange import Exchange, described
+from gradwire.bench.simulate.models import MODELS
+from gradwire.bench.simulate.servers import exchange_seconds, update_seconds
+from gradwire.bench.simulate.training import Device, Failures, Jitter, Times, buckets, step_seconds
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.plan.cost import Costs, LinkCost
+from gradwire.trainer.servers.aggregator import Scheme
+
+#: What of a wire's rate TCP has for its payload: of the 1538 bytes that a packet of 1500 takes on Ethernet, 1448.
+TCP_SHARE = 1448 / 1538
+
+
+@dataclass(frozen=True)
+class Network:
+    """Says what joins the ranks. uplink_byte_s: of a host, each way. known: measured costs of calls, sums and codecs."""
+
+    between: LinkCost
+    inside: LinkCost
+    uplink_byte_s: float
+    ranks_per_host: int = 1
+    known: Costs | None = None
+
+    def costs(self, ranks: int) -> Costs:
+        """Return the costs among so many ranks. Raises ValueError where they do not fill their hosts."""
+        return described(ranks, self.ranks_per_host, self.between, self.inside, self.uplink_byte_s, self.known)
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Says who makes updates: so many servers, of contributions of `quorum` workers, None for all. groups: how many groups of
+    ranks, each of which averages its gradients and is one worker; None where every rank is one."""
+
+    count: int
+    quorum: int | None = None
+    groups: int | None = None
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Describes a run. exchange, algorithm, codec: how gradients travel. every: with local updates, after how many steps all
+    parameters are averaged, instead. servers: with a parameter server, instead of an allreduce of all ranks. steps: how many are
+    replayed."""
+
+    model: str
+    device: Device
+    network: Network
+    exchange: str = "buckets"
+    algorithm: str = "auto"
+    codec: Codec | None = None
+    every: int = 1
+    servers: Servers | None = None
+    jitter: Jitter = field(default_factory=Jitter)
+    failures: Failures | None = None
+    steps: int = 100
+
+
+@dataclass(frozen=True)
+class Point:
+    """Says what is predicted for a number of ranks. efficiency: samples_per_s over that of as many ranks by themselves.
+    exchange_s: what a step's exchanges take, one after the other; wire_bytes: what a rank sends for a step. algorithm: of the
+    largest exchange."""
+
+    ranks: int
+    step_s: float
+    samples_per_s: float
+    efficiency: float
+    exchange_s: float
+    wire_bytes: float
+    algorithm: str
+
+
+def predict(scenario: Scenario, ranks: int) -> Point:
+    """Return what a scenario comes to on so many ranks. Raises ValueError for what cannot be replayed, with what can."""
+    alone = _replayed(replace(scenario, servers=None), 1)
+    found = _replayed(scenario, ranks)
+    return replace(found, efficiency=found.samples_per_s / (ranks * alone.samples_per_s))
+
+
+def curve(scenario: Scenario, ranks: Sequence[int]) -> list[Point]:
+    """Return what a scenario comes to on several numbers of ranks."""
+    return [predict(scenario, each) for each in ranks]
+
+
+def _replayed(scenario: Scenario, ranks: int) -> Point:
+    spare = 0
+    if scenario.servers is not None:
+        times, point, spare = _with_servers(scenario, scenario.servers, ranks)
+    else:
+        times, point = _together(scenario, ranks)
+    step_s = float(times.mean())
+    useful = scenario.failures.useful(ranks, spare, scenario.jitter.seed) if scenario.failures else 1.0
+    return replace(point, ranks=ranks, step_s=step_s, samples_per_s=useful * ranks * scenario.device.batch / step_s)
+
+
+def _together(scenario: Scenario, ranks: int) -> tuple[Times, Point]:
+    """Return how long steps take in which all ranks average gradients, or parameters every so many, and what that exchanges."""
+    weights, computing_s = MODELS[scenario.model], scenario.device.step_s
+    computed = computing_s * scenario.jitter.slowest(scenario.steps, ranks, scenario.every)
+    exchange = Exchange(scenario.network.costs(ranks), scenario.algorithm, scenario.codec)
+    way = scenario.exchange if scenario.every == 1 else "bsp"
+    exchanged = buckets(way, weights, computing_s, exchange.seconds)
+    calls = [exchange.call(bucket.numel) for bucket in exchanged]
+    if scenario.every == 1:
+        times = step_seconds(computed, exchanged, exchange.seconds)
+    else:
+        times = computed + calls[0].seconds / scenario.every
+    largest = max(calls, key=lambda call: call.wire_bytes)
+    exchange_s, sent = (
+        sum(each) / scenario.every for each in zip(*((c.seconds, c.wire_bytes) for c in calls), strict=True)
+    )
+    return times, Point(ranks, 0.0, 0.0, 1.0, exchange_s, sent, largest.algorithm if ranks > 1 else "-")
+
+
+def _with_servers(scenario: Scenario, servers: Servers, ranks: int) -> tuple[Times, Point, int]:
+    """Return as _together does, and how many workers may be lost."""
+    workers = ranks if servers.groups is None else min(ranks, servers.groups)
+    quorum = workers if servers.quorum is None else min(servers.quorum, workers)
+    if ranks % workers:
+        raise ValueError(f"{ranks} ranks cannot be {workers} groups of equal size")
+    if servers.groups is None and scenario.network.ranks_per_host > 1:
+        raise ValueError(
+            "each worker of a parameter server has a host to itself here: leave out --ranks-per-host, or give --groups"
+        )
+    if scenario.codec is not None or scenario.every > 1:
+        raise ValueError("servers are replayed without a codec and without local updates")
+    steps = max(scenario.steps, 1000) if ranks == workers else scenario.steps
+    computing, inner = _together(replace(scenario, steps=steps), ranks // workers)
+    numel = sum(weight.numel for weight in MODELS[scenario.model])
+    network = replace(scenario.network, ranks_per_host=1)
+    single_s, together_s = (
+        exchange_seconds(network.costs(number + servers.count), number, servers.count, numel) for number in (1, workers)
+    )
+    scheme = Scheme(quorum, grace_s=0.0, staleness=None, late="weight")
+    between_s = update_seconds(scheme, workers, computing, single_s, together_s, scenario.steps, scenario.jitter.seed)
+    sent = inner.wire_bytes + 4 * numel
+    point = replace(inner, exchange_s=inner.exchange_s + together_s, wire_bytes=sent, algorithm="servers")
+    return np.array([between_s * workers]), point, workers - quorum

@@ -1,0 +1,88 @@
+"""Parameter servers, replayed: the servers' own rule decides when an update is made and who goes on."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from itertools import count
+
+import numpy as np
+
+from gradwire.bench.simulate.training import Times
+from gradwire.collectives.plan.cost import Costs, Leg, price
+from gradwire.collectives.plan.program import Program
+from gradwire.collectives.plan.schedule import Schedule, receive, reduce, send
+from gradwire.collectives.plan.spans import Span, split
+from gradwire.trainer.servers.aggregator import Aggregator, Scheme
+
+#: The most messages of a push and pull that are walked.
+_MOST_MESSAGES = 400_000
+#: Updates at the beginning that are not counted: workers have yet to spread.
+_WARM_UP = 0.2
+
+
+def exchange_seconds(costs: Costs, workers: int, servers: int, numel: int) -> float:
+    """Return how long it takes until all workers have pushed every server's part to it, float32, and pulled the sum.
+
+    costs: of the workers, then the servers. Raises ValueError where there are too many to replay.
+    """
+    if 2 * workers * servers > _MOST_MESSAGES:
+        raise ValueError(
+            f"{workers} workers and {servers} servers are too many to replay: they exchange {2 * workers * servers} messages, at "
+            f"most {_MOST_MESSAGES} are walked. Take fewer servers, or let groups of ranks push together (--groups)"
+        )
+    layout = split(Span(0, numel), servers)
+    legs = []
+    for rank in range(workers + servers):
+        if rank < workers:
+            parts = [(workers + server, (Span(server, server + 1),)) for server in range(servers)]
+            rounds = [[send(*part) for part in parts], [receive(*part) for part in parts]]
+        else:
+            part = (Span(rank - workers, rank - workers + 1),)
+            rounds = [[reduce(each, part) for each in range(workers)], [send(each, part) for each in range(workers)]]
+        joined = tuple(tuple(step for steps in each for step in steps) for each in rounds)
+        legs.append([Leg(Program(Schedule(rank, workers + servers, servers, joined), [layout]), 4)])
+    return price(costs, legs)
+
+
+def update_seconds(
+    scheme: Scheme, workers: int, computing_s: Times, single_s: float, together_s: float, steps: int, seed: int
+) -> float:
+    """Return the mean time between contributions, over all workers together, once training is under way.
+
+    computing_s: of which a step takes any. single_s: what a push and a pull of one worker alone take. together_s: of all workers
+    at once: their share of it is what the servers are busy for with one, half pushing, half pulling.
+    """
+    busy_s, alone_s = together_s / workers / 2, single_s / 2
+    generator = np.random.default_rng(seed)
+    aggregator: Aggregator[None] = Aggregator(range(workers), scheme)
+    versions, waiting = [0] * workers, set[int]()
+    inbound_s = outbound_s = 0.0
+    numbers, pushed = count(), list[float]()
+    events: list[
+        tuple[float, int, int, bool]
+    ] = []  # time, number, worker, whether a push has arrived, or else sets out
+
+    def computes(worker: int, now: float) -> None:
+        heappush(events, (now + float(generator.choice(computing_s)), next(numbers), worker, False))
+
+    for worker in range(workers):
+        computes(worker, 0.0)
+    while len(pushed) < steps * workers:
+        now, _, worker, arrived = heappop(events)
+        if not arrived:
+            inbound_s = max(now, inbound_s) + busy_s
+            heappush(events, (max(inbound_s, now + alone_s), next(numbers), worker, True))
+            continue
+        aggregator.push(worker, versions[worker], 1.0, None, now)
+        pushed.append(now)
+        waiting.add(worker)
+        if aggregator.take(now) is None:
+            continue
+        for each in sorted(each for each in waiting if aggregator.may_go(each)):
+            waiting.remove(each)
+            aggregator.went(each)
+            versions[each] = aggregator.version
+            outbound_s = max(now, outbound_s) + busy_s
+            computes(each, max(outbound_s, now + alone_s))
+    warm = int(_WARM_UP * len(pushed))
+    return (pushed[-1] - pushed[warm]) / (len(pushed) - 1 - warm)

@@ -1,0 +1,131 @@
+"""A training step, replayed: what backward brings when, and when the exchange of it is through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwire.bench.simulate.models import Weight
+from gradwire.trainer.gradients.layout import DEFAULT_BUCKET_BYTES, Item, plan_buckets
+
+#: How gradients are exchanged: all at once after backward; each by itself as soon as it is there; in the buckets of
+#: DistributedOptimizer; merged where waiting for the next one costs less than a message (MG-WFBP, Shi et al., 2019).
+EXCHANGES = ("bsp", "wfbp", "buckets", "mg-wfbp")
+
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Device:
+    """Says what a rank computes in a step: a batch of samples, so many samples a second, both passes. source: of that."""
+
+    batch: int
+    samples_per_s: float
+    source: str
+
+    @property
+    def step_s(self) -> float:
+        """Return how long forward and backward take together."""
+        return self.batch / self.samples_per_s
+
+
+#: Backward takes two thirds of the computing: it multiplies twice for each multiplication of the forward pass.
+_BACKWARD = 2 / 3
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are exchanged together. ready: which share of the computing of a step is done when they are there."""
+
+    ready: float
+    numel: int
+
+
+def gradients(weights: Sequence[Weight]) -> list[Bucket]:
+    """Return the gradients in the order of the backward pass, which takes as long for each as the forward pass does."""
+    total = sum(weight.operations for weight in weights)
+    done = accumulate(weight.operations for weight in reversed(weights))
+    return [
+        Bucket(1 - _BACKWARD * (1 - share / total), weight.numel)
+        for share, weight in zip(done, reversed(weights), strict=True)
+    ]
+
+
+def buckets(exchange: str, weights: Sequence[Weight], step_s: float, seconds: Callable[[int], float]) -> list[Bucket]:
+    """Return what is exchanged together, in order. exchange: of EXCHANGES. seconds: what exchanging so many numbers takes."""
+    arriving = gradients(weights)
+    if exchange == "bsp":
+        return [Bucket(1.0, sum(each.numel for each in arriving))]
+    if exchange == "wfbp":
+        return arriving
+    if exchange == "mg-wfbp":
+        return _merged(arriving, step_s, seconds)
+    items = [Item(each.numel, 4, None) for each in arriving]
+    plans = plan_buckets(items, range(len(items)), bucket_bytes=DEFAULT_BUCKET_BYTES)
+    return [Bucket(arriving[plan.items[-1]].ready, plan.numel) for plan in plans]
+
+
+def _merged(arriving: Sequence[Bucket], step_s: float, seconds: Callable[[int], float]) -> list[Bucket]:
+    """Merge a gradient with the one before where it is there before the exchange of that one has begun and cost a message."""
+    message_s = seconds(1)
+    merged: list[Bucket] = []
+    last, free_s = arriving[0], 0.0
+    for each in arriving[1:]:
+        begins_s = max(free_s, last.ready * step_s)
+        if each.ready * step_s < begins_s + message_s:
+            last = Bucket(each.ready, last.numel + each.numel)
+        else:
+            merged.append(last)
+            free_s, last = begins_s + seconds(last.numel), each
+    return [*merged, last]
+
+
+def step_seconds(computing_s: Times, exchanged: Sequence[Bucket], seconds: Callable[[int], float]) -> Times:
+    """Return how long steps take, (steps,). computing_s: of the slowest rank in each, for which every exchange waits."""
+    free_s = np.zeros_like(computing_s)
+    for bucket in exchanged:
+        free_s = np.maximum(free_s, bucket.ready * computing_s) + seconds(bucket.numel)
+    return np.maximum(free_s, computing_s)
+
+
+@dataclass(frozen=True)
+class Jitter:
+    """Says by how much a rank's computing varies: lognormal, with mean 1, sigma being the deviation of the logarithm."""
+
+    sigma: float = 0.0
+    seed: int = 0
+
+    def generator(self) -> np.random.Generator:
+        """Return the source of the random numbers of a run."""
+        return np.random.default_rng(self.seed)
+
+    def factors(self, generator: np.random.Generator, *shape: int) -> Times:
+        """Return how many times its mean each computing takes."""
+        return generator.lognormal(-(self.sigma**2) / 2, self.sigma, shape)
+
+    def slowest(self, steps: int, ranks: int, every: int = 1) -> Times:
+        """Return how many times its mean the slowest of the ranks takes for `every` steps, (steps,)."""
+        generator = self.generator()
+        sums = (self.factors(generator, every, ranks).sum(axis=0) for _ in range(steps))
+        return np.array([each.max() / every for each in sums])
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Says how often a rank fails, after how many hours on average, and what is lost then: what was computed since the last
+    checkpoint, and restart_s. Writing a checkpoint costs nothing here."""
+
+    rank_hours: float
+    checkpoint_s: float = 1800.0
+    restart_s: float = 300.0
+
+    def useful(self, ranks: int, spare: int = 0, seed: int = 0) -> float:
+        """Return which share of the time brings training forward. spare: how many ranks may be lost before a restart."""
+        draws = np.random.default_rng(seed).exponential(self.rank_hours * 3600, (10_000, spare + 1))
+        lasts_s = (draws / (ranks - np.arange(spare + 1))).sum(axis=1)
+        kept_s = np.floor(lasts_s / self.checkpoint_s) * self.checkpoint_s
+        return float(kept_s.sum() / (lasts_s + self.restart_s).sum())
