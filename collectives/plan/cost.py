@@ -388,8 +388,16 @@ class _Walk:
                         self._sleeping[channel] = rank
                         self._pending[rank] = item
                         return False
+                    link = self._link(channel[0], rank)
+                    when, nbytes = arrived[0]
+                    taking = nbytes * link.byte_cpu_s  # most has been taken when the last byte arrives
+                    clocks[rank] = max(clocks[rank], when - taking)
+                    if ready and clocks[rank] > ready[0][0]:  # others may use the processor before
+                        self._pending[rank] = item
+                        return True
+                    arrived.popleft()
                     del expected[number]
-                    self._receive(rank, channel[0], *arrived.popleft())
+                    self._compute(rank, link.message_cpu_s + taking)
             elif kind == Kind.SEND:
                 outgoing.append(instruction)
             elif kind == Kind.RECEIVE:
@@ -421,10 +429,10 @@ class _Walk:
         codec = self._costs.codec(leg.codec)
         return nbytes * (codec.encode_byte_s if instruction.kind == Kind.ENCODE else codec.decode_byte_s)
 
-    def _compute(self, rank: int, seconds: float, earliest: float = 0.0) -> float:
+    def _compute(self, rank: int, seconds: float) -> float:
         """Use a processor, from the rank's own time on. Return when it is through."""
         seconds *= self._costs.slowness[rank]
-        begin = max(self._clocks[rank], earliest)
+        begin = self._clocks[rank]
         cores = self._cores.get(rank)
         if cores is not None:
             begin = max(begin, cores[0])
@@ -467,12 +475,6 @@ class _Walk:
         self._arrivals[channel].append((arrived, nbytes))
         if (sleeping := self._sleeping.pop(channel, None)) is not None:
             heappush(self._ready, (self._clocks[sleeping], sleeping))
-
-    def _receive(self, rank: int, sender: int, arrived: float, nbytes: int) -> None:
-        """Take a message, most of which has been taken when its last byte arrives."""
-        link = self._link(sender, rank)
-        taking = nbytes * link.byte_cpu_s
-        self._compute(rank, link.message_cpu_s + taking, max(0.0, arrived - taking))
 
 
 def _numbered(legs: Sequence[Leg]) -> Iterator[tuple[int, Instruction]]:

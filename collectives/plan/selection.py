@@ -18,7 +18,7 @@ from gradwire.collectives.plan.topology import Topology
 _SEGMENTS, _TRIED = (4, 16), 2
 
 #: What is usual stays unless something else takes so many times as long at most: near equals must not change from run to run. The
-#: usual segment stays in the caches, of which the model knows nothing.
+#: usual segment may stay in the caches, of which the model knows nothing.
 _WORTH_IT, _WORTH_A_SEGMENT = 0.95, 0.85
 
 _log = logging.getLogger("gradwire")
