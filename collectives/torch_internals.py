@@ -6,6 +6,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,6 +21,8 @@ from torch.utils import _pytree
 Backend = Any
 
 T = TypeVar("T")
+
+_NOT_PROFILED = nullcontext()
 
 #: The graph task where no backward() is running.
 OUTSIDE_BACKWARD = -1
@@ -59,6 +62,11 @@ def share_hooks(wrapper: torch.optim.Optimizer, optimizer: torch.optim.Optimizer
         setattr(wrapper, hooks, getattr(optimizer, hooks))
 
 
+def profiling(name: str) -> AbstractContextManager[object]:
+    """Return what shows profilers a range of this name; nothing where none records."""
+    return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else _NOT_PROFILED
+
+
 # Stores and backends
 
 
@@ -77,6 +85,16 @@ def nccl_backend(store: Store, rank: int, size: int, timeout: timedelta) -> Back
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return left_to_parent(dist.ProcessGroupNCCL(store, rank, size, options))
+
+
+def nccl_group(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Return a group, unknown to torch.distributed, for CUDA tensors."""
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+    backend = nccl_backend(store, rank, size, timeout)
+    backend._set_sequence_number_for_group()
+    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
+    return group
 
 
 def begin_coalescing(backend: Backend) -> None:
