@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from torch.distributed import DistBackendError  # type: ignore[attr-defined]
+from torch.distributed import DistBackendError
 
 _Value = TypeVar("_Value")
 

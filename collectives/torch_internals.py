@@ -20,6 +20,9 @@ from torch.utils import _pytree
 #: One of torch.distributed's C++ backends, whose methods torch's type stubs leave out.
 Backend = Any
 
+#: What a group in Python derives from.
+ProcessGroup: Any = dist.ProcessGroup
+
 T = TypeVar("T")
 
 _NOT_PROFILED = nullcontext()
@@ -64,7 +67,7 @@ def share_hooks(wrapper: torch.optim.Optimizer, optimizer: torch.optim.Optimizer
 
 def profiling(name: str) -> AbstractContextManager[object]:
     """Return what shows profilers a range of this name; nothing where none records."""
-    return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else _NOT_PROFILED
+    return torch.profiler.record_function(name) if torch._C._autograd._profiler_enabled() else _NOT_PROFILED
 
 
 # Stores and backends

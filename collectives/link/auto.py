@@ -104,7 +104,7 @@ class _Nowhere(Transport):
         self.rank, self.size = rank, size
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
-        assert not sends and not receives
+        assert not [*sends, *receives]
         return [], []
 
     def abort(self) -> None:
@@ -150,9 +150,9 @@ class _SharedPending:
 
 
 class RoutingTransport(Transport):
-    """A Transport made of others. group: for CUDA tensors where it carries them, and for whole verbs of torch's backends. near: for CPU tensors to
-    `neighbours`, the ranks that it reaches, this one among them. far: for all other messages; it may be `group`. some_share:
-    whether any ranks, perhaps others, share memory."""
+    """A Transport made of others. group: for CUDA tensors where it carries them, and for whole verbs of torch's backends. near:
+    for CPU tensors to `neighbours`, the ranks that it reaches, this one among them. far: for all other messages; it may be
+    `group`. some_share: whether any ranks, perhaps others, share memory."""
 
     def __init__(
         self,

@@ -24,8 +24,8 @@ from gradwire.collectives.plan.topology import host_id
 from gradwire.collectives.reduction import DTYPES
 from gradwire.collectives.torch_backend.mover import Mover
 from gradwire.collectives.torch_backend.reductions import allreduce_bits, allreduce_sparse, bitwise
-from gradwire.collectives.torch_backend.work import GradwireWork
-from gradwire.collectives.torch_internals import nccl_group, profiling
+from gradwire.collectives.torch_backend.work import GradwireWork, at_once
+from gradwire.collectives.torch_internals import ProcessGroup, nccl_group, profiling
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -50,8 +50,9 @@ def _verb(name: str) -> Callable[[_Method], _Method]:
     return decorate
 
 
-class GradwireGroup(dist.ProcessGroup):
-    """The ranks of a torch.distributed group, whose CPU tensors go through shared memory inside a host and over TCP between hosts.
+class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know neither its overloads nor its older names
+    """The ranks of a torch.distributed group, whose CPU tensors go through shared memory inside a host, and over TCP between
+    hosts.
 
     Operations run in the order issued, one at a time; messages are beside them, so that a message which nobody receives yet holds
     up no operation. CUDA tensors go to a group over NCCL, which all ranks make with their first one. Errors are
@@ -159,7 +160,12 @@ class GradwireGroup(dist.ProcessGroup):
         """Collect every rank's tensor, which may be of other sizes, in lists."""
         return self._allgather(outputs, inputs, opts)
 
-    allgather_coalesced = allgather
+    @_verb("all_gather_coalesced")
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> GradwireWork:
+        """Collect several tensors of every rank; outputs: by rank, a list of them."""
+        return self._allgather(list(map(list, zip(*outputs, strict=True))), inputs, opts)
 
     @_verb("_all_gather_base")
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GradwireWork:
@@ -305,7 +311,7 @@ class GradwireGroup(dist.ProcessGroup):
             return self.nccl()._end_coalescing(device)
         works, self._coalesced = self._coalesced or [], None
         results = [tensor for work in works for tensor in work.result()]
-        return GradwireWork(results, works, works[-1].when_done if works else lambda callback: callback())
+        return GradwireWork(results, works, works[-1].when_done if works else at_once)
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return what torch asks for what a backend is able to: this group itself, for CPU tensors."""

@@ -17,7 +17,7 @@ WhenDone = Callable[[Callable[[], None]], object]
 class Part(Protocol):
     """A handle of a Communicator."""
 
-    def wait(self, timeout: float | timedelta | None = None) -> None: ...
+    def wait(self, timeout: timedelta | None = None) -> object: ...
 
     def is_completed(self) -> bool: ...
 
@@ -45,7 +45,7 @@ class GradwireWork(dist.Work):
         super().__init__()
         self._results = list(results)
         self._parts = parts
-        self._when_done = when_done
+        self.when_done = when_done
         self._source = source
         self._future: Future[list[torch.Tensor]] | None = None
 
@@ -58,7 +58,9 @@ class GradwireWork(dist.Work):
             part.wait(timeout or None)
         return True
 
-    synchronize = wait
+    def synchronize(self) -> None:
+        """Wait, as wait() does: CPU tensors have no stream."""
+        self.wait()
 
     def is_completed(self) -> bool:
         """Return True once wait() would return, or raise, at once."""
@@ -95,7 +97,7 @@ class GradwireWork(dist.Work):
         if self._future is None:
             done: Future[list[torch.Tensor]] = Future()
             self._future = done.then(lambda done: done.value())  # raises inside, which C++ takes for an error
-            self._when_done(lambda: self._settle(done))
+            self.when_done(lambda: self._settle(done))
         return self._future
 
     def _settle(self, done: Future[list[torch.Tensor]]) -> None:
