@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> int:
     for backend in (GLOO, OURS):
         (chosen.out / backend).mkdir(parents=True, exist_ok=True)
     for name in names:
-        results = {}
+        results: dict[str, str] = {}
         for backend in (GLOO, OURS):
             if results.get(GLOO, PASSED) == PASSED:
                 with in_place_of_gloo(backend):
