@@ -5,7 +5,7 @@ ARGS ?=
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test test-all test-integrations soak lint docs docs-serve docs-check package matrix clean
+.PHONY: help train test test-all test-integrations test-torch soak lint docs docs-serve docs-check package matrix clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ test-all: .venv/.test  ## run all tests, in less than 15 minutes; options pass t
 
 test-integrations: .venv/.test .venv/.integrations  ## run docs/integrations with the frameworks that they are for
 	$(BIN)/python -m pytest tests/ranks/test_integrations.py $(ARGS)
+
+test-torch: .venv/.test  ## run torch's own tests of a backend for gloo and for gradwire; options pass through: ARGS="-k reduce"
+	$(BIN)/python -m tests.torch_distributed $(ARGS)
 
 soak: .venv/.test  ## random operations and random faults for an hour or more; options pass through: ARGS="--seed 7 --faults 20"
 	$(BIN)/python -m tests.soak $(ARGS)

@@ -95,7 +95,7 @@ class Communicator(SharedTensors):
         stall_warning_s: float | None = 60.0,
         stall_shutdown_s: float | None = None,
     ) -> None:
-        if not dist.is_initialized():
+        if not isinstance(group, Membership) and not dist.is_initialized():
             raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
         if group is None:
             group = dist.group.WORLD
@@ -220,6 +220,15 @@ class Communicator(SharedTensors):
     def routes(self) -> tuple[str, ...]:
         """What joins this rank with which others, in lines for people."""
         return self._engine.routes
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that each operation may take from its start; what is set counts for those that start later."""
+        return self._engine.operations.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._engine.operations.timeout_s = seconds
 
     @property
     def segment_bytes(self) -> int:

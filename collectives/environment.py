@@ -17,6 +17,12 @@ INTERFACE_VARIABLES = ("COLLECTIVES_INTERFACE", "GLOO_SOCKET_IFNAME")
 #: The name of the link where a Communicator is not given one.
 LINK = "COLLECTIVES_LINK"
 
+#: The name under which torch.distributed knows the backend of gradwire.collectives.torch_backend.
+TORCH_BACKEND = "gradwire"
+
+#: "1" where torch.distributed makes every backend by the package torchcomms, if there is one.
+TORCHCOMMS = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
+
 #: "True" where torchrun's agent keeps torch.distributed's store, and not rank 0: torchrun sets it.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 

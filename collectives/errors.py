@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from torch.distributed import DistBackendError
+
 _Value = TypeVar("_Value")
 
 
@@ -25,8 +27,9 @@ def _by_value(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
     return ranks
 
 
-class CollectiveError(RuntimeError):
-    """A collective operation failed; as a rule its Communicator is broken from then on.
+class CollectiveError(DistBackendError):
+    """A collective operation failed; as a rule its Communicator is broken from then on. It is a RuntimeError, and what
+    torch.distributed raises where a backend fails.
 
     Attributes: rank (this process, in the Communicator; -1 where nobody said), operation (what was running), ranks (those at
     fault, as far as that is known).

@@ -6,6 +6,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,7 +20,12 @@ from torch.utils import _pytree
 #: One of torch.distributed's C++ backends, whose methods torch's type stubs leave out.
 Backend = Any
 
+#: What a group in Python derives from.
+ProcessGroup: Any = dist.ProcessGroup
+
 T = TypeVar("T")
+
+_NOT_PROFILED = nullcontext()
 
 #: The graph task where no backward() is running.
 OUTSIDE_BACKWARD = -1
@@ -70,6 +76,11 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
+def profiling(name: str) -> AbstractContextManager[object]:
+    """Return what shows profilers a range of this name; nothing where none records."""
+    return torch.profiler.record_function(name) if torch._C._autograd._profiler_enabled() else _NOT_PROFILED
+
+
 # Stores and backends
 
 
@@ -88,6 +99,16 @@ def nccl_backend(store: Store, rank: int, size: int, timeout: timedelta) -> Back
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return left_to_parent(dist.ProcessGroupNCCL(store, rank, size, options))
+
+
+def nccl_group(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Return a group, unknown to torch.distributed, for CUDA tensors."""
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+    backend = nccl_backend(store, rank, size, timeout)
+    backend._set_sequence_number_for_group()
+    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
+    return group
 
 
 def begin_coalescing(backend: Backend) -> None:

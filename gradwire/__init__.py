@@ -25,6 +25,7 @@ docs/guides/from-horovod.md has what Horovod raises, and what is raised here.
 import types as _types
 
 from gradwire.collectives.errors import CollectiveError as _CollectiveError
+from gradwire.collectives.torch_backend import register as _register_torch_backend
 from gradwire.trainer.ddp import ddp_comm_hook as ddp_comm_hook
 from gradwire.trainer.gradients.arguments import Adasum as Adasum
 from gradwire.trainer.gradients.arguments import Average as Average
@@ -114,6 +115,8 @@ from gradwire.trainer.world.world import shutdown as shutdown
 from gradwire.trainer.world.world import size as size
 
 __version__ = "0.1.0"
+
+_register_torch_backend()
 
 HorovodInternalError = _CollectiveError
 

@@ -1,11 +1,12 @@
 """`torchrun --nproc-per-node 2 -m gradwire.bench step`: a training step of bytes_gpt with our optimizer, beside DDP's and none.
 
 All train the same model from the same weights on the same data, in turns of a few steps each (see `gradwire.bench.timing`).
-`compute` exchanges nothing: what a step costs at least, and what the others' replicas drift apart without. With codecs, ours
-takes part with each of them too, and DDP with torch's fp16 hook. With --reports, ours also takes part with on_step, with a
-check of replicas after every step, and while a timeline is recorded. With --shard-states, ours also takes part with that,
-and DDP with torch's ZeroRedundancyOptimizer. With --overlap, ours also takes part with overlap="next_forward", with each
-codec, and nobody clips gradients, for which all of them must be there.
+`gradwire+ddp` is torch's DDP over our backend of torch.distributed. `compute` exchanges nothing: what a step costs at least,
+and what the others' replicas drift apart without. With codecs, ours takes part with each of them too, and DDP with torch's
+fp16 hook. With --reports, ours also takes part with on_step, with a check of replicas after every step, and while a timeline
+is recorded. With --shard-states, ours also takes part with that, and DDP with torch's ZeroRedundancyOptimizer. With
+--overlap, ours also takes part with overlap="next_forward", with each codec, and nobody clips gradients, for which all of
+them must be there.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from gradwire.trainer.gradients.compression import NAMES
 
 PRESETS: dict[str, dict[str, Any]] = {"small": {}, **bytes_gpt.PRESETS}
 LR = 1e-3
-OURS, DDP, DDP_FP16, DDP_ZERO, COMPUTE = "gradwire", "ddp", "ddp+fp16", "ddp+zero", "compute"
+OURS, OURS_DDP, DDP, DDP_FP16, DDP_ZERO, COMPUTE = "gradwire", "gradwire+ddp", "ddp", "ddp+fp16", "ddp+zero", "compute"
 ONE_WAY = {"dgc", "powersgd"}
 """Codecs of gradients only, not of the way that parameters come back."""
 CODECS = tuple(name for name in NAMES if name != "none")
@@ -98,6 +99,12 @@ def fp16_trainee(module: nn.Module) -> Trainee:
     assert isinstance(trainee.forward, DistributedDataParallel)
     trainee.forward.register_comm_hook(None, fp16_compress_hook)
     return trainee
+
+
+def backend_trainee(module: nn.Module) -> Trainee:
+    """DDP over our backend of torch.distributed."""
+    group = dist.new_group(backend="gradwire")
+    return Trainee(module, DistributedDataParallel(module, process_group=group), adamw(module), lambda: 0.0, Record())
 
 
 def telling_trainee(module: nn.Module, **options: Any) -> Trainee:
@@ -214,6 +221,7 @@ def builders(
         **(overlapping if overlap else {}),
         **(telling if reports else {}),
         **(sharded if shard_states else {}),
+        OURS_DDP: backend_trainee,
         DDP: ddp_trainee,
         **({DDP_FP16: fp16_trainee} if compression else {}),
         **({DDP_ZERO: zero_trainee} if shard_states else {}),

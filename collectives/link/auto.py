@@ -19,7 +19,7 @@ from gradwire.collectives.kernels import cpu_kernels, cpu_sockets
 from gradwire.collectives.kernels.first_use import FIRST_USE
 from gradwire.collectives.link.base import Message, Pending, Posted, Request, Transport, Whole, WholeRun
 from gradwire.collectives.link.membership import Membership
-from gradwire.collectives.link.process_group import ProcessGroupTransport, process_group
+from gradwire.collectives.link.process_group import process_group
 from gradwire.collectives.link.shared_memory.messages import SharedMemory, SharedMemoryTransport
 from gradwire.collectives.link.shared_memory.rendezvous import join_host
 from gradwire.collectives.link.tcp import tcp
@@ -45,8 +45,13 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
     counted."""
     rank, size = membership.rank, membership.size
     with ExitStack() as made:
-        group = made.enter_context(closing(process_group(membership, timeout_s)))
-        transport: Transport = group
+
+        def backends() -> Transport:
+            return made.enter_context(closing(process_group(membership, timeout_s)))
+
+        is_needed = membership.natively or size == 1 or "cuda" in membership.device_types
+        group: Transport = backends() if is_needed else _Nowhere(rank, size)
+        transport = group
         if "cpu" in membership.device_types and size > 1:
             hosts_are_shared = any(len(host) > 1 for host in membership.hosts)
             offers = _offers(membership, timeout_s, hosts_are_shared=hosts_are_shared)
@@ -61,12 +66,14 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
                 reduces = local.size == size and "cuda" not in membership.device_types
                 near = SharedMemoryTransport(local, rank, size, SharedMemory(local) if reduces else None)
                 made.enter_context(closing(near))
-            far: Transport = group
+            far = group
             if len(neighbours) < size:
                 without = {each: offer["sockets"] for each, offer in enumerate(offers) if offer["sockets"]}
                 if not without:
                     far = made.enter_context(closing(tcp(membership, timeout_s, but=neighbours)))
-                elif rank == 0:
+                elif not is_needed:
+                    transport = far = group = backends()
+                if without and rank == 0:
                     said = "gradwire: ranks talk through gloo, not through connections of their own: rank %d: %s"
                     _log.warning(said, *min(without.items()))
             if near is not None or far is not group:
@@ -88,6 +95,23 @@ def _offers(membership: Membership, timeout_s: float, *, hosts_are_shared: bool)
         sockets = cpu_sockets()
     offer = {"memory": memory, "sockets": sockets if isinstance(sockets, str) else None}
     return membership.exchange("offers", offer, time.monotonic() + timeout_s, _ALL_COMPILE_S)
+
+
+class _Nowhere(Transport):
+    """Stands for a part that no message goes through."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
+        assert not [*sends, *receives]
+        return [], []
+
+    def abort(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 @dataclass(eq=False, slots=True)
@@ -126,13 +150,13 @@ class _SharedPending:
 
 
 class RoutingTransport(Transport):
-    """A Transport made of others. group: for CUDA tensors where it carries them, and for whole verbs. near: for CPU tensors to
-    `neighbours`, the ranks that it reaches, this one among them. far: for all other messages; it may be `group`. some_share:
-    whether any ranks, perhaps others, share memory."""
+    """A Transport made of others. group: for CUDA tensors where it carries them, and for whole verbs of torch's backends. near:
+    for CPU tensors to `neighbours`, the ranks that it reaches, this one among them. far: for all other messages; it may be
+    `group`. some_share: whether any ranks, perhaps others, share memory."""
 
     def __init__(
         self,
-        group: ProcessGroupTransport,
+        group: Transport,
         far: Transport,
         near: SharedMemoryTransport | None,
         neighbours: Sequence[int],
@@ -148,7 +172,8 @@ class RoutingTransport(Transport):
             self.shares_memory = True
             self.preferred, self.share_alignment_bytes = near.preferred, near.share_alignment_bytes
             self.algorithms = {
-                verb: (*near.algorithms.get(verb, ()), *names) for verb, names in group.algorithms.items()
+                verb: (*near.algorithms.get(verb, ()), *group.algorithms.get(verb, ()))
+                for verb in {**near.algorithms, **group.algorithms}
             }
         self.routes = _routes(group, far, set(neighbours) - {group.rank})
         self._group = group
@@ -236,7 +261,7 @@ class RoutingTransport(Transport):
             part.disown()
 
 
-def _routes(group: ProcessGroupTransport, far: Transport, neighbours: set[int]) -> tuple[str, ...]:
+def _routes(group: Transport, far: Transport, neighbours: set[int]) -> tuple[str, ...]:
     """Return the lines for people."""
     others = set(range(group.size)) - neighbours - {group.rank}
     lines = [f"{ranks_text(neighbours)}: shared memory, on the same host"] if neighbours else []

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gradwire.collectives.environment import AGENT_STORE
+from gradwire.collectives.environment import AGENT_STORE, TORCH_BACKEND
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost, ranks_text
 from gradwire.collectives.link.asking import Asking
 from gradwire.collectives.link.hub import Failure
@@ -47,7 +47,8 @@ class Membership:
     group these are; empty where they are none. beside_others: whether other ranks of the host compute while these wait for
     each other, so that waits leave the cores to them. presence: of the ranks that arrived together; None for a rank alone.
     places: which of those the members are. scope: by which they report failures there. keepers: the member whose process keeps
-    the store, where one does.
+    the store, where one does. natively: whether what the backends of torch do by themselves is wanted, too, as algorithm
+    'native'; else none is made for CPU tensors, unless there is no other way.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class Membership:
     places: tuple[int, ...] = ()
     scope: str = ""
     keepers: tuple[int, ...] = ()
+    natively: bool = True
 
     def subset(self, ranks: Sequence[int], name: str) -> Membership:
         """Return the Membership of some of these ranks, to which this one belongs; ranks[r] becomes rank r.
@@ -196,28 +198,49 @@ def membership_of(group: dist.ProcessGroup, host: str, timeout_s: float) -> Memb
     CollectiveError when the ranks do not come together within timeout_s seconds.
     """
     device_types = device_types_of(group)
-    rank, size, deadline = group.rank(), group.size(), time.monotonic() + timeout_s
     ranks = tuple(dist.get_process_group_ranks(group))
+    name = f"gradwire/{group.group_name}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
+    return membership_in(default_store(), name, group.rank(), ranks, device_types, host, timeout_s)
+
+
+def membership_in(
+    store: Store,
+    name: str,
+    rank: int,
+    global_ranks: tuple[int, ...],
+    device_types: tuple[str, ...],
+    host: str,
+    timeout_s: float,
+) -> Membership:
+    """Return the Membership of ranks that have nothing but a store in common. A collective call, as membership_of.
+
+    store: in which they may use the names below `name`, again and again. rank: the place of this one among global_ranks.
+    """
+    size = len(global_ranks)
     if size == 1:
-        return Membership(0, 1, ((0,),), store_of_one(), 0, device_types, b"", global_ranks=ranks)
+        return Membership(0, 1, ((0,),), store_of_one(), 0, device_types, b"", global_ranks=global_ranks)
+    deadline, keepers = time.monotonic() + timeout_s, keepers_among(global_ranks)
     with coming_together(rank, timeout_s):
-        name = f"gradwire/{group.group_name}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-        everyones, keepers = default_store(), keepers_among(ranks)
-        with closing(Asking(everyones, deadline, None, keepers)) as asking:
-            number = asking.ask(lambda: everyones.add(f"{name}/{rank}", 1))
-        store = PrefixStore(f"{name}/{number}", everyones)
+        with closing(Asking(store, deadline, None, keepers)) as asking:
+            number = asking.ask(lambda: store.add(f"{name}/{rank}", 1))
+        numbered = PrefixStore(f"{name}/{number}", store)
         card = card_of(rank, host, machine_id(), os.environ)
-        presence = arrive(store, size, card, deadline, keepers=keepers)
-    return membership_from(presence, store, device_types, ranks)
+        presence = arrive(numbered, size, card, deadline, keepers=keepers)
+    return membership_from(presence, numbered, device_types, global_ranks)
 
 
 def device_types_of(group: dist.ProcessGroup) -> tuple[str, ...]:
-    """Return the kinds of device whose tensors a group exchanges. Raises ValueError for a group with neither gloo nor NCCL."""
+    """Return the kinds of device whose tensors a group exchanges. Raises ValueError for a group of other backends than gloo, NCCL
+    and this package's own."""
     config = dist.get_backend_config(group).split(",")
-    kinds = (("cpu", "gloo"), ("cuda", "nccl"))
-    device_types = tuple(device for device, kind in kinds if f"{device}:{kind}" in config)
+    kinds = {"cpu": "gloo", "cuda": "nccl"}
+    device_types = tuple(
+        device for device, kind in kinds.items() if {f"{device}:{kind}", f"{device}:{TORCH_BACKEND}"} & set(config)
+    )
     if not device_types:
-        raise ValueError(f"the group's backends are {config}; a Communicator needs cpu:gloo, cuda:nccl or both")
+        raise ValueError(
+            f"the group's backends are {config}; a Communicator needs cpu:gloo, cuda:nccl, both, or {TORCH_BACKEND}"
+        )
     return device_types
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -22,6 +23,7 @@ class Work:
         self._run = run
         self._done = threading.Event()
         self._error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []
         self._issued = _cuda_event()
         self._finished: torch.cuda.Event | None = None
 
@@ -44,6 +46,12 @@ class Work:
         """Return True once wait() would return, or raise, at once."""
         return self._done.is_set()
 
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Have a function called once wait() returns at once, by the thread that completes the operation; now, if it is done."""
+        self._callbacks.append(callback)
+        if self._done.is_set():
+            self._call_back()
+
     def run(self) -> None:
         """Run the operation in the calling thread and complete the handle.
 
@@ -62,6 +70,12 @@ class Work:
         finally:
             del self._run  # with the tensors that it holds on to
             self._done.set()
+            self._call_back()
+
+    def _call_back(self) -> None:
+        with suppress(IndexError):  # of two threads that come here at once, each takes what is left
+            while True:
+                self._callbacks.pop()()
 
 
 def _cuda_event() -> torch.cuda.Event | None:

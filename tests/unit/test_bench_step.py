@@ -38,13 +38,14 @@ def test_what_is_no_codec_is_named_with_the_codecs(name: str, capsys: pytest.Cap
 
 
 def test_every_codec_and_the_fp16_hook_take_part_only_where_codecs_do() -> None:
-    assert list(builders(())) == ["gradwire", "ddp", "compute"]
-    with_codecs = ["gradwire", "gradwire+int8", "gradwire+topk", "ddp", "ddp+fp16", "compute"]
+    assert list(builders(())) == ["gradwire", "gradwire+ddp", "ddp", "compute"]
+    with_codecs = ["gradwire", "gradwire+int8", "gradwire+topk", "gradwire+ddp", "ddp", "ddp+fp16", "compute"]
     assert list(builders(("int8", "topk"))) == with_codecs
     telling = ["gradwire+on_step", "gradwire+check", "gradwire+timeline"]
-    assert list(builders((), parse_arguments(["--reports"]).reports)) == ["gradwire", *telling, "ddp", "compute"]
+    ddp = ["gradwire+ddp", "ddp"]
+    assert list(builders((), parse_arguments(["--reports"]).reports)) == ["gradwire", *telling, *ddp, "compute"]
     sharded = parse_arguments(["--shard-states"]).shard_states
-    assert list(builders((), shard_states=sharded)) == ["gradwire", "gradwire+shards", "ddp", "ddp+zero", "compute"]
+    assert list(builders((), shard_states=sharded)) == ["gradwire", "gradwire+shards", *ddp, "ddp+zero", "compute"]
     overlapping = parse_arguments(["--overlap"]).overlap
     names = list(builders(("int8",), overlap=overlapping))
     assert names[:4] == ["gradwire", "gradwire+int8", "gradwire+next_forward", "gradwire+next_forward+int8"]

@@ -1,0 +1,66 @@
+"""Moves on the messages of a group that nobody waits for: a rank may send, go on, and never ask again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from gradwire.collectives.run.messages import MessageWork
+
+#: How often messages are moved on, at first and after a while.
+_LOOK_S, _LONGEST_LOOK_S = 0.001, 0.02
+
+
+class Mover:
+    """Has a thread look after messages until they are through. The thread begins with the first message."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[MessageWork, list[Callable[[], None]]] = {}
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def add(self, work: MessageWork) -> None:
+        """Look after a message."""
+        with self._changed:
+            self._under_way[work] = []
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="gradwire-mover", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def when_done(self, work: MessageWork, callback: Callable[[], None]) -> None:
+        """Have a function called once a message is through."""
+        with self._changed:
+            if work in self._under_way:
+                self._under_way[work].append(callback)
+                return
+        callback()
+
+    def close(self) -> None:
+        """Let the thread end."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _serve(self) -> None:
+        look_s = _LOOK_S
+        while True:
+            with self._changed:
+                if not self._under_way:
+                    look_s = _LOOK_S
+                self._changed.wait_for(lambda: self._under_way or self._closed)
+                if self._closed:
+                    return
+                works = list(self._under_way)
+            time.sleep(look_s)  # most messages are through before, because somebody waits for them
+            look_s = min(2 * look_s, _LONGEST_LOOK_S)
+            for work in works:
+                if work.is_completed():
+                    look_s = _LOOK_S
+                    with self._changed:
+                        callbacks = self._under_way.pop(work)
+                    for callback in callbacks:
+                        callback()
+            del works

@@ -1,0 +1,56 @@
+"""Reductions of torch.distributed that no schedule does: everything is collected, and reduced by each rank, in rank order. They
+return when they are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.collectives.communicator import Communicator
+
+_Combine = Callable[[Tensor, Tensor], Tensor]
+
+_BITWISE: dict[Any, _Combine] = {
+    dist.ReduceOp.BAND: torch.bitwise_and,
+    dist.ReduceOp.BOR: torch.bitwise_or,
+    dist.ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+
+def bitwise(op: Any) -> _Combine | None:
+    """Return the function of ReduceOp.BAND, BOR or BXOR; None for another operation."""
+    return _BITWISE.get(getattr(op, "op", op))
+
+
+def allreduce_bits(communicator: Communicator, tensor: Tensor, combine: _Combine) -> None:
+    """Combine the bits of all ranks' integers, in place. Raises TypeError for floating-point numbers."""
+    if tensor.dtype.is_floating_point or tensor.is_complex():
+        raise TypeError(
+            f"rank {communicator.rank}: {combine.__name__} needs a tensor of integers, not of {tensor.dtype}"
+        )
+    every = tensor.new_empty((communicator.size, *tensor.shape))
+    communicator.allgather(every, tensor)
+    tensor.detach().copy_(reduce(combine, every))
+
+
+def allreduce_sparse(communicator: Communicator, tensor: Tensor, op: Any) -> None:
+    """Sum, or average, sparse COO tensors of one shape, in place. Raises ValueError for another operation."""
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise ValueError(f"rank {communicator.rank}: a sparse tensor can be summed and averaged, not reduced by {op}")
+    mine = tensor.detach().coalesce()
+    counts = torch.empty(communicator.size, dtype=torch.int64)
+    communicator.allgather(counts, torch.tensor([mine._nnz()]))
+    indices, values = mine.indices().t().contiguous(), mine.values().contiguous()
+    gathered = []
+    for part in (indices, values):
+        parts = [part.new_empty((count, *part.shape[1:])) for count in counts.tolist()]
+        communicator.allgather(parts, part)
+        gathered.append(torch.cat(parts))
+    total = torch.sparse_coo_tensor(gathered[0].t(), gathered[1], tensor.shape).coalesce()
+    with torch.no_grad():
+        tensor.copy_(total / communicator.size if op == dist.ReduceOp.AVG else total)

@@ -1,0 +1,299 @@
+"""The backend "gradwire" of torch.distributed, beside gloo in the same processes and as programs have it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.collectives import Communicator, PeerLost
+from tests.harness import ON_EVERY_TRANSPORT, Worlds
+from tests.ranks.programs import launch_text
+
+#: What torch's verbs do with a group, this rank's number and the number of ranks; they return what was written.
+Verb = Callable[[dist.ProcessGroup, int, int], Any]
+
+
+def numbers(rank: int, count: int = 12, dtype: torch.dtype = torch.float32) -> Tensor:
+    return ((torch.arange(count) * 7 + rank * 5) % 11).to(dtype)
+
+
+def reduced(op: Any, dtype: torch.dtype = torch.float32) -> Verb:
+    def verb(group: dist.ProcessGroup, rank: int, size: int) -> Tensor:
+        tensor = numbers(rank, 12, dtype)
+        dist.all_reduce(tensor, op, group=group)
+        return tensor
+
+    return verb
+
+
+def coalesced(group: dist.ProcessGroup, rank: int, size: int) -> list[Tensor]:
+    tensors = [numbers(rank, count) for count in (1, 5, 7)]
+    with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=group)
+    manager.wait()
+    return tensors
+
+
+def gathered(group: dist.ProcessGroup, rank: int, size: int) -> list[Any]:
+    into, lists = torch.empty(size * 12), [torch.empty(12) for _ in range(size)]
+    works = [
+        dist.all_gather_into_tensor(into, numbers(rank), group=group, async_op=True),
+        dist.all_gather(lists, numbers(rank), group=group, async_op=True),
+    ]
+    rooted = [torch.empty(12) for _ in range(size)] if rank == size - 1 else None
+    dist.gather(numbers(rank), rooted, dst=size - 1, group=group)
+    for work in works:
+        assert work.wait() is work.wait() is True
+        assert work.is_completed()
+    return [into, lists, rooted or []]
+
+
+def scattered(group: dist.ProcessGroup, rank: int, size: int) -> list[Tensor]:
+    one, part, mine = torch.empty(4), torch.empty(4), torch.empty(12)
+    dist.reduce_scatter_tensor(one, numbers(rank, 4 * size), group=group)
+    dist.reduce_scatter(part, list(numbers(rank, 4 * size).split(4)), dist.ReduceOp.MAX, group=group)
+    dist.scatter(mine, [numbers(each) for each in range(size)] if rank == 0 else None, src=0, group=group)
+    return [one, part, mine]
+
+
+def exchanged(group: dist.ProcessGroup, rank: int, size: int) -> list[Tensor]:
+    rows = [1 + (rank + other) % 3 for other in range(size)]  # the same both ways
+    single, uneven = torch.empty(2 * size, 3), torch.empty(sum(rows), 3)
+    dist.all_to_all_single(single, numbers(rank, 6 * size).view(-1, 3), group=group)
+    dist.all_to_all_single(uneven, numbers(rank, 3 * sum(rows)).view(-1, 3), rows, rows, group=group)
+    landed = [torch.empty(5) for _ in rows]
+    dist.all_to_all(landed, [numbers(rank + other, 5) for other in range(size)], group=group)
+    return [single, uneven, *landed]
+
+
+def sent(group: dist.ProcessGroup, rank: int, size: int) -> list[Any]:
+    following, before = (rank + 1) % size, (rank - 1) % size
+    early, landed = torch.zeros(100_000), torch.zeros(100_000)
+    sending = dist.isend(numbers(rank, 100_000), group=group, group_dst=following, tag=3)
+    dist.barrier(group)  # a message that is still to be received holds up no operation
+    sender = dist.recv(early, group=group, group_src=before, tag=3)
+    operations = [
+        dist.P2POp(dist.isend, numbers(rank + 1, 100_000), group=group, group_peer=following),
+        dist.P2POp(dist.irecv, landed, group=group, group_peer=before),
+    ]
+    for work in [sending, *dist.batch_isend_irecv(operations)]:
+        work.wait()
+    return [early, landed, sender]
+
+
+def functionally(group: dist.ProcessGroup, rank: int, size: int) -> list[Tensor]:
+    made = [
+        functional.all_reduce(numbers(rank), "sum", group),
+        functional.all_gather_tensor(numbers(rank), 0, group),
+        functional.reduce_scatter_tensor(numbers(rank, 4 * size), "sum", 0, group),
+        functional.all_to_all_single(numbers(rank, 4 * size), None, None, group),
+        functional.broadcast(numbers(rank), 0, group),
+        *functional.all_reduce_coalesced([numbers(rank), numbers(rank, 3)], "max", group),
+    ]
+    return [each + 0 for each in made]
+
+
+def objects(group: dist.ProcessGroup, rank: int, size: int) -> list[Any]:
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, {"rank": rank}, group=group)
+    given = [rank, "first"] if rank == 0 else [None, None]
+    dist.broadcast_object_list(given, src=0, group=group)
+    return [everyone, given]
+
+
+def odd(group: dist.ProcessGroup, rank: int, size: int) -> list[Tensor]:
+    """Reduce what is not a dense real tensor."""
+    complex_numbers = torch.complex(numbers(rank), numbers(rank + 1))
+    dist.all_reduce(complex_numbers, group=group)
+    sparse = torch.sparse_coo_tensor([[rank, size]], [1.0, 2.0], (size + 1,), check_invariants=True)
+    dist.all_reduce(sparse, group=group)
+    return [complex_numbers, sparse.to_dense()]
+
+
+VERBS: dict[str, Verb] = {
+    **{str(op): reduced(op) for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT)},
+    **{str(op): reduced(op, torch.int32) for op in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)},
+    **{f.__name__: f for f in (coalesced, gathered, scattered, exchanged, sent, functionally, objects, odd)},
+}
+
+
+def plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else [*map(plain, value)] if isinstance(value, list) else value
+
+
+def compare_with_gloo() -> None:
+    """Do everything with both backends; the numbers are such that the order of a sum does not matter."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = {name: dist.new_group(backend=name) for name in ("gloo", "gradwire")}
+    for name, verb in VERBS.items():
+        expected, found = (plain(verb(group, rank, size)) for group in groups.values())
+        assert found == expected, name
+    assert dist.get_backend(groups["gradwire"]) == "gradwire"
+    small = numbers(rank).to(torch.float8_e4m3fn)  # which gloo does not know
+    dist.broadcast(small, 0, group=groups["gradwire"])
+    assert torch.equal(small.float(), numbers(0))
+    with Communicator(groups["gradwire"], timeout_s=10) as communicator:  # as over gloo
+        assert communicator.allgather_object(rank) == list(range(size))
+    for group in groups.values():
+        dist.destroy_process_group(group)
+
+
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_verb_does_what_gloo_does(ranks: Worlds, size: int) -> None:
+    ranks(size).run(compare_with_gloo)
+
+
+def train_by_ddp(backend: str) -> list[Tensor]:
+    """Return the gradients of whole numbers after a few backward()s, in several buckets."""
+    group = dist.new_group(backend=backend)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64), nn.Linear(64, 1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(numbers(parameter.numel(), parameter.numel()).view_as(parameter) - 5)
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01)  # type: ignore[arg-type]
+    for step in range(3):
+        ddp(numbers(dist.get_rank() + step, 128).view(2, 64)).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, gradients, group=group)
+    assert all(torch.equal(mine, theirs) for each in everyones for mine, theirs in zip(gradients, each, strict=True))
+    dist.destroy_process_group(group)
+    return gradients
+
+
+def compare_ddp() -> None:
+    for ours, theirs in zip(train_by_ddp("gradwire"), train_by_ddp("gloo"), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@ON_EVERY_TRANSPORT
+def test_ddp_has_the_sums_of_gloo(ranks: Worlds) -> None:
+    ranks(2).run(compare_ddp)
+
+
+SHARDED = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+import gradwire
+
+dist.init_process_group("gradwire")
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def made():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)).double()
+
+
+model, alone = made(), made()
+parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+fully_shard(model, mesh=mesh["dp"])
+model.set_allocate_memory_from_process_group_for_comm(True)
+optimizer, reference = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, alone))
+generator = torch.Generator().manual_seed(1)
+for _ in range(5):
+    inputs = torch.randn(8, 8, dtype=torch.float64, generator=generator)
+    mine = inputs.chunk(2)[mesh["dp"].get_local_rank()]
+    for trained, batch, step in ((model, mine, optimizer), (alone, inputs, reference)):
+        step.zero_grad()
+        (trained(batch) - batch.flip(1)).square().mean().backward()
+        step.step()
+for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
+    torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-9, atol=1e-12)
+dist.barrier()
+dist.destroy_process_group()
+dist.init_process_group("gradwire")  # again, in the same store
+dist.barrier()
+print("done")  # and an end without destroy_process_group
+"""
+
+
+def test_shards_and_tensor_parallelism(tmp_path: Path) -> None:
+    assert launch_text(SHARDED, tmp_path, processes=4).count("done") == 4
+
+
+def lose_a_rank() -> tuple[str, float]:
+    """Return what the survivors are told, and how long it took."""
+    group = dist.new_group(backend="gradwire")
+    model = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
+    dist.barrier(group)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match="lost rank 1"):
+        model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(PeerLost) as caught:
+        dist.all_reduce(torch.ones(1), group=group)
+    assert isinstance(caught.value, dist.DistBackendError)
+    assert caught.value.ranks == (1,)
+    with pytest.raises(PeerLost):
+        dist.recv(torch.ones(1), group=group, group_src=1)
+    dist.destroy_process_group(group)
+    return str(caught.value), time.monotonic() - begun
+
+
+@ON_EVERY_TRANSPORT
+def test_a_rank_that_is_killed_is_named(ranks: Worlds) -> None:
+    world = ranks.fresh(3)
+    world.start(lose_a_rank)
+    outcomes = world.collect(30, ranks=[0, 2])
+    world.kill()
+    assert [outcome.status for outcome in outcomes] == ["returned"] * 2, "\n".join(map(str, outcomes))
+    assert all(outcome.value[1] < 10 for outcome in outcomes)
+
+
+def drop_works() -> list[float]:
+    group = dist.new_group(backend="gradwire")
+    tensors = [torch.ones(10_000) for _ in range(50)]
+    for tensor in tensors:
+        dist.all_reduce(tensor, group=group, async_op=True)
+    received = torch.zeros(1_000_000)
+    if dist.get_rank() == 0:
+        dist.isend(torch.ones(1_000_000), group=group, group_dst=1)  # longer than what the link takes at once
+        time.sleep(1)
+    else:
+        dist.recv(received, group=group, group_src=0)
+    last = torch.ones(1)
+    future = dist.all_reduce(last, group=group, async_op=True).get_future()
+    (value,) = future.then(lambda done: done.value()).wait()
+    assert value is last
+    dist.destroy_process_group(group)
+    return [float(tensor.sum()) for tensor in [*tensors, received]]
+
+
+def test_works_that_are_dropped_are_done(ranks: Worlds) -> None:
+    assert ranks(2).run(drop_works) == [[20_000.0] * 50 + [received] for received in (0.0, 1e6)]
+
+
+def come_late() -> str:
+    group = dist.new_group(backend="gradwire")
+    said = ""
+    if dist.get_rank() == 0:
+        with pytest.raises(TimeoutError, match="waiting for rank 1") as caught:
+            group.monitored_barrier(timedelta(seconds=0.5))  # type: ignore[attr-defined]
+        said = str(caught.value)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return said
+
+
+def test_monitored_barrier_names_who_is_missing(ranks: Worlds) -> None:
+    assert "not done after 0.5 s" in ranks(2).run(come_late)[0]
