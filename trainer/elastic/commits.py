@@ -52,9 +52,9 @@ class Commits:
         targets = {rank: nexts[i % len(nexts)] for ranks, nexts in pairs for i, rank in enumerate(ranks)}
         self._targets = targets
         self._sources = [rank for rank, target in targets.items() if target == self._world.rank]
-        self._between = self._world.open_communicator(None, beside_others=True) if targets else None
-        self._thread = DaemonThread("gradwire.commits") if targets else None
-        self._sent: Future[None] | None = None
+        self._beside = self._world.open_communicator(None, beside_others=True)
+        self._thread = DaemonThread("gradwire.commits")
+        self._finished: Future[None] | None = None
         self._turns: dict[int, int] = {}  # which slot of a rank's two is written next
         self._leftovers: set[str] = set()
         self._has_written = False
@@ -71,9 +71,7 @@ class Commits:
         Raises TypeError for what a tree cannot hold, OSError where memory is short, and CollectiveError.
         """
         common, mine = flatten(shared, "state"), flatten(own, "state")
-        if self._sent is not None:
-            self._sent.result()  # within the deadlines of its messages
-        self._communicator.barrier()  # the last commit is whole everywhere: what came before it may go
+        self.settle()  # the last commit is whole everywhere: what came before it may go
         if self._has_written and self._world.rank == self.host[0]:
             for name in self._leftovers:
                 self._memory.remove(name)
@@ -89,11 +87,15 @@ class Commits:
         mine.copy_bytes(room[: mine.nbytes], 0, mine.nbytes)
         common.copy_bytes(room[mine.nbytes :], start, stop)
         slot.complete()
-        if self._thread is not None:
-            record["part"] = [*part, 0, 0, common.nbytes]
-            message = [encode(record), room[: mine.nbytes]]
-            names = list(map(self._next_name, self._sources))
-            self._sent = self._thread.submit(lambda: self._replicate(message, names))
+        record["part"] = [*part, 0, 0, common.nbytes]
+        message = [encode(record), room[: mine.nbytes]] if self._targets else []
+        names = list(map(self._next_name, self._sources))
+        self._finished = self._thread.submit(lambda: self._finish(message, names))
+
+    def settle(self) -> None:
+        """Wait until the last commit is whole everywhere, as it mostly is by now: within the deadlines of the world's operations."""
+        if self._finished is not None:
+            self._finished.result()
 
     def _share(self, nbytes: int) -> tuple[int, int]:
         """Return which bytes this rank keeps of those that all have in common."""
@@ -108,25 +110,26 @@ class Commits:
         self._turns[rank] = 1 - turn
         return f"{rank}.{turn}"
 
-    def _replicate(self, message: list[Tensor], names: list[str]) -> None:
-        """Send what is this rank's own to the next host, and keep in slots of these names what comes from the one before."""
-        between = self._between
-        assert between is not None
+    def _finish(self, message: list[Tensor], names: list[str]) -> None:
+        """Send what is this rank's own to the next host, keep in slots of these names what comes from the one before, and wait until
+        all have."""
+        beside = self._beside
         sizes = torch.tensor([each.numel() for each in message])
-        target = self._targets[self._world.rank]
-        sent = [between.send(each, target, async_op=True) for each in (sizes, *message)]
+        sent = [beside.send(each, self._targets[beside.rank], async_op=True) for each in message and [sizes, *message]]
         for source, name in zip(self._sources, names, strict=True):
-            between.recv(expected := torch.empty_like(sizes), source)
+            beside.recv(expected := torch.empty_like(sizes), source)
             layout_bytes, own_bytes = expected.tolist()
-            between.recv(layout := torch.empty(layout_bytes, dtype=torch.uint8), source)
+            beside.recv(layout := torch.empty(layout_bytes, dtype=torch.uint8), source)
             slot = self._memory.slot(name)
-            between.recv(slot.begin(layout, own_bytes), source)
+            beside.recv(slot.begin(layout, own_bytes), source)
             slot.complete()
         for work in sent:
             work.wait()
+        beside.barrier()
 
     def restore(self) -> tuple[Restored | None, list[str]]:
         """Return what the newest commit has for this rank that is held whole, and what is wrong with others, in words."""
+        self.settle()
         place, places = self.host.index(self._world.rank), len(self.host)
         found, faults = [], []
         for name in self._memory.names()[place::places]:
