@@ -24,6 +24,7 @@ SHARED_WORK: dict[str, tuple[str, list[str]]] = {
 }
 OTHERS: dict[str, tuple[str, list[str]]] = {
     "images, half precision": ("image_classification", ["--fp16-allreduce"]),
+    "elastic": ("elastic", []),
 }
 
 

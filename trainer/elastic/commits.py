@@ -93,7 +93,8 @@ class Commits:
         self._finished = self._thread.submit(lambda: self._finish(message, names))
 
     def settle(self) -> None:
-        """Wait until the last commit is whole everywhere, as it mostly is by now: within the deadlines of the world's operations."""
+        """Wait until the last commit is whole everywhere, as it mostly is by now. Raises CollectiveError, and OSError where
+        memory was short for what another host sent."""
         if self._finished is not None:
             self._finished.result()
 
@@ -111,8 +112,8 @@ class Commits:
         return f"{rank}.{turn}"
 
     def _finish(self, message: list[Tensor], names: list[str]) -> None:
-        """Send what is this rank's own to the next host, keep in slots of these names what comes from the one before, and wait until
-        all have."""
+        """Send what is this rank's own to the next host, keep in slots of these names what comes from the one before, and wait
+        until all have."""
         beside = self._beside
         sizes = torch.tensor([each.numel() for each in message])
         sent = [beside.send(each, self._targets[beside.rank], async_op=True) for each in message and [sizes, *message]]
