@@ -116,11 +116,10 @@ def _begin(state: ObjectState, history: _History | None) -> None:
         ) from error
     state.on_reset()
     if rank() == 0:
-        ranks = f"{size()} ranks" if restored.size == size() else f"{size()} ranks instead of {restored.size}"
+        ranks = f"{size()} ranks" if restored.size == size() else f"{size()} instead of {restored.size} ranks"
         seconds = time.perf_counter() - begin
-        _log.warning(
-            "gradwire: %s go on from commit %d, from %s, after %.2f s", ranks, restored.number, restored.source, seconds
-        )
+        said = "gradwire: training goes on from commit %d on %s, from %s, after %.2f s"
+        _log.warning(said, restored.number, ranks, restored.source, seconds)
 
 
 def _leave_soon(history: _History | None) -> None:

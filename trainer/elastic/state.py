@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradwire.trainer.elastic.commits import Commits, Restored
 from gradwire.trainer.elastic.kinds import Model, RandomNumbers, Value, are_replicas, kind_of
@@ -39,6 +39,12 @@ class ObjectState:
                     f"{here()}a state has a method or attribute {name!r} already: give the value another name"
                 )
             setattr(self, name, value)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Have functions called, in order, where training goes on after ranks were started again, perhaps with others: on all
