@@ -59,7 +59,7 @@ def train(state):
 
 sampler = hvd.elastic.ElasticSampler(data, seed=3)
 state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
-state.register_reset_callbacks([lambda: print("reset at", state.batch, flush=True)])
+state.register_reset_callbacks([lambda: print(f"reset at {state.batch}\\n", end="", flush=True)])
 train(state)
 torch.save([state.batch, *model.parameters()], f"{sys.argv[1]}-{hvd.rank()}.pt")
 """
