@@ -26,7 +26,9 @@ import types as _types
 
 from gradwire.collectives.errors import CollectiveError as _CollectiveError
 from gradwire.collectives.torch_backend import register as _register_torch_backend
+from gradwire.trainer import elastic as elastic
 from gradwire.trainer.ddp import ddp_comm_hook as ddp_comm_hook
+from gradwire.trainer.elastic.sampler import ElasticSampler as ElasticSampler
 from gradwire.trainer.gradients.arguments import Adasum as Adasum
 from gradwire.trainer.gradients.arguments import Average as Average
 from gradwire.trainer.gradients.arguments import Max as Max
@@ -35,9 +37,7 @@ from gradwire.trainer.gradients.arguments import Product as Product
 from gradwire.trainer.gradients.arguments import Sum as Sum
 from gradwire.trainer.gradients.compression import Compression as Compression
 from gradwire.trainer.gradients.compression import ErrorFeedback as ErrorFeedback
-from gradwire.trainer.horovod import elastic as elastic
 from gradwire.trainer.horovod.alias import alias_horovod as alias_horovod
-from gradwire.trainer.horovod.elastic import ElasticSampler as ElasticSampler
 from gradwire.trainer.horovod.handles import Handle as Handle
 from gradwire.trainer.horovod.handles import poll as poll
 from gradwire.trainer.horovod.handles import synchronize as synchronize

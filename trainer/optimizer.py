@@ -331,6 +331,11 @@ class DistributedOptimizer(WrappingOptimizer):
         self._rule.load_state_dict(state_dict, also)
 
     @property
+    def keeps_replicas(self) -> bool:
+        """Return whether all ranks of the process set hold the same parameters and optimizer state after each step."""
+        return self._rule.keeps_replicas
+
+    @property
     def communicator(self) -> Communicator:
         """Return what connects the ranks; it belongs to this optimizer alone."""
         return self._communicator

@@ -193,18 +193,21 @@ def arrive(
     admission: Admission | None = None,
     left: Container[str] = (),
     keepers: Collection[int] = (),
+    by_agent: bool = False,
 ) -> Presence:
     """Arrive, and return what is known of the others once all ranks have arrived. A collective call.
 
     card: of this process, as own_address.card_of makes it, and whatever else `admission` is to know as its "identity".
     hub_rank: the rank that keeps the hub, and puts its own in the place of the one before; None leaves that to the first
     that arrives, in a store in which no hub has been before. left: the keys of hubs that this process has left. keepers: the
-    rank whose process keeps the store, where one does. deadline: time.monotonic() seconds. Raises TurnedAway where the hub turns
+    rank whose process keeps the store, where one does. by_agent: whether a launcher keeps it, which may have started all ranks
+    again since somebody made the hub that is noted there, and ends them where one has ended: a hub that is gone is then waited
+    for. deadline: time.monotonic() seconds. Raises TurnedAway where the hub turns
     this process away; LinkError where a rank has ended or cannot connect, and, with the ranks that did not arrive, at the
     deadline; OSError where this process cannot connect.
     """
     with closing(Asking(store, deadline, None, keepers)) as asking:
-        arrival = _Arrival(store, asking, size, card, deadline, hub_rank, admission or Admission(), left)
+        arrival = _Arrival(store, asking, size, card, deadline, hub_rank, admission or Admission(), left, by_agent)
         while True:
             try:
                 return arrival.attempt()
@@ -226,6 +229,7 @@ class _Arrival:
     hub_rank: int | None
     admission: Admission
     left: Container[str]
+    by_agent: bool
 
     def attempt(self) -> Presence:
         """See arrive."""
@@ -243,8 +247,8 @@ class _Arrival:
             check_addresses(presence.cards)
             return presence
         except TurnedAway:
-            assert presence is not None
-            presence.close()
+            if presence is not None:
+                presence.close()
             raise
         except Exception as error:
             failure = Failure.of(error, self.card["rank"])
@@ -311,9 +315,11 @@ class _Arrival:
             try:
                 connection = dial(*place, self.deadline, lambda: None, set_up, small_segments=True)
             except LinkError as error:
+                error.ended = isinstance(error.__cause__, ConnectionError)
+                if error.ended and self.by_agent and time.monotonic() < self.deadline:
+                    raise TurnedAway(hub_card["rank"], str(error), again=True) from error
                 if (failure := self._read(note)) is not None:
                     raise failure.as_link_error() from error
-                error.ended = isinstance(error.__cause__, ConnectionError)
                 raise
         return Presence(self.card, hub_card, connection, hub)
 

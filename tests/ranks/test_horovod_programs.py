@@ -22,7 +22,10 @@ SHARED_WORK: dict[str, tuple[str, list[str]]] = {
     "images": ("image_classification", ["--gradient-predivide-factor", "2"]),
     "generator and discriminator": ("gan", []),
 }
-OTHERS: dict[str, tuple[str, list[str]]] = {"images, half precision": ("image_classification", ["--fp16-allreduce"])}
+OTHERS: dict[str, tuple[str, list[str]]] = {
+    "images, half precision": ("image_classification", ["--fp16-allreduce"]),
+    "elastic": ("elastic", []),
+}
 
 
 def run(program: str, arguments: Sequence[str]) -> dict[str, Any]:

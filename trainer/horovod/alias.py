@@ -27,8 +27,8 @@ def alias_horovod() -> None:
     """Have `import horovod.torch as hvd`, in code that runs after this, find this package. Again does nothing.
 
     What else they find: horovod.torch.mpi_ops, .compression, .functions, .optimizer and .sync_batch_norm, with all names
-    of this package, and .elastic with the sampler; horovod.common.exceptions, .process_sets and .util, with those of
-    theirs that mean something here.
+    of this package, and .elastic; horovod.common.elastic, .exceptions, .process_sets and .util, with those of theirs that
+    mean something here.
     Any other part of Horovod is a ModuleNotFoundError. horovod.__version__ is VERSION. Raises RuntimeError where Horovod
     itself has been imported.
     """
@@ -41,12 +41,20 @@ def alias_horovod() -> None:
             "anything imports it, at the beginning of the script"
         )
     ours = {name: getattr(gradwire, name) for name in gradwire.__all__}
+    names_of_elastic = ("ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "TorchState", "run")
+    elastic = {name: getattr(gradwire.elastic, name) for name in names_of_elastic}
     modules = {f"horovod.torch.{name}": ours for name in _OF_TORCH} | {
         "horovod": {},
         "horovod.torch": ours,
-        "horovod.torch.elastic": {"ElasticSampler": gradwire.ElasticSampler},
+        "horovod.torch.elastic": elastic,
+        "horovod.torch.elastic.sampler": {"ElasticSampler": elastic["ElasticSampler"]},
+        "horovod.torch.elastic.state": {"TorchState": elastic["TorchState"]},
         "horovod.common": {},
-        "horovod.common.exceptions": {"HorovodInternalError": gradwire.HorovodInternalError},
+        "horovod.common.elastic": {"ObjectState": elastic["ObjectState"]},
+        "horovod.common.exceptions": {
+            "HorovodInternalError": gradwire.HorovodInternalError,
+            "HostsUpdatedInterrupt": elastic["HostsUpdatedInterrupt"],
+        },
         "horovod.common.process_sets": {
             "ProcessSet": ProcessSet,
             "add_process_set": add_process_set,

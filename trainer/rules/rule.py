@@ -25,12 +25,14 @@ class Rule:
     A rule counts its own steps, and saves the count: the optimizer's count is not its own.
 
     shares_state: whether all ranks' optimizers keep the same state, as those do that step with the same gradients. Where False,
-    check_replicas_every= compares parameters alone. can_stand_in: whether a rank that has joined may call stand_in(); the same
-    on all ranks. Where False, the other ranks' operations raise PeerJoined. moments: when gradients were exchanged; None: there
-    is no report of stragglers.
+    check_replicas_every= compares parameters alone. keeps_replicas: whether all ranks hold the same parameters and the same state
+    after each step, so that a rank which has lost them may have those of any other. can_stand_in: whether a rank that has joined
+    may call stand_in(); the same on all ranks. Where False, the other ranks' operations raise PeerJoined. moments: when gradients
+    were exchanged; None: there is no report of stragglers.
     """
 
     shares_state: bool = True
+    keeps_replicas: bool = False
     can_stand_in: bool = False
     moments: Moments | None = None
 

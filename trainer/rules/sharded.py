@@ -46,7 +46,7 @@ class Sharded(Synchronous):
     ranks sum up of it counts every element once.
     """
 
-    shares_state = can_stand_in = False
+    shares_state = keeps_replicas = can_stand_in = False
 
     def __init__(self, setup: Setup) -> None:
         optimizer = setup.optimizer

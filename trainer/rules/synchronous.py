@@ -22,7 +22,7 @@ class Synchronous(Rule):
     """Exchanges gradients in the last backward() before a step: hooks of the parameters start it, and backward() returns when it
     is done."""
 
-    can_stand_in = True
+    keeps_replicas = can_stand_in = True
     exchange_kind: type[GradientExchange] = GradientExchange
 
     def __init__(self, setup: Setup) -> None:

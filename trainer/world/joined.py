@@ -117,10 +117,15 @@ class World:
         return self._communicators[members]
 
     def open_communicator(
-        self, process_set: ProcessSet | dist.ProcessGroup | DeviceMesh | None, timeout_s: float | None = None
+        self,
+        process_set: ProcessSet | dist.ProcessGroup | DeviceMesh | None,
+        timeout_s: float | None = None,
+        *,
+        beside_others: bool = False,
     ) -> Communicator:
         """Return a new Communicator for one user, closed with the world at the latest. Collective over the process set;
-        a rank outside of it gets one that joins it with nobody. timeout_s: by default that of the world."""
+        a rank outside of it gets one that joins it with nobody. timeout_s: by default that of the world. beside_others: as in
+        Membership, for a process set."""
         members = self._checked(process_set)
         joined: Membership | dist.ProcessGroup
         if isinstance(members, ProcessSet):
@@ -132,6 +137,7 @@ class World:
                 joined = self._membership.subset(members.ranks, name)
             else:
                 joined = self._membership.subset([self.rank], f"{name}/without rank {self.rank}")
+            joined = replace(joined, beside_others=beside_others)
         else:
             joined = members
         communicator = self._opened[next(self._numbers)] = Communicator(

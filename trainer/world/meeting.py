@@ -84,7 +84,15 @@ def meet(launch: Launch, timeout_s: float, backend: str, left: Container[str] = 
             keepers = keepers_among(ranks)
             admission = OneJob(card, place)
             presence = arrive(
-                store, launch.size, card, deadline, hub_rank=hub_rank, admission=admission, left=left, keepers=keepers
+                store,
+                launch.size,
+                card,
+                deadline,
+                hub_rank=hub_rank,
+                admission=admission,
+                left=left,
+                keepers=keepers,
+                by_agent=os.environ.get(AGENT_STORE) == "True",
             )
     membership = membership_from(presence, store, (), ranks)
     group_store = PrefixStore("torch", membership.store)

@@ -1,16 +1,14 @@
-"""What Horovod's programs find under `hvd.elastic`, as far as it is here: the sampler.
-
-Jobs that go on without a rank that was lost, or with one that is new, are started again from a checkpoint:
-docs/guides/checkpoints.md.
-"""
+"""ElasticSampler: each rank's share of an epoch, which may be divided anew in the middle of it."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from array import array
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
+import torch
 from torch.utils.data import Sampler
 
 from gradwire.trainer.world.world import here, rank, size
@@ -50,7 +48,9 @@ class ElasticSampler(Sampler[int]):
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """Note that these samples of the dataset were processed."""
-        self.processed_indices.update(indices)
+        new = array("q", indices)
+        self.processed_indices.update(new)
+        self._since.extend(new)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
         """Return the samples of this rank's batch of this number. Raises ValueError where there can be none such."""
@@ -70,8 +70,23 @@ class ElasticSampler(Sampler[int]):
         self.processed_indices = set(state_dict["processed_indices"])
         self.reset()
 
+    def progress(self) -> dict[str, Any]:
+        """Return the epoch, what was processed of it when it was divided last, and what this rank has recorded since, in order:
+        what go_on() takes."""
+        since = torch.frombuffer(self._since, dtype=torch.int64).clone() if self._since else torch.empty(0).long()
+        return {"epoch": self.epoch, "before": self._before, "since": since}
+
+    def go_on(self, progress: dict[str, Any]) -> None:
+        """Go on with the rest of this rank's samples, in their order: where progress() was taken on the same rank of as many."""
+        self.load_state_dict({"epoch": progress["epoch"], "processed_indices": progress["before"].tolist()})
+        self.record_indices(progress["since"].tolist())
+        self.indices: list[int] = [index for index in self.indices if index not in self.processed_indices]
+        self.num_samples = len(self.indices)
+
     def reset(self) -> None:
         """Divide what is not processed yet among the ranks there are now."""
+        self._before = torch.tensor(sorted(self.processed_indices), dtype=torch.int64)
+        self._since = array("q")
         self.rank, self.num_replicas = rank(), size()
         self.remaining_indices = [i for i in range(len(self.dataset)) if i not in self.processed_indices]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
@@ -87,12 +102,3 @@ class ElasticSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return self.num_samples
-
-
-def __getattr__(name: str) -> Any:
-    """Say what takes the place of what is not here."""
-    if name in ("run", "TorchState", "ObjectState", "State"):
-        raise AttributeError(
-            f"elastic.{name} is absent: torchrun --max-restarts starts the job again, from its last checkpoint"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

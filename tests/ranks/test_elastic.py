@@ -1,0 +1,285 @@
+"""Training goes on from the newest commit: after a rank was killed under torchrun, without a host's memory, on fewer ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as hvd
+from gradwire.trainer.elastic import watcher
+from gradwire.trainer.elastic.memory import Agent, NamedMemory
+from gradwire.trainer.world.world import current_world
+from tests.harness import Worlds
+from tests.pages import ROOT
+from tests.ranks.programs import DEADLINE_S, launch
+from tests.ranks.training import in_world, on_ranks
+
+SCRIPT = """
+import os, signal, sys
+import torch
+import gradwire as hvd
+
+hvd.init()
+torch.manual_seed(1 + hvd.rank())
+data = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1))
+adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+coded = {"0.weight": hvd.ErrorFeedback("int8")}
+optimizer = hvd.DistributedOptimizer(adamw, model.named_parameters(), policy=coded)
+
+
+@hvd.elastic.run(max_failures=2)
+def train(state):
+    while state.epoch < 2:
+        for number in range(len(state.sampler) // 4):
+            chosen = state.sampler.get_indices(number, 4)
+            optimizer.zero_grad()
+            (model(data[chosen]) - data[chosen].sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+            state.batch += 1
+            state.sampler.record_batch(number, 4)
+            if sys.argv[1] == "raise" and state.batch == 3 and hvd.rank() == 1:
+                raise ValueError("there is no third batch")
+            state.commit()
+            if sys.argv[1] == "kill" and state.batch == 7 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                if hvd.rank() == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        state.epoch += 1
+        state.sampler.set_epoch(state.epoch)
+
+
+sampler = hvd.elastic.ElasticSampler(data, seed=3)
+state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
+state.register_reset_callbacks([lambda: print(f"reset at {state.batch}\\n", end="", flush=True)])
+train(state)
+torch.save([state.batch, *model.parameters()], f"{sys.argv[1]}-{hvd.rank()}.pt")
+"""
+
+
+def torchrun(folder: Path, ending: str) -> tuple[int, str]:
+    """Run the script under torchrun's own agent; return its exit status and output."""
+    (folder / "train.py").write_text(SCRIPT)
+    flags = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "9"]
+    command = [sys.executable, "-m", "torch.distributed.run", *flags, "train.py", ending]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    launcher = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        output, _ = launcher.communicate(timeout=DEADLINE_S)
+    finally:
+        launcher.kill()
+    deadline = time.monotonic() + 10
+    while left := list(watcher.FOLDER.glob(f"gradwire-elastic.*.{launcher.pid}.*")):
+        assert time.monotonic() < deadline, f"{left} are left of a job that has ended:\n{output}"
+        time.sleep(0.05)
+    return launcher.returncode, output
+
+
+def test_a_killed_rank_costs_no_bit(tmp_path: Path) -> None:
+    """Weights, state of the optimizer, residuals, dropout's random numbers and the order of samples are those of one run."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    launch(
+        tmp_path / "train.py", tmp_path, "whole"
+    )  # no launcher would start these again, so they commit to themselves
+    status, output = torchrun(tmp_path, "kill")
+    assert status == 0, output
+    assert (
+        len(
+            re.findall(
+                r"^gradwire: training goes on from commit [78] on 2 ranks, from the memory of each host, after",
+                output,
+                re.M,
+            )
+        )
+        == 1
+    )
+    assert output.count("reset at 6") + output.count("reset at 7") == 2
+    for rank in range(2):
+        batches, *weights = torch.load(tmp_path / f"kill-{rank}.pt", weights_only=False)
+        expected_batches, *expected = torch.load(tmp_path / f"whole-{rank}.pt", weights_only=False)
+        assert batches == expected_batches == 10
+        assert all(map(torch.equal, weights, expected))
+
+
+def test_a_failure_that_comes_back_ends_the_job(tmp_path: Path) -> None:
+    status, output = torchrun(tmp_path, "raise")
+    assert status != 0
+    assert re.search(
+        r"ranks have failed 2 times since commit 3, and are not started again: .*ValueError: there is no third batch",
+        output,
+    ), output
+    assert output.count("reset at 2") == 2  # the second time, the ranks do not begin
+
+
+def memory_of(host: int) -> NamedMemory:
+    """Return what one of two hosts would keep: files that live as long as the process that has forked all ranks."""
+    parent = os.getppid()
+    return NamedMemory(Agent(parent, watcher.started_at(parent)), 77_000 + host)
+
+
+def trained(state: hvd.elastic.TorchState, steps: int) -> None:
+    for _ in range(steps):
+        generator = torch.Generator().manual_seed(100 * state.step + hvd.rank())
+        state.optimizer.zero_grad()
+        state.model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+        state.optimizer.step()
+        state.step += 1
+
+
+def built(seed: int, samples: int = 24) -> hvd.elastic.TorchState:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    policy = {"0.weight": hvd.ErrorFeedback("int8")}
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = hvd.DistributedOptimizer(adamw, model.named_parameters(), policy=policy)
+    return hvd.elastic.TorchState(model, optimizer, sampler=hvd.ElasticSampler(range(samples), seed=3), step=0)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return all(map(same, one, other)) if isinstance(one, list) else bool(one == other)
+
+
+@on_ranks(4)
+def test_a_host_that_has_lost_its_memory_has_it_from_the_next() -> None:
+    """Two hosts of two ranks, which are ranks 0 and 1, and after the loss ranks 2 and 3."""
+    state = built(1)
+    hvd.broadcast_parameters(state.model.state_dict(), 0)
+    state.begin(memory_of(hvd.rank() // 2))
+    for _ in range(3):
+        trained(state, 2)
+        state.commit()
+    state.commits.settle()
+    memory = memory_of(1 - hvd.rank() // 2)
+    hvd.barrier()
+    if hvd.rank() == 0:
+        watcher.remove(memory.path("").name)  # of the other host, which now holds nothing
+    hvd.barrier()
+    again = built(2)
+    again.begin(memory)
+    restored, faults = again.commits.restore()
+    assert restored is not None
+    assert (restored.number, faults) == (3, [])
+    assert restored.source == (
+        "the memory of each host, what ranks 0, 1 kept and what the host of rank 0 had lost from that of another host"
+    )
+    again.take(restored)
+    assert again.step == 6
+    assert same(again.model.state_dict(), state.model.state_dict())  # with each rank's own statistics of BatchNorm
+    assert same(again.optimizer.state_dict(), state.optimizer.state_dict())
+    trained(again, 1)
+    again.commit()
+    trained(again, 1)
+    again.commit()
+    again.commits.settle()
+    assert memory.names() == [f"{rank}.{slot}" for rank in range(4) for slot in (0, 1)]
+    hvd.barrier()
+    watcher.remove(memory.path("").name)
+
+
+@in_world
+def committed() -> Any:
+    """Commit in the middle of an epoch; return the samples that this rank has processed."""
+    state = built(1)
+    hvd.broadcast_parameters(state.model.state_dict(), 0)
+    state.begin(memory_of(5))
+    trained(state, 3)
+    state.sampler.record_batch(0, 3)
+    state.commit()
+    state.commits.settle()
+    return state.sampler.get_indices(0, 3)
+
+
+@in_world
+def went_on() -> tuple[list[int], bool, list[str], list[str]]:
+    """Go on as other ranks; return this rank's samples, whether replicas are equal, warnings, and the slots at the end."""
+    state = built(2 + hvd.rank())
+    memory = memory_of(5)
+    state.begin(memory)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state.restore()
+    left = list(state.sampler)
+    for _ in range(2):
+        trained(state, 1)
+        state.commit()
+    trained(state, 1)
+    state.commit()
+    flat = torch.cat([parameter.detach().flatten() for parameter in state.model.parameters()])
+    every = hvd.allgather(flat).view(hvd.size(), -1)
+    assert state.step == 6
+    hvd.barrier()
+    names = memory.names()
+    hvd.barrier()
+    watcher.remove(memory.path("").name)
+    return left, bool((every == every[0]).all()), [str(each.message) for each in caught], names
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
+def test_other_ranks_go_on(ranks: Worlds, before: int, after: int) -> None:
+    processed = set().union(*ranks(before).run(committed))
+    left, equal, said, names = zip(*ranks(after).run(went_on), strict=True)
+    assert len(processed) == 3 * before
+    assert set().union(*left) == set(range(24)) - processed
+    assert all(equal)
+    assert f"saved on {before} ranks, loaded on {after}: the residuals of ranks" in said[0][0]
+    assert "are lost" not in said[0][0]
+    assert set(map(tuple, names)) == {tuple(f"{rank}.{slot}" for rank in range(after) for slot in (0, 1))}
+
+
+@on_ranks(2)
+def test_local_updates_go_on_with_what_each_rank_has() -> None:
+    """Whose ranks hold different parameters, of which none may be another's."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 2)
+    local = hvd.LocalUpdates(torch.optim.SGD(model.parameters(), lr=0.1), every=4)
+    state = hvd.elastic.TorchState(model, local, step=0, history=[])
+    with pytest.raises(RuntimeError, match="there is no commit to restore"):
+        state.restore()
+    trained(state, 6)
+    state.commit()
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    trained(state, 2)
+    state.history = ["later"]
+    ended = [parameter.detach().clone() for parameter in model.parameters()]
+    state.restore()
+    assert state.step == 6
+    assert state.history == []
+    assert all(map(torch.equal, model.parameters(), kept))
+    trained(state, 2)
+    assert all(map(torch.equal, model.parameters(), ended))
+
+
+@on_ranks(1)
+def test_hosts_that_change_interrupt_at_a_commit() -> None:
+    state = hvd.elastic.ObjectState(step=0)
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.ObjectState) -> None:
+        state.step = 5
+        state.on_hosts_updated()
+        state.commit()
+
+    with pytest.raises(SystemExit, match="hosts come or go"):
+        train(state)
+    state.check_host_updates()
+    state.step = 6
+    state.restore()
+    assert state.step == 5
+    assert current_world().size == 1
+    for values, said in (({"commit": 1}, "'commit' already"), ({"step": object()}, "is a object")):
+        with pytest.raises((ValueError, TypeError), match=said):
+            hvd.elastic.ObjectState(**values).save()

@@ -1,0 +1,202 @@
+"""What a commit is made of: trees as bytes, slots of which one is whole, and which commit is the newest that all hold."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradwire.trainer.elastic import watcher
+from gradwire.trainer.elastic.memory import Agent, NamedMemory, Unfinished, open_own
+from gradwire.trainer.elastic.parts import Part, newest, takers
+from gradwire.trainer.elastic.trees import encode, flatten, unflatten
+
+LAYOUT = encode({"part": [1, 2, 3]})
+
+
+@pytest.fixture
+def memory() -> Iterator[NamedMemory]:
+    agent = Agent(os.getpid(), watcher.started_at(os.getpid()))
+    made = NamedMemory(agent, uuid.uuid4().int % 2**40)
+    yield made
+    watcher.remove(made.path("").name)
+
+
+def filled(memory: NamedMemory, name: str, number: int, numel: int = 1000) -> None:
+    slot = memory.slot(name)
+    slot.begin(LAYOUT, numel).fill_(number)
+    slot.complete()
+
+
+def reopened(memory: NamedMemory) -> NamedMemory:
+    """What a process that comes later finds."""
+    later = object.__new__(NamedMemory)
+    vars(later).update(vars(memory), _slots={})
+    return later
+
+
+def test_a_tree_comes_back_as_it_was() -> None:
+    tree = {
+        "numbers": [1, -2.5, float("inf"), True, None, "text", (1, (2,)), {3, 4}],
+        0: {"empty": torch.empty(0, 3), "scalar": torch.tensor(1.5), "half": torch.arange(5).bfloat16()},
+        "strided": torch.arange(6.0).view(2, 3).t(),
+        "flags": torch.tensor([True, False, True]),
+    }
+    found = flatten(tree, "state")
+    data = torch.empty(found.nbytes, dtype=torch.uint8)
+    middle = found.nbytes // 2
+    found.copy_bytes(data[:middle], 0, middle)
+    found.copy_bytes(data[middle:], middle, found.nbytes)
+    back = unflatten(found.layout, data)
+    tensors = {name: back[0][name] for name in back[0]} | {name: back[name] for name in ("strided", "flags")}
+    expected = tree[0] | {name: tree[name] for name in ("strided", "flags")}  # type: ignore[operator]
+    assert back["numbers"] == tree["numbers"]
+    assert list(back) == list(tree)
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    assert [tensor.dtype for tensor in tensors.values()] == [tensor.dtype for tensor in expected.values()]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(object(), r"state\['a'\]\[0\] is a object"), (torch.eye(2).to_sparse(), "layout torch.sparse_coo")],
+)
+def test_a_value_of_another_kind_is_refused(value: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        flatten({"a": [value]}, "state")
+
+
+def test_who_is_killed_in_a_commit_leaves_the_one_before(memory: NamedMemory) -> None:
+    filled(memory, "0.0", 1)
+    filled(memory, "0.1", 2)
+    memory.slot("0.0").begin(LAYOUT, 5000)[:100] = 3  # and no more: it grows, and is not completed
+    later = reopened(memory)
+    assert later.names() == ["0.0", "0.1"]
+    with pytest.raises(Unfinished):
+        later.slot("0.0").read()
+    record, data = later.slot("0.1").read()
+    assert record == {"part": [1, 2, 3]}
+    assert data.tolist() == [2] * 1000
+
+
+def _flip(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(700)
+        file.write(b"\xff")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_flip, "checksum"),
+        (lambda path: os.truncate(path, 400), "cut off"),
+        (lambda path: path.write_bytes(b"x" * 900), "no commit"),
+    ],
+)
+def test_a_damaged_commit_is_refused(memory: NamedMemory, damage: Any, said: str) -> None:
+    filled(memory, "0.0", 1)
+    damage(memory.path("0.0"))
+    with pytest.raises(ValueError, match=said):
+        reopened(memory).slot("0.0").read()
+
+
+def test_another_jobs_commit_is_refused(memory: NamedMemory) -> None:
+    filled(memory, "0.0", 1)
+    shutil.copy(memory.path("0.0"), memory.path("0.1"))  # keeps the mode
+    with pytest.raises(ValueError, match="checksum"):
+        reopened(memory).slot("0.1").read()
+
+
+@pytest.mark.parametrize("fault", ["mode", "owner", "link", "symlink"])
+def test_what_others_could_have_written_is_refused(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    os.close(open_own(path))
+    assert path.stat().st_mode & 0o777 == 0o600
+    if fault == "mode":
+        path.chmod(0o660)
+    elif fault == "owner":
+        user = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    elif fault == "link":
+        path.with_name("other").hardlink_to(path)
+    else:
+        path.with_name("other").symlink_to(path)
+        path = path.with_name("other")
+    with pytest.raises(OSError, match="symbolic links" if fault == "symlink" else "must be of user"):
+        open_own(path)
+
+
+def test_memory_that_is_short_leaves_the_commit_before(memory: NamedMemory) -> None:
+    filled(memory, "0.0", 1)
+    with pytest.raises(OSError, match="the commit before this one stands"):
+        memory.slot("0.1").begin(LAYOUT, 2**60)
+    assert memory.slot("0.0").read()[1].tolist() == [1] * 1000
+
+
+def test_nothing_outlives_the_process_that_launches() -> None:
+    """A watcher waits for its end; and what is left where that was killed, too, goes with the next job of the user."""
+    launcher = subprocess.Popen(["sleep", "100"])
+    ended = Agent(launcher.pid, watcher.started_at(launcher.pid))
+    memory = NamedMemory(ended, 1)
+    filled(memory, "0.0", 1)
+    command = [sys.executable, "-IS", watcher.__file__, str(ended.pid), str(ended.start), ended.prefix]
+    watching = subprocess.Popen(command)
+    launcher.kill()
+    assert watching.wait(20) == 0  # while nobody has reaped the launcher
+    assert not memory.path("0.0").exists()
+    filled(reopened(memory), "0.0", 1)
+    launcher.wait()
+    Agent(os.getpid(), watcher.started_at(os.getpid())).watch()
+    assert not memory.path("0.0").exists()
+
+
+def part(commit: tuple[int, int, int], rank: int, start: int = 0, stop: int = 0) -> Part:
+    return Part(*commit, rank, start, stop, 128, f"{rank}.0")
+
+
+def host(commit: tuple[int, int, int], *own: int, replicas: tuple[int, ...] = ()) -> list[Part]:
+    """Two ranks that share what all have in common, and what they keep for others."""
+    shares = [part(commit, rank, 64 * place, 64 * place + 64) for place, rank in enumerate(own)]
+    return [*shares, *(part(commit, rank) for rank in replicas)]
+
+
+OLD, NEW = (1, 7, 4), (1, 8, 4)
+EARLIER = host(OLD, 0, 1, replicas=(2, 3)), host(OLD, 2, 3, replicas=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("later", "commit", "whole"),
+    [
+        ((host(NEW, 0, 1, replicas=(2, 3)), host(NEW, 2, 3, replicas=(0, 1))), NEW, (0, 1)),
+        ((host(NEW, 0, 1, replicas=(2, 3)), []), NEW, (0,)),
+        ((host(NEW, 0, 1, replicas=(2,)), host(NEW, 2)), OLD, (0, 1)),
+        ((host(NEW, 0), host(NEW, 2, 3)), OLD, (0, 1)),
+        ((host((2, 8, 4), 0, 1), host(NEW, 2, 3)), OLD, (0, 1)),  # ranks that went different ways
+    ],
+)
+def test_the_newest_commit_that_is_held_whole(
+    later: tuple[list[Part], list[Part]], commit: tuple[int, int, int], whole: tuple[int, ...]
+) -> None:
+    found, lacks = newest([old + new for old, new in zip(EARLIER, later, strict=True)])
+    assert found is not None
+    assert (found.commit, found.whole) == (commit, whole)
+    assert bool(lacks) is (commit == OLD)
+
+
+def test_nothing_is_restored_of_which_a_part_is_lost() -> None:
+    assert newest([host(OLD, 0, 1), []]) == (None, ["no host holds what ranks 2, 3 kept of commit 7"])
+
+
+@pytest.mark.parametrize(("size", "now"), [(4, 4), (4, 3), (3, 4), (2, 7), (5, 1)])
+def test_every_rank_goes_on_with_a_part_and_every_part_with_a_rank(size: int, now: int) -> None:
+    by_part = [takers(saved, size, now) for saved in range(size)]
+    assert all(by_part)
+    assert set().union(*by_part) == set(range(now))
+    assert all(rank in by_part[rank % size] for rank in range(now))

@@ -1,0 +1,218 @@
+"""Commits: copies of what ranks train, in the memory of their host and of the next one; and the way back."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives.daemon import DaemonThread
+from gradwire.collectives.errors import ranks_text
+from gradwire.collectives.plan.topology import Topology
+from gradwire.trainer.elastic.memory import Memory, Unfinished
+from gradwire.trainer.elastic.parts import Found, Part, newest, takers
+from gradwire.trainer.elastic.trees import ALIGNMENT_BYTES, decode, encode, flatten, unflatten
+from gradwire.trainer.world.world import current_world
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Holds what a commit has for a rank.
+
+    number: of the commit. size: of the world that made it, of which rank `rank` kept `own`. shared: what all ranks had in common.
+    also: what those kept that no longer exist, and for which this rank answers. source: where all this was, in words.
+    """
+
+    number: int
+    size: int
+    rank: int
+    shared: Any
+    own: Any
+    also: list[Any]
+    source: str
+
+
+class Commits:
+    """Keeps the two newest commits of the ranks of the world. Ranks whose memory has the same key are a host.
+
+    Of what all ranks have in common, each rank of a host keeps an equal share. What is its own it keeps as a whole, and sends it
+    to a rank of the next host while training goes on. Collective, as are all methods.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._world = current_world()
+        self._communicator = self._world.communicator()
+        self._topology = Topology.from_host_ids(self._world.rank, self._communicator.allgather_record(memory.key))
+        hosts = self._topology.hosts
+        pairs = zip(hosts, (*hosts[1:], hosts[0]), strict=True) if len(hosts) > 1 else ()
+        targets = {rank: nexts[i % len(nexts)] for ranks, nexts in pairs for i, rank in enumerate(ranks)}
+        self._targets = targets
+        self._sources = [rank for rank, target in targets.items() if target == self._world.rank]
+        self._beside = self._world.open_communicator(None, beside_others=True)
+        self._thread = DaemonThread("gradwire.commits")
+        self._finished: Future[None] | None = None
+        self._turns: dict[int, int] = {}  # which slot of a rank's two is written next
+        self._leftovers: set[str] = set()
+        self._has_written = False
+        self._era, self._number = 1, 0
+
+    @property
+    def host(self) -> tuple[int, ...]:
+        """Return the ranks of this host."""
+        return self._topology.hosts[self._topology.host_of(self._world.rank)]
+
+    def write(self, shared: Any, own: Any) -> None:
+        """Commit a tree of what all ranks have in common, and one of what is this rank's own.
+
+        Raises TypeError for what a tree cannot hold, OSError where memory is short, and CollectiveError.
+        """
+        common, mine = flatten(shared, "state"), flatten(own, "state")
+        self.settle()  # the last commit is whole everywhere: what came before it may go
+        if self._has_written and self._world.rank == self.host[0]:
+            for name in self._leftovers:
+                self._memory.remove(name)
+            self._leftovers = set()
+        self._has_written = True
+        self._number += 1
+        part = [self._era, self._number, self._world.size, self._world.rank]
+        start, stop = self._share(common.nbytes)
+        record = {"part": [*part, start, stop, common.nbytes], "own": mine.layout, "own_bytes": mine.nbytes}
+        record["shared"] = common.layout
+        slot = self._memory.slot(self._next_name(self._world.rank))
+        room = slot.begin(encode(record), mine.nbytes + stop - start)
+        mine.copy_bytes(room[: mine.nbytes], 0, mine.nbytes)
+        common.copy_bytes(room[mine.nbytes :], start, stop)
+        slot.complete()
+        record["part"] = [*part, 0, 0, common.nbytes]
+        message = [encode(record), room[: mine.nbytes]] if self._targets else []
+        names = list(map(self._next_name, self._sources))
+        self._finished = self._thread.submit(lambda: self._finish(message, names))
+
+    def settle(self) -> None:
+        """Wait until the last commit is whole everywhere, as it mostly is by now. Raises CollectiveError, and OSError where
+        memory was short for what another host sent."""
+        if self._finished is not None:
+            self._finished.result()
+
+    def _share(self, nbytes: int) -> tuple[int, int]:
+        """Return which bytes this rank keeps of those that all have in common."""
+        place, places = self.host.index(self._world.rank), len(self.host)
+        lines = -(-nbytes // ALIGNMENT_BYTES)
+        start, stop = (lines * each // places * ALIGNMENT_BYTES for each in (place, place + 1))
+        return min(start, nbytes), min(stop, nbytes)
+
+    def _next_name(self, rank: int) -> str:
+        """Return the name of the slot for the next part of a rank."""
+        turn = self._turns.get(rank, 0)
+        self._turns[rank] = 1 - turn
+        return f"{rank}.{turn}"
+
+    def _finish(self, message: list[Tensor], names: list[str]) -> None:
+        """Send what is this rank's own to the next host, keep in slots of these names what comes from the one before, and wait
+        until all have."""
+        beside = self._beside
+        sizes = torch.tensor([each.numel() for each in message])
+        sent = [beside.send(each, self._targets[beside.rank], async_op=True) for each in message and [sizes, *message]]
+        for source, name in zip(self._sources, names, strict=True):
+            beside.recv(expected := torch.empty_like(sizes), source)
+            layout_bytes, own_bytes = expected.tolist()
+            beside.recv(layout := torch.empty(layout_bytes, dtype=torch.uint8), source)
+            slot = self._memory.slot(name)
+            beside.recv(slot.begin(layout, own_bytes), source)
+            slot.complete()
+        for work in sent:
+            work.wait()
+        beside.barrier()
+
+    def restore(self) -> tuple[Restored | None, list[str]]:
+        """Return what the newest commit has for this rank that is held whole, and what is wrong with others, in words."""
+        self.settle()
+        place, places = self.host.index(self._world.rank), len(self.host)
+        found, faults = [], []
+        for name in self._memory.names()[place::places]:
+            try:
+                record, _ = self._memory.slot(name).read()
+                found.append([*record["part"], name])
+            except Unfinished:
+                continue
+            except (OSError, ValueError) as error:
+                faults.append(f"{name} is not used: {error}")
+        everyones = self._communicator.allgather_record([found, faults])
+        parts: list[list[Part]] = [[] for _ in self._topology.hosts]
+        for rank, (theirs, _) in enumerate(everyones):
+            parts[self._topology.host_of(rank)] += [Part(*part) for part in theirs]
+        commit, lacks = newest(parts)
+        self._era = 1 + max((part.era for theirs in parts for part in theirs), default=0)
+        self._has_written = False
+        faults = [fault for _, theirs in everyones for fault in theirs]
+        return None if commit is None else self._load(commit), [*faults, *lacks]
+
+    def _load(self, found: Found) -> Restored:
+        """Return what a commit has for this rank, and go on after it."""
+        (_, number, size), world, host_of = found.commit, self._world, self._topology.host_of
+        kept: dict[int, tuple[Any, Tensor]] = {}
+        moved = []
+        for saved in range(size):
+            takes = takers(saved, size, world.size)
+            holders = [host for host, parts in enumerate(found.held) if saved in parts]
+            is_near = {host_of(rank) for rank in takes} <= set(holders)
+            giver = self._topology.hosts[holders[0]][0]
+            record, data = self._read(found, saved) if world.rank in (takes if is_near else {giver}) else (None, None)
+            if not is_near:
+                moved.append(saved)
+                record = decode(self._given(None if record is None else encode(record), giver))
+                data = self._given(data, giver)
+            if world.rank in takes:
+                assert data is not None
+                kept[saved] = record, data
+        saved = world.rank % size
+        record, data = kept.pop(saved)
+        shared = unflatten(record["shared"], self._common(found))
+        own, *also = [unflatten(each["own"], kept_bytes) for each, kept_bytes in ((record, data), *kept.values())]
+        self._go_on_after(found)
+        lacking = [host for host in range(len(found.held)) if host not in found.whole]
+        far = [f"what {ranks_text(moved)} kept"] if moved else []
+        far += [f"what the host of rank {self._topology.hosts[host][0]} had lost" for host in lacking]
+        source = "the memory of each host" + (f", {' and '.join(far)} from that of another host" if far else "")
+        return Restored(number, size, saved, shared, own, also, source)
+
+    def _read(self, found: Found, saved: int) -> tuple[Any, Tensor]:
+        """Return the record, and the bytes, of what a rank kept by itself, from this host's memory."""
+        record, data = self._memory.slot(found.held[self._topology.host_of(self._world.rank)][saved].name).read()
+        return record, data[: record["own_bytes"]]
+
+    def _common(self, found: Found) -> Tensor:
+        """Return the bytes of what all ranks have in common: from this host's memory, or where any host lacks it, from one's that
+        has it."""
+        mine, giver = self._topology.host_of(self._world.rank), self._topology.hosts[found.whole[0]][0]
+        is_near = len(found.whole) == len(found.held)
+        if not is_near and self._world.rank != giver:
+            return self._given(None, giver)
+        parts = list(found.held[mine].values())
+        common = torch.empty(parts[0].total, dtype=torch.uint8)
+        for part in parts:
+            record, data = self._memory.slot(part.name).read()
+            common[part.start : part.stop].copy_(data[record["own_bytes"] :])
+        return common if is_near else self._given(common, giver)
+
+    def _given(self, data: Tensor | None, giver: int) -> Tensor:
+        """Return the bytes that a rank gives to all."""
+        communicator = self._communicator
+        nbytes = torch.tensor([0 if data is None else data.numel()], device=communicator.control_device)
+        communicator.broadcast(nbytes, giver)
+        given = torch.empty(int(nbytes), dtype=torch.uint8) if data is None else data
+        given = given.to(communicator.control_device)
+        communicator.broadcast(given, giver)
+        return given.cpu()
+
+    def _go_on_after(self, found: Found) -> None:
+        """Keep the slots that hold a commit until the next one is whole, and note which are of no use after that."""
+        self._number = found.commit[1]
+        held = found.held[self._topology.host_of(self._world.rank)].values()
+        self._turns = {part.rank: 1 - int(part.name.partition(".")[2]) for part in held}
+        kept_here = {*self.host, *(rank for rank, target in self._targets.items() if target in self.host)}
+        self._leftovers = {name for name in self._memory.names() if int(name.partition(".")[0]) not in kept_here}

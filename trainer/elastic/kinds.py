@@ -1,0 +1,158 @@
+"""How each kind of thing in a state is kept, restored, and given to all ranks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradwire.trainer.elastic.sampler import ElasticSampler
+from gradwire.trainer.horovod.state import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from gradwire.trainer.optimizer import DistributedOptimizer
+from gradwire.trainer.optimizers.wrapped import WrappingOptimizer
+from gradwire.trainer.world.world import size
+
+
+class Value:
+    """Keeps a value that is nothing more, or has state_dict() and load_state_dict()."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+    def captured(self, *, are_replicas: bool) -> tuple[Any, Any]:
+        """Return what all ranks have in common, and what is this rank's own. are_replicas: whether all ranks hold the same
+        parameters and the same states of optimizers."""
+        return None, self.value.state_dict() if self._has_state else self.value
+
+    def take(self, shared: Any, own: Any, also: list[Any], *, is_same_size: bool) -> Any:
+        """Go on from what captured() returned, `also` of ranks that no longer exist, and return the value. Collective.
+        is_same_size: whether there are as many ranks as then."""
+        return self._set(own if is_same_size else broadcast_object(own, 0))
+
+    def sync(self) -> Any:
+        """Go on from rank 0's, and return the value. Collective."""
+        _, own = self.captured(are_replicas=True)
+        return self._set(broadcast_object(own, 0))
+
+    def _set(self, own: Any) -> Any:
+        if not self._has_state:
+            return own
+        self.value.load_state_dict(own)
+        return self.value
+
+
+class Model(Value):
+    """Keeps a module: its parameters, and its buffers, which may be each rank's own."""
+
+    def captured(self, *, are_replicas: bool) -> tuple[Any, Any]:
+        names = {name for name, _ in self.value.named_parameters(remove_duplicate=False)} if are_replicas else set()
+        return _divided(self.value.state_dict(), names)
+
+    def take(self, shared: Any, own: Any, also: list[Any], *, is_same_size: bool) -> Any:
+        return self._set({**shared, **own})
+
+    def sync(self) -> Any:
+        state = self.value.state_dict()
+        broadcast_parameters({name: each for name, each in state.items() if isinstance(each, Tensor)}, 0)
+        return self.value
+
+
+class Optimizer(Value):
+    """Keeps an optimizer: the state of the wrapped one, and what a rule or error feedback adds, which is each rank's own."""
+
+    def captured(self, *, are_replicas: bool) -> tuple[Any, Any]:
+        return _divided(self.value.state_dict(), {"state", "param_groups"} if are_replicas else set())
+
+    def take(self, shared: Any, own: Any, also: list[Any], *, is_same_size: bool) -> Any:
+        if isinstance(self.value, DistributedOptimizer):
+            self.value.load_state_dict({**shared, **own}, [{**shared, **each} for each in also])
+            return self.value
+        return self._set({**shared, **own})
+
+    def sync(self) -> Any:
+        is_wrapped = isinstance(self.value, WrappingOptimizer)
+        if not is_wrapped or (isinstance(self.value, DistributedOptimizer) and not self.value.shard_states):
+            broadcast_optimizer_state(self.value, 0)
+        return self.value
+
+
+class Sampler(Value):
+    """Keeps how far a sampler has come. On another number of ranks, the rest of the epoch is divided anew."""
+
+    def captured(self, *, are_replicas: bool) -> tuple[Any, Any]:
+        return None, self.value.progress()
+
+    def take(self, shared: Any, own: Any, also: list[Any], *, is_same_size: bool) -> Any:
+        if is_same_size:
+            self.value.go_on(own)
+        else:
+            self._divide([own, *also], own["epoch"])
+        return self.value
+
+    def sync(self) -> Any:
+        own = self.value.progress()
+        self._divide([own], broadcast_object(own["epoch"], 0))
+        return self.value
+
+    def _divide(self, kept: list[Any], epoch: int) -> None:
+        mine = {index for each in kept for name in ("before", "since") for index in each[name].tolist()}
+        self.value.load_state_dict({"epoch": epoch, "processed_indices": set().union(*allgather_object(mine))})
+
+
+class RandomNumbers(Value):
+    """Keeps the states of Python's, NumPy's and torch's random numbers, which are this rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def captured(self, *, are_replicas: bool) -> tuple[Any, Any]:
+        version, words, gauss = random.getstate()
+        numbers = np.random.get_state(legacy=False)
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        python = [version, torch.tensor(words, dtype=torch.int64), gauss]
+        key = torch.from_numpy(numbers["state"]["key"].astype(np.int64))
+        numpy = [numbers["bit_generator"], key, numbers["state"]["pos"], numbers["has_gauss"], numbers["gauss"]]
+        return None, {"python": python, "numpy": numpy, "torch": torch.get_rng_state(), "cuda": cuda}
+
+    def take(self, shared: Any, own: Any, also: list[Any], *, is_same_size: bool) -> Any:
+        version, words, gauss = own["python"]
+        random.setstate((version, tuple(words.tolist()), gauss))
+        name, key, *rest = own["numpy"]
+        np.random.set_state((name, key.numpy().astype(np.uint32), *rest))
+        torch.set_rng_state(own["torch"])
+        if own["cuda"] is not None:
+            torch.cuda.set_rng_state(own["cuda"])
+        return None
+
+
+def kind_of(value: Any) -> Value:
+    """Return what keeps a value."""
+    for kind, keeper in ((nn.Module, Model), (torch.optim.Optimizer, Optimizer), (ElasticSampler, Sampler)):
+        if isinstance(value, kind):
+            return keeper(value)
+    return Value(value)
+
+
+def are_replicas(values: list[Any]) -> bool:
+    """Return whether all ranks hold the same parameters and the same states of optimizers after each step, of a state of these
+    values: where its optimizers see to that."""
+    optimizers = [value for value in values if isinstance(value, torch.optim.Optimizer)]
+    return bool(optimizers) and all(
+        isinstance(each, DistributedOptimizer) and each.keeps_replicas and each.communicator.size == size()
+        for each in optimizers
+    )
+
+
+def _divided(state: dict[str, Any], names: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the entries of these names, and the others."""
+    own = {name: each for name, each in state.items() if name not in names}
+    return {name: each for name, each in state.items() if name in names}, own

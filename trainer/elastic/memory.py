@@ -1,0 +1,230 @@
+"""Memory in which commits outlive the process that made them: files in /dev/shm, in pairs of which one is always whole."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import re
+import stat
+import struct
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives.plan.topology import host_id
+from gradwire.trainer.elastic import watcher
+from gradwire.trainer.elastic.trees import decode
+from gradwire.trainer.gradients.replicas import hash_of
+from gradwire.trainer.world.launch import launching_process
+from gradwire.trainer.world.world import here
+
+_log = logging.getLogger("gradwire")
+
+_NAME = "gradwire-elastic"
+
+#: What torchrun's agent, and nobody else, sets in the environment of the ranks that it starts.
+OF_AGENT = "TORCHELASTIC_RUN_ID"
+
+#: Of a file: what it is; the bytes of its layout and of its data; the checksum of both and of its name. Written last.
+_HEADER = struct.Struct("<8sQQQ")
+_MAGIC = b"gradwir1"
+_BODY = 64
+"""Where the layout begins, after the header; the data begins at the next multiple of this."""
+_WORDS = 1 << 17
+"""How many words of 64 bits are added up to one sum."""
+
+
+class Unfinished(ValueError):
+    """Is raised where a slot holds no commit, as when a process ended before it was whole."""
+
+
+class Slot:
+    """Holds one commit of one rank, or nothing that is whole. name: what the checksum depends on, too."""
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        self._descriptor = descriptor
+        self.name = name
+        self._map: mmap.mmap | None = None
+        self._sizes = 0, 0
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+    def begin(self, layout: Tensor, data_bytes: int) -> Tensor:
+        """Return room for a commit's data, uint8. What the slot held is whole no more. Raises OSError where memory is short."""
+        whole = _data_start(layout.numel()) + data_bytes
+        self._sizes = 0, 0
+        if self._map is not None:
+            self._map[: _HEADER.size] = bytes(_HEADER.size)
+        if self._map is None or len(self._map) < whole:
+            nbytes = whole + whole // 16 + mmap.PAGESIZE  # for what grows from commit to commit
+            try:
+                os.posix_fallocate(self._descriptor, 0, nbytes)
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"{here()}there are no {nbytes} bytes for a commit in {watcher.FOLDER} ({error.strerror}), of which a host "
+                    "needs twice what its ranks keep; the commit before this one stands. In a container, --shm-size sets how "
+                    "much there is",
+                ) from error
+            self._map = self._mapped(nbytes)
+        self._sizes = layout.numel(), data_bytes
+        memory = _tensor_of(self._map)
+        memory[_BODY : _BODY + layout.numel()].copy_(layout)
+        return memory[whole - data_bytes : whole]
+
+    def complete(self) -> None:
+        """Make what begin() was given room for a whole commit."""
+        assert self._map is not None
+        self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, *self._sizes, self._checksum())
+
+    def read(self) -> tuple[Any, Tensor]:
+        """Return the layout, and the data, uint8, which later commits overwrite. Raises Unfinished where the slot holds no
+        commit, and ValueError where it holds something else."""
+        if self._map is None:
+            nbytes = os.fstat(self._descriptor).st_size
+            if nbytes < _BODY:
+                raise Unfinished
+            self._map = self._mapped(nbytes)
+        magic, *sizes, found = _HEADER.unpack(self._map[: _HEADER.size])
+        self._sizes = sizes[0], sizes[1]
+        start = _data_start(sizes[0])
+        if magic == bytes(len(_MAGIC)):
+            raise Unfinished
+        if magic != _MAGIC or start + sizes[1] > len(self._map):
+            raise ValueError("it is no commit, or cut off")
+        if found != self._checksum():
+            raise ValueError("its checksum is not that of what it holds")
+        memory = _tensor_of(self._map)
+        return decode(memory[_BODY : _BODY + sizes[0]]), memory[start : start + sizes[1]]
+
+    def _mapped(self, nbytes: int) -> mmap.mmap:
+        return mmap.mmap(self._descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+    def _checksum(self) -> int:
+        """Return a number that stands for name, sizes and content: of the content the sums of its words, a megabyte each, since a
+        hash of all of it would take as long as the copy."""
+        assert self._map is not None
+        layout_bytes, data_bytes = self._sizes
+        words = _tensor_of(self._map)[_BODY : _data_start(layout_bytes) + data_bytes].view(torch.int64)
+        whole = words.numel() // _WORDS * _WORDS
+        sums = [*words[:whole].view(-1, _WORDS).sum(1).tolist(), int(words[whole:].sum())]
+        return hash_of((self.name, layout_bytes, data_bytes, sums))
+
+
+class Memory:
+    """Makes and finds slots by their names. These are nobody else's, and end with the process.
+
+    key: the same on the ranks that find each other's slots, and on no others.
+    """
+
+    def __init__(self) -> None:
+        self.key = f"{host_id()}/process {os.getpid()}"
+        self._slots: dict[str, Slot] = {}
+
+    def names(self) -> list[str]:
+        """Return the names of the slots that there are, sorted."""
+        return sorted(self._slots)
+
+    def slot(self, name: str) -> Slot:
+        """Return the slot of this name, which is made where there is none. Raises OSError where it must not be used."""
+        if name not in self._slots:
+            self._slots[name] = Slot(self._open(name), f"{self.key}{name}")
+        return self._slots[name]
+
+    def remove(self, name: str) -> None:
+        """Remove a slot, whose memory is free when nobody uses it any more."""
+        self._slots.pop(name, None)
+
+    def _open(self, name: str) -> int:
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+
+
+@dataclass(frozen=True)
+class Agent:
+    """The process that has launched this host's ranks, and would launch them again: id, and start as watcher has it."""
+
+    pid: int
+    start: int
+
+    @property
+    def prefix(self) -> str:
+        """Return how the names of all files begin that live as long as this process: user, PID namespace, process."""
+        return f"{_of_user()}.{self.pid}.{self.start}."
+
+    def watch(self) -> None:
+        """Have another process remove the files when this one has ended; and remove those of agents that have."""
+        for path in watcher.FOLDER.glob(f"{_of_user()}.*"):
+            match = re.match(rf"{re.escape(_of_user())}\.(\d+)\.(\d+)\.", path.name)
+            if match and watcher.started_at(int(match[1])) != int(match[2]):
+                with suppress(OSError):
+                    path.unlink()
+        command = [sys.executable, "-I", "-S", watcher.__file__, str(self.pid), str(self.start), self.prefix]
+        nowhere = subprocess.DEVNULL
+        subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, cwd="/", start_new_session=True)
+
+
+def find_agent() -> Agent | None:
+    """Return the process that launches this host's ranks again where they fail: torchrun's agent; None where there is none."""
+    process = launching_process(OF_AGENT)
+    return None if process is None else Agent(process[0], watcher.started_at(process[0]))
+
+
+class NamedMemory(Memory):
+    """Slots that are files, for the ranks of one agent. number: tells apart what one job trains one after the other."""
+
+    def __init__(self, agent: Agent, number: int) -> None:
+        super().__init__()
+        self._prefix = f"{agent.prefix}{number}."
+        self.key = f"{host_id()}/{self._prefix}"
+
+    def names(self) -> list[str]:
+        names = [path.name.removeprefix(self._prefix) for path in watcher.FOLDER.glob(f"{self._prefix}*.[01]")]
+        return sorted(name for name in names if name[:-2].isdecimal())
+
+    def path(self, name: str) -> Path:
+        """Return the file of a slot, or of anything else that is to live as long."""
+        return watcher.FOLDER / f"{self._prefix}{name}"
+
+    def remove(self, name: str) -> None:
+        super().remove(name)
+        with suppress(OSError):
+            self.path(name).unlink()
+
+    def _open(self, name: str) -> int:
+        return open_own(self.path(name))
+
+
+def open_own(path: Path) -> int:
+    """Open a file for reading and writing, or make it, and return its descriptor. Raises PermissionError unless it is a plain
+    file of this user, which nobody else may open and which has no other name."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    found = os.fstat(descriptor)
+    is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1
+    if not is_own or stat.S_IMODE(found.st_mode) != 0o600:
+        os.close(descriptor)
+        raise PermissionError(
+            f"{here()}{path} belongs to user {found.st_uid}, has mode {stat.S_IMODE(found.st_mode):o} and {found.st_nlink} "
+            f"names: it must be of user {os.geteuid()}, with mode 600 and one name"
+        )
+    return descriptor
+
+
+def _of_user() -> str:
+    """Return how all names of this user's files begin, in this PID namespace, where the ids of processes mean something."""
+    return f"{_NAME}.{os.geteuid()}.{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _data_start(layout_bytes: int) -> int:
+    return _BODY + -(-layout_bytes // _BODY) * _BODY
+
+
+def _tensor_of(memory: mmap.mmap) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
