@@ -52,7 +52,7 @@ DENSE_NUMELS = (1, 3, 4, 17, 127, 128, 129, 511, 512, 513, 1024, 1500, 9001)
 CHUNKED: tuple[ChunkTopK, ...] = (ChunkTopK(), ChunkTopK(4), ChunkTopK(1024))
 CHUNK_NUMELS = (1, 31, 4095, 4097, 9001)
 SPARSE_NUMELS = (1, 31, 33, 1024, 1025, 8192, 20_001)
-KINDS = ("gaussian", "wide", "ties", "few", "constant", "denormal", "large", "not finite", "any bits")
+KINDS = ("gaussian", "wide", "ties", "few", "constant", "denormal", "large", "infinite", "not finite", "any bits")
 MORE_KINDS = (*KINDS, "heavy-tailed", "zeros", "near the least", "mostly not finite")
 SEED = 0xFEDC_BA98
 
@@ -74,6 +74,7 @@ def numbers(numel: int, kind: str, seed: int = 0) -> Tensor:
         "near the least": lambda: x * 2.0**-101,
         "mostly not finite": lambda: torch.where(other < 0.45, math.nan, torch.where(other > 0.55, -math.inf, x)),
         "large": lambda: x * 2.0**126,
+        "infinite": lambda: torch.where(other < 0.3, math.inf * x, x),
         "not finite": lambda: torch.where(other < 0.01, torch.where(x > 0, math.inf, math.nan), x),
     }
     return made[kind]()

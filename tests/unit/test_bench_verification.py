@@ -77,6 +77,13 @@ def test_expand_is_a_window_on_the_repeated_tile(start: int, count: int) -> None
     assert torch.equal(expand(tile, start, count, torch.int64, CPU), expected)
 
 
+def test_every_wrong_element_is_counted() -> None:
+    expected = torch.tensor([1.0, 2.0, 3.0])
+    assert count_wrong(expected.clone(), expected) == 0
+    assert count_wrong(torch.tensor([1.0, 2.5, 3.0]), expected) == 1
+    assert count_wrong(torch.full((3,), torch.nan), expected) == 3
+
+
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES.values() if dtype != torch.bool])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_result_that_was_never_written_is_wrong_everywhere(case: Case, dtype: torch.dtype) -> None:
