@@ -113,15 +113,16 @@ class Communicator(SharedTensors):
                 raise ValueError(f"rank {rank}: {name}={seconds}: it must be positive and finite, or None for never")
         link = link or os.environ.get(LINK) or AUTO
         check_link(link, os.environ)  # what is wrong is found before anyone connects
+        tuning = os.environ.get(TUNING) or "0"
+        tuned = None if tuning in ("0", "1") else Path(tuning).read_text()
         membership = group if isinstance(group, Membership) else membership_of(group, host_id(), timeout_s)
         #: Which ranks of torch.distributed's default group these are, by their rank here; empty where they are none.
         self.global_ranks = membership.global_ranks
         self.topology = Topology(membership.rank, membership.hosts)
         settings = [f"segment_bytes={segment_bytes}"]
         settings += [f"{name}={os.environ[name]!r}" for name in variables(PLANNERS, os.environ).values()]
-        tuning = os.environ.get(TUNING) or "0"
-        tuned = None if tuning in ("0", "1") else Path(tuning).read_text()
-        settings.append(f"{TUNING}={tuning if tuned is None else hashlib.sha256(tuned.encode()).hexdigest()[:12]}")
+        if tuning != "0":
+            settings.append(f"{TUNING}={tuning if tuned is None else hashlib.sha256(tuned.encode()).hexdigest()[:12]}")
         try:
             connection = connect(membership, link, ", ".join(settings), timeout_s)
         finally:
