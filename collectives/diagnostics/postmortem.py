@@ -102,7 +102,8 @@ def inquire(watch: Watch, report: Report, agreement: Agreement) -> Findings:
 
     def known() -> bool:
         spoken = watch.reports.keys() | {watch.rank}
-        left = (r for r, first in watch.left.items() if first <= report.sequence)
+        concerned = frozenset(report.waiting_for) if report.is_message else watch.others
+        left = (r for r, first in watch.left.items() if first <= report.sequence and r in concerned)
         return any(r not in spoken for r in (*watch.lost, *left)) or watch.others <= spoken | watch.done
 
     speak_by = time.monotonic() + GRACE_S

@@ -1,12 +1,13 @@
 """From what is known of the ranks after a failure to the error that names the cause, the same on every survivor."""
 
 import json
+import threading
 from typing import Any
 
 import pytest
 
 from gradwire.collectives.diagnostics.mismatch import Agreement
-from gradwire.collectives.diagnostics.postmortem import Findings, Report, difference_of, inquire, verdict
+from gradwire.collectives.diagnostics.postmortem import GRACE_S, Findings, Report, difference_of, inquire, verdict
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
 from tests.unit.test_watch import end_abruptly, watches
 
@@ -186,6 +187,17 @@ def test_an_inquiry_ends_when_the_dead_are_known() -> None:
         assert inquire(first, stopped(2), Agreement(first)) == Findings(
             {0: stopped(2), 1: stopped(2)}, frozenset({2}), {}
         )
+
+
+def test_an_inquiry_of_a_message_waits_for_news_of_its_sender_not_of_a_rank_that_has_left() -> None:
+    with watches(3) as (first, second, third):
+        third.say_leaving(0)
+        third.say_done()
+        assert first.wait_for(lambda: bool(first.left), 20)
+        ending = threading.Timer(GRACE_S / 4, end_abruptly, [second])
+        ending.start()
+        assert inquire(first, message(1), Agreement(first)).lost == {1}
+        ending.join()
 
 
 def test_an_inquiry_finds_who_speaks_but_does_not_hear(monkeypatch: pytest.MonkeyPatch) -> None:
