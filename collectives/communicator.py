@@ -25,7 +25,7 @@ from gradwire.collectives.environment import LINK, TUNING, report_folder
 from gradwire.collectives.link.membership import Membership, membership_of
 from gradwire.collectives.link.registry import AUTO, check_link, connect
 from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.cost import Costs
+from gradwire.collectives.plan.cost import Costs, TuningError
 from gradwire.collectives.plan.selection import (
     Measured,
     Table,
@@ -114,7 +114,7 @@ class Communicator(SharedTensors):
         link = link or os.environ.get(LINK) or AUTO
         check_link(link, os.environ)  # what is wrong is found before anyone connects
         tuning = os.environ.get(TUNING) or "0"
-        tuned = None if tuning in ("0", "1") else Path(tuning).read_text()
+        tuned = None if tuning in ("0", "1") else _text_of(tuning)
         membership = group if isinstance(group, Membership) else membership_of(group, host_id(), timeout_s)
         #: Which ranks of torch.distributed's default group these are, by their rank here; empty where they are none.
         self.global_ranks = membership.global_ranks
@@ -122,7 +122,7 @@ class Communicator(SharedTensors):
         settings = [f"segment_bytes={segment_bytes}"]
         settings += [f"{name}={os.environ[name]!r}" for name in variables(PLANNERS, os.environ).values()]
         if tuning != "0":
-            settings.append(f"{TUNING}={tuning if tuned is None else hashlib.sha256(tuned.encode()).hexdigest()[:12]}")
+            settings.append(f"{TUNING}={tuning if tuned is None else _compared(tuned)}")
         try:
             connection = connect(membership, link, ", ".join(settings), timeout_s)
         finally:
@@ -194,8 +194,10 @@ class Communicator(SharedTensors):
         """What moving bytes costs among these ranks, the same on all of them; None where nothing was measured."""
         return None if self.measured is None else self.measured.costs
 
-    def _read(self, text: str, source: str) -> Costs:
+    def _read(self, text: str | TuningError, source: str) -> Costs:
         """Return the costs of a tuning file, of these ranks among those that it was made for."""
+        if isinstance(text, TuningError):
+            raise text
         costs = Costs.from_json(text, source)
         members = self.global_ranks
         if costs.size != self.size and members and max(members) < costs.size:
@@ -330,3 +332,19 @@ def close_all(communicators: Iterable[Communicator], error: BaseException | None
             engine.operations.part(part_by)
         for engine in engines:
             engine.join()
+
+
+def _text_of(tuning_file: str) -> str | TuningError:
+    """Return what a tuning file holds, or why it cannot be read, which all ranks compare before any of them raises it."""
+    try:
+        return Path(tuning_file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        return TuningError(f"tuning file {tuning_file} cannot be read: {error}")
+
+
+def _compared(text: str | TuningError) -> str:
+    return (
+        "a file that cannot be read"
+        if isinstance(text, TuningError)
+        else hashlib.sha256(text.encode()).hexdigest()[:12]
+    )

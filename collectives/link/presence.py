@@ -252,10 +252,11 @@ class _Arrival:
             raise
         except Exception as error:
             failure = Failure.of(error, self.card["rank"])
+            if presence is not None:
+                presence.report(failure)  # first: the store may take its time, and whoever asks meanwhile gets no answer here
             with suppress(Exception):  # where the store has ended, the others know by that
                 self.asking.ask(lambda: self.store.compare_set(note, "", json.dumps(asdict(failure))))
             if presence is not None:
-                presence.report(failure)
                 presence.close()
             elif hub is not None:
                 hub.disown()

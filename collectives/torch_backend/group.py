@@ -140,7 +140,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
     def _reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Any], opts: Any) -> GradwireWork:
         opts = opts or dist.ReduceScatterOptions()
         op = _name_of(opts.reduceOp)
-        pairs = [(_real(output), _all_real(given)) for output, given in zip(outputs, inputs, strict=True)]
+        pairs = [(_real(output), _each(_real, given)) for output, given in zip(outputs, inputs, strict=True)]
         return self._started(
             outputs, opts, lambda a: [self._communicator.reduce_scatter(*pair, op, async_op=a) for pair in pairs]
         )
@@ -182,7 +182,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         return self._allgather(outputs, inputs, opts)
 
     def _allgather(self, outputs: Sequence[Any], inputs: Sequence[Tensor], opts: Any) -> GradwireWork:
-        pairs = [(_all_raw(output), _raw(given)) for output, given in zip(outputs, inputs, strict=True)]
+        pairs = [(_each(_raw, output), _raw(given)) for output, given in zip(outputs, inputs, strict=True)]
         return self._started(
             _tensors(outputs), opts, lambda a: [self._communicator.allgather(*pair, async_op=a) for pair in pairs]
         )
@@ -403,12 +403,8 @@ def _raw(tensor: Tensor) -> Tensor:
     return moved if moved.dtype in DTYPES else moved.view(-1).view(torch.uint8)
 
 
-def _all_real(given: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
-    return _real(given) if isinstance(given, Tensor) else [_real(tensor) for tensor in given]
-
-
-def _all_raw(given: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
-    return _raw(given) if isinstance(given, Tensor) else [_raw(tensor) for tensor in given]
+def _each(view: Callable[[Tensor], Tensor], given: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
+    return view(given) if isinstance(given, Tensor) else [view(tensor) for tensor in given]
 
 
 def _name_of(op: Any) -> Any:

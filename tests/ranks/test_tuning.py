@@ -85,6 +85,23 @@ def test_a_file_of_other_hosts_is_refused_on_all_ranks(ranks: Worlds, tmp_path: 
         assert "gradwire tune --out FILE" in said
 
 
+def read_on_all_but_one(file: str) -> str:
+    os.environ[TUNING] = file + ".missing" * (dist.get_rank() == 1)
+    try:
+        with pytest.raises(CollectiveError) as caught:
+            Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
+        return str(caught.value)
+    finally:
+        del os.environ[TUNING]
+
+
+def test_a_file_that_one_rank_cannot_read_is_an_error_on_all(ranks: Worlds, tmp_path: Path) -> None:
+    file = tmp_path / "tuning.json"
+    file.write_text("{}")
+    for said in ranks(SIZE).run(read_on_all_but_one, str(file)):
+        assert "COLLECTIVES_TUNING=a file that cannot be read" in said
+
+
 def tune_for_ever(comm: Communicator) -> None:
     while True:
         comm.tune()

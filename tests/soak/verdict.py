@@ -81,9 +81,6 @@ def judge_fault(
     return found
 
 
-judge_training = judge_fault  #: What holds of ranks that exchange holds of those that train.
-
-
 def judge_meeting(
     fault: MeetingFault,
     outcomes: Sequence[Outcome],

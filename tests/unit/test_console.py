@@ -208,6 +208,7 @@ def test_a_line_for_each_failure_and_the_cause_first() -> None:
     assert exit_status([lost, cause, ended]) == 3
     assert told_failures([Failure("b", 1, -9, "")]) == ["gradwire: rank 1 on host b was killed by SIGKILL (9)"]
     assert exit_status([Failure("b", 1, -9, "")]) == 137
+    assert exit_status([Failure("b", 1, -15, "ValueError: boom"), ended]) == 1
     assert told_failures([lost]) == [f"gradwire: rank 0 on host a ended with exit code 1: {lost.words}"]
     assert exit_status([Failure("c", None, None, "by ssh: no route")]) == 1
     assert told_failures([Failure("c", None, None, "by ssh: no route")]) == ["gradwire: host c: by ssh: no route"]

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from gradwire.collectives.link.hub import Failure
+from gradwire.collectives.errors import LinkError
+from gradwire.collectives.link.hub import ANSWER_S, Failure
 from gradwire.collectives.link.membership import membership_from
 from gradwire.collectives.link.own_address import card_of
 from gradwire.collectives.link.presence import Presence, arrive
@@ -71,3 +72,26 @@ def test_the_first_failure_of_a_scope_counts_on_all_ranks(arrived: list[Presence
     assert [presence.failure() for presence in arrived] == [first] * SIZE
     for presence in reversed(arrived):
         presence.close()
+
+
+class StuckAtFailures(HashStore):  # type: ignore[misc]
+    """Answers questions about failures as late as a store whose process is stopped."""
+
+    def compare_set(self, key: str, *values: str) -> bytes:
+        if key.startswith("failure"):
+            time.sleep(3 * ANSWER_S)
+        answer: bytes = super().compare_set(key, *values)
+        return answer
+
+
+def test_a_rank_that_waits_for_a_stopped_store_at_the_deadline_is_not_blamed() -> None:
+    store = StuckAtFailures()
+
+    def come(rank: int) -> LinkError:
+        deadline = time.monotonic() + 2 * ANSWER_S + 2 * rank * ANSWER_S
+        with pytest.raises(LinkError) as caught:
+            arrive(store, SIZE, card_of(rank, "host", "machine", {}), deadline, hub_rank=0)
+        return caught.value
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        assert [error.awaited for error in pool.map(come, range(2))] == [{2}, {2}]

@@ -50,7 +50,7 @@ from tests.soak.rules import (
 )
 from tests.soak.rules import KINDS as TRAINING_KINDS
 from tests.soak.strangers import ports
-from tests.soak.verdict import Kind, judge_fault, judge_session, judge_training, news_s
+from tests.soak.verdict import Kind, judge_fault, judge_session, news_s
 
 ALGORITHMS = legal_algorithms(
     {verb: ("shared", "native") if verb in ("allreduce", "barrier") else ("native",) for verb in PLANNERS}
@@ -335,14 +335,14 @@ def training_fault(name: str, kind: str, *, is_outlived: bool = False) -> Traini
 def test_whom_a_rank_that_trains_names_is_judged(
     name: str, kind: str, error: Exception | None, counted: list[Kind]
 ) -> None:
-    found = judge_training(training_fault(name, kind), [], {0: told(error)}, failed_at=1e12)
+    found = judge_fault(training_fault(name, kind), [], {0: told(error)}, failed_at=1e12)
     assert [finding.kind for finding in found] == counted
 
 
 def test_who_is_to_go_on_may_not_fail() -> None:
     fault = training_fault(SERVER, KILLED, is_outlived=True)
-    assert judge_training(fault, [], {0: Report()}, failed_at=1e12) == []
-    assert [finding.kind for finding in judge_training(fault, [], {0: told(lost(2))}, failed_at=1e12)] == [Kind.WRONG]
+    assert judge_fault(fault, [], {0: Report()}, failed_at=1e12) == []
+    assert [finding.kind for finding in judge_fault(fault, [], {0: told(lost(2))}, failed_at=1e12)] == [Kind.WRONG]
 
 
 def test_how_many_were_told_soon_is_one_line() -> None:
@@ -371,7 +371,7 @@ def test_who_was_not_told_was_not_told_soon(tmp_path: Path) -> None:
         ({0: seen}, witness.raised),
         ({0: seen, 1: seen}, witness.raised),
     ):
-        run._judge_training(fault, [], reports, failed_at, tmp_path)
+        run._judge_fault(fault, [], reports, failed_at, tmp_path)
     assert run.tally.counts == {Kind.WRONG: 1, Kind.NO_CULPRIT: 1}
     assert soak.training_line([run.tally]) == (
         "4 faults of training; 2 findings; 0 outlived; 1 of 4 lost ranks told within 2 s (25.0%; median 0.00, worst 0.00 s, "

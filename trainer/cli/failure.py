@@ -124,5 +124,5 @@ def _numbered(ranks: Sequence[str]) -> str:
 def exit_status(failures: list[Failure]) -> int:
     """Return the exit status of a job, as a shell has it: that of its first failure."""
     causes = sorted(failures, key=lambda failure: failure.is_consequence)
-    code = next((failure.exit_code for failure in causes if failure.exit_code), 1)
+    code = next((code for failure in causes if (code := failure.common[1])), 1)
     return 128 - code if code < 0 else code
