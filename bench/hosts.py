@@ -70,6 +70,20 @@ def rate_bits_per_s(rate: str) -> float:
     return float(match[1]) * RATE_UNITS[match[2]]
 
 
+def rates_of(rate: str, hosts: int) -> list[str]:
+    """The rate of every host's link: "100mbit,1gbit" is the first host's, then that of all others.
+
+    Raises:
+        ValueError: one of them is no rate, or they are more than the hosts.
+    """
+    rates = rate.split(",")
+    for each in rates:
+        rate_bits_per_s(each)
+    if len(rates) > hosts:
+        raise ValueError(f"rate {rate!r} names {len(rates)} links; there are {hosts} hosts")
+    return rates + rates[-1:] * (hosts - len(rates))
+
+
 def ranks_per_host(ranks: int, hosts: int) -> list[int]:
     """Ranks spread evenly in contiguous order, the first hosts taking what is left over: (5, 4) -> [2, 1, 1, 1].
 
@@ -169,7 +183,7 @@ class Namespace:
 
 
 class Cluster:
-    """`hosts` namespaces around one switch, every link limited to `rate` each way. A context manager."""
+    """`hosts` namespaces around one switch, every link limited each way. A context manager. rate: see rates_of()."""
 
     def __init__(self, hosts: int, rate: str) -> None:
         self._stack = ExitStack()
@@ -178,8 +192,8 @@ class Cluster:
             self.hosts = [self._namespace(f"host{host}") for host in range(hosts)]
             self.switch.run("ip link add bridge0 type bridge")
             self.switch.run("ip link set bridge0 up")
-            for host, namespace in enumerate(self.hosts):
-                self._connect(host, namespace, rate)
+            for host, (namespace, each) in enumerate(zip(self.hosts, rates_of(rate, hosts), strict=True)):
+                self._connect(host, namespace, each)
         except BaseException:
             self._stack.close()
             raise
@@ -246,7 +260,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--hosts", type=int, default=4, help="hosts to simulate (default 4)")
     parser.add_argument("--ranks", type=int, default=8, help="ranks, spread in contiguous order (default 8)")
-    parser.add_argument("--rate", default="1gbit", help="of every link, each way, as tc writes it (default 1gbit)")
+    parser.add_argument(
+        "--rate",
+        default="1gbit",
+        help="of every link, each way, as tc writes it (default 1gbit); '100mbit,1gbit': of the first, of all others",
+    )
     parser.add_argument(
         "--deadline-s", type=float, default=600.0, help="then all is stopped, exit code 124 (default 600)"
     )
@@ -254,7 +272,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     chosen = parser.parse_args(arguments)
     try:
         ranks_per_host(chosen.ranks, chosen.hosts)
-        rate_bits_per_s(chosen.rate)
+        rates_of(chosen.rate, chosen.hosts)
     except ValueError as error:
         parser.error(str(error))
     return chosen

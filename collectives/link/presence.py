@@ -253,7 +253,9 @@ class _Arrival:
         except Exception as error:
             failure = Failure.of(error, self.card["rank"])
             if presence is not None:
-                presence.report(failure)  # first: the store may take its time, and whoever asks meanwhile gets no answer here
+                presence.report(
+                    failure
+                )  # first: the store may take its time, and whoever asks meanwhile gets no answer here
             with suppress(Exception):  # where the store has ended, the others know by that
                 self.asking.ask(lambda: self.store.compare_set(note, "", json.dumps(asdict(failure))))
             if presence is not None:

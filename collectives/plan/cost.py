@@ -168,13 +168,24 @@ class Costs:
             raise TuningError(f"tuning file {source} was made for {made_for}; here are {here}; {_REMEDY}")
         return self
 
+    @property
+    def slow_hosts(self) -> tuple[int, ...]:
+        """The hosts, by index, whose uplink is much slower than that of most."""
+        usual = median(self.uplinks)
+        return tuple(index for index, uplink in enumerate(self.uplinks) if uplink > SLOW * usual > 0)
+
+    def place(self, rank: int, root: int = 0) -> Place:
+        """Return what a planner knows of a rank."""
+        slow = tuple(sorted(rank for index in self.slow_hosts for rank in self.hosts[index]))
+        return Place(rank, self.size, root, self.hosts, slow)
+
     def slow(self) -> list[str]:
         """Return a line for each host, link and rank that is much slower than others of its kind."""
         usual = median(self.uplinks)
         lines = [
-            f"slow link: the host of ranks {', '.join(map(str, host))} moves {_rate(uplink)}, others {_rate(usual)}"
-            for host, uplink in zip(self.hosts, self.uplinks, strict=True)
-            if uplink > SLOW * usual > 0
+            f"slow link: the host of ranks {', '.join(map(str, self.hosts[index]))} moves {_rate(self.uplinks[index])}, "
+            f"others {_rate(usual)}"
+            for index in self.slow_hosts
         ]
         lines += [
             f"slow link: ranks {link.pair[0]} and {link.pair[1]} exchange {_rate(link.byte_s)}, others {_rate(usual)}"
@@ -257,7 +268,7 @@ def predict(
     """
     if algorithm not in PLANNERS[collective]:
         return _interpolated(costs, collective, algorithm, nbytes)
-    blocks = PLANNERS[collective][algorithm](Place(0, costs.size, root, costs.hosts)).blocks
+    blocks = PLANNERS[collective][algorithm](costs.place(0, root)).blocks
     pieces = blocks if collective in _OF_BUFFERS else costs.size
     count = max(1, -(-nbytes // (segment_bytes * pieces)))
     call = (costs, collective, algorithm, segment_bytes, itemsize, root)
@@ -291,7 +302,7 @@ def _walked(
     segment, numel = max(1, segment_bytes // itemsize), nbytes // itemsize
     legs = []
     for rank in range(costs.size):
-        schedule = PLANNERS[collective][algorithm](Place(rank, costs.size, root, costs.hosts))
+        schedule = PLANNERS[collective][algorithm](costs.place(rank, root))
         segments: tuple[Layout, ...]
         if collective in _OF_BUFFERS:
             segments = segments_of_buffer(numel, schedule.blocks, segment)

@@ -62,12 +62,14 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a planner knows: this rank, the world, the root of rooted collectives, which ranks share a host."""
+    """What a planner knows: this rank, the world, the root of rooted collectives, which ranks share a host, and the ranks of
+    hosts whose links were measured to be much slower than the others'."""
 
     rank: int
     size: int
     root: int = 0
     hosts: tuple[tuple[int, ...], ...] = ()
+    slow: tuple[int, ...] = ()
 
 
 Planner = Callable[[Place], Schedule]

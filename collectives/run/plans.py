@@ -97,13 +97,25 @@ class Plans:
         self._share_alignment_bytes = share_alignment_bytes
         self.topology = topology
         self.tables = tables
-        self.measured: Measured | None = None
+        self._measured: Measured | None = None
         self.by_hand: frozenset[str] = frozenset()
         self._place = Place(topology.rank, topology.size, 0, topology.hosts)
         self._algorithms = algorithms
         self.segment_bytes = segment_bytes
         self._planned: OrderedDict[tuple[object, ...], object] = OrderedDict()
         self._lock = threading.RLock()  # of the threads of callers and the queue's; plans are made of others
+
+    @property
+    def measured(self) -> Measured | None:
+        """What 'auto' chooses by where links were measured."""
+        return self._measured
+
+    @measured.setter
+    def measured(self, measured: Measured) -> None:
+        with self._lock:
+            self._measured = measured
+            self._place = measured.costs.place(self._place.rank)
+            self._planned.clear()  # which may depend on whose link is slow
 
     def algorithms(self, collective: str) -> tuple[str, ...]:
         """Return the names that a collective has. Raises ValueError for an unknown collective."""

@@ -38,6 +38,12 @@ def test_other_rates_are_refused(rate: str) -> None:
         hosts.rate_bits_per_s(rate)
 
 
+def test_the_first_links_may_have_rates_of_their_own() -> None:
+    assert hosts.rates_of("100mbit,1gbit", 3) == ["100mbit", "1gbit", "1gbit"]
+    with pytest.raises(ValueError, match="names 3 links; there are 2 hosts"):
+        hosts.rates_of("1gbit,1gbit,1gbit", 2)
+
+
 def test_flags_after_the_dashes_belong_to_the_command() -> None:
     chosen = hosts.parse_arguments(
         ["--hosts", "2", "--ranks", "3", "--", "allreduce", "-b", "4M", "--json", "out.json"]

@@ -257,6 +257,21 @@ def test_hierarchical_works_on_any_hosts_and_crosses_links_once(hosts: tuple[tup
     assert len(schedules[0].rounds) == inside + 2 * (across - 1)
 
 
+@given(st.integers(3, 24), st.data())
+def test_ranks_on_slow_links_are_leaves_of_the_tree(size: int, data: st.DataObject) -> None:
+    slow = tuple(sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=size // 2))))
+    schedules = [PLANNERS["allreduce"]["tree"](Place(r, size, slow=slow)) for r in range(size)]
+    state = run(schedules, contributions(size, 1))
+    assert all(mask == everyone(size) for masks in state for mask in masks)
+    for rank in slow:
+        steps = [step for steps in schedules[rank].rounds for step in steps]
+        assert [step.action for step in steps] == [Action.SEND, Action.RECEIVE]
+    for root in {0, slow[0]}:
+        check = [PLANNERS["broadcast"]["tree"](Place(r, size, root, slow=slow)) for r in range(size)]
+        state = run(check, [[1 << rank if rank == root else 0] for rank in range(size)])
+        assert all(masks == [1 << root] for masks in state)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "count"),
     [("direct", lambda p: 2), ("ring", lambda p: max(2, p)), ("tree", lambda p: max(2, 1 + (p - 1).bit_length()))],

@@ -111,6 +111,15 @@ def test_interleaved_ranks_that_share_an_uplink_cross_it_once() -> None:
     assert measured(costs(interleaved, 1e-4, 8e-9)).choose("allreduce", 64 << 20).startswith("hierarchical")
 
 
+@pytest.mark.parametrize("host", [0, 4, 7])
+def test_a_host_on_a_slow_link_is_a_leaf_of_the_tree(host: int) -> None:
+    eight = costs(tuple((rank,) for rank in range(8)), 1e-4, 8e-9)
+    slow = replace(eight, uplinks=tuple(10 * each if rank == host else each for rank, each in enumerate(eight.uplinks)))
+    seconds = {name: taken for taken, name in measured(slow, "ring").ranked("allreduce", 64 << 20)}
+    assert measured(slow, "ring").choose("allreduce", 64 << 20) == min(seconds, key=seconds.__getitem__) == "tree"
+    assert seconds["ring"] > 1.4 * seconds["tree"]
+
+
 def test_near_equals_leave_what_is_usual() -> None:
     two = costs(((0,), (1,)), 1e-4, 8e-9)
     for usual in ("rsag", "ring", "direct"):  # the same exchange between two
