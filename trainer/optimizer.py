@@ -25,7 +25,7 @@ from gradwire.trainer.gradients.arguments import (
 )
 from gradwire.trainer.gradients.combination import Combination, ExchangeStats
 from gradwire.trainer.gradients.compression import Compression, Compressor, Policy
-from gradwire.trainer.gradients.layout import DEFAULT_BUCKET_BYTES
+from gradwire.trainer.gradients.layout import AWAITED_BUCKET_BYTES, DEFAULT_BUCKET_BYTES
 from gradwire.trainer.gradients.setup import Passes, Setup
 from gradwire.trainer.gradients.shards.transfer import movements_as
 from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, tensors_of, uncompiled
@@ -84,7 +84,7 @@ class DistributedOptimizer(WrappingOptimizer):
     their indices and values, and the result is sparse and coalesced: for optimizers that take such gradients.
     process_set: a ProcessSet, a torch.distributed group, a dimension of a DeviceMesh (mesh["dp"]), or a Communicator that
     nothing else uses. On a rank outside of a ProcessSet, this steps as the wrapped optimizer does by itself.
-    bucket_bytes: size up to which gradients are fused; None: what HOROVOD_FUSION_THRESHOLD says, else 25 MB.
+    bucket_bytes: size up to which gradients are fused; None: what HOROVOD_FUSION_THRESHOLD says, else 25 MB, and 4 MB with overlap="next_forward".
     rule: makes the rule that decides what is exchanged and when, of a Setup: a class derived from Rule, or a function.
     What is said here of gradients is done by the default one.
     on_step: called after each step with its StepMetrics, on each rank. What it raises comes out of step().
@@ -136,7 +136,8 @@ class DistributedOptimizer(WrappingOptimizer):
         model: nn.Module | None = None,
     ) -> None:
         if bucket_bytes is None:
-            bucket_bytes = current_settings().fusion_bytes or DEFAULT_BUCKET_BYTES
+            usual = AWAITED_BUCKET_BYTES if overlap == "next_forward" else DEFAULT_BUCKET_BYTES
+            bucket_bytes = current_settings().fusion_bytes or usual
         wanted = Wanted(on_step, check_replicas_every, straggler_report_every)
         check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
         returning = movements_as(parameter_compression)

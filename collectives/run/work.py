@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout
+from gradwire.collectives.scheduling import wake_soon
 
 
 class Work:
@@ -163,6 +164,7 @@ class WorkQueue:
             return self._changed.wait_for(lambda: not self.busy(), timeout_s)
 
     def _serve(self) -> None:
+        wake_soon()
         while (work := self._next()) is not None:
             work.run()
             del work  # it holds on to tensors, and they to whatever they lie in

@@ -9,6 +9,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
+AWAITED_BUCKET_BYTES = 4 * 1024 * 1024
+"""Where a module waits for the buckets of its parameters, these must not hold those of many other modules."""
 FIRST_BUCKET_BYTES = 1024 * 1024
 """The first bucket is smaller, so that communication starts soon after backward has."""
 ALIGNMENT_BYTES = 64
