@@ -16,11 +16,11 @@ _SLICE_NS = 300_000
 
 
 def wake_soon() -> None:
-    """Ask that the calling thread runs as soon as it wakes up, in place of threads that compute. It gets no more of a core in all.
+    """Ask that the calling thread runs as soon as it wakes up, in place of threads that compute. Its share of the cores stays.
 
-    Since Linux 6.12 a thread may have a time slice of its own, and one that wakes up with a shorter slice preempts one with a longer
-    slice (EEVDF: Stoica and Abdel-Wahab, 1995). With the usual slice of some milliseconds, every message waits for so long. Other
-    kernels ignore it.
+    Since Linux 6.12 a thread may have a time slice of its own, and one that wakes up with a shorter slice preempts one with
+    a longer slice (EEVDF: Stoica and Abdel-Wahab, 1995). With the usual slice of some milliseconds, every message waits for
+    so long. Other kernels ignore it.
     """
     number = _SCHED_SETATTR.get(platform.machine()) if sys.platform == "linux" else None
     if number is not None and os.sched_getscheduler(0) == os.SCHED_OTHER:

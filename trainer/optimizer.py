@@ -84,7 +84,8 @@ class DistributedOptimizer(WrappingOptimizer):
     their indices and values, and the result is sparse and coalesced: for optimizers that take such gradients.
     process_set: a ProcessSet, a torch.distributed group, a dimension of a DeviceMesh (mesh["dp"]), or a Communicator that
     nothing else uses. On a rank outside of a ProcessSet, this steps as the wrapped optimizer does by itself.
-    bucket_bytes: size up to which gradients are fused; None: what HOROVOD_FUSION_THRESHOLD says, else 25 MB, and 4 MB with overlap="next_forward".
+    bucket_bytes: size up to which gradients are fused; None: what HOROVOD_FUSION_THRESHOLD says, else 25 MB;
+    4 MB with overlap="next_forward".
     rule: makes the rule that decides what is exchanged and when, of a Setup: a class derived from Rule, or a function.
     What is said here of gradients is done by the default one.
     on_step: called after each step with its StepMetrics, on each rank. What it raises comes out of step().
