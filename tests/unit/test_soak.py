@@ -371,7 +371,7 @@ def test_who_was_not_told_was_not_told_soon(tmp_path: Path) -> None:
         ({0: seen}, witness.raised),
         ({0: seen, 1: seen}, witness.raised),
     ):
-        run._judge_fault(fault, [], reports, failed_at, tmp_path)
+        run._judge_training(fault, [], reports, failed_at, tmp_path)
     assert run.tally.counts == {Kind.WRONG: 1, Kind.NO_CULPRIT: 1}
     assert soak.training_line([run.tally]) == (
         "4 faults of training; 2 findings; 0 outlived; 1 of 4 lost ranks told within 2 s (25.0%; median 0.00, worst 0.00 s, "
