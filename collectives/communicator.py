@@ -110,7 +110,9 @@ class Communicator(SharedTensors):
             )
         for name, seconds in (("stall_warning_s", stall_warning_s), ("stall_shutdown_s", stall_shutdown_s)):
             if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
-                raise ValueError(f"rank {rank}: {name}={seconds}: it must be positive and finite, or None for never")
+                raise ValueError(
+                    f"rank {rank}: {name}={seconds}: it must be positive and finite, or None to turn it off"
+                )
         link = link or os.environ.get(LINK) or AUTO
         check_link(link, os.environ)  # what is wrong is found before anyone connects
         tuning = os.environ.get(TUNING) or "0"

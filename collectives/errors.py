@@ -71,7 +71,7 @@ class PeerLost(CollectiveError):
         self.has_left = has_left
         self.reasons = dict(reasons or {})
         how = (
-            "left at this operation or before, by an exception or at the end of its script: see its own output"
+            "left at or before this operation, by an exception or at the end of its script: see the output of that rank"
             if has_left
             else "its process was ended, or its host cannot be reached"
         )

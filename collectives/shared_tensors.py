@@ -74,7 +74,9 @@ class SharedTensors(Verbs):
             if problems or segment is None:
                 rank, why = next(iter(problems.items()))
                 raise CollectiveError(
-                    f"there is no memory for all ranks: rank {rank}: {why}", rank=self.rank, operation="shared_empty"
+                    f"no memory can be shared by all ranks: rank {rank}: {why}",
+                    rank=self.rank,
+                    operation="shared_empty",
                 )
         except BaseException:
             if segment is not None:
@@ -109,8 +111,8 @@ class SharedTensors(Verbs):
             )
         if self.size > 1 and not self.shares_memory:
             raise ValueError(
-                f"rank {self.rank}: {ranks_text(hosts[0])} are on one host and share no memory: it is switched off "
-                "(COLLECTIVES_SHARED_MEMORY=0 on a rank, or another link than 'auto'), or the log of the first rank says why not"
+                f"rank {self.rank}: {ranks_text(hosts[0])} are on one host but share no memory: it is turned off "
+                "(COLLECTIVES_SHARED_MEMORY=0 on a rank, or another link than 'auto'), or the log of the first rank says why"
             )
 
 

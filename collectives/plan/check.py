@@ -123,7 +123,10 @@ def run(schedules: Sequence[Schedule], source: Masks, destination: Masks | None 
                     f"in round {index} rank {schedule.rank} names peer {step.peer}, but the world has "
                     f"{_counted(len(schedules), 'rank')}",
                 )
-                _need(step.peer != schedule.rank, f"rank {schedule.rank} talks to itself in round {index}")
+                _need(
+                    step.peer != schedule.rank,
+                    f"rank {schedule.rank} sends to or receives from itself in round {index}",
+                )
                 _need(
                     0 <= step.span.start < step.span.stop <= schedule.blocks,
                     f"rank {schedule.rank} names blocks {step.span} of {schedule.blocks} in round {index}",
@@ -167,9 +170,9 @@ def encodings(schedules: Sequence[Schedule], *, encodes_sums: bool = True) -> in
         if not waiting:
             break
         rank, (peer, _) = next(iter(waiting.items()))
-        _need(waiting != before, f"were codes exchanged, rank {rank} would wait for rank {peer} for ever")
+        _need(waiting != before, f"with a codec, rank {rank} would wait for rank {peer} forever")
     different = [rank for rank, blocks in enumerate(held) if blocks != held[0]]
-    _need(not different, f"ranks 0 and {different[:1]} would not have the same bits, were codes exchanged")
+    _need(not different, f"with a codec, ranks 0 and {different[:1]} would not have the same bits")
     return max((things.encodings[thing] for thing in held[0]), default=0)
 
 

@@ -228,12 +228,12 @@ def _costs(read: Mapping[str, Any]) -> Costs:
     ranks = list(range(costs.size))
     of_cores = sorted(rank for cores in costs.cores for rank in cores.ranks)
     if not ranks or sorted(rank for host in costs.hosts for rank in host) != ranks or of_cores != ranks:
-        raise ValueError("its hosts and cores must hold every rank once")
+        raise ValueError("its hosts and cores must contain every rank once")
     if (
         not len(costs.hosts) == len(costs.machines) == len(costs.uplinks)
         or min(cores.number for cores in costs.cores) < 1
     ):
-        raise ValueError("it must say of every host what it is and what its uplink costs, and of cores how many")
+        raise ValueError("it must describe every host and its uplink, and have one core or more in each group")
     return costs
 
 

@@ -113,7 +113,7 @@ class MessageWork:
             self._is_over = True
         except LinkError as error:
             rank = self._transport.rank
-            _log.warning("gradwire: rank %d closes before %s is through: %s", rank, self._call, error)
+            _log.warning("gradwire: rank %d closes before %s has completed: %s", rank, self._call, error)
 
     # In a turn, all of which may raise LinkError
 

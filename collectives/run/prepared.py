@@ -64,8 +64,8 @@ class PreparedOperation:
 
     def _check(self) -> None:
         if self._work is not None and not self._work.is_completed():
-            raise RuntimeError(f"rank {self._engine.rank}: {self._call}: it still runs: wait() first")
+            raise RuntimeError(f"rank {self._engine.rank}: {self._call}: it is still running: call wait() first")
         if self._tensor.data_ptr() != self._address or self._tensor.numel() != self._numel:
             raise RuntimeError(
-                f"rank {self._engine.rank}: {self._call}: the tensor's memory is not that for which it was prepared"
+                f"rank {self._engine.rank}: {self._call}: the tensor has other memory than when it was prepared"
             )

@@ -30,7 +30,7 @@ def named_codec(
     made = make_codec(codec) if codec is not None else None
     if made is None or made.name == "none":
         if feedback is not None:
-            raise ValueError(f"rank {engine.rank}: feedback needs a codec: without one nothing is lost")
+            raise ValueError(f"rank {engine.rank}: feedback needs a codec: without one there is no error")
         return None
     return made
 

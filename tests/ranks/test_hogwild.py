@@ -308,4 +308,4 @@ def test_ranks_of_several_hosts_are_refused() -> None:
 
 @pytest.mark.parametrize("ranks", ["sockets", *wide("process_group")], indirect=True)
 def test_ranks_that_share_no_memory_are_refused(ranks: Worlds) -> None:
-    ranks(3).run(share_nothing, "ranks 0, 1, 2 are on one host and share no memory: it is switched off")
+    ranks(3).run(share_nothing, "ranks 0, 1, 2 are on one host but share no memory: it is turned off")

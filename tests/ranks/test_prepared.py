@@ -69,5 +69,5 @@ def test_what_a_prepared_operation_refuses() -> None:
         assert tensor.tolist() == [comm.size**3] * 5
         tensor.data = torch.ones(5)
         for moved in (operation.start, operation):
-            with pytest.raises(RuntimeError, match="not that for which it was prepared"):
+            with pytest.raises(RuntimeError, match="other memory than when it was prepared"):
                 moved()
