@@ -144,7 +144,7 @@ class CompressionHook:
             if state_dict.get(key) != value:
                 raise ValueError(
                     f"{self._here}this state was saved with {key} {state_dict.get(key)!r}, and the hook has {key} {value!r}: "
-                    "every rank loads what it saved itself, in a world of the same size"
+                    "load on every rank the state that it saved, in a world of the same size"
                 )
         check_part(state_dict)
         known = [_settled(encoding).identity for encoding in self._policy.encodings]
@@ -210,7 +210,7 @@ class CompressionHook:
         """Raise ValueError where a parameter is not the one that was saved."""
         if was != now:
             raise ValueError(
-                f"{self._here}the state that was loaded is of another model: its parameter {number} is {was[0]!r} of "
+                f"{self._here}the loaded state is that of another model: its parameter {number} is {was[0]!r} of "
                 f"shape {was[1]}, the one here {now[0]!r} of shape {now[1]}"
             )
 
@@ -224,7 +224,7 @@ class CompressionHook:
             buffer = self._new_buffer(tuple(entry["parameters"]), device)
             if not buffer.fits(entry):
                 raise ValueError(
-                    f"{self._here}the state that was loaded is of another model or policy: of parameters "
+                    f"{self._here}the loaded state is that of another model or policy: for parameters "
                     f"{entry['parameters']} it has other tensors"
                 )
             buffer.load_state_dict(entry)

@@ -172,10 +172,9 @@ def _check_averaging(policy: Policy) -> None:
     for encoding in policy.encodings:
         if is_one_shot(encoding) and encoding.warmup_steps:
             raise ValueError(
-                f"{here()}ErrorFeedback({encoding.codec.name!r}, warmup_steps={encoding.warmup_steps}) does not go with "
-                "outer=None: what travels by this codec is summed up, and in the codec's warm-up, in which it travels "
-                "uncompressed, would have to be averaged. Have a warm-up in which gradients are averaged: "
-                "LocalUpdates(warmup_steps=...)"
+                f"{here()}ErrorFeedback({encoding.codec.name!r}, warmup_steps={encoding.warmup_steps}) does not support "
+                "outer=None: movements with this codec are summed, but those of its warm-up, which are uncompressed, would "
+                "have to be averaged. Use a warm-up in which gradients are averaged: LocalUpdates(warmup_steps=...)"
             )
 
 

@@ -238,9 +238,9 @@ class DistributedOptimizer(WrappingOptimizer):
         """
         if self._was_synchronized and not self._skips:
             warnings.warn(
-                "step() follows synchronize() outside of skip_synchronize(), and so looks for gradients to exchange a second "
-                "time: write `with optimizer.skip_synchronize(): optimizer.step()`. After the backward() that completes "
-                "backward_passes_per_step, gradients are averaged already, and synchronize() can be left out",
+                "step() was called after synchronize() and outside of skip_synchronize(), so it looks for gradients to "
+                "exchange a second time: write `with optimizer.skip_synchronize(): optimizer.step()`. After the backward() that "
+                "completes backward_passes_per_step, gradients are averaged already, and synchronize() can be left out",
                 UserWarning,
                 stacklevel=4,  # the caller's line: two frames of `uncompiled` lie between
             )
@@ -379,10 +379,10 @@ def _checked_rule(rule: Any, op: str, shard_states: object, has_returning: bool)
     if not isinstance(shard_states, bool):
         raise ValueError(f"{here()}shard_states must be True or False, not {shard_states!r}")
     if shard_states and rule is not Synchronous:
-        raise ValueError(f"{here()}shard_states=True goes with no other rule= than the default, not with {rule!r}")
+        raise ValueError(f"{here()}shard_states=True supports only the default rule, not {rule!r}")
     if has_returning and not shard_states:
         raise ValueError(
-            f"{here()}parameter_compression is for shard_states=True, in which parameters travel: gradients have compression="
+            f"{here()}parameter_compression is for the parameters that shard_states=True sends; for gradients, use compression="
         )
     if shard_states:
         return Sharded
@@ -396,16 +396,16 @@ def _overlapping(rule: Callable[[Setup], Rule], overlap: object, model: object) 
         raise ValueError(f"{here()}overlap must be 'backward' or 'next_forward', not {overlap!r}")
     if overlap == "backward":
         if model is not None:
-            raise ValueError(f"{here()}model is for overlap='next_forward', which watches its modules")
+            raise ValueError(f"{here()}model is for overlap='next_forward', which hooks its modules")
         return rule
     if rule is not Synchronous:
         raise ValueError(
-            f"{here()}overlap='next_forward' goes with the default rule alone, not with shard_states=True, op={Adasum!r}, or "
+            f"{here()}overlap='next_forward' supports only the default rule, not shard_states=True, op={Adasum!r}, or "
             "rule=: use overlap='backward'"
         )
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"{here()}overlap='next_forward' needs model=, the torch.nn.Module before whose forwards to update, not {model!r}"
+            f"{here()}overlap='next_forward' needs model=, the torch.nn.Module whose forward() the updates precede, not {model!r}"
         )
     return partial(NextForward, model=model)
 

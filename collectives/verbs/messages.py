@@ -60,8 +60,8 @@ class Messages(Ranks):
         arguments.check_message(engine, tensor, "src", src, tag)
         if src is None and not engine.hears_anyone(tensor):
             raise ValueError(
-                f"rank {engine.rank}: recv() of a tensor on {tensor.device} needs src=, for what joins these ranks cannot wait "
-                f"for all of them at once: {'; '.join(engine.routes)}"
+                f"rank {engine.rank}: recv() of a tensor on {tensor.device} needs src=, because the link of these ranks cannot "
+                f"wait for all of them at once: {'; '.join(engine.routes)}"
             )
         call = f"recv({arguments.described(tensor)}, src={src}, tag={tag})"
         with engine.span("recv", call=call, bytes=tensor.nbytes):

@@ -280,7 +280,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot be added to a Hogwild optimizer"):
         optimizer.add_param_group({"params": []})
     model.to(torch.float64)
-    with pytest.raises(RuntimeError, match=r"'0.weight' is not in the memory that the ranks share any more"):
+    with pytest.raises(RuntimeError, match=r"'0.weight' is no longer in the memory that the ranks share"):
         optimizer.step()
     optimizer.close()
     assert next(model.parameters()).dtype == torch.float64

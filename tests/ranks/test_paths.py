@@ -84,6 +84,6 @@ def test_the_check_of_two_hosts_finds_it(cluster: hosts.Cluster, there: int) -> 
             if "nobody listens" not in found:
                 break
         listening.communicate(timeout=DEADLINE_S)
-    lost = f"{hosts.address(there)}: large packets are lost on the way, and small ones arrive"
+    lost = f"{hosts.address(there)}: large packets are lost on the way, but small ones arrive"
     assert (lost in found) == (there == 2), found
     assert ("one connection carries" in found) == (there == 1), found

@@ -135,7 +135,7 @@ def test_what_others_could_have_written_is_refused(tmp_path: Path, fault: str, m
 
 def test_memory_that_is_short_leaves_the_commit_before(memory: NamedMemory) -> None:
     filled(memory, "0.0", 1)
-    with pytest.raises(OSError, match="the commit before this one stands"):
+    with pytest.raises(OSError, match="The previous commit is still valid"):
         memory.slot("0.1").begin(LAYOUT, 2**60)
     assert memory.slot("0.0").read()[1].tolist() == [1] * 1000
 

@@ -85,11 +85,11 @@ class ErrorFeedback:
         if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must be a whole number >= 0, not {self.warmup_steps!r}")
         if isinstance(made, Codec) and made.name == "none":
-            raise ValueError("error feedback needs a codec: without one nothing is lost")
+            raise ValueError("error feedback needs a codec: without one there is no error")
         if isinstance(made, Codec) and made.omega >= 1:
             raise ValueError(
-                f"error feedback cannot be used with {made!r}: an encoding may lose more than there was (omega is "
-                f"{made.omega:.2g}), so that residuals would grow from step to step. Give the codec by itself"
+                f"error feedback cannot be used with {made!r}: the error may exceed the numbers (omega is "
+                f"{made.omega:.2g}), so residuals would grow in every step. Use the codec without error feedback"
             )
 
 
@@ -176,14 +176,14 @@ def verb_codec(compression: Compressor) -> Cast | Codec:
         return encoding
     if isinstance(compression, Codec) and compression.draws:
         raise ValueError(
-            f"{here()}{compression.name!r} draws by the step which numbers it sends, and a verb knows of no step: it is for "
+            f"{here()}{compression.name!r} selects by the step which numbers it sends, and a verb has no step: it is for "
             f"DistributedOptimizer(compression=...) and Communicator.allreduce(codec=..., step=...)"
         )
     if isinstance(encoding.codec, Codec) and (isinstance(compression, Codec) or not encoding.feedback):
         return encoding.codec
     raise ValueError(
-        f"{here()}{encoding.codec.name!r} with error feedback is for DistributedOptimizer(compression=...), which knows the "
-        f"tensor of the step before; a verb can be given a codec alone"
+        f"{here()}{encoding.codec.name!r} with error feedback is for DistributedOptimizer(compression=...), which keeps the "
+        f"error for the next step; a verb takes a codec without error feedback"
     )
 
 
@@ -209,7 +209,7 @@ class Policy:
     def checked(self, names: Iterable[str] | None) -> Policy:
         """Return this, if every pattern matches a parameter's name. Raises ValueError, also where there are no names."""
         if self._by_pattern and names is None:
-            raise ValueError(f"{here()}policy goes by the names of parameters: it needs named_parameters")
+            raise ValueError(f"{here()}policy selects parameters by name: it needs named_parameters")
         names = list(names or ())
         for pattern in self._by_pattern:
             if not any(fnmatchcase(name, pattern) for name in names):

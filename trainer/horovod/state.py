@@ -71,7 +71,7 @@ def share_optimizer_state(optimizer: torch.optim.Optimizer, communicator: Commun
     if isinstance(optimizer, DistributedOptimizer):
         if optimizer.shard_states:
             raise ValueError(
-                f"{here()}with shard_states=True every rank has a state of its own, which no other one can take"
+                f"{here()}with shard_states=True every rank has its own state, which no other rank can load"
             )
         optimizer = optimizer.optimizer
     for group in optimizer.param_groups:

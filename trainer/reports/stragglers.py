@@ -67,7 +67,7 @@ class Stragglers:
         rank = self.slowest
         return (
             f"the others waited {self.cost_s[rank]:.3f} s a step for rank {rank} ({self.share:.0%} of {self.step_s:.3f} s; "
-            f"at most {self.worst_s[rank]:.3f} s) in {self.steps} steps, to the exchange of gradients number {self.last}"
+            f"at most {self.worst_s[rank]:.3f} s) in {self.steps} steps, up to exchange {self.last} of gradients"
         )
 
 
@@ -126,9 +126,7 @@ class StragglerWatch:
         if slow is not None:
             _log.warning("gradwire: %s", report)
         else:
-            _log.warning(
-                "gradwire: the others wait for rank %d no longer, as of the exchange number %d", self._logged, count - 1
-            )
+            _log.warning("gradwire: the others no longer wait for rank %d, as of exchange %d", self._logged, count - 1)
         self._logged = slow
 
     def _to_post(self) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class QuorumLost(CollectiveError):
 
     def __init__(self, ranks: Sequence[int], quorum: int, *, rank: int, operation: str) -> None:
         self.quorum = quorum
-        message = f"lost {ranks_text(ranks)}: those that are left are fewer than the quorum of {quorum}"
+        message = f"lost {ranks_text(ranks)}: the remaining ranks are fewer than the quorum of {quorum}"
         super().__init__(message, rank=rank, operation=operation, ranks=ranks)
 
 

@@ -103,7 +103,7 @@ class Hogwild(WrappingOptimizer):
         for name, parameter in self._parameters.items():
             if parameter.data_ptr() != self._addresses[name]:
                 raise RuntimeError(
-                    f"{here()}{name!r} is not in the memory that the ranks share any more: something, such as model.to() or "
+                    f"{here()}{name!r} is no longer in the memory that the ranks share: something, such as model.to() or "
                     "parameter.data = ..., has given it memory of its own. Copy into it instead, by copy_()"
                 )
         return self.optimizer.step(closure)

@@ -219,7 +219,7 @@ class KVStore:
         """
         self._check()
         if self._group.communicator is None:
-            raise ValueError(f"{here()}nothing travels with type {self._type!r} that could be compressed")
+            raise ValueError(f"{here()}type {self._type!r} sends nothing that could be compressed")
         if self._encoder is not None:
             raise ValueError(f"{here()}gradient compression is set already, and cannot be changed")
 
@@ -316,8 +316,8 @@ class KVStore:
             raise RuntimeError(f"{here()}this key-value store is closed")
         if priority != 0:
             raise ValueError(
-                f"{here()}priority={priority!r}: 0 is allowed alone, since a call is done when it returns and none waits that "
-                "another could overtake"
+                f"{here()}priority={priority!r}: only 0 is allowed; every call is done when it returns, so the queue is empty "
+                "and priority has no effect"
             )
 
     def _agreed_path(self, method: str, fname: str | os.PathLike[str]) -> Path:

@@ -289,8 +289,8 @@ class ParameterServer(WrappingOptimizer):
         wrong = [rank for rank, (fits, other) in enumerate(said) if not fits or other != said[0][1]]
         if wrong:
             raise ValueError(
-                f"{here()}load_state_dict needs what state_dict() returned on this rank of as many ranks, with the same servers "
-                f"and parameters, after the same step; not so on {', '.join(f'rank {rank}' for rank in wrong)}"
+                f"{here()}load_state_dict needs the state_dict() of this rank, from the same number of ranks, the same servers "
+                f"and parameters, after the same step; this is not so on {', '.join(f'rank {rank}' for rank in wrong)}"
             )
         before = self.state_dict()
 
@@ -348,7 +348,7 @@ class ParameterServer(WrappingOptimizer):
         """Return what this rank trains by. Raises RuntimeError on a rank that serves only, or has closed."""
         self._check_open()
         if self._worker is None:
-            raise RuntimeError(f"{here()}this rank serves only: it calls serve(), then close()")
+            raise RuntimeError(f"{here()}this rank serves only: call serve(), then close()")
         return self._worker
 
     def _check_synchronous(self, verb: str) -> None:

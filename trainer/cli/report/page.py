@@ -86,7 +86,7 @@ def _stragglers(training: Training, of: str) -> str:
     found = training.stragglers
     if found is None:
         return _section(
-            f"Stragglers{of}", "<p>Nothing is known: that takes two exchanges of gradients on several ranks.</p>"
+            f"Stragglers{of}", "<p>No data: this needs at least two exchanges of gradients on several ranks.</p>"
         )
     slowest = training.ranks[found.slowest]
     said = (
@@ -146,7 +146,7 @@ def _ranks(measured: Measured) -> str:
     ]
     missing = sorted(set(range(measured.size)) - set(measured.processes))
     said = (
-        f"<p>{ranks_text(missing).capitalize()} left nothing: on another host, the folder of the report must be there too.</p>"
+        f"<p>{ranks_text(missing).capitalize()} wrote no data: on another host, the folder of the report must exist too.</p>"
         if missing
         else ""
     )
