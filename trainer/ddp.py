@@ -40,14 +40,16 @@ def ddp_comm_hook(
 ) -> "CompressionHook":
     """Return a hook that averages gradients: `model.register_comm_hook(None, gradwire.ddp_comm_hook("int8"))`.
 
-    compression, policy: as of DistributedOptimizer, with the same buffers, error feedback and warm-up behind them; but
-    for casts, the first UNSETTLED_STEPS exchanges are uncompressed whatever the warm-up. named_parameters: of the
-    module under DDP, all of them; policy goes by these names. timeout_s: of each exchange. process_group: DDP's, where
-    it was given one.
+    compression, policy: as of DistributedOptimizer, with the same buffers, error feedback and warm-up. With a codec, the first
+    UNSETTLED_STEPS exchanges are always uncompressed.
+    named_parameters: all parameters of the module under DDP; policy matches their names.
+    timeout_s: the deadline of each exchange.
+    process_group: the process group that DDP was given, if any.
 
-    One hook is for one model on one device; there may be several. init() is not needed: the first backward() makes a
-    Communicator, which close() closes. backward() raises CollectiveError where the ranks could not finish together.
-    Raises ValueError for what is no codec, for names that are not unique, and for a policy that none of them matches.
+    One hook is for one model on one device; there may be several hooks. init() is not needed: the first backward() makes a
+    Communicator, and close() closes it. backward() raises CollectiveError if the ranks could not finish together. Raises
+    ValueError for an invalid codec, for names that are not unique, and for a policy that matches none of them.
+    docs/guides/ddp.md is the guide.
     """
     names = None if named_parameters is None else check_named_parameters(named_parameters, ())
     checked = Policy(compression, policy).checked(None if names is None else names.values())

@@ -47,7 +47,7 @@ class Work:
         return self._done.is_set()
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Have a function called once wait() returns at once, by the thread that completes the operation; now, if it is done."""
+        """Call a function when the operation is done, in the thread that completes it; at once if it is done already."""
         self._callbacks.append(callback)
         if self._done.is_set():
             self._call_back()

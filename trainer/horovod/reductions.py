@@ -63,13 +63,14 @@ def allreduce(
 ) -> Tensor:
     """Return a new tensor like `tensor`: its reduction over all ranks.
 
-    op: Average (the default), Sum, Min, Max, Product or Adasum; `average` is Horovod's older word for Average or Sum. The
-    factors multiply before and after the reduction. compression: what floating-point tensors travel as; a codec, or its
-    name, is for Average and Sum, without error feedback, and rounds equal tensors alike every time.
+    op: Average (the default), Sum, Min, Max, Product or Adasum.
+    average: Horovod's deprecated argument for Average or Sum.
+    prescale_factor, postscale_factor: factors before and after the reduction.
+    compression: the compression of floating-point tensors. A codec, or its name, is for Average and Sum; it has no error
+    feedback, and equal tensors round alike in every call.
 
-    Adasum is for floating-point tensors, on any number of ranks: gradients that are orthogonal are added, equal ones
-    averaged (Maleki et al. 2020). Integers times a factor, and averages of them, are truncated toward zero; so no
-    average of them is a fraction.
+    Adasum is for floating-point tensors, on any number of ranks: orthogonal gradients are added, equal ones averaged (Maleki
+    et al. 2020). Integers times a factor, and averages of integers, are truncated toward zero.
 
     The gradient is allreduce() of the result's gradients, with the same op (Average or Sum), compression and factors.
     """

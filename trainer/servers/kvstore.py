@@ -38,26 +38,26 @@ Key: TypeAlias = Name | Sequence[Name]
 class KVStore:
     """Holds tensors by key at servers inside the ranks, which update them by what all ranks push: MXNet's KVStore.
 
-    type: "dist_sync" (or "dist_device_sync"): an update of a key is made of one push of every rank, in the order of
-    ranks, so runs repeat to the bit; a rank's pull waits for all that it has pushed. "dist_async": every push makes an
-    update at once, one at a time for a key, and no rank waits for others. "local" (or "device"): of this process alone, with or
-    without init(). Servers compute on the CPU; tensors on GPUs are copied.
-    servers: the ranks that hold keys beside their own training; by default all of them. A key lies at one server as a whole.
+    type: "dist_sync" (or "dist_device_sync"): an update of a key uses one push of every rank, in the order of ranks, so runs
+    repeat to the bit; a rank's pull waits until its pushes are applied. "dist_async": every push is an update, one at a time
+    per key, and no rank waits for others. "local" (or "device"): this process alone, with or without init(). Servers compute
+    on the CPU; tensors on GPUs are copied.
+    servers: the ranks that hold keys beside their own training; default: all. Each key is at one server as a whole.
 
-    A key is an int or a str; all methods that take a key take a list of keys, with a list of what goes with each. A value
-    or out is a tensor or a list of tensors. Sparse values are made dense. priority must be 0: a call is done when it returns, so
-    the queue is empty, and priority has no effect.
+    A key is an int or a str. Methods that take a key also take a list of keys, with a list of values. A value or out is a
+    tensor or a list of tensors. Sparse values are made dense. priority must be 0: a call is done when it returns, so the queue
+    is empty, and priority has no effect.
 
-    All ranks make it, and call init(), broadcast(), set_optimizer(), set_gradient_compression(), barrier() and the two methods of
-    optimizer states, in the same order (collective); push, pull, pushpull and row_sparse_pull they call as they like. One
+    Making it is collective, and so are init(), broadcast(), set_optimizer(), set_gradient_compression(), barrier() and the two
+    methods of optimizer states: all ranks call them in the same order. push, pull, pushpull and row_sparse_pull are not. One
     thread of a rank may use it.
 
-    The others go on without a rank that dies: with "dist_async" but for collective methods and the keys that it held, which
-    raise PeerLost; so name servers= where ranks may be lost. With "dist_sync" a pull that waits for it raises QuorumLost, and
-    one that waits longer than about the timeout_s of init() CollectiveTimeout. A rank that calls nothing for timeout_s counts as
-    lost; one that calls close() is waited for no more.
+    If a rank dies, the others continue with "dist_async"; only collective methods and the keys of that rank raise PeerLost.
+    With "dist_sync" a pull that waits for it raises QuorumLost, and one that waits for about the timeout_s of init()
+    CollectiveTimeout. A rank that calls nothing for timeout_s counts as lost; one that calls close() is no longer waited for.
+    docs/guides/kvstore.md is the guide.
 
-    Raises ValueError for another type, and servers that are no ranks.
+    Raises ValueError for another type, and for servers that are not ranks.
     """
 
     def __init__(self, type: Type = "local", *, servers: Sequence[int] | None = None) -> None:

@@ -42,42 +42,42 @@ _LOOK_S = 1.0
 
 
 class ParameterServer(WrappingOptimizer):
-    """Wraps an optimizer so that it runs at servers inside the ranks, each of which holds a part of the parameters.
+    """Wraps an optimizer so that it runs on servers inside the ranks, each of which holds a part of the parameters.
 
-    step() pushes this rank's gradients to all servers, waits until each lets it go on, and fills the parameters with the newest
-    there. A server makes an update when contributions of `quorum` ranks have arrived and grace_s seconds have passed since, or
-    all have arrived. It steps with their average, by their weights.
+    step() pushes this rank's gradients to all servers, waits until each of them lets it continue, and pulls the newest
+    parameters. A server makes an update when the gradients of `quorum` ranks have arrived and grace_s seconds have passed, or
+    when all have arrived. The update uses the weighted average. docs/guides/parameter-server.md is the guide.
 
-    optimizer, named_parameters, process_set: as DistributedOptimizer takes them; every parameter belongs to one server as a
-    whole, so any torch optimizer will do that treats parameters one by one. An update uses the settings of the param groups,
-    such as the learning rate, that the server's rank has at that time; where that rank serves only, those that the
-    lowest-numbered worker that takes part had at its last step(), which raises TypeError for others than numbers, strings and
-    tuples.
-    quorum: by default all that push: synchronous. Less: the slowest are not waited for (Chen et al. 2016). 1: asynchronous (Dean
-    et al. 2012). staleness: how many steps a rank may be ahead of the slowest, which it then waits for (Ho et al. 2013);
-    None for any number. late: what happens to gradients of an old version: "weight", the next update uses them times
-    1 / (1 + age); "next", like any other; "drop", they are counted, and not used. Those that are used count towards the quorum.
-    servers: the ranks of the process set, by their numbers in it, that serve; by default those that do not train, or where all
-    do, all that push. workers: the ranks that train, by default all; any other serves only, by serve().
-    inner: a process set, such as the ranks of a host, that averages its gradients at every step; its first rank pushes and
-    pulls for it, and the quorum counts such groups (hybrid; Kurth et al. 2017). Different ranks name different ones. A
-    Communicator as inner= waits for its own timeout_s: let it be 10 seconds longer than that of init(). compression: what
-    gradients are pushed as, as DistributedOptimizer takes it, but for codecs of sums (PowerSGD), with error feedback at the
-    worker. Parameters are pulled as they are.
+    optimizer, named_parameters, process_set: as of DistributedOptimizer. Each parameter belongs to one server as a whole, so
+    the optimizer must treat parameters one by one. An update uses the settings of the param groups on the server's rank. On a
+    rank that serves only, they are those of the lowest-numbered worker at its last step(); numbers, strings and tuples are
+    supported.
+    quorum: the number of ranks whose gradients make an update. Default: all that push (synchronous). Fewer: the slowest are
+    not waited for (Chen et al. 2016). 1: asynchronous (Dean et al. 2012).
+    grace_s: how many seconds a server waits for further gradients after the quorum.
+    staleness: how many steps a rank may be ahead of the slowest before it waits (Ho et al. 2013); None: any number.
+    late: what happens to gradients of an old version. "weight": the next update uses them, weighted by 1 / (1 + age). "next":
+    it uses them like others. "drop": they are counted but not used. Gradients that are used count towards the quorum.
+    servers: the ranks of the process set that serve. Default: the ranks that do not train; if all train, all that push.
+    workers: the ranks that train; default: all. Other ranks only serve, by serve().
+    inner: a process set, such as the ranks of a host, that averages its gradients in every step; its first rank pushes and
+    pulls, and the quorum counts such groups (hybrid; Kurth et al. 2017). Different ranks name different groups. A Communicator
+    as inner= keeps its own timeout_s, which should be 10 seconds longer than that of init().
+    compression: the compression of pushed gradients, as of DistributedOptimizer, except PowerSGD. Error feedback is kept by
+    the worker. Parameters are pulled uncompressed.
 
-    Replicas must start equal. Load and broadcast the parameters (broadcast_parameters) before making it: the servers copy them
-    then, and the first step() and serve() raise RuntimeError where they have changed since. A parameter without a gradient
-    contributes zeros. Runs with quorum=all repeat to the bit, whoever serves; otherwise the order of arrival decides.
+    Replicas must start equal. Load or broadcast the parameters (broadcast_parameters) before making it: the servers copy them
+    then. A parameter without a gradient contributes zeros. Runs with a quorum of all repeat to the bit; with fewer, the order
+    of arrival decides.
 
-    The others go on without a rank that dies, as long as they are `quorum` and it was not one that serves: else their step()
-    raises QuorumLost or PeerLost, on all ranks of a group alike; a group ends with any of its ranks. So name servers= where
-    ranks may be lost. A lost rank cannot come back. One that calls close() is waited for no more; one that only stops to step
-    may leave the others short of the quorum. A rank that pushes nothing for the timeout_s of init() counts as lost.
+    If a rank dies, the others continue while they are `quorum` and the rank was not a server; otherwise step() raises
+    QuorumLost or PeerLost. A group ends with any of its ranks. A lost rank cannot return. A rank that pushes nothing for the
+    timeout_s of init() counts as lost; one that calls close() is no longer waited for.
 
-    Each server has a small Communicator and a thread for every rank: this is for some dozens of ranks. Messages go through
-    shared memory or TCP as those of Communicators do. CUDA parameters travel through the CPU, and servers compute there.
+    Each server has a small Communicator and a thread per rank, which suits some dozens of ranks. CUDA parameters are copied
+    through the CPU, on which servers compute.
 
-    Collective. Raises ValueError or TypeError for invalid arguments.
+    Making it is collective. Raises ValueError or TypeError for invalid arguments.
     """
 
     def __init__(
@@ -199,14 +199,14 @@ class ParameterServer(WrappingOptimizer):
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None, *, weight: float = 1.0) -> Any:
-        """Push this rank's gradients, and fill the parameters with what is newest at the servers, when they let it go on.
+        """Push this rank's gradients, wait until the servers let it continue, and fill the parameters with the newest ones.
 
-        closure: clears gradients, calls backward() and returns this rank's loss, which step() returns. weight: of these
-        gradients in the average, such as the number of tokens they were computed of.
+        closure: a function that clears gradients, calls backward() and returns this rank's loss, which step() returns.
+        weight: the weight of these gradients in the average, such as their number of tokens.
 
-        Raises QuorumLost where too few ranks are left, PeerLost where a server is; CollectiveError at each further call, also
-        after Ctrl-C. RuntimeError where parameters have changed since servers took them over; ValueError where one requires a
-        gradient that did not when this was made.
+        Raises QuorumLost if too few ranks are left, PeerLost if a server is lost, and CollectiveError at each further call,
+        also after Ctrl-C. Raises RuntimeError if parameters have changed since the servers copied them, and ValueError if a
+        parameter requires a gradient that did not when this was made.
         """
         worker = self._training()
         self._check_unbroken()
