@@ -339,8 +339,10 @@ class DistributedOptimizer(WrappingOptimizer):
         return self._rule.stand_in(verb, numel)
 
     def settle(self) -> None:
-        """Wait for the gradients that are being exchanged, and complete the update of the last step, with overlap="next_forward":
-        before anything uses parameters outside of a forward of the model. Any rank may call it."""
+        """Wait for running exchanges, and complete the update of the last step, with overlap="next_forward".
+
+        Call it before parameters are used outside of a forward of the model. Any rank may call it.
+        """
         self._rule.settle()
 
     def begin_window(self) -> None:

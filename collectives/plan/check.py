@@ -28,14 +28,14 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 class ScheduleError(ValueError):
-    """A schedule that deadlocks, loses or repeats a contribution, or leaves something else than its collective says."""
+    """A schedule deadlocks, loses or repeats a contribution, or does not end with the result of its collective."""
 
 
 def check_algorithm(collective: str, planner: Planner, sizes: Iterable[int] = range(1, 17)) -> None:
-    """Check what a planner makes for worlds of these sizes, every root that differs, and hosts of one, four and all ranks.
+    """Check a planner for worlds of these sizes, with every root that differs, and hosts of one, of four and of all ranks.
 
-    Of allreduce, among up to 16 ranks, it is checked as well that codes, which lose something each time, leave all ranks with
-    the same bits. Raises ScheduleError, which says for which world and what is wrong; ValueError for an unknown collective.
+    For allreduce among up to 16 ranks, also check that all ranks would have the same bits with a codec, which loses something
+    in every encoding. Raises ScheduleError, which names the world and the fault; ValueError for an unknown collective.
     """
     if collective not in PLANNERS:
         raise ValueError(f"no collective is called {collective!r}; known are {', '.join(PLANNERS)}")

@@ -14,7 +14,7 @@ from gradwire.collectives.errors import CollectiveError, CollectiveTimeout
 
 
 class Work:
-    """Handle of one asynchronous operation, as `async_op=True` returns it. counted: whether its turn has a number."""
+    """Stands for one asynchronous operation; verbs return it with `async_op=True`. counted: whether its turn has a number."""
 
     def __init__(self, rank: int, operation: str, run: Callable[[], None], *, counted: bool = True) -> None:
         self.counted = counted

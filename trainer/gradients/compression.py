@@ -68,13 +68,14 @@ class Cast:
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """Adds error feedback to a codec: what one step's encoding lost is added to the next step's gradient.
+    """Adds error feedback to a codec: the error of one step's encoding is added to the next step's gradient.
 
-    codec: of gradwire.collectives.compression, or its name; PowerSGD has error feedback of its own, here only warmup_steps is
-    new to it. warmup_steps: for so many exchanges gradients travel uncompressed first.
+    codec: a codec of gradwire.collectives.compression, or its name. PowerSGD has its own error feedback; for it, only
+    warmup_steps applies.
+    warmup_steps: the number of exchanges at the start in which gradients are sent uncompressed.
 
-    Raises ValueError for codecs whose errors would grow from step to step, as they lose more than there was: unbiased
-    ones with omega >= 1 (see their docstrings). These need no error feedback.
+    Raises ValueError for unbiased codecs with omega >= 1 (see their docstrings), whose residuals would grow in every step.
+    These need no error feedback.
     """
 
     codec: str | Codec | MatrixCodec
@@ -98,8 +99,10 @@ Compressor: TypeAlias = "str | Cast | Codec | MatrixCodec | ErrorFeedback"
 
 
 class Compression:
-    """Holds Horovod's Compression.none, .fp16 (up to 65504 on every rank), .bf16 (float32's range, 8 bits of precision); and
-    all codecs of gradwire.collectives.compression with their defaults, with error feedback where they need it."""
+    """Holds the names for `compression=`: Horovod's none, fp16 (up to 65504 on every rank) and bf16 (the range of float32, 8
+    bits of precision), and all codecs of gradwire.collectives.compression with default settings, with error feedback if
+    they need it.
+    """
 
     none = Cast(None)
     fp16 = Cast(torch.float16)

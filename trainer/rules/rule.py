@@ -104,8 +104,10 @@ class Rule:
         """Forget what was accumulated: the gradients have been zeroed."""
 
     def stand_in(self, verb: str, numel: int) -> bool:
-        """Take part, on a rank that has joined, in what the other ranks begin, as one that reaches no gradients. verb and
-        numel: of the first operation of that. False, with nothing done, where zeros are all that is needed."""
+        """Take part in the next operations of the other ranks without gradients, on a rank that has joined.
+
+        verb, numel: those of the first operation. Returns False, with nothing done, if zeros are sufficient.
+        """
         return False
 
     def state_dict(self) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class Flat:
 
 
 class QuorumLost(CollectiveError):
-    """Is raised where too many ranks are lost for another update. Attributes: ranks (those that are lost), quorum."""
+    """Too many ranks are lost for another update. Attributes: ranks (the lost ranks), quorum."""
 
     def __init__(self, ranks: Sequence[int], quorum: int, *, rank: int, operation: str) -> None:
         self.quorum = quorum

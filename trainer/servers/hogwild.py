@@ -95,9 +95,9 @@ class Hogwild(WrappingOptimizer):
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the wrapped optimizer, with this rank's gradients, on the parameters of all; return what it returns.
+        """Step the wrapped optimizer on the shared parameters, with this rank's gradients; return what it returns.
 
-        Raises RuntimeError where a parameter has left the shared memory, as by model.to().
+        Raises RuntimeError if a parameter is no longer in the shared memory, as after model.to().
         """
         if self._is_closed:
             raise RuntimeError(f"{here()}this optimizer is closed")
@@ -126,8 +126,11 @@ class Hogwild(WrappingOptimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def close(self) -> None:
-        """Give this rank a copy of the parameters, as they are now, and leave the shared memory to the others. Not collective:
-        for the same copy on all ranks, hvd.barrier() before and after. The wrapped optimizer lives on."""
+        """Give this rank a copy of the current parameters, and leave the shared memory to the others. The wrapped optimizer
+        remains usable.
+
+        Not collective: for equal copies on all ranks, call hvd.barrier() before and after.
+        """
         if self._is_closed:
             return
         self._is_closed = True

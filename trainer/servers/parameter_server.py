@@ -193,8 +193,9 @@ class ParameterServer(WrappingOptimizer):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Return of which version the parameters are that this rank has: how many updates each server that has parameters
-        had made, in the order of the servers' ranks."""
+        """Return the versions of this rank's parameters: the number of updates by each server that has parameters, in the
+        order of the servers' ranks.
+        """
         return tuple(self._training().versions)
 
     @uncompiled
@@ -231,10 +232,12 @@ class ParameterServer(WrappingOptimizer):
         return loss
 
     def serve(self) -> None:
-        """Serve until all workers have left or are lost, on a rank that does nothing else. A worker that pushes nothing for
-        the timeout_s of init() counts as lost. Returns at once where there are fewer parameters than servers, and none is
-        left for this one. Raises ValueError on a rank that trains, RuntimeError where parameters have changed since this was
-        made."""
+        """Serve until all workers have left or are lost, on a rank that does not train.
+
+        A worker that pushes nothing for the timeout_s of init() counts as lost. Returns at once if there are fewer parameters
+        than servers, and none is left for this rank. Raises ValueError on a rank that trains, and RuntimeError if parameters
+        have changed since this was made.
+        """
         self._check_open()
         if self._worker is not None:
             raise ValueError(f"{here()}serve() is for ranks that serve only; this one is one of workers=, and trains")
@@ -251,19 +254,22 @@ class ParameterServer(WrappingOptimizer):
         raise ValueError(f"{here()}parameters cannot be added to an optimizer at a parameter server once it is made")
 
     def report(self) -> ServerReport:
-        """Return what became of all contributions so far: on a rank that serves only, at this server. A rank may call it at any
-        time but during its step(); of a group, only the first."""
+        """Return the counts of all contributions so far; on a rank that serves only, those at this server.
+
+        A rank may call it at any time except during its step(); of a group, only the first rank may.
+        """
         self._check_open()
         if self._worker is not None:
             return ServerReport.of(self._worker.counts())
         return ServerReport.of([] if self._updater is None else [self._updater.counts()])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this rank and its server stand: every rank saves its own, after the same step, and the model.
+        """Return the state of this rank and its server. Every rank saves its own, after the same step, together with the
+        model.
 
-        Raises ValueError with a quorum of less than all, which hold different states, and where ranks serve
-        only, which do not stop between two steps; CollectiveError after a step() that has failed, which some servers may
-        have made and others not.
+        Raises ValueError with a quorum of fewer than all, where ranks have different states, and if ranks serve only, which do
+        not stop between two steps. Raises CollectiveError after a step() that has failed, which only some servers may have
+        made.
         """
         self._check_synchronous("state_dict")
         self._check_unbroken()
@@ -273,11 +279,10 @@ class ParameterServer(WrappingOptimizer):
         return {**self.optimizer.state_dict(), KEY: at}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on, bit for bit, where state_dict() was called on each of as many ranks with the same servers. Load the model
-        before: the servers take their parameters from that. Collective.
+        """Load a state with which training resumes bit for bit, on the same number of ranks with the same servers. Collective.
 
-        Raises ValueError, on all ranks, with nothing loaded, where the state_dict of one is of something else, or its server was
-        not at the same step; CollectiveError after a step() that has failed.
+        Load the model before: the servers take the parameters from it. Raises ValueError on all ranks, with nothing loaded, if
+        the state of one does not fit or is that of another step; CollectiveError after a step() that has failed.
         """
         self._check_synchronous("load_state_dict")
         self._training()
@@ -311,10 +316,10 @@ class ParameterServer(WrappingOptimizer):
         self._taken_over = self._hashes()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Say that nothing more comes from this rank, serve the others until they say so too, and end the threads.
+        """Announce that this rank sends nothing more, serve the others until they announce the same, and end the threads.
 
-        timeout_s: how long others are waited for at most, by default the timeout_s of init(); after that they are left
-        alone, and a warning says so. The parameters and the wrapped optimizer live on. Calling it again does nothing.
+        timeout_s: how long to wait for the others; default: the timeout_s of init(). After that, a warning is logged and they
+        are served no more. The parameters and the wrapped optimizer remain usable. Further calls do nothing.
         """
         self._part.close(timeout_s)
 

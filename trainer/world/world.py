@@ -187,10 +187,11 @@ def root_in(communicator: Communicator, root_rank: int) -> int:
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a process set, or the ranks of one, and return it. Collective over the world, members or not.
+    """Register a process set, or one with a list of ranks, and return it. Collective over the world, including ranks outside
+    of the set.
 
-    Raises ValueError, on all ranks, for ranks that are not in the world or are given twice, for those of a set that is
-    registered, and where the ranks do not all give the same; RuntimeError before init().
+    Raises ValueError on all ranks for ranks that are not in the world or repeated, for the ranks of a set that is registered
+    already, and if ranks give different sets. Raises RuntimeError before init().
     """
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     current_world().add([made])
@@ -198,8 +199,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set, and return whether there was one to forget: that of all ranks stays. Collective over the
-    world. Optimizers that were made with it go on."""
+    """Unregister a process set, and return whether it was registered; the set of all ranks cannot be removed. Collective over
+    the world. Optimizers that were made with it continue to work.
+    """
     world = current_world()
     if process_set is global_process_set or process_set not in world.process_sets:
         return False
