@@ -206,7 +206,7 @@ class TcpTransport(Table):
                     detail = os.strerror(error) if error else "the connection has ended"
                     raise LinkError(peer, timed_out=False, detail=f"rank {peer}: {detail}")
                 elif time.monotonic() >= deadline:
-                    raise LinkError(peer, timed_out=True, detail=f"nothing came from rank {peer}", awaited={peer})
+                    raise LinkError(peer, timed_out=True, detail=f"received nothing from rank {peer}", awaited={peer})
 
     def _unfinished(self) -> np.ndarray:
         """Return the rows of messages that are not done."""

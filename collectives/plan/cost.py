@@ -204,7 +204,7 @@ def _costs(read: Mapping[str, Any]) -> Costs:
 
     def positive(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise ValueError(f"{value!r} is no number of seconds")
+            raise ValueError(f"{value!r} is not a number of seconds")
         return float(value)
 
     costs = Costs(
@@ -281,7 +281,7 @@ def _interpolated(costs: Costs, collective: str, algorithm: str, nbytes: int) ->
             (low, low_s), (high, high_s) = measured[max(0, above - 1)], measured[above]
             slope = (high_s - low_s) / (high - low) if high > low else 0.0
             return max(measured[0][1], high_s + slope * (nbytes - high))
-    raise KeyError(f"{collective}'s {algorithm!r} is no Program, and was not measured")
+    raise KeyError(f"{collective}'s {algorithm!r} is not a Program, and was not measured")
 
 
 @lru_cache(maxsize=4096)
@@ -362,7 +362,7 @@ class _Walk:
             self._clocks[rank] = max(self._clocks[rank], clock)
             if self._advance(rank):
                 heappush(ready, (self._clocks[rank], rank))
-        assert not self._sleeping, "a program waits for a message that nobody sends"
+        assert not self._sleeping, "a program waits for a message that no rank sends"
         return self._clocks
 
     def _advance(self, rank: int) -> bool:

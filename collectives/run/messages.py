@@ -123,7 +123,7 @@ class MessageWork:
         if peer is None:
             peer = self.sender = self._transport.next_sender(self._tag, deadline)
             if peer is None:
-                raise LinkError(None, timed_out=True, detail="nothing came from any rank")
+                raise LinkError(None, timed_out=True, detail="received nothing from any rank")
         message = [(peer, carried(self._buffer.flat, "sum")[0])]
         sent, received = self._transport.post(message if self._sends else [], [] if self._sends else message, self._tag)
         (self._pending,) = sent or received

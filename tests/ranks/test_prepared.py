@@ -60,7 +60,7 @@ def test_what_a_prepared_operation_refuses() -> None:
         operation.start()
         if comm.rank == 0:
             for again in (operation.start, operation):
-                with pytest.raises(RuntimeError, match="still runs"):
+                with pytest.raises(RuntimeError, match="still running"):
                     again()
             dist.barrier()
         operation.wait()

@@ -84,7 +84,7 @@ def test_interface() -> None:
         ({}, "ok", "no launcher has started this"),
         ({"MASTER_PORT": "29500"}, "note", "MASTER_PORT is set, but RANK is not"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "failed", "does not say where rank 0 listens"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "failed", "RANK=2 is no rank of WORLD_SIZE=2"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "failed", "RANK=2 is not a rank of WORLD_SIZE=2"),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"},
             "ok",
@@ -218,13 +218,13 @@ def test_nobody_listens_and_nobody_comes() -> None:
     (found,) = links.links("127.0.0.1", port)
     assert found == Finding(
         "failed",
-        f"nobody listens at 127.0.0.1 port {port}",
+        f"no process listens at 127.0.0.1 port {port}",
         f"run on 127.0.0.1 first: gradwire check --listen --port {port}",
     )
     (found,) = links.links("no host.invalid", port)
     assert found.what.startswith("no host.invalid does not resolve: ")
     (found,) = links.listen(port, 0.05)
-    assert found.what == "within 0.05 s nobody came"
+    assert found.what == "within 0.05 s no host connected"
     assert found.do is not None
     assert f"gradwire check --host {socket.gethostname()} --port {port}" in found.do
     with listener() as silent:

@@ -33,7 +33,7 @@ def test_hosts(text: str, slots: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("text", ["", "a:0", "a:two", "a:2:3", "a,,b", "a b", "-oProxyCommand=x:1", "a:-1"])
 def test_what_is_no_host(text: str) -> None:
-    with pytest.raises(ValueError, match="is no host: write HOST:SLOTS"):
+    with pytest.raises(ValueError, match="is not a host: write HOST:SLOTS"):
         parse_hosts(text)
 
 
@@ -42,10 +42,10 @@ def test_hostfile(tmp_path: Path) -> None:
     file.write_text("# two racks\na slots=2  # new\n\nb slots = 3\nc:4\nd\n")
     assert read_hostfile(file) == {"a": 2, "b": 3, "c": 4, "d": 1}
     file.write_text("a slots=2 max_slots=3\n")
-    with pytest.raises(ValueError, match=rf"{file}: 'a:2 max_slots=3' is no host"):
+    with pytest.raises(ValueError, match=rf"{file}: 'a:2 max_slots=3' is not a host"):
         read_hostfile(file)
     file.write_text("# nobody\n")
-    with pytest.raises(ValueError, match="there is no host in it"):
+    with pytest.raises(ValueError, match="it contains no host"):
         read_hostfile(file)
     with pytest.raises(ValueError, match=r"cannot read the hosts in .*No such file"):
         read_hostfile(tmp_path / "nowhere")

@@ -96,8 +96,8 @@ def _flip(path: Path) -> None:
     ("damage", "said"),
     [
         (_flip, "checksum"),
-        (lambda path: os.truncate(path, 400), "cut off"),
-        (lambda path: path.write_bytes(b"x" * 900), "no commit"),
+        (lambda path: os.truncate(path, 400), "truncated"),
+        (lambda path: path.write_bytes(b"x" * 900), "not a commit"),
     ],
 )
 def test_a_damaged_commit_is_refused(memory: NamedMemory, damage: Any, said: str) -> None:

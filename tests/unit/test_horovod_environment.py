@@ -141,5 +141,5 @@ def test_horovodrun() -> None:
     apart = HOROVODRUN | {"HOROVOD_LOCAL_SIZE": "1", "HOROVOD_LOCAL_RANK": "0"}
     with pytest.raises(ValueError, match="horovodrun does not say where rank 0 listens: set MASTER_ADDR to"):
         meeting_point(apart, read_launch(apart))
-    with pytest.raises(ValueError, match="HOROVOD_RANK=2 is no rank of HOROVOD_SIZE=2 processes"):
+    with pytest.raises(ValueError, match="HOROVOD_RANK=2 is not a rank of HOROVOD_SIZE=2 processes"):
         read_launch(HOROVODRUN | {"HOROVOD_RANK": "2"})

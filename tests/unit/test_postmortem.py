@@ -171,7 +171,7 @@ def test_a_rank_that_did_not_wait_itself_accuses_nobody() -> None:
 
 def test_patience_is_that_of_who_gave_up() -> None:
     reports = {0: stopped(1, gave_up=True), 1: Report(4, CALL, (0,), False, SECONDS, timeout_s=300.0)}
-    assert "came later" not in str(judged(1, reports))
+    assert "arrived later" not in str(judged(1, reports))
 
 
 def test_a_report_survives_its_way() -> None:

@@ -136,7 +136,7 @@ class Resumption:
         """Raise RuntimeError while gradients are exchanged."""
         if any(bucket.in_flight for bucket in self.bucketing.buckets):
             raise RuntimeError(
-                f"{here()}the exchange of gradients has not finished: an earlier backward() failed "
+                f"{here()}gradients are still being exchanged: an earlier backward() failed "
                 "midway (call synchronize(), then zero_grad())"
             )
 

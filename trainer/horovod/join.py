@@ -120,7 +120,9 @@ class _Join:
             if self._cuda >= 0:
                 torch.cuda.current_stream().synchronize()
         if communicator.absence.wanted() == wanted:
-            raise RuntimeError(f"{here()}has joined, and has no part in what the other ranks call: {wanted.call}")
+            raise RuntimeError(
+                f"{here()}has joined, and cannot take part in an operation of the other ranks: {wanted.call}"
+            )
 
     def _check(self, running: Collection[Communicator]) -> None:
         """Raise the error of whatever has failed on other ranks, but in an operation that runs, which will say so itself."""

@@ -224,11 +224,11 @@ def _label(given: dict[str, Any], shapes: list[list[int]]) -> dict[str, Any] | s
             for name, values in by_element.items():
                 if values.numel() != numel:
                     has = values.numel()
-                    return f"what is damaged: state {name!r} of parameter {number} has {has} elements, not {numel}"
+                    return f"a damaged state: {name!r} of parameter {number} has {has} elements, not {numel}"
             if (owed := state.get(LOST)) is not None:
-                check_finite(f"what codes have lost of parameter {number}", owed)
+                check_finite(f"residual of parameter {number}", owed)
             names.append([[name, str(values.dtype)] for name, values in by_element.items()])
         label = {key: part[key] for key in ("world_size", "rank")}
         return {**label, "names": names, "lacks": part["owed"] is not None}
     except Exception as error:  # the other ranks would wait for this one if they did not get its error
-        return f"what is damaged: {type(error).__name__}: {error}"
+        return f"a damaged state: {type(error).__name__}: {error}"

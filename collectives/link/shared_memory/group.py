@@ -198,7 +198,7 @@ class LocalGroup:
             how = "process has ended" if gone & self.dead() else "Communicator is closed or broken"
             raise LinkError(min(gone), timed_out=False, detail=f"{ranks_text(gone)}: the {how}")
         if time.monotonic() >= deadline:
-            detail = f"nothing came from {ranks_text(awaited)}"
+            detail = f"received nothing from {ranks_text(awaited)}"
             raise LinkError(peer, timed_out=True, detail=detail, awaited=awaited)
         return awaited & (self.dead() | self._left(_BROKEN))
 

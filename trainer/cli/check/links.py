@@ -121,7 +121,7 @@ def links(host: str, port: int) -> Iterator[Finding]:
     try:
         connection = socket.create_connection((str(address), port), _KNOCK_S)
     except ConnectionRefusedError:
-        yield Finding("failed", f"nobody listens at {there}", f"run on {host} first: {command}")
+        yield Finding("failed", f"no process listens at {there}", f"run on {host} first: {command}")
         return
     except OSError as error:
         do = f"open port {port} of {host} in its firewall; and run there: {command}"

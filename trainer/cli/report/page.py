@@ -73,7 +73,7 @@ def _steps(training: Training, of: str) -> str:
     first = training.steps - training.seconds.shape[1] + 1
     said = (
         f"<p>Of the time of the steps, from step {first} on, ranks spent {_wait_share(training):.1%} waiting for the exchange of "
-        "gradients, which goes on beside backward().</p>"
+        "gradients, which runs beside backward().</p>"
     )
     legend = (
         '<p class="quiet">Milliseconds of each step:<i class="median"></i>median<i class="band"></i>10th to 90th percentile'
