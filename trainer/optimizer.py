@@ -59,7 +59,8 @@ class DistributedOptimizer(WrappingOptimizer):
     - step(closure) gives the optimizer the loss averaged (or summed) over the ranks.
     - Of DTensors, as after fully_shard(model, mesh=mesh["shard"]), the local shards are exchanged among the ranks that hold
       the same shards: process_set=mesh["replicate"].
-    - Prefer activation checkpoints with use_reentrant=False; with op=Sum or backward_passes_per_step > 1 they are required.
+    - Activation checkpoints with use_reentrant=True exchange gradients once per segment. Prefer use_reentrant=False; with op=Sum
+      or backward_passes_per_step > 1, use only that.
 
     optimizer: any torch optimizer. Its dense parameters of dtype float16, bfloat16, float32 or float64 are exchanged.
     named_parameters: pairs (name, parameter) that cover the optimizer's, for policy and error messages; the same on all ranks.
@@ -82,7 +83,7 @@ class DistributedOptimizer(WrappingOptimizer):
     bucket_bytes: the size up to which gradients are fused; None: HOROVOD_FUSION_THRESHOLD, else 25 MB.
     rule: a class derived from Rule, or a function from a Setup to a Rule: what is exchanged, and when. This docstring
     describes the default rule.
-    on_step: a function that is called on each rank with its StepMetrics after each step. step() raises what it raises.
+    on_step: a function that is called on each rank with its StepMetrics after each step. step() propagates its exceptions.
     shard_states: True has each rank step only its share of the parameters, and keep only the optimizer state of that share
     (ZeRO stage 1, Rajbhandari et al. 2020). docs/guides/shard-states.md lists what this does not support.
     parameter_compression: with shard_states=True, the compression of the movements by which parameters are gathered: a cast,
