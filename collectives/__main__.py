@@ -108,10 +108,10 @@ def main() -> None:
         prog="gradwire", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", choices=["info", "tune", "precompile"])
-    parser.add_argument("--out", type=Path, help="where tune writes what it has measured, as JSON")
+    parser.add_argument("--out", type=Path, help="the JSON file that tune writes its measurements to")
     flags = parser.parse_args()
     if (flags.command == "tune") != (flags.out is not None):
-        parser.error("tune needs --out FILE, and nothing else takes it")
+        parser.error("tune needs --out FILE; no other command takes --out")
     if flags.command == "info":
         _info()
     elif flags.command == "tune":

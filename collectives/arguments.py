@@ -75,7 +75,7 @@ def check_written(engine: Engine, *tensors: torch.Tensor) -> None:
         if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)):
             raise ValueError(
                 f"rank {engine.rank}: a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} cannot hold a "
-                "result, several of its elements are one; clone() it first"
+                "result, because several of its elements share memory; clone() it first"
             )
 
 
@@ -101,15 +101,15 @@ def check_root(engine: Engine, name: str, root: int) -> None:
 def check_message(engine: Engine, tensor: torch.Tensor, name: str, peer: int | None, tag: int) -> None:
     """Raise ValueError for what cannot be sent or received as a message. peer: the other rank, None for any."""
     if engine.size == 1:
-        raise ValueError(f"rank {engine.rank}: this rank is alone in its group; a message needs another one")
+        raise ValueError(f"rank {engine.rank}: this rank is alone in its group; a message needs another rank")
     if peer is not None:
         check_root(engine, name, peer)
         if peer == engine.rank:
-            raise ValueError(f"rank {engine.rank}: {name}={peer} is this rank; a message needs another one")
+            raise ValueError(f"rank {engine.rank}: {name}={peer} is this rank; a message needs another rank")
     if not isinstance(tag, int) or not 0 <= tag <= MOST_TAG:
         raise ValueError(f"rank {engine.rank}: tag={tag!r}; a whole number from 0 to {MOST_TAG} is needed")
     if tag and not engine.knows_tags(tensor):
-        raise ValueError(f"rank {engine.rank}: tag={tag}; over NCCL, which knows no tags, only 0 is allowed")
+        raise ValueError(f"rank {engine.rank}: tag={tag}; NCCL has no tags, so only 0 is allowed")
 
 
 def part_lengths(
@@ -119,15 +119,15 @@ def part_lengths(
     if isinstance(many, torch.Tensor):
         if many.numel() != engine.size * one.numel():
             raise ValueError(
-                f"rank {engine.rank}: {many_name} has {many.numel()} elements; {engine.size} ranks times "
-                f"{one_name}'s {one.numel()} are needed"
+                f"rank {engine.rank}: {many_name} has {many.numel()} elements; {engine.size} times the "
+                f"{one.numel()} elements of {one_name} are needed"
             )
         return [one.numel()] * engine.size
     lengths = [part.numel() for part in many]
     if len(lengths) != engine.size or lengths[engine.rank] != one.numel():
         raise ValueError(
-            f"rank {engine.rank}: {many_name} has parts of {lengths} elements; {engine.size} parts are needed, the one of "
-            f"this rank with {one_name}'s {one.numel()}"
+            f"rank {engine.rank}: {many_name} has parts of {lengths} elements; {engine.size} parts are needed, and that of "
+            f"this rank needs the {one.numel()} elements of {one_name}"
         )
     return lengths
 
@@ -142,7 +142,7 @@ def rooted_list(
     if len(parts) != wanted or any(part.numel() != one.numel() for part in parts):
         raise ValueError(
             f"rank {engine.rank}: {name} has tensors of {[part.numel() for part in parts]} elements; with {root_name}={root} "
-            f"this rank gives {wanted} of {one.numel()} elements"
+            f"this rank must give {wanted} of {one.numel()} elements"
         )
     return parts
 
@@ -152,7 +152,7 @@ def split_lengths(engine: Engine, name: str, tensor: torch.Tensor, splits: Seque
     if splits is None:
         if tensor.numel() % engine.size:
             raise ValueError(
-                f"rank {engine.rank}: {name} has {tensor.numel()} elements, which {engine.size} ranks cannot share equally"
+                f"rank {engine.rank}: {name} has {tensor.numel()} elements, which is not a multiple of the {engine.size} ranks"
             )
         return [tensor.numel() // engine.size] * engine.size
     rows = tensor.shape[0] if tensor.dim() else 0

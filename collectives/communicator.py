@@ -45,44 +45,50 @@ _log = logging.getLogger("gradwire")
 
 
 class Communicator(SharedTensors):
-    """Collective operations among the ranks of a torch.distributed group, on a duplicate of that group.
+    """Runs collective operations and messages among the ranks of a torch.distributed group.
 
-    group: a ProcessGroup over gloo (CPU tensors; CUDA tensors travel through pinned memory) or NCCL (CUDA tensors); None is the
-    world; or a Membership, of which no other Communicator is made. timeout_s: seconds that each operation may take from its
-    start. segment_bytes: how large a piece of one rank's share is sent at once when a buffer is long; larger pieces cost less
-    overhead, smaller ones overlap better; None chooses by topology. link: the name of what moves the bytes: 'auto', 'tcp',
-    'process_group' or one that register_link was given; None is what COLLECTIVES_LINK says, else 'auto'. segment_bytes, link
-    and the tables of COLLECTIVES_<VERB> must be the same on all ranks, or all get a ValueError that says what differs;
-    the times need not be.
+    Making a Communicator is a collective call, and so is every verb: all ranks of the group call the same verbs in the same
+    order. The verbs follow torch.distributed: they work in place and return None, or with async_op=True a Work.
+    docs/guides/collectives.md is the guide.
 
-    stall_warning_s: after how long a wait the logger "gradwire" names, on every rank that waits, the ranks that are missing and
-    the file and line where they are instead, and again each time the wait has become twice as long; None never does.
-    stall_shutdown_s: a deadline for waits of operations alone, where timeout_s, which counts for making the Communicator too, is
-    longer.
+    group: a ProcessGroup over gloo (CUDA tensors are copied through pinned memory) or NCCL; None for the world; or a
+    Membership, of which no other Communicator is made.
+    timeout_s: the deadline of each operation, in seconds from its start, and of making the Communicator.
+    segment_bytes: how many bytes of one rank's share are sent at once when a buffer is long; None chooses by topology.
+    link: what moves the bytes: 'auto', 'tcp', 'process_group' or a name given to register_link; None: COLLECTIVES_LINK, else
+    'auto'.
+    stall_warning_s: after a wait of so many seconds, and whenever the wait has doubled, the logger "gradwire" names the
+    missing ranks, and the file and line where they are. None turns this off.
+    stall_shutdown_s: a shorter deadline than timeout_s, for operations only; None: timeout_s.
 
-    By the link 'auto', CPU tensors travel through shared memory between ranks of one host, and over TCP between hosts; all else
-    goes through the group's backend. Where memory cannot be shared (the log says why), or with COLLECTIVES_SHARED_MEMORY=0 on any
-    rank, they travel over TCP, and where that is not possible either, through the group's backend.
+    segment_bytes, link and the tables of COLLECTIVES_<VERB> must be equal on all ranks; otherwise all raise ValueError. The
+    times may differ.
 
-    Making one is a collective call, and so is every verb: all ranks of the group call the same verbs in the same order. Threads
-    of a rank may share one where it does not matter whose call comes first, because their calls are equal: otherwise ranks could
-    take them in different orders, which is a Mismatch.
-    Ranks in arguments (src, dst) count within the group. The verbs follow torch.distributed: results in place, None
-    returned, or with async_op=True a Work; then the tensors belong to the operation until its wait() returns. It works on
-    the memory that they had at the call, and a CPU tensor's storage can no longer be resized, as after Tensor.numpy().
-    Operations run in the order issued. Tensors may be strided, empty or of inference mode, and an output may share
-    memory with an input; a tensor without memory of its own (a DTensor, a FakeTensor, a nested one) is a TypeError.
-    Dtypes are float16, bfloat16, float32, float64, int8, uint8, int16, int32, int64 and bool. `op` is 'sum', 'average',
-    'min', 'max' or 'product', or torch's ReduceOp of that name; sums and products of integers wrap around, averages of
-    them truncate toward zero; on bool, sum and max are "or", product and min are "and", average is a TypeError.
-    `algorithm` is 'auto' or one of algorithms(verb), also with a segment, such as 'ring/1M'. The result of one algorithm in one
-    world is the same on all ranks to the bit, every time.
+    By the link 'auto', CPU tensors travel through shared memory between ranks of one host, and over TCP between hosts. If
+    memory cannot be shared, they travel over TCP; without compiled kernels, through the backend of the group.
 
-    Raises, from every verb: ValueError, TypeError for a wrong argument, at the call, before anything is sent. From the verb or,
-    when asynchronous, from wait: PeerLost, CollectiveTimeout or Mismatch when the operation cannot finish. The Communicator is
-    broken from then on and says so at each further call, with an error of the same kind; but for a Mismatch that was found
-    before any data moved, as it is where a call is new to all ranks, or where the splits of alltoall differ: then it goes on.
-    Over NCCL alone a lost peer shows as CollectiveTimeout.
+    Arguments that all verbs share:
+
+    - Tensors may be strided or empty, and an output may share memory with an input. A tensor without its own memory (a
+      DTensor, a FakeTensor, a nested tensor) raises TypeError.
+    - Dtypes are float16, bfloat16, float32, float64, int8, uint8, int16, int32, int64 and bool.
+    - Ranks in arguments (src, dst) count within the group.
+    - op is 'sum', 'average', 'min', 'max' or 'product', or torch's ReduceOp of that name. Sums and products of integers wrap
+      around, averages of them truncate toward zero. On bool, sum and max are "or", product and min are "and", and average
+      raises TypeError.
+    - algorithm is 'auto' or one of algorithms(verb), optionally with a segment, such as 'ring/1M'. One algorithm in one world
+      gives bitwise identical results, on all ranks and in every run.
+    - async_op=True: the tensors belong to the operation until its wait() returns. It works on the memory that they had at the
+      call, and the storage of a CPU tensor cannot be resized any more, as after Tensor.numpy(). Operations run in the order of
+      the calls.
+
+    Threads of a rank may share a Communicator only if their calls are equal: otherwise ranks could run them in different
+    orders, which raises Mismatch.
+
+    Every verb raises ValueError or TypeError for a wrong argument, before anything is sent. If an operation cannot finish, the
+    verb, or wait() of an asynchronous one, raises PeerLost, CollectiveTimeout or Mismatch. The Communicator is then broken,
+    and each further call raises an error of the same kind. Exception: after a Mismatch that was found before any data moved,
+    the Communicator remains usable. Over NCCL alone, a lost peer raises CollectiveTimeout.
     """
 
     def __init__(
@@ -110,7 +116,9 @@ class Communicator(SharedTensors):
             )
         for name, seconds in (("stall_warning_s", stall_warning_s), ("stall_shutdown_s", stall_shutdown_s)):
             if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
-                raise ValueError(f"rank {rank}: {name}={seconds}: it must be positive and finite, or None for never")
+                raise ValueError(
+                    f"rank {rank}: {name}={seconds}: it must be positive and finite, or None to turn it off"
+                )
         link = link or os.environ.get(LINK) or AUTO
         check_link(link, os.environ)  # what is wrong is found before anyone connects
         tuning = os.environ.get(TUNING) or "0"
@@ -175,8 +183,9 @@ class Communicator(SharedTensors):
             raise
 
     def tune(self) -> Costs:
-        """Measure what moving bytes costs among these ranks, in well under a second, and let 'auto' choose by it from now on. A
-        collective call. With COLLECTIVES_TUNING=1 it is made at once where there are several hosts."""
+        """Measure the links of these ranks, in well under a second, and let 'auto' select by the measurement from now on. A
+        collective call. With COLLECTIVES_TUNING=1, making a Communicator over several hosts calls it.
+        """
         costs = Probe(self._engine, self.topology, self._machines).run()
         self._choose_by(costs)
         if self.topology.rank == 0:
@@ -186,12 +195,12 @@ class Communicator(SharedTensors):
 
     @property
     def measured(self) -> Measured | None:
-        """What 'auto' chooses by where links were measured; None where they were not."""
+        """Return what 'auto' selects by after a measurement of the links; None without one."""
         return self._engine.plans.measured
 
     @property
     def costs(self) -> Costs | None:
-        """What moving bytes costs among these ranks, the same on all of them; None where nothing was measured."""
+        """Return the measured costs of the links, the same on all ranks; None without a measurement."""
         return None if self.measured is None else self.measured.costs
 
     def _read(self, text: str | TuningError, source: str) -> Costs:
@@ -216,12 +225,12 @@ class Communicator(SharedTensors):
 
     @property
     def control_device(self) -> str:
-        """Where small tensors of one's own are best: on the CPU, or where the group carries none of those, on the GPU."""
+        """Return the device for small tensors of the caller's own: the CPU, or the GPU if the group carries no CPU tensors."""
         return self._engine.control_device
 
     @property
     def routes(self) -> tuple[str, ...]:
-        """What joins this rank with which others, in lines for people."""
+        """Return what connects this rank with which others, as lines for people."""
         return self._engine.routes
 
     @property
@@ -235,7 +244,7 @@ class Communicator(SharedTensors):
 
     @property
     def segment_bytes(self) -> int:
-        """How large a piece of one rank's share is sent at once when a buffer is long."""
+        """Return how many bytes of one rank's share are sent at once when a buffer is long."""
         return self._engine.plans.segment_bytes
 
     def algorithms(self, collective: str) -> tuple[str, ...]:
@@ -244,12 +253,13 @@ class Communicator(SharedTensors):
 
     @property
     def tables(self) -> dict[str, Table]:
-        """What 'auto' runs by message size, for every verb: built in, or from COLLECTIVES_<VERB>."""
+        """Return the algorithms that 'auto' runs by message size, for every verb: built in, or from COLLECTIVES_<VERB>."""
         return dict(self._engine.plans.tables)
 
     def chosen(self, collective: str, nbytes: int, codec: str | Codec | None = None) -> str:
-        """Return what 'auto' runs for a message of nbytes (allgather, reduce_scatter: of all ranks together); with a codec, for
-        an allreduce of nbytes of float32."""
+        """Return the algorithm that 'auto' runs for a message of nbytes (of all ranks together for allgather and
+        reduce_scatter), or with a codec, for an allreduce of nbytes of float32.
+        """
         made = make_codec(codec) if codec is not None else None
         if made is None or made.name == "none":
             return self._engine.plans.choose(collective, "auto", nbytes)
@@ -259,11 +269,11 @@ class Communicator(SharedTensors):
     def wire_bytes(
         self, collective: str, nbytes: int, algorithm: str = "auto", codec: str | Codec | None = None
     ) -> int | None:
-        """Return how many bytes this rank sends for a message of nbytes in all, rooted collectives being rooted at rank 0.
+        """Return how many bytes this rank sends for a message of nbytes in all, by the plan. The root of rooted collectives is
+        rank 0.
 
-        With a codec, the message is nbytes of float32, and what the ranks of a host send each other before codes are made does
-        not count. None for the backend's own algorithm, and where nothing is sent because memory is shared. It is read off the
-        plan.
+        With a codec, the message is nbytes of float32, and bytes that the ranks of a host send each other before encoding do
+        not count. None for the backend's own algorithm, and where nothing is sent because memory is shared.
         """
         made = make_codec(codec) if codec is not None else None
         return self._engine.plans.wire_bytes(collective, nbytes, algorithm, made)
@@ -274,17 +284,19 @@ class Communicator(SharedTensors):
         return Absence(self, self._engine)
 
     def post(self, topic: str, record: Any) -> None:
-        """Send all ranks a record, as of allgather_record, of which the latest of each topic counts. Returns at once, before the
-        record has arrived, and is no operation: no other rank needs to take part."""
+        """Send a record, as of allgather_record, to all ranks; the latest of each topic counts. Returns at once, before the
+        record has arrived. Not an operation: no other rank needs to take part.
+        """
         self._engine.watch.post(topic, record)
 
     def posted(self, topic: str) -> dict[int, Any]:
-        """Return the latest record that came from each rank, this one among them, by rank. Returns at once."""
+        """Return the latest record of a topic from each rank, this one included, by rank. Returns at once."""
         return dict(self._engine.watch.posts.get(topic, {}))
 
     def record(self, timeline: Timeline | None, name: str = "") -> None:
-        """Record operations in a timeline from now on, in lanes that begin with this name; with None no more. On this rank
-        only."""
+        """Record operations in a timeline from now on, in lanes whose names begin with `name`; None stops it. On this rank
+        only.
+        """
         self._lanes = name
         self.timeline = timeline
         lane = self.lane("operations")
@@ -294,18 +306,19 @@ class Communicator(SharedTensors):
         self._engine.record(lane)
 
     def lane(self, of: str) -> Lane | None:
-        """Return the lane for what somebody does with this Communicator; None where nothing is recorded."""
+        """Return a lane of the timeline for work with this Communicator; None if nothing is recorded."""
         timeline = self.timeline
         return None if timeline is None else timeline.lane(f"{self._lanes}: {of}")
 
     @property
     def global_rank(self) -> int:
-        """This process's rank in torch.distributed's default group; where these ranks are none of that, its rank here."""
+        """Return this process's rank in torch.distributed's default group, or its rank here if it is not in that group."""
         return self.global_ranks[self._engine.rank] if self.global_ranks else self._engine.rank
 
     def close(self) -> None:
-        """Finish what was issued and give the group back. A collective call that waits at most some seconds for the others;
-        after a failure it returns at once. Calling it again does nothing."""
+        """Finish all operations and release the group. A collective call: it waits for the others for at most some seconds,
+        and after a failure returns at once. Further calls do nothing.
+        """
         close_all([self])
 
     def __enter__(self) -> Communicator:

@@ -50,5 +50,5 @@ def shared_memory_wanted(environment: Mapping[str, str]) -> bool:
     """
     text = environment.get(SHARED_MEMORY) or "1"
     if text not in ("0", "1"):
-        raise ValueError(f"{SHARED_MEMORY}={text!r} must be 0 (ranks of a host talk through sockets) or 1")
+        raise ValueError(f"{SHARED_MEMORY}={text!r} must be 0 (ranks of a host use sockets) or 1")
     return text == "1"

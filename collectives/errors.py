@@ -28,11 +28,11 @@ def _by_value(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
 
 
 class CollectiveError(DistBackendError):
-    """A collective operation failed; as a rule its Communicator is broken from then on. It is a RuntimeError, and what
-    torch.distributed raises where a backend fails.
+    """A collective operation failed. Its Communicator is usually broken from then on. It is a RuntimeError and torch's
+    DistBackendError.
 
-    Attributes: rank (this process, in the Communicator; -1 where nobody said), operation (what was running), ranks (those at
-    fault, as far as that is known).
+    Attributes: rank (this process, in the Communicator; -1 if unknown), operation (the operation that was running), ranks (the
+    ranks at fault, as far as they are known).
     """
 
     def __init__(self, message: str = "", *, rank: int = -1, operation: str = "", ranks: Iterable[int] = ()) -> None:
@@ -52,10 +52,10 @@ class CollectiveError(DistBackendError):
 
 
 class PeerLost(CollectiveError):
-    """A peer's process ended, or it left before the operation was done.
+    """The process of a peer ended, or the peer left before the operation was done.
 
-    Attributes: ranks (those that are lost), has_left (whether they said that they leave, as a script does that ends or raises;
-    else their processes ended, or cannot be reached), reasons (what those raised that said so).
+    Attributes: ranks (the lost ranks), has_left (True if they announced that they leave, as a script does that ends or raises;
+    False if their processes ended or cannot be reached), reasons (by rank, the exception with which a rank left).
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PeerLost(CollectiveError):
         self.has_left = has_left
         self.reasons = dict(reasons or {})
         how = (
-            "left at this operation or before, by an exception or at the end of its script: see its own output"
+            "left at or before this operation, by an exception or at the end of its script: see the output of that rank"
             if has_left
             else "its process was ended, or its host cannot be reached"
         )
@@ -81,8 +81,11 @@ class PeerLost(CollectiveError):
 
 
 class CollectiveTimeout(CollectiveError, TimeoutError):
-    """A deadline passed. Attributes: seconds (the deadline), waiting_for, also called ranks (those that did not answer; empty
-    where it was this rank that came late, or where two ranks do not reach each other, which the message says)."""
+    """A deadline passed.
+
+    Attributes: seconds (the deadline), waiting_for and ranks (the ranks that did not answer; empty if this rank was late, or
+    if two ranks cannot reach each other: the message then says so).
+    """
 
     def __init__(
         self, seconds: float, waiting_for: Iterable[int], *, rank: int, operation: str, detail: str = ""
@@ -97,8 +100,8 @@ class CollectiveTimeout(CollectiveError, TimeoutError):
 class Mismatch(CollectiveError):
     """Ranks called different operations, or the same one with different arguments.
 
-    Attributes: calls (rank -> what it called), places (rank -> where in the user's code, as 'file:line', of the ranks of which
-    that is known). Where ranks differ in a call that is new to all of them, no data has moved, and the Communicator goes on.
+    Attributes: calls (by rank, what it called), places (by rank, the 'file:line' of the call in the user's code, as far as it
+    is known). If ranks differ in a call that is new to all of them, no data has moved, and the Communicator remains usable.
     """
 
     def __init__(
@@ -126,8 +129,11 @@ class Mismatch(CollectiveError):
 
 
 class PeerJoined(CollectiveError):
-    """Ranks have joined, which then take part with zeros in sums, averages and barriers alone. The Communicator is not broken,
-    but what the operation was to write is undefined. Attribute ranks: which."""
+    """An operation is not supported because ranks have joined: they take part with zeros in sums, averages and barriers only.
+
+    The Communicator is not broken, but the output of the operation is undefined. Attribute: ranks (the ranks that have
+    joined).
+    """
 
     def __init__(self, ranks: Iterable[int], *, rank: int, operation: str) -> None:
         joined = sorted(ranks)
@@ -141,10 +147,10 @@ class PeerJoined(CollectiveError):
 
 
 class ReplicasDiffer(CollectiveError):
-    """Ranks that train one model do not hold the same numbers any more. The Communicator can still be used.
+    """Ranks that train one model no longer hold the same values. The Communicator remains usable.
 
-    Attributes: tensor (the name of the first value that differs), ranks (those that have another value than most ranks; where
-    no value is that of most, than the lowest rank), count (how many values differ).
+    Attributes: tensor (the name of the first value that differs), ranks (the ranks whose value is not that of most ranks, or,
+    without a majority, not that of the lowest rank), count (how many values differ).
     """
 
     def __init__(

@@ -15,7 +15,7 @@ def parse_size(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
     if match is None:
-        raise ValueError(f"size {text!r} is not a number followed by nothing, K, M or G")
+        raise ValueError(f"size {text!r} is not a number, optionally followed by K, M or G")
     nbytes = float(match[1]) * _UNITS[match[2]]
     if nbytes != int(nbytes):
         raise ValueError(f"size {text!r} is not a whole number of bytes")

@@ -30,7 +30,7 @@ def precompile() -> int:
     try:
         import numba
     except ImportError as error:
-        print(f"nothing is compiled: {error}: pip install numba", file=sys.stderr)
+        print(f"cannot compile: {error}: pip install numba", file=sys.stderr)
         return 1
     FIRST_USE.speaks = False
     begun, before = time.monotonic(), len(FIRST_USE.compiled)
@@ -43,9 +43,9 @@ def precompile() -> int:
         print("all kernels were compiled already")
     folder = cpu_cache()
     if folder is None:
-        print("they are kept nowhere, so every process will compile them again", file=sys.stderr)
+        print("they cannot be saved, so every process will compile them again", file=sys.stderr)
         return 1
-    print(f"kept in {folder}; set NUMBA_CACHE_DIR, here and in every later run, for another folder")
+    print(f"saved in {folder}; for another folder, set NUMBA_CACHE_DIR here and in every later run")
     return 0
 
 

@@ -29,24 +29,25 @@ class SharedTensors(Verbs):
         return self._engine.shares_memory
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return an uninitialised CPU tensor, of a shape given as for torch.empty, that ranks of one host allreduce without
-        copying it.
+        """Return an uninitialised CPU tensor that ranks of one host allreduce without a copy, from its second allreduce on.
 
-        From the second allreduce on, that is: make it once and use it often. It is an ordinary tensor where there is no memory to
-        share, for more than 256 of them at a time, and where too little memory is left, for all of it is taken at once. Not a
-        collective call; the ranks that reduce it should all have made theirs so. Its memory is given back with the tensor.
-        After a fork, parent and child see the same numbers. Raises TypeError for a dtype that is not carried.
+        Make it once and reuse it. The shape is given as for torch.empty. Not a collective call, but all ranks that reduce it
+        should make theirs with it. Without shared memory, for more than 256 of them at a time, and if too little memory is
+        left, it is an ordinary tensor. The memory is reserved at once, and freed with the tensor. After a fork, parent and
+        child share its contents.
+
+        Raises TypeError for a dtype that is not supported.
         """
         return self._engine.empty(self._shape(shape, dtype), dtype)
 
     def shared_empty(self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a CPU tensor, of zeros, that is the same memory on all ranks: what one writes, all see, in no order but that of
-        barriers. Its shape is given as for torch.empty.
+        """Return a CPU tensor of zeros that is the same memory on all ranks of one host. A collective call.
 
-        A collective call, for ranks of one host. Each rank has the memory for as long as it keeps the tensor, whatever becomes
-        of the others and of this Communicator. Raises, on all ranks, ValueError where they are on several hosts, share no
-        memory, or differ in what they ask for, and CollectiveError where there is too little memory; TypeError for a dtype that
-        is not carried.
+        What one rank writes, all see; only barriers order their accesses. The shape is given as for torch.empty. Each rank has
+        the memory for as long as it keeps the tensor, even if other ranks end or the Communicator is closed.
+
+        Raises, on all ranks, ValueError if they are on several hosts, share no memory, or give different arguments, and
+        CollectiveError if there is too little memory. Raises TypeError for a dtype that is not supported.
         """
         size = self._shape(shape, dtype)
         self._check_one_host()
@@ -74,7 +75,9 @@ class SharedTensors(Verbs):
             if problems or segment is None:
                 rank, why = next(iter(problems.items()))
                 raise CollectiveError(
-                    f"there is no memory for all ranks: rank {rank}: {why}", rank=self.rank, operation="shared_empty"
+                    f"no memory can be shared by all ranks: rank {rank}: {why}",
+                    rank=self.rank,
+                    operation="shared_empty",
                 )
         except BaseException:
             if segment is not None:
@@ -109,8 +112,8 @@ class SharedTensors(Verbs):
             )
         if self.size > 1 and not self.shares_memory:
             raise ValueError(
-                f"rank {self.rank}: {ranks_text(hosts[0])} are on one host and share no memory: it is switched off "
-                "(COLLECTIVES_SHARED_MEMORY=0 on a rank, or another link than 'auto'), or the log of the first rank says why not"
+                f"rank {self.rank}: {ranks_text(hosts[0])} are on one host but share no memory: it is turned off "
+                "(COLLECTIVES_SHARED_MEMORY=0 on a rank, or another link than 'auto'), or the log of the first rank says why"
             )
 
 

@@ -1,25 +1,24 @@
 """Data-parallel training with Horovod's interface: `import gradwire as hvd`.
 
-The verbs have Horovod's names, argument names and defaults. What differs, for all of them: operations are matched by the
-order in which ranks call them, which must be the same on all, and not by `name`; `process_set` may be a
-torch.distributed group, a dimension of a DeviceMesh, or a Communicator, too. A root rank is one of the world, whatever
-the process set, whose other ranks need not call anything: a verb called outside of its process set raises what is a
-ValueError and a HorovodInternalError.
+The verbs have Horovod's names, argument names and defaults. They differ in the following, for all verbs:
 
-A `name` stands in errors, and while an operation has it, until its synchronize(), no other one of that verb and process
-set can have it: that is a ValueError.
+- Operations are matched by the order of the calls, which must be the same on all ranks, not by `name`. A `name` appears in
+  errors. Until the synchronize() of an operation, another one of that verb and process set with its name raises ValueError.
+- `process_set` may also be a torch.distributed group, a dimension of a DeviceMesh, or a Communicator. Ranks outside of it need
+  not call anything; a verb called there raises an error that is both a ValueError and a HorovodInternalError.
+- A root rank is a rank of the world, with any process set.
 
-Tensors may have any shape (at least one dimension where rows are moved) and the dtypes float16, bfloat16, float32,
-float64, int8, uint8, int16, int32, int64, bool; results live on the device of the tensor given; those of a group are on
-one device. Factors multiply integers in float64, and the result is truncated toward zero, as an average of integers is.
-Verbs that are neither in place nor asynchronous can be differentiated, and have Horovod's gradients: through allgather
-and broadcast the average of all ranks' gradients, through reducescatter with op=Sum the number of ranks times what was
-gathered. Each verb says its own.
+Tensors may have any shape (at least one dimension for verbs that move rows) and the dtypes float16, bfloat16, float32, float64,
+int8, uint8, int16, int32, int64 and bool. The tensors of a group are on one device, and results are on the device of the tensor.
+Factors multiply integers in float64, and the result is truncated toward zero, as are averages of integers.
 
-All raise ValueError or TypeError for invalid arguments, before anything is sent, and gradwire.collectives.CollectiveError,
-which is HorovodInternalError here, where the ranks could not finish together. What the ranks give to allgather and alltoall is
-compared before it is sent: where it does not fit, all ranks raise what is both. The table of errors in
-docs/guides/from-horovod.md has what Horovod raises, and what is raised here.
+Verbs that are neither in place nor asynchronous are differentiable, with Horovod's gradients: of allgather and broadcast the
+average of all ranks' gradients, of reducescatter with op=Sum the gathered gradients times the number of ranks.
+
+All verbs raise ValueError or TypeError for invalid arguments, before anything is sent. They raise
+gradwire.collectives.CollectiveError, here also HorovodInternalError, if the ranks could not finish together. The arguments of
+allgather and alltoall are compared before data is sent; if they do not fit, all ranks raise an error that is both. The table in
+docs/guides/from-horovod.md compares the errors with Horovod's.
 """
 
 import types as _types

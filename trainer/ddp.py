@@ -40,14 +40,16 @@ def ddp_comm_hook(
 ) -> "CompressionHook":
     """Return a hook that averages gradients: `model.register_comm_hook(None, gradwire.ddp_comm_hook("int8"))`.
 
-    compression, policy: as of DistributedOptimizer, with the same buffers, error feedback and warm-up behind them; but
-    for casts, the first UNSETTLED_STEPS exchanges are uncompressed whatever the warm-up. named_parameters: of the
-    module under DDP, all of them; policy goes by these names. timeout_s: of each exchange. process_group: DDP's, where
-    it was given one.
+    compression, policy: as of DistributedOptimizer, with the same buffers, error feedback and warm-up. With a codec, the first
+    UNSETTLED_STEPS exchanges are always uncompressed.
+    named_parameters: all parameters of the module under DDP; policy matches their names.
+    timeout_s: the deadline of each exchange.
+    process_group: the process group that DDP was given, if any.
 
-    One hook is for one model on one device; there may be several. init() is not needed: the first backward() makes a
-    Communicator, which close() closes. backward() raises CollectiveError where the ranks could not finish together.
-    Raises ValueError for what is no codec, for names that are not unique, and for a policy that none of them matches.
+    One hook is for one model on one device; there may be several hooks. init() is not needed: the first backward() makes a
+    Communicator, and close() closes it. backward() raises CollectiveError if the ranks could not finish together. Raises
+    ValueError for an invalid codec, for names that are not unique, and for a policy that matches none of them.
+    docs/guides/ddp.md is the guide.
     """
     names = None if named_parameters is None else check_named_parameters(named_parameters, ())
     checked = Policy(compression, policy).checked(None if names is None else names.values())
@@ -144,7 +146,7 @@ class CompressionHook:
             if state_dict.get(key) != value:
                 raise ValueError(
                     f"{self._here}this state was saved with {key} {state_dict.get(key)!r}, and the hook has {key} {value!r}: "
-                    "every rank loads what it saved itself, in a world of the same size"
+                    "load on every rank the state that it saved, in a world of the same size"
                 )
         check_part(state_dict)
         known = [_settled(encoding).identity for encoding in self._policy.encodings]
@@ -210,7 +212,7 @@ class CompressionHook:
         """Raise ValueError where a parameter is not the one that was saved."""
         if was != now:
             raise ValueError(
-                f"{self._here}the state that was loaded is of another model: its parameter {number} is {was[0]!r} of "
+                f"{self._here}the loaded state is that of another model: its parameter {number} is {was[0]!r} of "
                 f"shape {was[1]}, the one here {now[0]!r} of shape {now[1]}"
             )
 
@@ -224,7 +226,7 @@ class CompressionHook:
             buffer = self._new_buffer(tuple(entry["parameters"]), device)
             if not buffer.fits(entry):
                 raise ValueError(
-                    f"{self._here}the state that was loaded is of another model or policy: of parameters "
+                    f"{self._here}the loaded state is that of another model or policy: for parameters "
                     f"{entry['parameters']} it has other tensors"
                 )
             buffer.load_state_dict(entry)

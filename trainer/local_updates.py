@@ -22,15 +22,16 @@ from gradwire.trainer.world.world import current_world, here
 
 @dataclass(frozen=True)
 class LocalReport:
-    """Says what local updates have cost this rank so far.
+    """Holds the costs of local updates on this rank.
 
-    steps: of the optimizer, those before a checkpoint from which it goes on included. All bytes are what this rank has
-    sent since the optimizer was made. warmup_bytes_per_step: of gradients, spread over the steps of the warm-up.
-    bytes_per_step: of movements, spread over all steps after the warm-up. inner_bytes_per_step: of gradients to inner
-    ranks, spread over the same. bytes_sent: all of these together. bytes_saved: how many times fewer bytes movements
-    are than uncompressed ones. wait_share: of the time since the optimizer was made, in which this rank waited for others.
-    batch_per_rank, global_batch: of a step, as the caller of report() says; while a rank steps alone, its gradient is that of
-    its own batch.
+    steps: the steps of the optimizer, including those before a checkpoint that was loaded.
+    warmup_bytes_per_step: bytes of gradients, per step of the warm-up.
+    bytes_per_step: bytes of movements, per step after the warm-up.
+    inner_bytes_per_step: bytes of gradients to inner ranks, per step after the warm-up.
+    bytes_sent: all bytes that this rank has sent since the optimizer was made.
+    bytes_saved: how many times fewer bytes the movements have than uncompressed.
+    wait_share: the share of the time since the optimizer was made that this rank waited for others.
+    batch_per_rank, global_batch: the batches of a step, as given to report().
     """
 
     steps: int
@@ -59,39 +60,37 @@ class LocalReport:
 
 
 class LocalUpdates(DistributedOptimizer):
-    """Wraps an optimizer so that every rank steps alone, and all meet every `every` steps.
+    """Wraps an optimizer so that every rank steps alone, and the ranks exchange how far their parameters have moved every
+    `every` steps.
 
-    For `warmup_steps` first, gradients are averaged, as by DistributedOptimizer. From then on ranks exchange no
-    gradients. Every `every` steps they average how far their parameters have moved since they last met, and the outer
-    optimizer applies that to the parameters which they have in common: DiLoCo (Douillard et al. 2023) with an outer
-    Nesterov SGD of rate 0.7 and momentum 0.9; averaging of the parameters with outer=None. All ranks' common parameters
-    are compared by a hash after each exchange; ReplicasDiffer says which differ. Replicas must start equal
-    (broadcast_parameters before the first step).
+    For the first `warmup_steps`, gradients are averaged, as by DistributedOptimizer. After that, the ranks exchange no
+    gradients. Every `every` steps they average the movements of their parameters since the last exchange, and the outer
+    optimizer applies the average to the common parameters. With an outer Nesterov SGD of rate 0.7 and momentum 0.9 this is
+    DiLoCo (Douillard et al. 2023); with outer=None the parameters are averaged. docs/guides/local-updates.md is the guide.
 
-    Ranks hold the same parameters right after an exchange, with fragments or a delay only about the same: end training,
-    and validate, after warmup_steps and a multiple of `every` steps. docs/guides/local-updates.md has an example, and
-    says which settings are for which situation. report() counts all that was sent, `stats` the gradients of the warm-up alone.
+    Replicas must start equal (broadcast_parameters before the first step). They are equal right after an exchange, and only
+    nearly so with fragments or a delay: validate, and end training, after warmup_steps and a multiple of `every` steps. After
+    each exchange a hash of the common parameters is compared; if they differ, ReplicasDiffer is raised.
 
-    optimizer, named_parameters, process_set, backward_passes_per_step, bucket_bytes: as DistributedOptimizer takes them.
-    outer: an optimizer of the same parameters, of which class, settings and state are taken; itself it is not used. None:
-    the parameters are averaged. What travels by "chunktopk", of which few ranks send the same numbers, is averaged over as
-    many as send a number, if that is one: by an SGD with a rate of as many as send codes, the ranks, or the hosts where
-    these are several and some have several ranks; of those that send the same, having the same `inner` ranks, one counts.
-    codec, policy: what movements travel as, of all parameters, whatever their size: as compression= and policy= of
-    DistributedOptimizer; "chunktopk" brings the error feedback that takes the place of outer momentum (SparseLoCo, 2025).
-    warmup_codec: what gradients travel as during the warm-up, and among inner ranks.
-    fragments: the parameters are cut into so many parts, which are exchanged in turn, each every `every` steps. delay:
-    ranks go on for so many steps while a part is on its way, and then keep the share `alpha` of their own parameters
-    (Streaming DiLoCo, Douillard et al. 2025).
-    inner: a process set that averages gradients in every step, such as the ranks of a host; different ranks name
-    different ones.
+    optimizer, named_parameters, process_set, backward_passes_per_step, bucket_bytes: as of DistributedOptimizer.
+    every: the number of steps from one exchange to the next.
+    outer: an optimizer of the same parameters, as a template: its class, settings and state are used. None averages the
+    parameters. With "chunktopk", whose elements few ranks send, None sums the movements instead.
+    warmup_steps: the number of synchronous steps at the start.
+    warmup_codec: the compression of gradients in the warm-up, and among inner ranks.
+    codec, policy: the compression of movements, as compression= and policy= of DistributedOptimizer, for parameters of any
+    size. The error feedback of "chunktopk" takes the place of outer momentum (SparseLoCo, 2025).
+    fragments: the number of parts of the parameters, which are exchanged in turn, each every `every` steps.
+    delay: the number of steps that a rank takes while a fragment is exchanged.
+    alpha: the share of its own parameters that a rank keeps after such a delay (Streaming DiLoCo, Douillard et al. 2025).
+    inner: a process set that averages gradients in every step, such as the ranks of a host; different ranks name different
+    ones.
 
-    Checkpoints: state_dict() holds where this rank stands; every rank saves its own, and its parameters. On as many
-    ranks, training goes on bit for bit. On another number, every rank loads any; the residuals of error feedback are
-    handed over as by DistributedOptimizer. load_state_dict() is collective, and raises ValueError on all ranks, with nothing
-    loaded, where one of them was given what it cannot load.
+    Every rank saves its own state_dict() and parameters. On the same number of ranks, training resumes bit for bit. On another
+    number, every rank loads any of them, and the residuals are handed over as by DistributedOptimizer. load_state_dict() is
+    collective, and raises ValueError on all ranks, with nothing loaded, if any of them cannot load its state.
 
-    Collective. Raises ValueError or TypeError for invalid arguments.
+    Making it is collective. Raises ValueError or TypeError for invalid arguments.
     """
 
     def __init__(
@@ -172,10 +171,9 @@ def _check_averaging(policy: Policy) -> None:
     for encoding in policy.encodings:
         if is_one_shot(encoding) and encoding.warmup_steps:
             raise ValueError(
-                f"{here()}ErrorFeedback({encoding.codec.name!r}, warmup_steps={encoding.warmup_steps}) does not go with "
-                "outer=None: what travels by this codec is summed up, and in the codec's warm-up, in which it travels "
-                "uncompressed, would have to be averaged. Have a warm-up in which gradients are averaged: "
-                "LocalUpdates(warmup_steps=...)"
+                f"{here()}ErrorFeedback({encoding.codec.name!r}, warmup_steps={encoding.warmup_steps}) does not support "
+                "outer=None: movements with this codec are summed, but those of its warm-up, which are uncompressed, would "
+                "have to be averaged. Use a warm-up in which gradients are averaged: LocalUpdates(warmup_steps=...)"
             )
 
 

@@ -43,73 +43,64 @@ from gradwire.trainer.world.world import current_settings, current_world, here, 
 class DistributedOptimizer(WrappingOptimizer):
     """Wraps an optimizer so that every rank steps with the gradients of all ranks.
 
-    When backward() returns, the gradients of this optimizer's parameters are averaged (or summed) over the ranks:
-    clipping, GradScaler, LR schedulers, step(closure) and hooks work as with one process, and replicas that start equal
-    (broadcast_parameters) stay equal bit for bit. All of it stays in the wrapped optimizer, found as `.optimizer`, and
-    is shared: param_groups, state, defaults, hooks, and the format of state_dict().
+    When backward() returns, the gradients of this optimizer's parameters are averaged (or summed) over the ranks. Clipping,
+    GradScaler, LR schedulers, step(closure) and hooks work as with one process, and replicas that start equal
+    (broadcast_parameters) stay bitwise equal. The wrapped optimizer is `.optimizer`; this one shares its param_groups, state,
+    defaults, hooks and the format of its state_dict(). docs/guides/optimizer.md is the guide, and has the special cases.
 
-    - `parameter.grad` is a view of a bucket; clone it to keep it beyond the next backward().
-    - A parameter that got no gradient on some ranks counts as zero there; one that got none on any rank keeps grad
+    - `parameter.grad` is a view of a bucket. Clone it to keep it beyond the next backward().
+    - All ranks call backward(), step(), synchronize() and zero_grad() in the same order, and freeze, thaw or add the same
+      parameters. A parameter without a gradient on some ranks counts as zero there; without one on any rank, its grad stays
       None.
-    - With backward_passes_per_step = n, the gradients of n calls of backward() are summed, and then averaged over
-      ranks, in the n-th call. A step() or synchronize() that comes earlier exchanges what there is. When the n-th call
-      has not been made, call synchronize() before anything else reads gradients (GradScaler.unscale_, clipping), and
-      step() inside skip_synchronize(), which keeps it from warning.
-    - More calls of backward() after that, without zero_grad() between, accumulate onto the average; with op=Sum they
-      raise.
-    - Ranks may reach different parameters in backward(), or none, but must call backward(), step(), synchronize() and
-      zero_grad() in the same order; what is frozen, thawed or added must be so on all of them.
-    - step(closure) gives the optimizer the loss averaged (or summed) over the ranks, so that all take the same
-      decisions.
-    - Of parameters that are DTensors, as after fully_shard(model, mesh=mesh["shard"]), the shards of this rank are
-      exchanged, with process_set=mesh["replicate"]: the ranks that hold the same shards.
-    - Activation checkpoints with use_reentrant=True are exchanged correctly but once per segment; prefer
-      use_reentrant=False, and do so with op=Sum or backward_passes_per_step > 1.
+    - With backward_passes_per_step = n, the gradients of n calls of backward() are summed, and averaged over ranks in the n-th
+      call. An earlier step() or synchronize() exchanges the gradients so far. Before other code reads gradients then
+      (clipping, GradScaler.unscale_), call synchronize(), and step() inside skip_synchronize().
+    - Further calls of backward() without zero_grad() accumulate onto the average; with op=Sum they raise RuntimeError.
+    - step(closure) gives the optimizer the loss averaged (or summed) over the ranks.
+    - Of DTensors, as after fully_shard(model, mesh=mesh["shard"]), the local shards are exchanged among the ranks that hold
+      the same shards: process_set=mesh["replicate"].
+    - Activation checkpoints with use_reentrant=True exchange gradients once per segment. Prefer use_reentrant=False; with op=Sum
+      or backward_passes_per_step > 1, use only that.
 
-    optimizer: any torch optimizer; its dense parameters of dtype float16, bfloat16, float32 or float64 are exchanged.
-    named_parameters: pairs (name, parameter) that cover the optimizer's, for policy and error messages, as on all ranks.
-    compression: what gradients travel as: one of Compression or its name ("int8"), a codec of gradwire.collectives.compression,
-    or ErrorFeedback(codec). onebit, topk, threshold, randomk and dgc have error feedback without being asked, since they
-    do not converge without; the others have it as ErrorFeedback(...) only. Codecs are for matrices (two dimensions or
-    more) of 4096 elements or more; other parameters travel as they are. Casts are for all.
-    policy: what goes instead for parameters by name, whatever their size: {"*.bias": "none", "embed*": "topk"}; patterns
-    as of file names, of which the first that matches counts. Needs named_parameters.
-    op: Average or Sum of gradients; or Adasum, by which each rank steps with its own gradients and the changes are
-    combined after (gradwire.trainer.rules.adasum). gradient_predivide_factor: f, to sum gradients / f and multiply by f / size
-    after (for Average).
-    num_groups: into how many buckets the gradients are divided evenly, instead of by bucket_bytes. groups: the same, or
-    lists of the parameters of which each is fused into one bucket (one for each dtype and codec in it), whatever its
-    size; the parameters in none of them are fused by bucket_bytes. With groups, num_groups does not count.
-    sparse_as_dense: True has sparse gradients, as of nn.Embedding(sparse=True), made dense. Otherwise all ranks gather
-    their indices and values, and the result is sparse and coalesced: for optimizers that take such gradients.
+    optimizer: any torch optimizer. Its dense parameters of dtype float16, bfloat16, float32 or float64 are exchanged.
+    named_parameters: pairs (name, parameter) that cover the optimizer's, for policy and error messages; the same on all ranks.
+    compression: one of Compression or its name ("int8"), a codec of gradwire.collectives.compression, or ErrorFeedback(codec).
+    Codecs apply to matrices (two dimensions or more) of 4096 elements or more, casts to all parameters. onebit, topk,
+    threshold, randomk and dgc always have error feedback; other codecs have it only as ErrorFeedback(...). See
+    docs/guides/compression.md.
+    policy: the compression of parameters by name, whatever their size: {"*.bias": "none", "embed*": "topk"}. The patterns are
+    those of file names, and the first that matches counts. Needs named_parameters.
+    op: Average or Sum of gradients; or Adasum, with which each rank steps with its own gradients and the changes of the
+    parameters are combined (gradwire.trainer.rules.adasum).
+    gradient_predivide_factor: f, for Average: gradients are divided by f before the sum, and multiplied by f / size after it.
+    num_groups: the number of buckets into which the gradients are divided evenly, instead of by bucket_bytes.
+    groups: the same number, or lists of parameters: each list shares a bucket (one per dtype and codec), whatever its size;
+    the other parameters are fused by bucket_bytes. groups takes precedence over num_groups.
+    sparse_as_dense: True makes sparse gradients, as of nn.Embedding(sparse=True), dense. Otherwise all ranks gather their
+    indices and values, and the result is sparse and coalesced.
     process_set: a ProcessSet, a torch.distributed group, a dimension of a DeviceMesh (mesh["dp"]), or a Communicator that
-    nothing else uses. On a rank outside of a ProcessSet, this steps as the wrapped optimizer does by itself.
-    bucket_bytes: size up to which gradients are fused; None: what HOROVOD_FUSION_THRESHOLD says, else 25 MB;
-    4 MB with overlap="next_forward".
-    rule: makes the rule that decides what is exchanged and when, of a Setup: a class derived from Rule, or a function.
-    What is said here of gradients is done by the default one.
-    on_step: called after each step with its StepMetrics, on each rank. What it raises comes out of step().
-    shard_states: True has each rank step its share of the parameters only, and keep the optimizer's state of that (ZeRO
-    stage 1, Rajbhandari et al. 2020): gradients are reduced to their owners, and parameters gathered after the step. See
-    docs/guides/shard-states.md for what does not go with it: step(closure), torch's clip_grad_norm_ (there is one here),
-    GradScaler, sparse gradients, sharded parameters, join(), a rule of one's own, and optimizers that look at more than one
-    element at a time. parameter_compression: what the parameters are gathered as, in all buckets: by how far the step has moved
-    them, in codes, as compression= takes them, but for "dgc" and "powersgd". What codes lose is always part of the next
-    movement. By default, they are gathered as they are, and weights are those of training without shard_states, to the bit.
-    check_replicas_every: after every so many steps, parameters and optimizer state of all ranks are compared bit for bit,
-    which reads all of them; 0 for never. Where they differ, step() raises ReplicasDiffer on all ranks.
-    overlap: what the exchange overlaps with: "backward", or "next_forward", with which backward() and step() do not wait. The
-    buckets of a module's parameters are waited for, and these updated, just before it computes in the next forward, to the
-    same bits. It needs model=, whose modules are watched, and an optimizer that updates each parameter by itself. All that
-    uses gradients waits for them; state_dict() and load_state_dict() of model and optimizer wait for the update; call
-    settle() before anything else uses parameters outside of a forward of the model. See docs/guides/optimizer.md for
-    what goes with it, and what does not.
-    straggler_report_every: after every so many exchanges, stragglers() is brought up to date. Rank 0 logs when one rank
-    makes the others wait for more than a tenth of a step and 5 ms, three times on end, and when that ends.
+    nothing else uses. On a rank outside of a ProcessSet, the optimizer steps by itself.
+    bucket_bytes: the size up to which gradients are fused; None: HOROVOD_FUSION_THRESHOLD, else 25 MB, or 4 MB with
+    overlap="next_forward".
+    rule: a class derived from Rule, or a function from a Setup to a Rule: what is exchanged, and when. This docstring
+    describes the default rule.
+    on_step: a function that is called on each rank with its StepMetrics after each step. step() propagates its exceptions.
+    shard_states: True has each rank step only its share of the parameters, and keep only the optimizer state of that share
+    (ZeRO stage 1, Rajbhandari et al. 2020). docs/guides/shard-states.md lists what this does not support.
+    parameter_compression: with shard_states=True, the compression of the movements by which parameters are gathered: a cast,
+    or a codec other than "dgc" and "powersgd", with error feedback. By default, parameters are gathered uncompressed, and the
+    weights are bitwise those of training without shard_states.
+    check_replicas_every: the number of steps after which parameters and optimizer state of all ranks are compared bit for bit;
+    0: never. If they differ, step() raises ReplicasDiffer on all ranks.
+    overlap: "backward"; or "next_forward": backward() and step() do not wait for the exchange, and a module's parameters are
+    updated just before its next forward, with bitwise the same result for equal bucket_bytes. Call settle() before parameters are used outside of a
+    forward of the model. docs/guides/optimizer.md lists what this supports.
+    model: the module of overlap="next_forward".
+    straggler_report_every: the number of exchanges after which stragglers() is updated. Rank 0 logs when one rank makes the
+    others wait for more than a tenth of a step and 5 ms in three reports in a row, and when this ends.
 
-    Collective over the process set. Raises ValueError or TypeError for invalid arguments, RuntimeError
-    before init(), and, on all ranks, ValueError where these do not have the same parameters, or hold different shards
-    of them.
+    Making it is collective over the process set. Raises ValueError or TypeError for invalid arguments, RuntimeError before
+    init(), and ValueError on all ranks if they have different parameters or shards.
     """
 
     def __init__(
@@ -212,10 +203,10 @@ class DistributedOptimizer(WrappingOptimizer):
         return self._combination.traffic.stats
 
     def stragglers(self) -> Stragglers | None:
-        """Return who made whom wait in the last straggler_report_every exchanges that all ranks have reported.
+        """Return which rank made the others wait in the last straggler_report_every exchanges that all ranks have reported.
 
-        None before that, in a world of one, and with a rule that does not exchange gradients in buckets. Returns at once
-        and is for any rank to call: what ranks report travels beside the operations.
+        None before the first report, in a world of one, and with a rule that does not exchange gradients in buckets. Any rank
+        may call it; it returns at once.
         """
         return self._reports.stragglers()
 
@@ -230,19 +221,19 @@ class DistributedOptimizer(WrappingOptimizer):
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the wrapped optimizer, after an exchange where gradients were accumulated since the last one, or none
-        took place.
+        """Step the wrapped optimizer. If gradients were accumulated since the last exchange, or none has taken place, exchange
+        them before.
 
-        closure: clears gradients, calls backward() and returns the loss; what step() returns is the loss over all
+        closure: a function that clears gradients, calls backward() and returns the loss. step() returns the loss over all
         ranks.
 
         Warns (UserWarning), as Horovod does, after synchronize() and outside of skip_synchronize().
         """
         if self._was_synchronized and not self._skips:
             warnings.warn(
-                "step() follows synchronize() outside of skip_synchronize(), and so looks for gradients to exchange a second "
-                "time: write `with optimizer.skip_synchronize(): optimizer.step()`. After the backward() that completes "
-                "backward_passes_per_step, gradients are averaged already, and synchronize() can be left out",
+                "step() was called after synchronize() and outside of skip_synchronize(), so it looks for gradients to "
+                "exchange a second time: write `with optimizer.skip_synchronize(): optimizer.step()`. After the backward() that "
+                "completes backward_passes_per_step, gradients are averaged already, and synchronize() can be left out",
                 UserWarning,
                 stacklevel=4,  # the caller's line: two frames of `uncompiled` lie between
             )
@@ -255,37 +246,40 @@ class DistributedOptimizer(WrappingOptimizer):
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as torch does, and what was accumulated towards backward_passes_per_step."""
+        """Reset the gradients, as torch does, and the passes that count towards backward_passes_per_step."""
         self.optimizer.zero_grad(set_to_none)
         self._rule.reset()
         self._was_synchronized = False
 
     @uncompiled
     def synchronize(self) -> None:
-        """Exchange gradients that were accumulated since the last exchange, if any were; with overlap="next_forward", also
-        wait for those that are being exchanged, and complete the update of the last step."""
+        """Exchange the gradients that were accumulated since the last exchange, if any. With overlap="next_forward", also wait
+        for running exchanges and complete the update of the last step.
+        """
         self._rule.synchronize()
         self._was_synchronized = True
 
     @uncompiled
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients so that their norm, over all parameters as if they were one, is at most max_norm; return what it
-        was, as torch.nn.utils.clip_grad_norm_ does, which is as good without shard_states.
+        """Scale the gradients so that the norm of all of them together is at most max_norm, and return the norm before.
 
-        With shard_states, collective: the norm is that of all ranks' pieces, the same on all of them. norm_type: of the norm;
-        float("inf") for the largest.
+        Without shard_states it does what torch.nn.utils.clip_grad_norm_ does. With shard_states it is collective, and the norm
+        is that of all ranks' shards. norm_type: the type of the norm; float("inf") for the largest element. Raises ValueError
+        unless it is above 0.
         """
         if not norm_type > 0:
             raise ValueError(f"{here()}norm_type must be a number > 0, not {norm_type!r}")
         return self._rule.clip_grad_norm_(max_norm, norm_type)
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
-        """Have step(), inside, not warn that it comes after synchronize(), as Horovod's programs write it. It does nothing else:
-        gradients that have been exchanged are not exchanged again."""
+        """Return a context manager in which step() does not warn that it follows synchronize(), as Horovod's programs use it.
+
+        It has no other effect: gradients that have been exchanged are never exchanged again.
+        """
         return _switched_on(self, "_skips")
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Have backward(), inside, only accumulate on this rank, and not count towards backward_passes_per_step."""
+        """Return a context manager in which backward() only accumulates, and does not count towards backward_passes_per_step."""
         return _switched_on(self._passes, "paused")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -306,29 +300,29 @@ class DistributedOptimizer(WrappingOptimizer):
         return {parameter: self._names.get(parameter, f"parameter {i}") for i, parameter in enumerate(parameters)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's, unchanged: checkpoints do not depend on the wrapper.
+        """Return the state_dict() of the wrapped optimizer, so that checkpoints do not depend on this class.
 
-        With codecs there is one more key, "gradwire", that other optimizers ignore: what this rank needs to go on
-        exactly as if it had not stopped (residuals of error feedback, state of codecs, buckets). It is another on every
-        rank: save all.
+        With codecs it has one more key, "gradwire", which other optimizers ignore: residuals, codec states and buckets, with
+        which training resumes bit for bit. It differs between ranks: save that of every rank.
 
-        Raises RuntimeError, with codecs, while gradients are exchanged, as they are after a backward() that failed
-        midway.
+        Raises RuntimeError, with codecs, while gradients are exchanged, as after a backward() that failed midway.
         """
         return self._rule.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]] = ()) -> None:
-        """Load into the wrapped optimizer, on this rank only; with codecs, collective, as all ranks must go on alike.
+        """Load a state into the wrapped optimizer of this rank. With codecs, collective. docs/guides/checkpoints.md is the
+        guide.
 
-        On as many ranks as saved, each given its own state_dict, training continues bit for bit. On another number of
-        ranks, or with other codecs, the residuals of error feedback are handed over: every rank gets the mean (op=Sum:
-        an equal part of the sum) over the ranks whose state_dict was given to anyone. also: those of ranks that no longer
-        exist, so that nothing is lost; a rank that did not exist is given any other's. A warning on rank 0 says what
-        became of what. Without "gradwire", on all ranks, error feedback begins anew.
+        On the number of ranks that saved, each with its own state_dict, training continues bit for bit. On another number, or
+        with other codecs, the residuals are handed over: every rank gets the mean (op=Sum: an equal part of the sum) of the
+        residuals that were given to any rank. A warning on rank 0 says which residuals were lost. Without "gradwire" on all
+        ranks, error feedback starts from zero.
 
-        With codecs, raises ValueError on all ranks, with nothing loaded, where only some have "gradwire", or not of one
-        checkpoint or of these parameters, where one is damaged, and where the wrapped optimizer of any rank cannot load
-        its own.
+        state_dict: what this rank saved; on a rank that did not exist, that of any rank.
+        also: the states of ranks that no longer exist.
+
+        With codecs, raises ValueError on all ranks, with nothing loaded, if only some ranks have "gradwire", if the parts are
+        damaged, of different checkpoints or of other parameters, or if the wrapped optimizer of any rank cannot load its part.
         """
         self._rule.load_state_dict(state_dict, also)
 
@@ -348,8 +342,10 @@ class DistributedOptimizer(WrappingOptimizer):
         return self._rule.stand_in(verb, numel)
 
     def settle(self) -> None:
-        """Wait for the gradients that are being exchanged, and complete the update of the last step, with overlap="next_forward":
-        before anything uses parameters outside of a forward of the model. Any rank may call it."""
+        """Wait for running exchanges, and complete the update of the last step, with overlap="next_forward".
+
+        Call it before parameters are used outside of a forward of the model. Any rank may call it.
+        """
         self._rule.settle()
 
     def begin_window(self) -> None:
@@ -381,10 +377,10 @@ def _checked_rule(rule: Any, op: str, shard_states: object, has_returning: bool)
     if not isinstance(shard_states, bool):
         raise ValueError(f"{here()}shard_states must be True or False, not {shard_states!r}")
     if shard_states and rule is not Synchronous:
-        raise ValueError(f"{here()}shard_states=True goes with no other rule= than the default, not with {rule!r}")
+        raise ValueError(f"{here()}shard_states=True supports only the default rule, not {rule!r}")
     if has_returning and not shard_states:
         raise ValueError(
-            f"{here()}parameter_compression is for shard_states=True, in which parameters travel: gradients have compression="
+            f"{here()}parameter_compression is for the parameters that shard_states=True sends; for gradients, use compression="
         )
     if shard_states:
         return Sharded
@@ -398,16 +394,16 @@ def _overlapping(rule: Callable[[Setup], Rule], overlap: object, model: object) 
         raise ValueError(f"{here()}overlap must be 'backward' or 'next_forward', not {overlap!r}")
     if overlap == "backward":
         if model is not None:
-            raise ValueError(f"{here()}model is for overlap='next_forward', which watches its modules")
+            raise ValueError(f"{here()}model is for overlap='next_forward', which hooks its modules")
         return rule
     if rule is not Synchronous:
         raise ValueError(
-            f"{here()}overlap='next_forward' goes with the default rule alone, not with shard_states=True, op={Adasum!r}, or "
+            f"{here()}overlap='next_forward' supports only the default rule, not shard_states=True, op={Adasum!r}, or "
             "rule=: use overlap='backward'"
         )
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"{here()}overlap='next_forward' needs model=, the torch.nn.Module before whose forwards to update, not {model!r}"
+            f"{here()}overlap='next_forward' needs model=, the torch.nn.Module whose forward() the updates precede, not {model!r}"
         )
     return partial(NextForward, model=model)
 

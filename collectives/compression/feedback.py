@@ -67,8 +67,8 @@ class Feedback:
         if given != wanted:
             differing = sorted(name for name in given.keys() | wanted.keys() if given.get(name) != wanted.get(name))
             raise ValueError(
-                f"{self.codec!r}: the saved residuals are not of this buffer, codec and number of ranks: "
-                f"{', '.join(differing[:4])} of shapes {[given.get(name) for name in differing[:4]]} instead of "
+                f"{self.codec!r}: the saved residuals do not fit this buffer, codec and number of ranks: "
+                f"{', '.join(differing[:4])} have shapes {[given.get(name) for name in differing[:4]]}, not "
                 f"{[wanted.get(name) for name in differing[:4]]}"
             )
         for name, tensor in self.tensors().items():

@@ -24,12 +24,12 @@ def _kernels(kind: str, family: str) -> ModuleType:
         try:
             return importlib.import_module(f"gradwire.collectives.kernels.cpu.{family}")
         except ImportError as error:
-            raise ImportError(f"codecs for tensors on cpu: {error}: pip install numba") from error
+            raise ImportError(f"codecs cannot encode tensors on cpu: {error}: pip install numba") from error
     if kind == "cuda":
         from gradwire.collectives.kernels.cuda import kernels as cuda
 
         kernels = cuda.cuda_kernels()
         if isinstance(kernels, str):
-            raise ImportError(f"codecs for tensors on cuda: {kernels}")
+            raise ImportError(f"codecs cannot encode tensors on cuda: {kernels}")
         return cast(ModuleType, kernels)
-    raise ValueError(f"there are codecs for tensors on cpu and cuda, not on {kind}")
+    raise ValueError(f"codecs encode tensors on cpu and cuda, not on {kind}")

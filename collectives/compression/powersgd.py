@@ -144,7 +144,7 @@ class PowerSGDState(MatrixState):
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         mine = self.state_dict()
         if state.keys() != mine.keys() or any(state[name].shape != tensor.shape for name, tensor in mine.items()):
-            raise ValueError("powersgd: the saved state is of other shapes or of another rank")
+            raise ValueError("powersgd: the saved state has other shapes or another rank of the matrices")
         for name, tensor in mine.items():
             tensor.copy_(state[name])
 
@@ -174,7 +174,7 @@ class PowerSGDState(MatrixState):
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
         if [tuple(tensor.shape) for tensor in tensors] != self._shapes:
-            raise ValueError("powersgd: the tensors are not of the shapes that the state was made for")
+            raise ValueError("powersgd: the tensors do not have the shapes for which the state was made")
         for tensor in tensors:
             if tensor.dtype != torch.float32 or not tensor.is_contiguous():
                 raise ValueError(f"powersgd: tensors must be float32 and contiguous, not {tensor.dtype}")

@@ -48,11 +48,12 @@ CODECS: dict[str, type[Codec]] = {
 
 
 def register_codec(codec: type[Codec]) -> type[Codec]:
-    """Let a codec be used by its name, wherever those of this package can; return it, so that this may decorate the class.
+    """Add a codec that can be used by name like those of this package. Returns it, so it can be a decorator.
 
-    codec: a frozen dataclass that derives from Codec, whose settings all have defaults, with a name of its own in lower case.
-    Every rank must register it before it is used. Raises TypeError for anything else, ValueError for a name that is
-    malformed or taken.
+    codec: a frozen dataclass that derives from Codec, all of whose settings have defaults, with its own lower-case name. Every
+    rank must register it before it is used.
+
+    Raises TypeError for anything else, ValueError for a name that is malformed or taken.
     """
     _check_class(codec)
     name = codec.name

@@ -194,7 +194,7 @@ class DGC(Sparse):
         if momentum is None:
             kernels.topk_encode(values, residual, wire, k)
         elif residual is None:
-            raise ValueError("dgc: needs error feedback: what is not sent is gathered in the residual")
+            raise ValueError("dgc needs error feedback: the residual accumulates the numbers that are not sent")
         else:
             kernels.dgc_encode(values, residual, wire, k, momentum, self.momentum)
 

@@ -51,7 +51,7 @@ class Journal:
 
     def _give_up(self, error: OSError) -> None:
         self._file = None
-        _log.warning("gradwire: the report will lack what rank %d does: %s", self._rank, error)
+        _log.warning("gradwire: the report will not contain rank %d: %s", self._rank, error)
 
 
 class OperationTally:

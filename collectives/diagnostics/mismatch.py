@@ -177,7 +177,7 @@ class Agreement:
         if differ:
             raise LinkError(None, timed_out=False, detail="ranks called different operations")
         if missing:
-            detail = "not all ranks said what they call"
+            detail = "some ranks did not report their call"
             raise LinkError(None, timed_out=time.monotonic() >= deadline, detail=detail, awaited=missing)
 
     def take(self, signature: str) -> None:

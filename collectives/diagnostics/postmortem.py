@@ -219,11 +219,11 @@ def _unanswered(reports: Mapping[int, Report], rank: int, cut: Set[tuple[int, in
         if report.gave_up and report.sequence == first and reports[peer].sequence > first
     )
     if unreached:
-        return set(), "; ".join(f"nothing that rank {sender} sends reaches rank {r}" for sender, r in unreached)
+        return set(), "; ".join(f"no message of rank {sender} reaches rank {r}" for sender, r in unreached)
     patience_s = min(reports[r].timeout_s for r in gave_up)
     late = {r for r in waited - gave_up if reports[r].waited_s < patience_s / 2}
     if rank in late:
-        return set(), f"{who} waiting for this rank, which came later"
+        return set(), f"{who} waiting for this rank, which arrived later"
     if cut and not late:
         return set(), f"messages are lost {_pairs_text(cut)}"
     return late or set(reports[rank].waiting_for) - {rank} or waited - {rank}, who

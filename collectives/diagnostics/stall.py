@@ -36,7 +36,7 @@ _ANSWER_S = 3.0
 #: How many ranks a warning names.
 _MOST_RANKS = 16
 
-_SILENT = "does not answer: it is stopped, native code holds its interpreter's lock, or its computer cannot be reached"
+_SILENT = "does not answer: it is stopped, native code holds its interpreter's lock, or its host cannot be reached"
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Stalls:
                 self._answer(now)
             return None if self._warning_s is None else self._look(position, now, self._warning_s)
         except Exception:
-            _log.exception("gradwire: rank %d cannot say where ranks are", self._watch.rank)
+            _log.exception("gradwire: rank %d cannot report where the ranks are", self._watch.rank)
             return None
 
     def _answer(self, now: float) -> None:
@@ -183,9 +183,9 @@ class Stalls:
         if missing:
             said += f", for {ranks_text(missing)}"
         elif not odd:
-            said += ": all ranks are there, so what is sent is slow or gets lost"
+            said += ": all ranks have begun it, so messages are slow or lost"
         if odd:
-            said += f"; something else was called by {ranks_text(odd)}"
+            said += f"; {ranks_text(odd)} called another operation"
         told = sorted(missing | odd)
         lines = [said, *(f"rank {rank} {self._said_by(rank, asked_at)}" for rank in told[:_MOST_RANKS])]
         if unsaid := told[_MOST_RANKS:]:

@@ -60,7 +60,7 @@ class Asking:
                 if self._check is not None:
                     self._check()
                 if time.monotonic() >= until:
-                    silent = "the store does not answer, which rank 0 or the launcher keeps: is its process stopped?"
+                    silent = "the store does not answer: is the process that holds it, rank 0 or the launcher, stopped?"
                     raise LinkError(None, timed_out=True, detail=silent, awaited=self._keepers)
         except BaseException:
             atexit.register(_unblock, answer, self._store)
@@ -68,7 +68,7 @@ class Asking:
         try:
             return answer.result()
         except dist.DistNetworkError as error:
-            detail = f"the process that keeps the store has ended: {error}"
+            detail = f"the process that holds the store has ended: {error}"
             raise LinkError(None, timed_out=False, detail=detail, awaited=self._keepers, ended=True) from error
 
     def close(self) -> None:

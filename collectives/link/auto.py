@@ -74,7 +74,7 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
                 elif not is_needed:
                     transport = far = group = backends()
                 if without and rank == 0:
-                    said = "gradwire: ranks talk through gloo, not through connections of their own: rank %d: %s"
+                    said = "gradwire: ranks use gloo instead of gradwire's TCP connections: rank %d: %s"
                     _log.warning(said, *min(without.items()))
             if near is not None or far is not group:
                 transport = RoutingTransport(group, far, near, neighbours, some_share=shared)

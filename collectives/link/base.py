@@ -130,7 +130,7 @@ class Transport(ABC):
     def next_sender(self, tag: int, deadline: float) -> int | None:
         """Wait until the next message of some rank has a tag, and return that rank; None when the deadline passes. The message
         stays where it is. Ranks take turns: the one that was found last comes last. Raises LinkError."""
-        raise NotImplementedError(f"{type(self).__name__} must be told whose message is awaited")
+        raise NotImplementedError(f"{type(self).__name__} cannot receive from any rank: name the sender")
 
     def sends(self) -> bool:
         """Return whether something that was posted to be sent stays where it is unless this rank calls its transport."""
@@ -145,7 +145,7 @@ class Transport(ABC):
 
     def collective(self, request: Request) -> Whole:
         """Make a verb ready that `algorithms` offers. Not a collective call; no deadline runs yet."""
-        raise NotImplementedError(f"{type(self).__name__} offers nothing but messages")
+        raise NotImplementedError(f"{type(self).__name__} offers messages only")
 
     def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun | None:
         """Make ready to run a program of CPU tensors in one call, without Python between messages; None where this transport

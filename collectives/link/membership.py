@@ -119,7 +119,7 @@ class Membership:
                             rank for rank in missing if not ask(partial(store.check, [f"{name}/compiles/{rank}"]))
                         ]
                     if missing:
-                        detail = f"{ranks_text(missing)} did not come"
+                        detail = f"{ranks_text(missing)} did not arrive"
                         raise LinkError(None, timed_out=True, detail=detail, awaited=missing)
                 time.sleep(look_again_s)
                 look_again_s = min(2 * look_again_s, _LONGEST_LOOK_AGAIN_S)
@@ -286,7 +286,7 @@ def coming_together(
         timed_out = time.monotonic() >= end or isinstance(error, TimeoutError) or getattr(error, "timed_out", False)
         cause: LinkError | None = error if isinstance(error, LinkError) else None
         if membership is not None and timed_out and (silent := membership.silent()):
-            detail = f"{ranks_text(silent)} did not come"
+            detail = f"{ranks_text(silent)} did not arrive"
             cause = LinkError(None, timed_out=True, detail=detail, awaited=silent)
         elif membership is not None and not timed_out:
             cause = membership.cause(_CAUSE_S if cause is None else _CAUSE_ELSEWHERE_S) or cause
@@ -304,7 +304,7 @@ def _error_of(error: Exception, rank: int, timeout_s: float, operation: str, *, 
     """Return what to raise for an error that kept ranks from connecting."""
     ranks = error.awaited if isinstance(error, LinkError) else frozenset() if timed_out else {rank}
     if timed_out:
-        detail = f"the ranks did not come together: {error}"
+        detail = f"the ranks did not meet: {error}"
         return CollectiveTimeout(timeout_s, ranks, rank=rank, operation=operation, detail=detail)
     if isinstance(error, LinkError) and error.ended and ranks:
         return PeerLost(ranks, rank=rank, operation=operation, has_left=False)

@@ -83,11 +83,11 @@ def check_paths(
             if now - path.since >= _REPEATS_S:
                 here, there = path.connection.getsockname()[0], path.connection.getpeername()[0]
                 between = f"between rank {rank} at {here} and rank {peer} at {there}"
-                detail = f"large packets are lost {between}, and small ones arrive: {REMEDY}"
+                detail = f"large packets are lost {between}, but small ones arrive: {REMEDY}"
                 raise LargePacketsLost(peer, timed_out=False, detail=detail, awaited={rank, peer})
         check()
         if now >= deadline:
-            detail = "the paths between hosts were not tried in time"
+            detail = "the paths between hosts were not tested in time"
             raise LinkError(min(waiting), timed_out=True, detail=detail, awaited=waiting)
 
 

@@ -108,7 +108,7 @@ class _GlooPending:
             elif wait([self.waiting], left_s).done:
                 self.waiting.result()
             else:
-                raise LinkError(self.peer, timed_out=True, detail=f"nothing came from rank {self.peer}")
+                raise LinkError(self.peer, timed_out=True, detail=f"received nothing from rank {self.peer}")
 
     def is_done(self) -> bool:
         if self.waiting is None:  # gloo answers only a wait

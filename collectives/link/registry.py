@@ -34,11 +34,12 @@ LINKS: dict[str, Link] = {AUTO: auto, "process_group": process_group, "tcp": tcp
 
 
 def register_link(name: str, link: Link) -> None:
-    """Let Communicators made from now on move their bytes by a link of that name: Communicator(link=name) or COLLECTIVES_LINK.
+    """Add a link that Communicators made from now on can use by name: Communicator(link=name) or COLLECTIVES_LINK.
 
-    link: called with a Membership and timeout_s, returns the Transport between its ranks. Every rank must register the same:
-    ranks compare the names alone. Raises ValueError for a name that is malformed or taken, TypeError for a link that cannot be
-    called.
+    link: a function from a Membership and timeout_s to the Transport between its ranks. Every rank must register the same one:
+    ranks compare only the names.
+
+    Raises ValueError for a name that is malformed or taken, TypeError for a link that cannot be called.
     """
     check_name("link", name, LINKS)
     if not callable(link):

@@ -198,15 +198,15 @@ class TcpTransport(Table):
                     self._grow()
                 elif status == kernels.DISAGREED:
                     found = int(self._context[kernels.FOUND_TAG]) >> KIND_BITS, int(self._context[kernels.FOUND_NBYTES])
-                    raise LinkError(peer, timed_out=False, detail=f"rank {peer} called something else", found=found)
+                    raise LinkError(peer, timed_out=False, detail=f"rank {peer} called another operation", found=found)
                 elif self._context[kernels.ABORTED]:  # which a kernel may have noticed by the shut connection
-                    raise LinkError(None, timed_out=False, detail="its wait was ended")
+                    raise LinkError(None, timed_out=False, detail="the wait was ended")
                 elif status == kernels.LOST:
                     error = int(self._context[kernels.ERROR])
                     detail = os.strerror(error) if error else "the connection has ended"
                     raise LinkError(peer, timed_out=False, detail=f"rank {peer}: {detail}")
                 elif time.monotonic() >= deadline:
-                    raise LinkError(peer, timed_out=True, detail=f"nothing came from rank {peer}", awaited={peer})
+                    raise LinkError(peer, timed_out=True, detail=f"received nothing from rank {peer}", awaited={peer})
 
     def _unfinished(self) -> np.ndarray:
         """Return the rows of messages that are not done."""

@@ -294,7 +294,7 @@ class Watch:
                 if self._close_by is not None:
                     again_s = _FLUSH_S / 40
         except Exception as error:  # the others must not go on to count on this rank
-            _log.exception("gradwire: rank %d does not hear of the other ranks any more", self.rank)
+            _log.exception("gradwire: rank %d no longer receives news of the other ranks", self.rank)
             self.failure = repr(error)
             self.has_news = True
         finally:

@@ -28,14 +28,14 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 class ScheduleError(ValueError):
-    """A schedule that deadlocks, loses or repeats a contribution, or leaves something else than its collective says."""
+    """A schedule deadlocks, loses or repeats a contribution, or does not end with the result of its collective."""
 
 
 def check_algorithm(collective: str, planner: Planner, sizes: Iterable[int] = range(1, 17)) -> None:
-    """Check what a planner makes for worlds of these sizes, every root that differs, and hosts of one, four and all ranks.
+    """Check a planner for worlds of these sizes, with every root that differs, and hosts of one, of four and of all ranks.
 
-    Of allreduce, among up to 16 ranks, it is checked as well that codes, which lose something each time, leave all ranks with
-    the same bits. Raises ScheduleError, which says for which world and what is wrong; ValueError for an unknown collective.
+    For allreduce among up to 16 ranks, also check that all ranks would have the same bits with a codec, which loses something
+    in every encoding. Raises ScheduleError, which names the world and the fault; ValueError for an unknown collective.
     """
     if collective not in PLANNERS:
         raise ValueError(f"no collective is called {collective!r}; known are {', '.join(PLANNERS)}")
@@ -123,7 +123,10 @@ def run(schedules: Sequence[Schedule], source: Masks, destination: Masks | None 
                     f"in round {index} rank {schedule.rank} names peer {step.peer}, but the world has "
                     f"{_counted(len(schedules), 'rank')}",
                 )
-                _need(step.peer != schedule.rank, f"rank {schedule.rank} talks to itself in round {index}")
+                _need(
+                    step.peer != schedule.rank,
+                    f"rank {schedule.rank} sends to or receives from itself in round {index}",
+                )
                 _need(
                     0 <= step.span.start < step.span.stop <= schedule.blocks,
                     f"rank {schedule.rank} names blocks {step.span} of {schedule.blocks} in round {index}",
@@ -167,9 +170,9 @@ def encodings(schedules: Sequence[Schedule], *, encodes_sums: bool = True) -> in
         if not waiting:
             break
         rank, (peer, _) = next(iter(waiting.items()))
-        _need(waiting != before, f"were codes exchanged, rank {rank} would wait for rank {peer} for ever")
+        _need(waiting != before, f"with a codec, rank {rank} would wait for rank {peer} forever")
     different = [rank for rank, blocks in enumerate(held) if blocks != held[0]]
-    _need(not different, f"ranks 0 and {different[:1]} would not have the same bits, were codes exchanged")
+    _need(not different, f"with a codec, ranks 0 and {different[:1]} would not have the same bits")
     return max((things.encodings[thing] for thing in held[0]), default=0)
 
 

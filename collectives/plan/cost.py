@@ -215,7 +215,7 @@ def _costs(read: Mapping[str, Any]) -> Costs:
 
     def positive(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise ValueError(f"{value!r} is no number of seconds")
+            raise ValueError(f"{value!r} is not a number of seconds")
         return float(value)
 
     costs = Costs(
@@ -239,12 +239,12 @@ def _costs(read: Mapping[str, Any]) -> Costs:
     ranks = list(range(costs.size))
     of_cores = sorted(rank for cores in costs.cores for rank in cores.ranks)
     if not ranks or sorted(rank for host in costs.hosts for rank in host) != ranks or of_cores != ranks:
-        raise ValueError("its hosts and cores must hold every rank once")
+        raise ValueError("its hosts and cores must contain every rank once")
     if (
         not len(costs.hosts) == len(costs.machines) == len(costs.uplinks)
         or min(cores.number for cores in costs.cores) < 1
     ):
-        raise ValueError("it must say of every host what it is and what its uplink costs, and of cores how many")
+        raise ValueError("it must describe every host and its uplink, and have one core or more in each group")
     return costs
 
 
@@ -292,7 +292,7 @@ def _interpolated(costs: Costs, collective: str, algorithm: str, nbytes: int) ->
             (low, low_s), (high, high_s) = measured[max(0, above - 1)], measured[above]
             slope = (high_s - low_s) / (high - low) if high > low else 0.0
             return max(measured[0][1], high_s + slope * (nbytes - high))
-    raise KeyError(f"{collective}'s {algorithm!r} is no Program, and was not measured")
+    raise KeyError(f"{collective}'s {algorithm!r} is not a Program, and was not measured")
 
 
 @lru_cache(maxsize=4096)
@@ -373,7 +373,7 @@ class _Walk:
             self._clocks[rank] = max(self._clocks[rank], clock)
             if self._advance(rank):
                 heappush(ready, (self._clocks[rank], rank))
-        assert not self._sleeping, "a program waits for a message that nobody sends"
+        assert not self._sleeping, "a program waits for a message that no rank sends"
         return self._clocks
 
     def _advance(self, rank: int) -> bool:

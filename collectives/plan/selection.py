@@ -203,11 +203,11 @@ class Measured:
         if len(names) == 1:
             return names[0]
         ranked = self.ranked(verb, nbytes)
-        usual, why = self._usual(verb, nbytes), "it takes least"
+        usual, why = self._usual(verb, nbytes), "the fastest"
         chosen = ranked[0][1]
         if any(name == usual and ranked[0][0] > _WORTH_IT * seconds for seconds, name in ranked):
-            chosen, why = usual, "it is usual, and none takes much less"
+            chosen, why = usual, "the default, and none is much faster"
         if self._speaks:
             best = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for seconds, name in ranked[:3])
-            _log.debug("gradwire: %s of %s: %s, as %s (%s)", verb, format_size(nbytes), chosen, why, best)
+            _log.debug("gradwire: %s of %s uses %s, %s (%s)", verb, format_size(nbytes), chosen, why, best)
         return chosen

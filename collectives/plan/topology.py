@@ -59,7 +59,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of a group by host: hosts in the order of their lowest rank, ranks of a host ascending."""
+    """Holds the ranks of a group by host: hosts in the order of their lowest rank, ranks of a host ascending."""
 
     rank: int
     hosts: tuple[tuple[int, ...], ...]

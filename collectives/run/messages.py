@@ -113,7 +113,7 @@ class MessageWork:
             self._is_over = True
         except LinkError as error:
             rank = self._transport.rank
-            _log.warning("gradwire: rank %d closes before %s is through: %s", rank, self._call, error)
+            _log.warning("gradwire: rank %d closes before %s has completed: %s", rank, self._call, error)
 
     # In a turn, all of which may raise LinkError
 
@@ -123,7 +123,7 @@ class MessageWork:
         if peer is None:
             peer = self.sender = self._transport.next_sender(self._tag, deadline)
             if peer is None:
-                raise LinkError(None, timed_out=True, detail="nothing came from any rank")
+                raise LinkError(None, timed_out=True, detail="received nothing from any rank")
         message = [(peer, carried(self._buffer.flat, "sum")[0])]
         sent, received = self._transport.post(message if self._sends else [], [] if self._sends else message, self._tag)
         (self._pending,) = sent or received

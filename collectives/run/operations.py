@@ -38,7 +38,7 @@ _LET_GO_S = 2.0
 #: What the systems of the other ranks may take to confirm that this one leaves. One that has not is out of reach.
 _HEARD_S = 0.3
 
-_ENDED = "its wait was ended, because another rank takes no part any more"
+_ENDED = "the wait was ended, because another rank no longer takes part"
 
 #: How long an operation may go on after a peer's process has ended: it may have all that it needs of it.
 LAST_WORDS_S = 0.5
@@ -383,7 +383,9 @@ class Operations:
         """Raise LinkError where it is known before an operation that it cannot be done."""
         watch = self._watch
         if watch.failure:
-            raise _InVainError(None, timed_out=False, detail=f"this rank hears nothing of the others: {watch.failure}")
+            raise _InVainError(
+                None, timed_out=False, detail=f"this rank receives no news of the others: {watch.failure}"
+            )
         if watch.lost or self._absent(sequence):
             raise _InVainError(None, timed_out=False, detail="known before it began")
         self.joined.announce(sequence, self._recent_calls().items())

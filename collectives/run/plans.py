@@ -154,8 +154,8 @@ class Plans:
         if algorithm not in ("auto", *names):
             corrected = " with error feedback" if with_feedback else ""
             raise ValueError(
-                f"rank {self._place.rank}: codec {codec.name!r}{corrected} cannot ride the algorithm {algorithm!r}; allowed are "
-                f"{', '.join(('auto', *names))}"
+                f"rank {self._place.rank}: codec {codec.name!r}{corrected} does not support the algorithm {algorithm!r}; allowed "
+                f"are {', '.join(('auto', *names))}"
             )
         return algorithm if algorithm == names[0] else self.choose("allreduce", algorithm, nbytes)
 

@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 
 class PreparedOperation:
-    """An operation on a tensor that stays where it is, as Communicator.prepare_allreduce returns it.
+    """Runs an operation on a tensor that keeps its memory, as often as it is called. Communicator.prepare_allreduce returns
+    it.
 
-    Calling it runs it, in place. start() begins it in the background, and wait() waits for what start() began, as the Work that
-    it returns does; in between the tensor belongs to the operation. Every run counts as a call of the verb: all ranks run the
-    same operations in the same order, prepared or not, and errors are those of the verb. (MPI 4.0, 2021, section 6.12:
+    A call runs it, in place. start() starts it in the background, and wait() waits for it, as does the Work that start()
+    returns; until then the tensor belongs to the operation. Every run counts as a call of the verb: all ranks run the same
+    operations in the same order, prepared or not, and the errors are those of the verb. (MPI 4.0, 2021, section 6.12:
     persistent collectives.)
 
-    whole: what the link has made ready, where that is all there is to do.
+    whole: what the link has made ready, if that is the whole operation.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class PreparedOperation:
 
     def _check(self) -> None:
         if self._work is not None and not self._work.is_completed():
-            raise RuntimeError(f"rank {self._engine.rank}: {self._call}: it still runs: wait() first")
+            raise RuntimeError(f"rank {self._engine.rank}: {self._call}: it is still running: call wait() first")
         if self._tensor.data_ptr() != self._address or self._tensor.numel() != self._numel:
             raise RuntimeError(
-                f"rank {self._engine.rank}: {self._call}: the tensor's memory is not that for which it was prepared"
+                f"rank {self._engine.rank}: {self._call}: the tensor has other memory than when it was prepared"
             )

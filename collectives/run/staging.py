@@ -27,8 +27,8 @@ def refusal(tensor: torch.Tensor) -> str | None:
             pass
     kind = "nested tensor" if nested else type(tensor).__name__
     return (
-        f"this {kind} on {tensor.device} has no memory of its own; give the ordinary tensors that it stands for: to_local() of a "
-        "DTensor, values() of a nested tensor, one on a device that has memory in place of a meta tensor"
+        f"this {kind} on {tensor.device} has no memory of its own; give ordinary tensors instead: to_local() of a "
+        "DTensor, values() of a nested tensor, a tensor on a device with memory instead of a meta tensor"
     )
 
 

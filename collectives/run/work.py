@@ -15,7 +15,7 @@ from gradwire.collectives.scheduling import wake_soon
 
 
 class Work:
-    """Handle of one asynchronous operation, as `async_op=True` returns it. counted: whether its turn has a number."""
+    """Stands for one asynchronous operation; verbs return it with `async_op=True`. counted: whether its turn has a number."""
 
     def __init__(self, rank: int, operation: str, run: Callable[[], None], *, counted: bool = True) -> None:
         self.counted = counted
@@ -48,7 +48,7 @@ class Work:
         return self._done.is_set()
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Have a function called once wait() returns at once, by the thread that completes the operation; now, if it is done."""
+        """Call a function when the operation is done, in the thread that completes it; at once if it is done already."""
         self._callbacks.append(callback)
         if self._done.is_set():
             self._call_back()

@@ -87,7 +87,7 @@ class GradwireWork(dist.Work):
         """Return the rank that a received message came from. Raises RuntimeError where nothing was received, or not yet."""
         found = None if self._source is None else self._source()
         if found is None:
-            raise RuntimeError("source_rank() is of a receive, once its wait() has returned")
+            raise RuntimeError("source_rank() is available for a receive after its wait() has returned")
         return found
 
     _source_rank = source_rank

@@ -30,7 +30,7 @@ def named_codec(
     made = make_codec(codec) if codec is not None else None
     if made is None or made.name == "none":
         if feedback is not None:
-            raise ValueError(f"rank {engine.rank}: feedback needs a codec: without one nothing is lost")
+            raise ValueError(f"rank {engine.rank}: feedback needs a codec: without one there is no error")
         return None
     return made
 
@@ -115,8 +115,8 @@ def _step_and_seed(
         return feedback.step if step is None else step, feedback.seed if seed is None else seed
     if step is None and codec.draws:
         raise ValueError(
-            f"rank {engine.rank}: codec {codec.name!r} draws by the step which numbers it sends, and would always send the same: "
-            f"give step=, or feedback=communicator.new_feedback(codec, numel), which counts its calls"
+            f"rank {engine.rank}: codec {codec.name!r} selects by the step which numbers it sends, so it would always send the "
+            f"same: give step=, or feedback=communicator.new_feedback(codec, numel), which counts its calls"
         )
     return step or 0, seed or 0
 

@@ -21,14 +21,16 @@ class Messages(Ranks):
     def send(self, tensor: Tensor, dst: int, *, tag: int = ..., async_op: Literal[True]) -> MessageWork: ...
 
     def send(self, tensor: Tensor, dst: int, *, tag: int = 0, async_op: bool = False) -> MessageWork | None:
-        """Send `tensor` to rank dst, which calls recv with a tensor of as many bytes and the same tag (0 to 65535).
+        """Send `tensor` to rank dst, which calls recv with a tensor of the same dtype and number of elements, and the same tag
+        (0 to 65535).
 
-        Only the two ranks call anything; messages do not count among the operations that all ranks call in the same order. But
-        what goes from one rank to another, in messages and in operations, is received in the order in which it is sent: a rank
-        that enters an operation, or asks for a later message, before the message that was sent first is asked for, waits until
-        its deadline passes. When send returns, the tensor is free; the message may still be on its way. It may also wait until
-        dst asks for the message, as inside a host it does: two ranks that both send first use async_op=True. Over NCCL, which
-        knows no tags, only tag 0 is allowed.
+        Only the two ranks call anything: messages do not count among the operations that all ranks call in the same order. But
+        between two ranks, messages and operations are received in the order in which they are sent. A rank that calls an
+        operation, or receives a later message, while an earlier message to it is not received, waits until its deadline.
+
+        When send returns, the tensor may be changed, but the message may not have arrived. send may also wait until dst
+        receives, as it does inside a host: two ranks that both send first use async_op=True. Over NCCL, which has no tags,
+        only tag 0 is allowed.
         """
         engine = self._engine
         arguments.check_tensors(engine, tensor)
@@ -51,17 +53,17 @@ class Messages(Ranks):
     ) -> MessageWork | int | None:
         """Fill `tensor` with a message that rank src sends with this tag; return src. See send for the order.
 
-        src=None takes the next message with the tag from whichever rank sends one, ranks taking turns, and returns that rank
-        (or gives it as .sender of the handle); over gloo's and NCCL's messages that is a ValueError. A thread that waits for
-        messages while others call operations needs a Communicator of its own: there is one turn at a time.
+        src: None receives the next message with the tag from any rank, taking ranks in turn, and returns the sender (with
+        async_op=True, the handle has it as .sender). Over gloo's and NCCL's messages, None raises ValueError. A thread that
+        receives while other threads call operations needs its own Communicator.
         """
         engine = self._engine
         arguments.check_written(engine, tensor)
         arguments.check_message(engine, tensor, "src", src, tag)
         if src is None and not engine.hears_anyone(tensor):
             raise ValueError(
-                f"rank {engine.rank}: recv() of a tensor on {tensor.device} needs src=, for what joins these ranks cannot wait "
-                f"for all of them at once: {'; '.join(engine.routes)}"
+                f"rank {engine.rank}: recv() of a tensor on {tensor.device} needs src=, because the link of these ranks cannot "
+                f"wait for all of them at once: {'; '.join(engine.routes)}"
             )
         call = f"recv({arguments.described(tensor)}, src={src}, tag={tag})"
         with engine.span("recv", call=call, bytes=tensor.nbytes):

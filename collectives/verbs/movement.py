@@ -44,7 +44,8 @@ class Movement(Ranks):
     ) -> Work | None:
         """Collect every rank's `input` on all ranks, in rank order.
 
-        output: a tensor of size * input.numel() elements, or one tensor per rank, of that rank's size, which may differ.
+        output: a tensor of size * input.numel() elements, or one tensor per rank with that rank's number of elements; these
+        may differ.
         """
         engine = self._engine
         parts = arguments.listed(output)
@@ -119,7 +120,9 @@ class Movement(Ranks):
         algorithm: str = "auto",
         async_op: bool = False,
     ) -> Work | None:
-        """Collect every rank's `input`, of one size, on rank dst. output: on dst one tensor per rank, elsewhere None."""
+        """Collect every rank's `input`, of equal numbers of elements, on rank dst. output: one tensor per rank on dst, None
+        elsewhere.
+        """
         return self._rooted("gather", input, output, dst, algorithm, async_op)
 
     @overload
@@ -141,7 +144,9 @@ class Movement(Ranks):
         algorithm: str = "auto",
         async_op: bool = False,
     ) -> Work | None:
-        """Hand rank r the r-th tensor of rank src's `input`. input: on src one tensor per rank, of one size; elsewhere None."""
+        """Send the r-th tensor of rank src's `input` to `output` on rank r. input: on src one tensor per rank, all with equal
+        numbers of elements; None elsewhere.
+        """
         return self._rooted("scatter", output, input, src, algorithm, async_op)
 
     def _rooted(
@@ -202,10 +207,10 @@ class Movement(Ranks):
         algorithm: str = "auto",
         async_op: bool = False,
     ) -> Work | None:
-        """Send the r-th part of `input` to rank r, whose part for this rank becomes the r-th part of `output` there.
+        """Send the r-th part of `input` to rank r. The part that rank r sends to this rank becomes the r-th part of `output`.
 
-        The splits count rows of dimension 0, one number per rank; None cuts into equal parts. Either all ranks give splits or
-        none does. Raises Mismatch on all ranks when the rows that one rank sends another are not those it expects.
+        output_splits, input_splits: rows of dimension 0 for each rank; None for equal parts. Either all ranks give splits or
+        none does. Raises Mismatch on all ranks if the rows that one rank sends another are not those that it expects.
         """
         engine = self._engine
         arguments.check_tensors(engine, output, input)

@@ -18,16 +18,18 @@ class Objects(Movement):
     """The verbs for what is no tensor."""
 
     def allgather_record(self, record: Any) -> list[Any]:
-        """Return every rank's record, in rank order: numbers, strings, booleans, None, and lists and dicts of these, as JSON has
-        them (a tuple comes back as a list). Nothing is pickled, so what comes from another rank cannot run anything here."""
+        """Return every rank's record, in rank order: numbers, strings, booleans, None, and lists and dicts of these.
+
+        Records are sent as JSON, so a tuple comes back as a list, and a record cannot run code on another rank.
+        """
         return [json.loads(data) for data in self._allgather(json.dumps(record).encode())]
 
     def allgather_object(self, obj: Any) -> list[Any]:
-        """Return every rank's picklable object, in rank order. Objects are pickled: only use it among processes you trust."""
+        """Return every rank's picklable object, in rank order. Use it only among processes that you trust."""
         return [pickle.loads(data) for data in self._allgather(pickle.dumps(obj))]
 
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
-        """Return rank src's picklable object on every rank; what the others pass is ignored."""
+        """Return rank src's picklable object on every rank. The argument of the other ranks is ignored."""
         arguments.check_root(self._engine, "src", src)
         mine = self._tensor(pickle.dumps(obj if self.rank == src else None))
         length = torch.tensor([mine.numel()], device=mine.device)
@@ -44,7 +46,7 @@ class Objects(Movement):
         return received if self.rank == dst else None
 
     def scatter_object(self, objs: Sequence[Any] | None = None, src: int = 0) -> Any:
-        """Return the r-th of rank src's picklable objects on rank r; what the others pass is ignored."""
+        """Return the r-th of rank src's picklable objects on rank r. The argument of the other ranks is ignored."""
         arguments.check_root(self._engine, "src", src)
         if self.rank == src and (objs is None or len(objs) != self.size):
             raise ValueError(

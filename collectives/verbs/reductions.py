@@ -59,18 +59,19 @@ class Reductions(Ranks):
         algorithm: str = "auto",
         async_op: bool = False,
     ) -> Work | None:
-        """Reduce `tensor` over all ranks, in place, the result on every rank.
+        """Reduce `tensor` over all ranks, in place, with the result on every rank.
 
-        prescale and postscale (floating-point tensors only) multiply the contributions and the result.
+        prescale, postscale: factors of the contributions and of the result; floating-point tensors only.
+        codec: a codec of gradwire.collectives.compression, or its name for the default settings. The ranks then send codes
+        instead of float32 numbers; for the sum or average of floating-point tensors. It must be the same on all ranks, or they
+        raise Mismatch.
+        feedback: from new_feedback, for this buffer alone: adds the error of the previous encoding.
+        step: the training step, for codecs that depend on it; equal steps repeat to the bit. Default: the calls that feedback
+        has counted, else 0. A codec that selects numbers by the step raises ValueError without either.
+        seed: a whole number that differs between the buffers of a step, so that their rounding differs; default: feedback's.
 
-        codec: for the sum or average of floating-point tensors: what travels is not the numbers (as float32) but their codes,
-        by a codec of gradwire.collectives.compression, or of that name with the default settings. Ranks that give different
-        ones get a Mismatch. A codec whose codes can be added, or that does without feedback, rides any algorithm; 'auto' takes
-        'two_shot', for some 'one_shot', for those that cannot be added (see gradwire.collectives.compression.algorithms_for).
-        feedback: from new_feedback, for this buffer alone: adds what was lost the last time. step: of training, for codecs that
-        change, draw or round by it: with equal steps, runs repeat to the bit. Without it, feedback counts its calls; without
-        either it is 0, and a codec that draws by it is a ValueError. seed: any whole number that tells this buffer from others
-        of the step, so that they are not rounded alike; else feedback's.
+        With a codec whose codes cannot be added, 'auto' is 'two_shot' (for some codecs 'one_shot'). See
+        docs/guides/compression.md.
         """
         engine = self._engine
         if codec is not None or feedback is not None:
@@ -91,7 +92,7 @@ class Reductions(Ranks):
     ) -> Feedback:
         """Make error feedback for allreduce(codec=codec) of one buffer of numel elements, on this rank. Not a collective call.
 
-        seed: of these calls, as allreduce's.
+        seed: the seed of these calls, as of allreduce. Raises ValueError for an unknown codec, or if numel is negative.
         """
         made = make_codec(codec)
         if not isinstance(seed, int):
@@ -110,9 +111,10 @@ class Reductions(Ranks):
         postscale: float = 1.0,
         algorithm: str = "auto",
     ) -> PreparedOperation:
-        """Return an allreduce of `tensor` that is checked and planned now, to be run as often as wanted.
+        """Return an allreduce of `tensor` that is checked and planned now, and can be run any number of times. Not a
+        collective call.
 
-        Not a collective call. The tensor must stay where it is. Arguments are those of allreduce; codecs have no prepared form.
+        The tensor must keep its memory. The arguments are those of allreduce; there is no prepared form with a codec.
         """
         planned = self._planned([tensor], op, prescale, postscale, algorithm, True)
         return PreparedOperation(self._engine, tensor, *planned)
@@ -137,7 +139,7 @@ class Reductions(Ranks):
         algorithm: str = "auto",
         async_op: bool = False,
     ) -> Work | None:
-        """Allreduce several tensors as one operation: those of one dtype and device travel as one message."""
+        """Allreduce several tensors as one operation. Tensors of one dtype and device are sent as one message."""
         call, body, _ = self._planned(tensors, op, prescale, postscale, algorithm, async_op)
         return self._engine.submit(call, body, async_op=async_op)
 
@@ -160,10 +162,10 @@ class Reductions(Ranks):
         algorithm: str = "auto",
         async_op: bool = False,
     ) -> Work | None:
-        """Reduce `input` over all ranks and leave the r-th part of the result in `output` on rank r.
+        """Reduce `input` over all ranks, and write the r-th part of the result to `output` on rank r.
 
-        input: a tensor of size * output.numel() elements, or one tensor per rank, the same shapes on all ranks; not changed. Of
-        a list, ranks that give parts of other shapes get a Mismatch, also where these have equally many elements.
+        input: a tensor of size * output.numel() elements, or one tensor per rank, with the same shapes on all ranks; not
+        changed. Ranks that give a list of other shapes raise Mismatch, also if the numbers of elements are equal.
         """
         engine = self._engine
         parts = arguments.listed(input)
@@ -205,7 +207,7 @@ class Reductions(Ranks):
     def reduce(
         self, tensor: Tensor, dst: int = 0, op: Op = "sum", *, algorithm: str = "auto", async_op: bool = False
     ) -> Work | None:
-        """Reduce `tensor` over all ranks, in place on rank dst; on the others it is not changed."""
+        """Reduce `tensor` over all ranks, in place on rank dst. On the other ranks it is unchanged."""
         engine = self._engine
         name = arguments.reduction_of(engine, [tensor], op).op
         arguments.check_root(engine, "dst", dst)

@@ -40,10 +40,12 @@ class Halves(Reductions):
         postscale: float = 1.0,
         async_op: bool = False,
     ) -> Work | None:
-        """Do the first half of allreduce: leave in `tensor`, where shares() says that it is this rank's, the bits that allreduce
-        with the same arguments would. What is elsewhere in it is undefined.
+        """Reduce `tensor` over all ranks, in place, and keep only this rank's share of the result: the first half of
+        allreduce.
 
-        Where the algorithm that allreduce would take has no halves (ring, rsag, direct and shared have), all of it is done.
+        In this rank's slices of shares(), `tensor` has the bits that allreduce with the same arguments would give. The rest of
+        it is undefined. If the algorithm that allreduce would run has no halves (ring, rsag, direct and shared have), all of
+        it is reduced.
         """
         spans = self._halved(tensor)
         if spans is None:
@@ -54,13 +56,15 @@ class Halves(Reductions):
     def prepare_reduce_shares(
         self, tensor: Tensor, op: Op = "sum", *, prescale: float = 1.0, postscale: float = 1.0
     ) -> PreparedOperation:
-        """Check and plan a reduce_shares of a tensor once, as prepare_allreduce does an allreduce."""
+        """Return a reduce_shares of a tensor that is checked and planned now, as prepare_allreduce does for allreduce."""
         planned = self._planned([tensor], op, prescale, postscale, "auto", True, self._halved(tensor))
         return PreparedOperation(self._engine, tensor, *planned)
 
     def shares(self, numel: int, dtype: torch.dtype = torch.float32) -> tuple[tuple[slice, ...], ...]:
-        """Return, by rank, what is whose in a tensor of so many elements between reduce_shares and gather_shares: slices of its
-        elements, in order, about as many elements for each rank. Not a collective call; the same on all ranks."""
+        """Return, by rank, the slices of a tensor of numel elements that the rank has between reduce_shares and gather_shares.
+
+        They are in order, and of nearly equal length on all ranks. Not a collective call; the same on all ranks.
+        """
         spans = self._engine.plans.shares(numel, dtype.itemsize).spans
         return tuple(tuple(slice(span.start, span.stop) for span in mine) for mine in spans)
 
@@ -71,8 +75,7 @@ class Halves(Reductions):
     def gather_shares(self, tensor: Tensor, *, async_op: bool = ...) -> Work | None: ...
 
     def gather_shares(self, tensor: Tensor, *, async_op: bool = False) -> Work | None:
-        """Do the second half of allreduce: fill `tensor`, in place, with what each rank has where shares() says that it is
-        that rank's."""
+        """Fill `tensor`, in place, with every rank's share, by the slices of shares(): the second half of allreduce."""
         engine = self._engine
         if not async_op and engine.repeat(tensor, "gather_shares"):
             return None

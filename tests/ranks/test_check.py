@@ -22,4 +22,4 @@ def test_all_that_is_needed_works_here() -> None:
         "ok      two ranks over shared memory: sums are right",
     ):
         assert any(line.startswith(beginning) for line in lines), said
-    assert lines[-1] == "all that is needed works"
+    assert lines[-1] == "everything that gradwire needs works"

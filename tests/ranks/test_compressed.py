@@ -376,7 +376,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Communicator], object]]] = {
         lambda c: c.allreduce(ONES, codec="int8", feedback=c.new_feedback("int4", 3)),
     ),
     "draws without a step": (
-        "rank [01]: codec 'randomk' draws by the step .* give step=, or feedback=",
+        "rank [01]: codec 'randomk' selects by the step .* give step=, or feedback=",
         lambda c: c.allreduce(ONES, codec="randomk"),
     ),
     "seed of feedback": ("seed='one'", lambda c: c.new_feedback("int8", 3, seed="one")),  # type: ignore[arg-type]

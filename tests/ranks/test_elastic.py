@@ -96,7 +96,7 @@ def test_a_killed_rank_costs_no_bit(tmp_path: Path) -> None:
     assert (
         len(
             re.findall(
-                r"^gradwire: training goes on from commit [78] on 2 ranks, from the memory of each host, after",
+                r"^gradwire: training resumes from commit [78] on 2 ranks, from the memory of each host, after",
                 output,
                 re.M,
             )
@@ -174,7 +174,7 @@ def test_a_host_that_has_lost_its_memory_has_it_from_the_next() -> None:
     assert restored is not None
     assert (restored.number, faults) == (3, [])
     assert restored.source == (
-        "the memory of each host, what ranks 0, 1 kept and what the host of rank 0 had lost from that of another host"
+        "the memory of each host, the state of ranks 0, 1 and the shared state for the host of rank 0 from that of another host"
     )
     again.take(restored)
     assert again.step == 6
@@ -273,7 +273,7 @@ def test_hosts_that_change_interrupt_at_a_commit() -> None:
         state.on_hosts_updated()
         state.commit()
 
-    with pytest.raises(SystemExit, match="hosts come or go"):
+    with pytest.raises(SystemExit, match="hosts were added or removed"):
         train(state)
     state.check_host_updates()
     state.step = 6

@@ -51,9 +51,10 @@ MEETS = (
 
 ENDS = """
     comm = Communicator(timeout_s=3)
-    works = [comm.allreduce(torch.ones(1 << 20), async_op=True) for _ in range(8)]
+    raises = arguments == ["raise"] and rank == 1
+    works = [comm.allreduce(torch.ones(1 << 20), async_op=True) for _ in range(1 if raises else 8)]
     works[0].wait()
-    if arguments == ["raise"] and rank == 1:
+    if raises:
         raise ValueError("the script's own")
     for work in works:
         work.wait()
@@ -259,7 +260,7 @@ def test_a_wait_for_another_host_holds_up_nobody(tmp_path: Path) -> None:
     [
         ("raise", 1, RAISED),
         ("interrupt", -signal.SIGINT, "lost rank 1: rank 1 raised KeyboardInterrupt at "),
-        pytest.param("exit", 3, "lost rank 1: left at this operation", marks=pytest.mark.wide),
+        pytest.param("exit", 3, "lost rank 1: left at or before this operation", marks=pytest.mark.wide),
     ],
     ids=["raise", "interrupt", "exit"],
 )

@@ -62,7 +62,7 @@ def test_the_codec_of_the_page_is_bound_as_it_says() -> None:
     examples()
     tensor = torch.ones(64)
     with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
-        said = "'hundredths' cannot ride the algorithm 'ring'; allowed are auto, two_shot$"
+        said = "'hundredths' does not support the algorithm 'ring'; allowed are auto, two_shot$"
         with pytest.raises(ValueError, match=said):
             comm.allreduce(tensor, codec="hundredths", algorithm="ring")
 

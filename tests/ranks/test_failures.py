@@ -291,7 +291,7 @@ def test_a_rank_is_killed_while_it_sends(failing_world: Callable[[int], World]) 
 def test_a_rank_comes_late(ranks: Worlds, size: int) -> None:
     late, *punctual = ranks(size).run(come_late)
     assert {seen.kind for seen in (late, *punctual)} == {CollectiveTimeout}
-    assert "gave up waiting for this rank, which came later" in late.text
+    assert "gave up waiting for this rank, which arrived later" in late.text
     assert late.attributes["waiting_for"] == ()
     assert all(seen.attributes["waiting_for"] == (0,) for seen in punctual)
 

@@ -280,7 +280,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot be added to a Hogwild optimizer"):
         optimizer.add_param_group({"params": []})
     model.to(torch.float64)
-    with pytest.raises(RuntimeError, match=r"'0.weight' is not in the memory that the ranks share any more"):
+    with pytest.raises(RuntimeError, match=r"'0.weight' is no longer in the memory that the ranks share"):
         optimizer.step()
     optimizer.close()
     assert next(model.parameters()).dtype == torch.float64
@@ -308,4 +308,4 @@ def test_ranks_of_several_hosts_are_refused() -> None:
 
 @pytest.mark.parametrize("ranks", ["sockets", *wide("process_group")], indirect=True)
 def test_ranks_that_share_no_memory_are_refused(ranks: Worlds) -> None:
-    ranks(3).run(share_nothing, "ranks 0, 1, 2 are on one host and share no memory: it is switched off")
+    ranks(3).run(share_nothing, "ranks 0, 1, 2 are on one host but share no memory: it is turned off")

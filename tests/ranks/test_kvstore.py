@@ -104,7 +104,7 @@ def test_lists_of_keys_and_values_mean_what_they_do_in_mxnet() -> None:
         kv.pull("a", sparse, ignore_sparse=False)
     broadcast, rows = functools.partial(kv.broadcast, out=out), functools.partial(kv.row_sparse_pull, row_ids=out)
     for call in (kv.push, kv.pull, kv.pushpull, broadcast, rows):
-        with pytest.raises(ValueError, match="priority=-1: 0 is allowed alone"):
+        with pytest.raises(ValueError, match="priority=-1: only 0 is allowed"):
             call("a", out, priority=-1)
     assert kv.is_capable("optimizer")
     kv.close()
@@ -216,7 +216,7 @@ def test_states_go_through_a_file_bit_for_bit(tmp_path: Path) -> None:
         for wrong in (None, 3, b"states"):  # on one rank, and the other one does not wait
             with pytest.raises(
                 TypeError if hvd.rank() else ValueError,
-                match="needs the path of a file, a str" if hvd.rank() else "because rank 1 cannot do it",
+                match="needs the path of a file, a str" if hvd.rank() else "because rank 1 cannot",
             ):
                 use(wrong if hvd.rank() else path)  # type: ignore[arg-type]
     kept = torch.load(path, weights_only=True)
@@ -242,7 +242,7 @@ def test_states_go_through_a_file_bit_for_bit(tmp_path: Path) -> None:
     if hvd.rank() == 0:
         torch.save([1], path)
     hvd.barrier()
-    with pytest.raises(ValueError, match="no file of save_optimizer_states"):
+    with pytest.raises(ValueError, match="not a file of save_optimizer_states"):
         second.load_optimizer_states(path)
     hvd.barrier()
     first.close()
@@ -422,7 +422,7 @@ def test_a_local_store_needs_no_world() -> None:
         kv.push(3, torch.ones(2))
         kv.pull(3, out=out)
         assert torch.equal(out, torch.full((2,), 8.0) - torch.tensor(1e-3))
-        with pytest.raises(ValueError, match="nothing travels"):
+        with pytest.raises(ValueError, match="sends nothing"):
             kv.set_gradient_compression({"type": "2bit"})
         kv.barrier()
         kv.close()
@@ -468,12 +468,12 @@ def test_what_cannot_be_meant_is_refused() -> None:
         ("x", [w], TypeError, "must be a tensor"),
         (1.5, w, TypeError, "a key must be an int or a str, not 1.5"),
         (True, w, TypeError, "a key must be an int or a str"),
-        ("x", torch.zeros(2 + rank), ValueError, r"do not give the same: .*\[2\].* on rank 0; .*\[3\].* on rank 1"),
-        ("x" if rank else "y", w, ValueError, "do not give the same"),
+        ("x", torch.zeros(2 + rank), ValueError, r"differ between ranks: .*\[2\].* on rank 0; .*\[3\].* on rank 1"),
+        ("x" if rank else "y", w, ValueError, "differ between ranks"),
     ):
         with pytest.raises(error, match=said):
             kv.init(key, value)
-    with pytest.raises(ValueError, match="'w' has been given" if rank else "because rank 1 cannot do it.*'w' has been"):
+    with pytest.raises(ValueError, match="'w' has been given" if rank else "because rank 1 cannot.*'w' has been"):
         kv.init("w" if rank else "x", w)
     for key, value, error, said in (
         ("w", torch.zeros(3), ValueError, r"shape \[2, 2\] and dtype torch.float32, as init.*not \[3\]"),
@@ -489,11 +489,11 @@ def test_what_cannot_be_meant_is_refused() -> None:
         with pytest.raises(error, match=said):
             kv.pushpull(key, w, out=value)
     for optimizer, said in (
-        (torch.optim.SGD([w], lr=1.0), "what makes an optimizer of a list of tensors"),
+        (torch.optim.SGD([w], lr=1.0), "a function that makes an optimizer of a list of tensors"),
         ("sgd", "functools.partial"),
         (lambda tensors: None, "returned None"),
         (lambda: None, "raised TypeError"),
-        (lambda tensors: torch.optim.SGD([w]), "an optimizer of something else"),
+        (lambda tensors: torch.optim.SGD([w]), "an optimizer of other tensors"),
     ):
         with pytest.raises(TypeError, match=said):
             kv.set_optimizer(optimizer)  # type: ignore[arg-type]
@@ -513,8 +513,8 @@ def test_what_cannot_be_meant_is_refused() -> None:
         ({"type": "topk", "ratio": 0.5 if rank else [0.5]}, "because rank 0" if rank else r"rank 0: .*\[0\.5\]"),
         ({"type": "2bit", "ratio": 1}, "has no setting 'ratio'; it has threshold"),
         ({"type": "2bit", "threshold": 0}, "threshold must be a finite number > 0"),
-        ({"type": "2bit", "threshold": 1 + rank}, "do not give the same"),
-        ({"type": "2bit" if rank else "none"}, "" if rank == 0 else "because rank 0 cannot do it"),
+        ({"type": "2bit", "threshold": 1 + rank}, "differ between ranks"),
+        ({"type": "2bit" if rank else "none"}, "" if rank == 0 else "because rank 0 cannot"),
     ):
         with pytest.raises(ValueError, match=said):
             kv.set_gradient_compression(params)  # type: ignore[arg-type]
@@ -525,7 +525,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
 
     floating = hvd.KVStore("dist_sync", servers=[0])
     floating.init("w", w)
-    with pytest.raises(ValueError, match=r"do not give the same: SGD .*0\.1.* on rank 0; SGD .*0\.2.* on rank 1"):
+    with pytest.raises(ValueError, match=r"differ between ranks: SGD .*0\.1.* on rank 0; SGD .*0\.2.* on rank 1"):
         floating.set_optimizer(functools.partial(torch.optim.SGD, lr=0.1 * (1 + rank)))
     with pytest.raises(ValueError, match=r"no optimizer of key 'w', of shape \[2, 2\].*not today"):
         floating.set_optimizer(only_of_vectors)  # which only rank 0, the server, would have seen

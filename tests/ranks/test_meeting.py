@@ -224,7 +224,7 @@ def test_a_store_that_has_ended_is_not_waited_for() -> None:
         port = server.getsockname()[1]
         thread = threading.Thread(target=lambda: (server.accept()[0].close(), server.close()))
         thread.start()
-        with pytest.raises(LinkError, match="what listened there has ended") as caught:
+        with pytest.raises(LinkError, match="the process that listened there, that of rank 0, has ended") as caught:
             _reach(Launch("torchrun", 1, 2, None, None), "127.0.0.1", port, time.monotonic() + DEADLINE_S)
         thread.join()
     assert caught.value.ended

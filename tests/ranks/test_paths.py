@@ -81,9 +81,9 @@ def test_the_check_of_two_hosts_finds_it(cluster: hosts.Cluster, there: int) -> 
         for _ in range(20):  # until it listens
             check = begin(stack, cluster.hosts[0], "-m", "gradwire.trainer.cli.check", "--host", hosts.address(there))
             found = check.communicate(timeout=DEADLINE_S)[0]
-            if "nobody listens" not in found:
+            if "no process listens" not in found:
                 break
         listening.communicate(timeout=DEADLINE_S)
-    lost = f"{hosts.address(there)}: large packets are lost on the way, and small ones arrive"
+    lost = f"{hosts.address(there)}: large packets are lost on the way, but small ones arrive"
     assert (lost in found) == (there == 2), found
     assert ("one connection carries" in found) == (there == 1), found

@@ -249,7 +249,7 @@ def test_wrong_worlds() -> None:
     """A list that others contradict, or that this process is not in, is refused on all processes."""
     rank = torch.distributed.get_rank()
     for comm, message in [
-        ([0, 1], r"rank 2 gave \[0, 1\], which does not fit"),
+        ([0, 1], r"rank 2 gave \[0, 1\]"),
         ([rank, rank], r"rank 0 gave \[0, 0\]"),
         ([rank, 4], r"rank 0 gave \[0, 4\]"),
         ([0, 1] if rank else [0], r"rank 1 gave \[0, 1\]"),

@@ -88,8 +88,8 @@ def test_a_command_that_fails(folder: Path, ending: str, status: int, parts: lis
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ([], "what is to run"),
-        (["--out", "a.html", "--"], "what is to run"),
+        ([], "no command is given"),
+        (["--out", "a.html", "--"], "no command is given"),
         (["nowhere"], "cannot start nowhere: No such file"),
         (["--out", "nowhere/a.html", "train.py"], "--out nowhere/a.html: No such file"),
     ],

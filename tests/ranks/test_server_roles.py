@@ -23,7 +23,7 @@ def test_a_rank_may_serve_only(servers: list[int] | None) -> None:
     model = network().double()
     optimizer = hvd.ParameterServer(adam_of(model), model.named_parameters(), workers=[1, 3, 2], servers=servers)
     if hvd.rank() == 0:
-        with pytest.raises(RuntimeError, match="rank 0: this rank serves only: it calls serve"):
+        with pytest.raises(RuntimeError, match="rank 0: this rank serves only: call serve"):
             optimizer.step()
         optimizer.serve()
         report = optimizer.report()

@@ -243,14 +243,16 @@ def ask_for_different_memory() -> None:
         ) as kept:  # which keeps what the call had
             comm.shared_empty(2 + comm.rank)
         assert (segments(), len(os.listdir("/proc/self/fd"))) == (before, descriptors), kept
-        with pytest.raises(CollectiveError, match=r"no memory for all ranks: rank 0: .* are wanted, and \d+ bytes"):
+        with pytest.raises(
+            CollectiveError, match=r"no memory can be shared by all ranks: rank 0: .* are wanted, and \d+ bytes"
+        ):
             comm.shared_empty(1 << 50)
         with pytest.raises(TypeError, match="complex"):
             comm.shared_empty(1, dtype=torch.complex64)
         if comm.rank == 1:  # what cannot be opened on one rank is there for none
             resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY))
         try:
-            with pytest.raises(CollectiveError, match=r"no memory for all ranks: rank 1: .*cannot map"):
+            with pytest.raises(CollectiveError, match=r"no memory can be shared by all ranks: rank 1: .*cannot map"):
                 comm.shared_empty(1 << 20, 16)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -80,7 +80,7 @@ def test_ranks_that_share_no_memory_have_connections_of_their_own(
     assert [through for through, _ in found] == [through | {"gloo"} for through in near]
     warnings = [warning for _, warnings in found for warning in warnings]
     assert len(warnings) == (far == "tcp")
-    assert all("through gloo" in warning and "rank 1: not on this machine" in warning for warning in warnings)
+    assert all("ranks use gloo" in warning and "rank 1: not on this machine" in warning for warning in warnings)
 
 
 def reduce_oddities(hosts: str) -> dict[tuple[str, str], list[int]]:

@@ -190,7 +190,7 @@ def test_catching_up_after_a_backward_that_failed(failing: int, tries_again: boo
         with failing_hook(first):
             (first.tanh() * 5 + last).sum().backward()
         if tries_again:
-            with pytest.raises(RuntimeError, match=r"failed midway \(go on with synchronize\(\), then zero_grad\(\)\)"):
+            with pytest.raises(RuntimeError, match=r"failed midway \(call synchronize\(\), then zero_grad\(\)\)"):
                 (first.tanh() * 5 + last).sum().backward()
         optimizer.synchronize()
     else:

@@ -172,7 +172,7 @@ def test_what_nobody_loads_is_lost_with_a_warning(ranks: Worlds, tmp_path: Path)
                 torch.testing.assert_close(mine.flatten(), expected[start : start + mine.numel()], rtol=1e-5, atol=1e-6)
     ((message,), nothing) = (warned for _, warned in loaded)
     assert nothing == []
-    assert "are now shared by all; those of ranks [2], which nobody loaded, are lost" in message
+    assert "are now shared by all; those of ranks [2], which no rank loaded, are lost" in message
 
 
 @on_ranks(2)
@@ -193,12 +193,12 @@ def test_parts_that_do_not_belong_together_are_refused_everywhere() -> None:
         (
             {**part, "parameters": [(name, shape[::-1]), *rest]},
             True,
-            r"rank 0 was given what cannot be loaded \(ValueError: saved with.*the first that differs was",
+            r"rank 0 was given a state that cannot be loaded \(ValueError: saved with.*the first that differs was",
         ),
         (
             {key: value for key, value in part.items() if key != "buckets"},
             False,
-            r"rank 1 was given what cannot be loaded \(ValueError: 'gradwire' is damaged: buckets missing\)$",
+            r"rank 1 was given a state that cannot be loaded \(ValueError: 'gradwire' is damaged: buckets missing\)$",
         ),
     ):
         given = wrong if wrong is plain else {**mine, KEY: wrong}
@@ -320,7 +320,7 @@ def test_nothing_is_loaded_where_one_optimizer_refuses() -> None:
     if hvd.rank() == 1:
         wrong["param_groups"][0]["params"].pop()
     with pytest.raises(
-        ValueError, match=r"rank 1 was given what cannot be loaded \(ValueError: loaded state dict contains"
+        ValueError, match=r"rank 1 was given a state that cannot be loaded \(ValueError: loaded state dict contains"
     ):
         optimizer.load_state_dict(wrong)
     assert as_bytes(optimizer.state_dict()) == before

@@ -179,7 +179,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
     model = nn.Linear(4, 4)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     for options, words in (
-        ({"parameter_compression": "int8"}, "is for shard_states=True"),
+        ({"parameter_compression": "int8"}, "is for the parameters that shard_states=True sends"),
         (
             {"parameter_compression": "powersgd", "shard_states": True},
             "parameter_compression='powersgd' is for gradients",

@@ -399,7 +399,7 @@ def test_verbs_with_codecs() -> None:
     for refused in ("topk", hvd.Compression.powersgd, ErrorFeedback("int8")):
         with pytest.raises(ValueError, match=r"with error feedback is for DistributedOptimizer"):
             hvd.allreduce(mine, compression=refused)
-    with pytest.raises(ValueError, match=r"rank [01]: 'randomk' draws by the step"):
+    with pytest.raises(ValueError, match=r"rank [01]: 'randomk' selects by the step"):
         hvd.allreduce(mine, compression=RandomK())
     with pytest.raises(ValueError, match="reducescatter has no codecs"):
         hvd.reducescatter(mine, compression=hvd.Compression.int8)

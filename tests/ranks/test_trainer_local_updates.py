@@ -369,7 +369,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
         ({"every": 2, "alpha": 1.0}, "alpha must be"),
         ({"every": 2, "outer": outer_of(list(other.parameters()))}, "the same parameters"),
         ({"every": 2, "policy": {"nothing*": "int8"}}, "no parameter's name matches"),
-        ({"every": 2, "codec": hvd.ErrorFeedback("chunktopk", 2)}, "warmup_steps=2.* does not go with outer=None"),
+        ({"every": 2, "codec": hvd.ErrorFeedback("chunktopk", 2)}, "warmup_steps=2.* does not support outer=None"),
     ):
         with pytest.raises(ValueError, match=message):
             hvd.LocalUpdates(inner, model.named_parameters(), **options)

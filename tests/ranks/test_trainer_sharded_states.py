@@ -276,7 +276,7 @@ def load_wrongly(directory: Path) -> None:
         mine = states[hvd.rank()]
         part, first = mine[SHARDS], mine["state"][0]
         whole = {key: value for key, value in mine.items() if key != SHARDS}
-        with pytest.raises(ValueError, match="saved on 4 ranks, and nobody was given what ranks 2, 3 saved"):
+        with pytest.raises(ValueError, match="saved on 4 ranks, and no rank was given the state of ranks 2, 3"):
             optimizer.load_state_dict(mine)
         for culprit, wrong, said in (
             (0, whole, "a part of another checkpoint"),
@@ -357,7 +357,7 @@ def test_what_would_go_wrong_silently_is_an_error() -> None:
         optimizer = wrapped(model, communicator, "adam", shard=True, compression="none")
         train(model, optimizer, range(1))
         loss_of_next = partial(loss_of, model, 1, hvd.rank())
-        with pytest.raises(RuntimeError, match=r"from an exchange before.*zero_grad"):
+        with pytest.raises(RuntimeError, match=r"that of an earlier exchange.*zero_grad"):
             loss_of_next().backward()
         hvd.barrier()
         optimizer.zero_grad()
@@ -374,9 +374,9 @@ def test_what_would_go_wrong_silently_is_an_error() -> None:
         with pytest.raises(RuntimeError, match=r"'one' has been changed since backward"):
             optimizer.step()
         optimizer.zero_grad()
-        with pytest.raises(ValueError, match=r"step\(closure\) does not go with shard_states=True"):
+        with pytest.raises(ValueError, match=r"shard_states=True does not support step\(closure\)"):
             optimizer.step(lambda: 0.0)
-        with pytest.raises(ValueError, match="every rank has a state of its own"):
+        with pytest.raises(ValueError, match="every rank has its own state"):
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         train(model, optimizer, range(1, 3))
         optimizer.close()
@@ -388,11 +388,11 @@ def test_what_does_not_go_with_it_is_refused_when_the_optimizer_is_made() -> Non
     gaps = nn.Parameter(torch.ones(4, 8)[:, ::2])
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     for optimizer, options, words in (
-        (hvd.LAMB(model.parameters()), {}, "treat every element by itself; LAMB does not"),
+        (hvd.LAMB(model.parameters()), {}, "update every element independently; LAMB does not"),
         (torch.optim.LBFGS(model.parameters()), {}, "LBFGS does not"),
         (torch.optim.SGD([gaps], lr=0.1), {}, r"without gaps in memory.*strides \[8, 2\]"),
-        (sgd, {"op": hvd.Adasum}, "does not go with op='adasum'"),
-        (sgd, {"rule": hvd.Rule}, "no other rule= than the default, not with .*Rule"),
+        (sgd, {"op": hvd.Adasum}, "does not support op='adasum'"),
+        (sgd, {"rule": hvd.Rule}, "only the default rule, not .*Rule"),
         (sgd, {"shard_states": "yes"}, "must be True or False, not 'yes'"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -401,6 +401,6 @@ def test_what_does_not_go_with_it_is_refused_when_the_optimizer_is_made() -> Non
         hvd.DistributedOptimizer(sgd, shard_states=hvd.rank() == 0)
     embedding = nn.Embedding(4, 3, sparse=True)
     rows = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), shard_states=True)
-    with pytest.raises(ValueError, match=r"is sparse, which does not go with shard_states=True.*sparse_as_dense"):
+    with pytest.raises(ValueError, match=r"is sparse, which shard_states=True does not support.*sparse_as_dense"):
         embedding(torch.tensor([1])).sum().backward()
     rows.close()

@@ -45,7 +45,7 @@ from tests.soak.network import Network
 from tests.soak.operations import SESSION_OPERATIONS, Operation, Session, draw_operations
 
 POLL_S = 0.01
-_APART = re.compile(r"(?:between ranks|nothing that rank) (\d+) (?:and|sends reaches rank) (\d+)")
+_APART = re.compile(r"(?:between ranks|no message of rank) (\d+) (?:and|reaches rank) (\d+)")
 #: For which a rank that has reported waits for the others, so that no survivor is gone before all have spoken.
 TOGETHER_S = 30.0
 

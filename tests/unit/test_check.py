@@ -37,9 +37,9 @@ def test_no_wait_without_an_end() -> None:
     ("addresses", "environment", "state", "said"),
     [
         (["10.0.0.7"], {}, "ok", "node07, resolves to 10.0.0.7"),
-        (["127.0.1.1"], {}, "note", "resolves to 127.0.1.1, where other hosts find only themselves"),
-        (["10.0.0.7", "::1"], {}, "note", "where other hosts find only themselves"),
-        (["127.0.1.1"], {"GLOO_SOCKET_IFNAME": "eth7"}, "ok", "GLOO_SOCKET_IFNAME=eth7 counts"),
+        (["127.0.1.1"], {}, "note", "resolves to 127.0.1.1, which other hosts do not reach"),
+        (["10.0.0.7", "::1"], {}, "note", "which other hosts do not reach"),
+        (["127.0.1.1"], {"GLOO_SOCKET_IFNAME": "eth7"}, "ok", "GLOO_SOCKET_IFNAME=eth7 takes precedence"),
         (None, {}, "note", "node07, does not resolve: .*Name or service not known"),
     ],
 )
@@ -84,7 +84,7 @@ def test_interface() -> None:
         ({}, "ok", "no launcher has started this"),
         ({"MASTER_PORT": "29500"}, "note", "MASTER_PORT is set, but RANK is not"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "failed", "does not say where rank 0 listens"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "failed", "RANK=2 is no rank of WORLD_SIZE=2"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "failed", "RANK=2 is not a rank of WORLD_SIZE=2"),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"},
             "ok",
@@ -183,10 +183,10 @@ def test_links_in_both_directions() -> None:
     assert [finding.state for finding in found] == ["ok", "ok", "note", "ok", "ok"], found
     assert found[0].what == f"to 127.0.0.1 port {port}: open"
     assert found[1].what.startswith("to 127.0.0.1: ports ")
-    assert found[2].what == f"port {port} is in use here, so 127.0.0.1 could not try it"
+    assert found[2].what == f"port {port} is in use here, so 127.0.0.1 could not test it"
     assert found[3].what.startswith("from 127.0.0.1: ports ")
     assert "us there and back; one connection carries" in found[4].what
-    assert there == [Finding("ok", "127.0.0.1 has tried all: it says with which result")]
+    assert there == [Finding("ok", "127.0.0.1 has finished its check and prints the result")]
 
 
 def test_blocked_ports_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,13 +218,13 @@ def test_nobody_listens_and_nobody_comes() -> None:
     (found,) = links.links("127.0.0.1", port)
     assert found == Finding(
         "failed",
-        f"nobody listens at 127.0.0.1 port {port}",
+        f"no process listens at 127.0.0.1 port {port}",
         f"run on 127.0.0.1 first: gradwire check --listen --port {port}",
     )
     (found,) = links.links("no host.invalid", port)
     assert found.what.startswith("no host.invalid does not resolve: ")
     (found,) = links.listen(port, 0.05)
-    assert found.what == "within 0.05 s nobody came"
+    assert found.what == "within 0.05 s no host connected"
     assert found.do is not None
     assert f"gradwire check --host {socket.gethostname()} --port {port}" in found.do
     with listener() as silent:
@@ -239,11 +239,11 @@ def test_something_else_listens(monkeypatch: pytest.MonkeyPatch) -> None:
         (found,) = links.links("127.0.0.1", port)
     assert found.state == "failed"
     assert found.what == f"127.0.0.1 port {port}: timed out"
-    assert found.do == f"is it this there? gradwire check --listen --port {port}"
+    assert found.do == f"does this command run there? gradwire check --listen --port {port}"
 
 
 def test_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for state, status, last in (("note", 0, "all that is needed works"), ("failed", 1, "1 failed")):
+    for state, status, last in (("note", 0, "everything that gradwire needs works"), ("failed", 1, "1 failed")):
         finding = Finding(state, "it", "mend it")  # type: ignore[arg-type]
         monkeypatch.setattr(command, "_checks", lambda host, port, finding=finding: iter([finding]))
         assert command.main([]) == status

@@ -33,7 +33,7 @@ def test_hosts(text: str, slots: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("text", ["", "a:0", "a:two", "a:2:3", "a,,b", "a b", "-oProxyCommand=x:1", "a:-1"])
 def test_what_is_no_host(text: str) -> None:
-    with pytest.raises(ValueError, match="is no host: write HOST:SLOTS"):
+    with pytest.raises(ValueError, match="is not a host: write HOST:SLOTS"):
         parse_hosts(text)
 
 
@@ -42,10 +42,10 @@ def test_hostfile(tmp_path: Path) -> None:
     file.write_text("# two racks\na slots=2  # new\n\nb slots = 3\nc:4\nd\n")
     assert read_hostfile(file) == {"a": 2, "b": 3, "c": 4, "d": 1}
     file.write_text("a slots=2 max_slots=3\n")
-    with pytest.raises(ValueError, match=rf"{file}: 'a:2 max_slots=3' is no host"):
+    with pytest.raises(ValueError, match=rf"{file}: 'a:2 max_slots=3' is not a host"):
         read_hostfile(file)
     file.write_text("# nobody\n")
-    with pytest.raises(ValueError, match="there is no host in it"):
+    with pytest.raises(ValueError, match="it contains no host"):
         read_hostfile(file)
     with pytest.raises(ValueError, match=r"cannot read the hosts in .*No such file"):
         read_hostfile(tmp_path / "nowhere")
@@ -92,7 +92,10 @@ def test_flags_that_set_variables() -> None:
 def test_flags_without_a_meaning_share_one_notice() -> None:
     ignored = "--cycle-time-ms 3.5 --autotune --cache-capacity 0 --gloo"
     job = parse_job(["-np", "1", *ignored.split(), "train.py", "--autotune"])
-    assert job.notice == "gradwire: no meaning here, and ignored: --cycle-time-ms, --autotune, --cache-capacity, --gloo"
+    assert (
+        job.notice
+        == "gradwire: ignored, since they have no effect here: --cycle-time-ms, --autotune, --cache-capacity, --gloo"
+    )
     assert job.command[1:] == ["train.py", "--autotune"]
     assert parse_job(["-np", "1", *SCRIPT]).notice is None
 
@@ -101,18 +104,18 @@ def test_flags_without_a_meaning_share_one_notice() -> None:
     ("arguments", "said"),
     [
         ("train.py", "how many ranks? Give -np, or hosts"),
-        ("-np 2", "what is to run?"),
+        ("-np 2", "no command is given"),
         ("-np 0 train.py", "must be a whole number from 1 on, not 0"),
         ("-np 5 -H a:2,b:2 train.py", "-np 5 is more than the 4 slots of a:2,b:2"),
-        ("-H a:2 --hostfile f train.py", "give one of them"),
-        ("-np 2 --min-np 1 --max-np 4 train.py", "--min-np is not to be had: the number of ranks is fixed"),
-        ("--host-discovery-script ./d.sh train.py", "--host-discovery-script is not to be had"),
+        ("-H a:2 --hostfile f train.py", "give only one of them"),
+        ("-np 2 --min-np 1 --max-np 4 train.py", "--min-np is not supported: the number of ranks is fixed"),
+        ("--host-discovery-script ./d.sh train.py", "--host-discovery-script is not supported"),
         ("-np 2 --mpi train.py", "write mpirun -n 4 python train.py"),
         ("-np 2 --config-file c.yaml train.py", "write its settings as flags"),
         ("-np 2 --bogus train.py", "--bogus"),
         ("-np 2 --start-timeout 0 train.py", "must be a whole number from 1 on, not 0"),
         ("-np 2 -p 70000 train.py", "must be a port from 1 to 65535, not 70000"),
-        ("-np 2 -x 1A=3 train.py", "'1A' is no name of a variable"),
+        ("-np 2 -x 1A=3 train.py", "'1A' is not a name of a variable"),
     ],
 )
 def test_wrong_arguments(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

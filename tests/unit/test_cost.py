@@ -128,7 +128,7 @@ def test_a_file_is_read_as_it_was_written_or_refused() -> None:
     refused = {
         "version 1 is needed": {**read, "version": 2},
         "damaged": {**read, "uplinks": [1.0]},
-        "no number of seconds": {**read, "call_s": "fast"},
+        "not a number of seconds": {**read, "call_s": "fast"},
         "KeyError": {key: value for key, value in read.items() if key != "between"},
     }
     for said, changed in refused.items():

@@ -96,8 +96,8 @@ def _flip(path: Path) -> None:
     ("damage", "said"),
     [
         (_flip, "checksum"),
-        (lambda path: os.truncate(path, 400), "cut off"),
-        (lambda path: path.write_bytes(b"x" * 900), "no commit"),
+        (lambda path: os.truncate(path, 400), "truncated"),
+        (lambda path: path.write_bytes(b"x" * 900), "not a commit"),
     ],
 )
 def test_a_damaged_commit_is_refused(memory: NamedMemory, damage: Any, said: str) -> None:
@@ -135,7 +135,7 @@ def test_what_others_could_have_written_is_refused(tmp_path: Path, fault: str, m
 
 def test_memory_that_is_short_leaves_the_commit_before(memory: NamedMemory) -> None:
     filled(memory, "0.0", 1)
-    with pytest.raises(OSError, match="the commit before this one stands"):
+    with pytest.raises(OSError, match="The previous commit is still valid"):
         memory.slot("0.1").begin(LAYOUT, 2**60)
     assert memory.slot("0.0").read()[1].tolist() == [1] * 1000
 

@@ -81,16 +81,14 @@ def test_values_that_cannot_be_meant(name: str, text: str, allowed: str, monkeyp
 
 def test_notice() -> None:
     assert notice({"PATH": "/bin"} | HOROVODRUN) is None
-    assert notice({"HOROVOD_CYCLE_TIME": "1"}) == (
-        "of Horovod's environment variables, without a meaning here, and ignored, are HOROVOD_CYCLE_TIME"
-    )
+    assert notice({"HOROVOD_CYCLE_TIME": "1"}) == ("of Horovod's environment variables, ignored are HOROVOD_CYCLE_TIME")
     given = {"HOROVOD_TIMELINE": "t.json", "HOROVOD_FUSION_THRESHOLD": "1024"}
     assert notice(given) == (
-        "of Horovod's environment variables, honoured are HOROVOD_FUSION_THRESHOLD=1024, HOROVOD_TIMELINE=t.json"
+        "of Horovod's environment variables, used are HOROVOD_FUSION_THRESHOLD=1024, HOROVOD_TIMELINE=t.json"
     )
     assert notice({**given, "HOROVOD_CYCLE_TIME": "1", "HOROVOD_AUTOTUNE": "1"}) == (
-        "of Horovod's environment variables, honoured are HOROVOD_FUSION_THRESHOLD=1024, HOROVOD_TIMELINE=t.json; "
-        "without a meaning here, and ignored, are HOROVOD_AUTOTUNE, HOROVOD_CYCLE_TIME"
+        "of Horovod's environment variables, used are HOROVOD_FUSION_THRESHOLD=1024, HOROVOD_TIMELINE=t.json; "
+        "ignored are HOROVOD_AUTOTUNE, HOROVOD_CYCLE_TIME"
     )
 
 
@@ -143,5 +141,5 @@ def test_horovodrun() -> None:
     apart = HOROVODRUN | {"HOROVOD_LOCAL_SIZE": "1", "HOROVOD_LOCAL_RANK": "0"}
     with pytest.raises(ValueError, match="horovodrun does not say where rank 0 listens: set MASTER_ADDR to"):
         meeting_point(apart, read_launch(apart))
-    with pytest.raises(ValueError, match="HOROVOD_RANK=2 is no rank of HOROVOD_SIZE=2 processes"):
+    with pytest.raises(ValueError, match="HOROVOD_RANK=2 is not a rank of HOROVOD_SIZE=2 processes"):
         read_launch(HOROVODRUN | {"HOROVOD_RANK": "2"})

@@ -88,7 +88,7 @@ def ask(kernels: Path, answer: int, *arguments: str, **environment: str) -> subp
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("no folder", "no folder for it can be written"), ("full disk", "File too large")],
+    [("no folder", "it has no writable folder"), ("full disk", "File too large")],
 )
 def test_what_cannot_be_kept_is_compiled_all_the_same(kernels: Path, tmp_path: Path, kind: str, reason: str) -> None:
     """As root, too, who may write everywhere but in what is no folder."""
@@ -101,7 +101,7 @@ def test_what_cannot_be_kept_is_compiled_all_the_same(kernels: Path, tmp_path: P
     assert done.stdout == "41 0\n"
     (line,) = [line for line in done.stderr.splitlines() if "gradwire: compil" not in line]
     assert reason in line
-    assert "set NUMBA_CACHE_DIR to a folder that can be written" in line
+    assert "set NUMBA_CACHE_DIR to a writable folder" in line
     if kind == "no folder":
         assert "does it ahead" not in done.stderr
 

@@ -43,7 +43,7 @@ def test_who_does_not_come_is_named() -> None:
 
     def tell(rank: int) -> None:
         if rank == 1:
-            with pytest.raises(LinkError, match="ranks 0, 2 did not come") as caught:
+            with pytest.raises(LinkError, match="ranks 0, 2 did not arrive") as caught:
                 memberships[rank].everyones("name", b"", time.monotonic())
             assert caught.value.timed_out
             assert caught.value.awaited == {0, 2}
@@ -54,11 +54,11 @@ def test_who_does_not_come_is_named() -> None:
 def test_only_ranks_that_compile_are_given_the_time_for_it() -> None:
     first, stopped, compiling = members()
     compiling.compiles("offers", time.monotonic() + DEADLINE_S)
-    with pytest.raises(LinkError, match="rank 1 did not come") as caught:
+    with pytest.raises(LinkError, match="rank 1 did not arrive") as caught:
         first.everyones("offers", b"", time.monotonic(), compile_s=DEADLINE_S)
     assert caught.value.awaited == {1}
     stopped.compiles("offers", time.monotonic() + DEADLINE_S)
-    with pytest.raises(LinkError, match="ranks 1, 2 did not come"):
+    with pytest.raises(LinkError, match="ranks 1, 2 did not arrive"):
         first.everyones("offers", b"", time.monotonic() - 1, compile_s=1.0)
 
 
@@ -84,7 +84,7 @@ def test_a_rank_that_ended_before_it_could_say_that_all_had_come() -> None:
         (LinkError(1, timed_out=False, detail="reset"), CollectiveError, "could not connect: reset", (1,)),
         (LinkError(1, timed_out=False, detail="lost rank 1", ended=True), PeerLost, "lost rank 1", (1,)),
         (LinkError(1, timed_out=True, detail="why"), CollectiveTimeout, "not done after 5 s waiting for rank 1: .*: why", (1,)),
-        (TimeoutError("why"), CollectiveTimeout, "not done after 5 s: the ranks did not come together: why", ()),
+        (TimeoutError("why"), CollectiveTimeout, "not done after 5 s: the ranks did not meet: why", ()),
     ],
 )  # fmt: skip
 def test_what_fails_at_once_is_not_said_to_have_taken_long(

@@ -60,10 +60,10 @@ def test_where_a_rank_is_that_is_waited_for_is_told() -> None:
     ("reports", "known", "lost", "said"),
     [
         ({0: stopped(1), 1: stopped(2)}, {"lost": {1, 2}}, 2, "its process was ended"),  # rank 1 has reported before
-        ({0: stopped(1)}, {"left": {2: 4, 1: 4}}, 2, "lost rank 2: left at this operation or before"),  # as the first
+        ({0: stopped(1)}, {"left": {2: 4, 1: 4}}, 2, "lost rank 2: left at or before this operation"),  # as the first
         ({0: stopped(1)}, {"left": {1: 4}, "lost": {2}}, 2, "its process was ended"),  # before one that leaves
         ({0: message(1)}, {"left": {2: 0}, "lost": {1}}, 1, "its process was ended"),  # a message is of its ranks alone
-        ({0: message(1)}, {"left": {2: 0, 1: 3}}, 1, "left at this"),
+        ({0: message(1)}, {"left": {2: 0, 1: 3}}, 1, "left at or before this"),
         ({0: message(1), 1: stopped(2, sequence=5)}, {"lost": {2}}, 2, "its process was ended"),  # for which it waits
     ],
 )
@@ -100,7 +100,7 @@ def test_a_rank_that_came_late_is_named_and_told_so() -> None:
     reports = {0: stopped(1, 2, gave_up=True), 1: stopped(0, 2), 2: stopped(waited_s=0.01)}
     errors = [judged(rank, reports, CollectiveTimeout) for rank in range(3)]
     assert [error.waiting_for for error in errors] == [(2,), (2,), ()]
-    assert "rank 0 gave up waiting for this rank, which came later" in str(errors[2])
+    assert "rank 0 gave up waiting for this rank, which arrived later" in str(errors[2])
 
 
 def test_nobody_is_said_to_wait_for_itself() -> None:
@@ -126,7 +126,7 @@ def test_messages_that_do_not_arrive_are_no_mismatch_and_blame_neither_end() -> 
     for rank in reports:
         error = judged(rank, reports, CollectiveTimeout)
         assert error.waiting_for == ()
-        assert "nothing that rank 1 sends reaches rank 0" in str(error)
+        assert "no message of rank 1 reaches rank 0" in str(error)
 
 
 def test_a_connection_that_broke_between_the_living_is_called_that() -> None:
@@ -171,7 +171,7 @@ def test_a_rank_that_did_not_wait_itself_accuses_nobody() -> None:
 
 def test_patience_is_that_of_who_gave_up() -> None:
     reports = {0: stopped(1, gave_up=True), 1: Report(4, CALL, (0,), False, SECONDS, timeout_s=300.0)}
-    assert "came later" not in str(judged(1, reports))
+    assert "arrived later" not in str(judged(1, reports))
 
 
 def test_a_report_survives_its_way() -> None:

@@ -56,7 +56,7 @@ def test_the_rank_that_keeps_the_hub_is_not_blamed_when_it_leaves(arrived: list[
 def test_a_rank_that_answers_late_does_not_blame_itself(arrived: list[Presence]) -> None:
     keeper, late, stopped = arrived
     assert keeper.silent() == [1, 2]
-    keeper.report(Failure((1, 2), "ranks 1, 2 did not come", timed_out=True))
+    keeper.report(Failure((1, 2), "ranks 1, 2 did not arrive", timed_out=True))
     assert late.silent() == [2]
     for presence in (stopped, late, keeper):
         presence.close()

@@ -250,8 +250,8 @@ def test_the_log_has_the_begin_and_the_end_of_a_slow_rank(caplog: pytest.LogCapt
     reported([*[EQUAL] * 20, *[SLOW] * 40, *[EQUAL] * 5, *[SLOW] * 10, *[EQUAL] * 40], every=5)
     begun, ended = caplog.messages
     assert "for rank 1 (20% of 1.000 s" in begun
-    assert "number 34" in begun
-    assert "the others wait for rank 1 no longer, as of the exchange number 89" in ended
+    assert "up to exchange 34 " in begun
+    assert "the others no longer wait for rank 1, as of exchange 89" in ended
 
 
 @pytest.mark.parametrize(

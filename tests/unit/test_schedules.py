@@ -63,7 +63,7 @@ def changed(planner: Planner, change: Callable[[Schedule], Schedule], rank: int 
         (lambda s: replace(s, rounds=(s.rounds[0] * 2, *s.rounds[1:])), "in round 0 rank"),
         (
             lambda s: replace(s, rounds=(tuple(replace(step, peer=1) for step in s.rounds[0]), *s.rounds[1:])),
-            "rank 1 talks to itself",
+            "rank 1 sends to or receives from itself",
         ),
         (
             lambda s: replace(s, rounds=(tuple(replace(step, span=Span(0, 9)) for step in s.rounds[0]), *s.rounds[1:])),
@@ -289,7 +289,7 @@ def test_one_shot_encodes_once() -> None:
 
 def test_codes_that_nobody_sends_are_not_waited_for() -> None:
     schedules = [Schedule(rank, 2, 1, (reduce(1 - rank, BLOCK), send(1 - rank, BLOCK))) for rank in range(2)]
-    with pytest.raises(ScheduleError, match="were codes exchanged, rank 0 would wait for rank 1 for ever"):
+    with pytest.raises(ScheduleError, match="with a codec, rank 0 would wait for rank 1 forever"):
         encodings(schedules)
 
 

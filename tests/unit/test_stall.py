@@ -84,13 +84,13 @@ def test_who_does_not_answer_is_told_with_what_it_last_answered() -> None:
 def test_who_calls_something_else_is_told() -> None:
     other = Position(4, is_running=True, calls={4: OTHER})
     said = warning(WAITS, {1: WAITS, 2: other, 3: other})
-    assert "; something else was called by ranks 2, 3\n" in said
+    assert "; ranks 2, 3 called another operation\n" in said
     assert f"waits in operation 4, {OTHER}" in said
 
 
 def test_where_all_have_come_the_network_is_to_blame() -> None:
     said = warning(WAITS, dict.fromkeys((1, 2, 3), WAITS))
-    assert said.endswith("all ranks are there, so what is sent is slow or gets lost")
+    assert said.endswith("all ranks have begun it, so messages are slow or lost")
 
 
 def test_of_many_ranks_some_are_told() -> None:

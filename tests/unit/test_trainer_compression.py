@@ -86,7 +86,7 @@ def test_feedback_of_unbiased_codecs_that_lose_little_is_allowed(codec: Any) -> 
         (lambda: encoding_of("int9"), "no codec is called 'int9'; known are none, fp16"),
         (lambda: encoding_of(torch.float16), "compression must be a codec, ErrorFeedback"),
         (lambda: ErrorFeedback("int9"), "no codec is called 'int9'"),
-        (lambda: ErrorFeedback("none"), "without one nothing is lost"),
+        (lambda: ErrorFeedback("none"), "without one there is no error"),
         (lambda: ErrorFeedback(7), "a codec or its name"),
         (lambda: ErrorFeedback("int8", warmup_steps=-1), "warmup_steps must be a whole number >= 0, not -1"),
         (lambda: verb_codec("onebit"), "'onebit' with error feedback is for DistributedOptimizer"),

@@ -62,8 +62,8 @@ def test_position(environment: dict[str, str], launch: Launch) -> None:
     [
         ({"RANK": "0"}, "the launcher's environment lacks WORLD_SIZE"),
         (MPICH | {"PMI_RANK": "one"}, "PMI_RANK must be a whole number, not 'one'"),
-        (MPICH | {"PMI_RANK": "4"}, "PMI_RANK=4 is no rank of PMI_SIZE=4 processes"),
-        (TORCHRUN | {"RANK": "-1"}, "RANK=-1 is no rank of WORLD_SIZE=8 processes"),
+        (MPICH | {"PMI_RANK": "4"}, "PMI_RANK=4 is not a rank of PMI_SIZE=4 processes"),
+        (TORCHRUN | {"RANK": "-1"}, "RANK=-1 is not a rank of WORLD_SIZE=8 processes"),
         (TORCHRUN | {"LOCAL_RANK": ""}, "LOCAL_RANK must be a whole number, not ''"),
     ],
 )

@@ -131,7 +131,7 @@ def test_a_watch_that_fails_says_so_and_does_not_stay_behind(caplog: pytest.LogC
         theirs.say_leaving(3)
         assert theirs.wait_for(lambda: bool(theirs.lost), DEADLINE_S)
         assert "planted" in mine.failure
-    assert "does not hear of the other ranks any more" in caplog.text
+    assert "no longer receives news of the other ranks" in caplog.text
 
 
 @pytest.mark.parametrize("size", [2, 8])

@@ -76,9 +76,9 @@ def _slots(entries: Iterable[str]) -> dict[str, int]:
     for entry in entries:
         match = re.fullmatch(r"(\[[^\]\s]+\]|[^\s:\[\]-][^\s:\[\]]*)(?::(\d+))?", entry)
         if match is None or (match[2] is not None and int(match[2]) < 1):
-            raise ValueError(f"{entry!r} is no host: write HOST:SLOTS, with at least one slot, as in node01:2")
+            raise ValueError(f"{entry!r} is not a host: write HOST:SLOTS, with at least one slot, as in node01:2")
         name = match[1].strip("[]")
         slots[name] = slots.get(name, 0) + int(match[2] or 1)
     if not slots:
-        raise ValueError("there is no host in it")
+        raise ValueError("it contains no host")
     return slots

@@ -75,11 +75,11 @@ def parse_job(arguments: list[str]) -> Job:
     flags = parser.parse_args(arguments)
     command = flags.command[1:] if flags.command[:1] == ["--"] else flags.command
     if not command or command[0].startswith("-"):
-        unknown = f"there is no flag {command[0]}" if command else "what is to run?"
+        unknown = f"there is no flag {command[0]}" if command else "no command is given"
         parser.error(f"{unknown}: gradwire run -np 4 train.py")
     try:
         if flags.hosts is not None and flags.hostfile is not None:
-            raise ValueError("-H and --hostfile both name hosts: give one of them")
+            raise ValueError("-H and --hostfile both name hosts: give only one of them")
         if flags.hosts is not None:
             slots = parse_hosts(flags.hosts)
         elif flags.hostfile is not None:
@@ -104,7 +104,7 @@ def parse_job(arguments: list[str]) -> Job:
         start_timeout_s=flags.start_timeout,
         output_folder=flags.output_filename,
         verbose=flags.verbose,
-        notice=f"gradwire: no meaning here, and ignored: {ignored}" if ignored else None,
+        notice=f"gradwire: ignored, since they have no effect here: {ignored}" if ignored else None,
     )
 
 
@@ -129,7 +129,7 @@ def _settings(flags: argparse.Namespace) -> dict[str, str]:
     }
     given = dict(entry.split("=", 1) for entry in flags.export if "=" in entry)
     if wrong := next((name for name in given if not name.isidentifier()), None):
-        raise ValueError(f"-x {wrong}=...: {wrong!r} is no name of a variable")
+        raise ValueError(f"-x {wrong}=...: {wrong!r} is not a name of a variable")
     return {name: str(value) for name, value in settings.items() if value is not None} | given
 
 
@@ -148,7 +148,7 @@ class _Refused(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None
     ) -> NoReturn:
         assert option_string is not None
-        parser.error(f"{option_string} is not to be had: {_REFUSED[option_string]}")
+        parser.error(f"{option_string} is not supported: {_REFUSED[option_string]}")
 
 
 def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -177,9 +177,9 @@ def _parser() -> argparse.ArgumentParser:
         "--num-proc",
         type=_whole(1),
         metavar="N",
-        help="how many ranks; without it, as many as the hosts have slots",
+        help="number of ranks (default: all slots of the hosts)",
     )
-    add("-H", "--hosts", metavar="a:2,b:2", help="hosts, each with the number of ranks that it takes at most")
+    add("-H", "--hosts", metavar="a:2,b:2", help="hosts, each with its maximum number of ranks")
     add(
         "-hostfile",
         "--hostfile",
@@ -187,32 +187,52 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="the same in a file: a line 'a slots=2' for each host",
     )
-    add("-m", "--module", action="store_true", help="what to run is a Python module")
+    add("-m", "--module", action="store_true", help="run a Python module")
     add("-p", "--ssh-port", type=port, metavar="PORT", help="ssh's port on all hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="the private key for ssh")
-    add("-x", "--export", action="append", default=[], metavar="NAME[=VALUE]", help="hand a variable on to all hosts")
+    add("-x", "--export", action="append", default=[], metavar="NAME[=VALUE]", help="pass a variable to all hosts")
     add(
-        "--master-port", type=port, default=29500, metavar="PORT", help="where several hosts meet, on the first (29500)"
+        "--master-port",
+        type=port,
+        default=29500,
+        metavar="PORT",
+        help="port of the first host at which hosts meet (29500)",
     )
-    add("--start-timeout", type=seconds, default=30, metavar="S", help="what hosts have to start and to meet (30)")
+    add(
+        "--start-timeout",
+        type=seconds,
+        default=30,
+        metavar="S",
+        help="seconds that hosts have to start and to meet (30)",
+    )
     add("--network-interfaces", metavar="NAME", help="the network interface between hosts (GLOO_SOCKET_IFNAME)")
-    add("--output-filename", type=Path, metavar="DIR", help="also write what ranks print: DIR/rank.0/stdout, ...")
+    add("--output-filename", type=Path, metavar="DIR", help="also write the output of ranks: DIR/rank.0/stdout, ...")
     add("--timeline-filename", metavar="FILE", help="record a timeline (HOROVOD_TIMELINE)")
     add(
         "--timeline-mark-cycles",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="show where exchanges begin",
+        help="mark the start of each exchange",
     )
     add("--fusion-threshold-mb", type=_whole(0), metavar="MB", help="the size of buckets (HOROVOD_FUSION_THRESHOLD)")
     stalls = parser.add_mutually_exclusive_group()
-    stalls.add_argument("--no-stall-check", action="store_true", help="say nothing of ranks that wait for each other")
+    stalls.add_argument("--no-stall-check", action="store_true", help="do not warn of ranks that wait for each other")
     stalls.add_argument("--stall-check", action="store_false", dest="no_stall_check", help=argparse.SUPPRESS)
-    add("--stall-check-warning-time-seconds", type=seconds, metavar="S", help="when a wait is worth a warning")
-    add("--stall-check-shutdown-time-seconds", type=_whole(0), metavar="S", help="when it is an error; 0 for never")
+    add(
+        "--stall-check-warning-time-seconds",
+        type=seconds,
+        metavar="S",
+        help="seconds after which a wait logs a warning",
+    )
+    add(
+        "--stall-check-shutdown-time-seconds",
+        type=_whole(0),
+        metavar="S",
+        help="seconds after which it raises an error; 0: never",
+    )
     levels = ["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"]
     add("--log-level", type=str.upper, choices=levels, metavar="LEVEL", help=f"one of {', '.join(levels)}")
-    add("--verbose", action="store_true", help="print the commands, and what torchrun's agents and ssh say")
+    add("--verbose", action="store_true", help="print the commands, and the output of torchrun's agents and ssh")
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(without_meaning=[])
     add(*_SWITCHES.split(), nargs=0, dest="without_meaning", action=_WithoutMeaning, help=argparse.SUPPRESS)

@@ -175,8 +175,8 @@ class Commits:
         own, *also = [unflatten(each["own"], kept_bytes) for each, kept_bytes in ((record, data), *kept.values())]
         self._go_on_after(found)
         lacking = [host for host in range(len(found.held)) if host not in found.whole]
-        far = [f"what {ranks_text(moved)} kept"] if moved else []
-        far += [f"what the host of rank {self._topology.hosts[host][0]} had lost" for host in lacking]
+        far = [f"the state of {ranks_text(moved)}"] if moved else []
+        far += [f"the shared state for the host of rank {self._topology.hosts[host][0]}" for host in lacking]
         source = "the memory of each host" + (f", {' and '.join(far)} from that of another host" if far else "")
         return Restored(number, size, saved, shared, own, also, source)
 

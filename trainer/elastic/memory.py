@@ -70,9 +70,9 @@ class Slot:
             except OSError as error:
                 raise OSError(
                     error.errno,
-                    f"{here()}there are no {nbytes} bytes for a commit in {watcher.FOLDER} ({error.strerror}), of which a host "
-                    "needs twice what its ranks keep; the commit before this one stands. In a container, --shm-size sets how "
-                    "much there is",
+                    f"{here()}cannot reserve {nbytes} bytes for a commit in {watcher.FOLDER} ({error.strerror}): a host needs "
+                    "twice the bytes that its ranks keep. The previous commit is still valid. In a container, --shm-size sets "
+                    "the size",
                 ) from error
             self._map = self._mapped(nbytes)
         self._sizes = layout.numel(), data_bytes
@@ -99,9 +99,9 @@ class Slot:
         if magic == bytes(len(_MAGIC)):
             raise Unfinished
         if magic != _MAGIC or start + sizes[1] > len(self._map):
-            raise ValueError("it is no commit, or cut off")
+            raise ValueError("it is not a commit, or is truncated")
         if found != self._checksum():
-            raise ValueError("its checksum is not that of what it holds")
+            raise ValueError("its checksum does not match its contents")
         memory = _tensor_of(self._map)
         return decode(memory[_BODY : _BODY + sizes[0]]), memory[start : start + sizes[1]]
 

@@ -45,7 +45,7 @@ def newest(parts: Sequence[Iterable[Part]]) -> tuple[Found | None, list[str]]:
         missing = set(range(commit[2])) - {rank for theirs in held for rank in theirs}
         if whole and not missing:
             return Found(commit, held, whole), lacks
-        lost = f"what {ranks_text(missing)} kept" if missing else "all that ranks have in common"
+        lost = f"the state of {ranks_text(missing)}" if missing else "all of the shared state"
         lacks.append(f"no host holds {lost} of commit {commit[1]}")
     return None, lacks
 

@@ -112,13 +112,13 @@ def _begin(state: ObjectState, history: _History | None) -> None:
         state.take(restored)
     except (LookupError, TypeError, ValueError) as error:
         raise RuntimeError(
-            f"{here()}cannot go on from commit {restored.number}: {type(error).__name__}: {error}"
+            f"{here()}cannot resume from commit {restored.number}: {type(error).__name__}: {error}"
         ) from error
     state.on_reset()
     if rank() == 0:
         ranks = f"{size()} ranks" if restored.size == size() else f"{size()} instead of {restored.size} ranks"
         seconds = time.perf_counter() - begin
-        said = "gradwire: training goes on from commit %d on %s, from %s, after %.2f s"
+        said = "gradwire: training resumes from commit %d on %s, from %s, after %.2f s"
         _log.warning(said, restored.number, ranks, restored.source, seconds)
 
 
@@ -157,7 +157,7 @@ class _History:
         if failures >= self._max_failures:
             reasons = "; ".join(dict.fromkeys(reason for *_, reason in everyones if reason))
             since = f"since commit {commit}" if commit else "before the first commit"
-            said = f"ranks have failed {failures} times {since}, and are not started again: {reasons or 'no rank said why'}"
+            said = f"ranks have failed {failures} times {since}, and are not started again: {reasons or 'no rank reported why'}"
             if rank() == 0:
                 _log.error("gradwire: %s", said)
             communicator.barrier()

@@ -17,15 +17,15 @@ from gradwire.trainer.world.world import here, rank, size
 class ElasticSampler(Sampler[int]):
     """Yields this rank's share of the samples of an epoch that are not processed yet; the interface is Horovod's.
 
-    Call record_batch() or record_indices() after each step, and set_epoch() at the end of each epoch. When the number
-    of ranks changes within an epoch, or a checkpoint is loaded, what was processed is left out, and the rest divided
-    among the ranks of now: load_state_dict() does that, or reset(). As in DistributedSampler, every rank has equally
-    many samples, for which some may be given twice.
+    Call record_batch() or record_indices() after each step, and set_epoch() at the end of each epoch. If the number of ranks
+    changes within an epoch, or a checkpoint is loaded, load_state_dict() or reset() divides the remaining samples among the
+    current ranks. As with DistributedSampler, every rank has the same number of samples, so some may be repeated.
 
-    processed_indices knows what this rank has recorded. Before a change, unite it over the ranks:
+    processed_indices has what this rank has recorded. Before a change, unite it over the ranks:
     sampler.record_indices(set().union(*hvd.allgather_object(sampler.processed_indices))).
 
-    dataset: anything with a length. shuffle: whether in an order drawn from seed and epoch, the same on all ranks.
+    dataset: anything with a length.
+    shuffle: whether the samples are in an order drawn from seed and epoch, the same on all ranks.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:

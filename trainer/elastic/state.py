@@ -65,7 +65,9 @@ class ObjectState:
         """Raise HostsUpdatedInterrupt where on_hosts_updated() was called on this rank."""
         if self._is_updated:
             self._is_updated = False
-            raise HostsUpdatedInterrupt(f"{here()}hosts come or go: training stops here, to go on without or with them")
+            raise HostsUpdatedInterrupt(
+                f"{here()}hosts were added or removed: training stops, to resume on the new hosts"
+            )
 
     def commit(self) -> None:
         """Save the state, and check for updates of hosts. Call it between steps, after the same ones on all ranks."""

@@ -21,7 +21,7 @@ def on_all_ranks(
     communicator: Communicator,
     attempt: Callable[[], T],
     undo: Callable[[], object] | None = None,
-    failed: str = "load_state_dict: rank {} was given what cannot be loaded ({})",
+    failed: str = "load_state_dict: rank {} was given a state that cannot be loaded ({})",
 ) -> list[T]:
     """Call attempt() on every rank, and return by rank what it returns, which must be JSON. Collective.
 

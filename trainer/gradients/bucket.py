@@ -90,8 +90,8 @@ class Bucket:
             if gradient.layout is not torch.strided:
                 if not self._densifies and self.shares:
                     raise ValueError(
-                        f"{here()}the gradient of {self.names[slot]!r} is sparse, which does not go with shard_states=True: give "
-                        "sparse_as_dense=True, or the model a layer with sparse=False"
+                        f"{here()}the gradient of {self.names[slot]!r} is sparse, which shard_states=True does not support: give "
+                        "sparse_as_dense=True, or use a layer with sparse=False"
                     )
                 if not self._densifies:
                     view.zero_()

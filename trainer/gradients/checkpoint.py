@@ -136,8 +136,8 @@ class Resumption:
         """Raise RuntimeError while gradients are exchanged."""
         if any(bucket.in_flight for bucket in self.bucketing.buckets):
             raise RuntimeError(
-                f"{here()}gradients are being exchanged, and what that leaves is not there yet: an earlier backward() failed "
-                "midway (go on with synchronize(), then zero_grad())"
+                f"{here()}gradients are still being exchanged: an earlier backward() failed "
+                "midway (call synchronize(), then zero_grad())"
             )
 
     def _check(self, everyones: Sequence[Sequence[dict[str, Any]]]) -> None:
@@ -216,8 +216,8 @@ def _warn(saved: int, now: int, handed_over: Sequence[int], refused: Sequence[st
     message = f"{here()}saved on {saved} ranks, loaded on {now}: the residuals of ranks {list(handed_over)} are now shared by all"
     if lost:
         message += (
-            f"; those of ranks {lost}, which nobody loaded, are lost: every rank loads what it saved itself, and "
-            "load_state_dict(..., also=[...]) what others saved that no longer exist"
+            f"; those of ranks {lost}, which no rank loaded, are lost: load on every rank the state that it saved, and by "
+            "load_state_dict(..., also=[...]) the states of ranks that no longer exist"
         )
     if refused:
         message += f"; those of {', '.join(refused)}, whose codec has no error feedback now, are lost"

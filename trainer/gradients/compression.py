@@ -68,13 +68,14 @@ class Cast:
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """Adds error feedback to a codec: what one step's encoding lost is added to the next step's gradient.
+    """Adds error feedback to a codec: the error of one step's encoding is added to the next step's gradient.
 
-    codec: of gradwire.collectives.compression, or its name; PowerSGD has error feedback of its own, here only warmup_steps is
-    new to it. warmup_steps: for so many exchanges gradients travel uncompressed first.
+    codec: a codec of gradwire.collectives.compression, or its name. PowerSGD has its own error feedback; for it, only
+    warmup_steps applies.
+    warmup_steps: the number of exchanges at the start in which gradients are sent uncompressed.
 
-    Raises ValueError for codecs whose errors would grow from step to step, as they lose more than there was: unbiased
-    ones with omega >= 1 (see their docstrings). These need no error feedback.
+    Raises ValueError for unbiased codecs with omega >= 1 (see their docstrings), whose residuals would grow in every step.
+    These need no error feedback.
     """
 
     codec: str | Codec | MatrixCodec
@@ -85,11 +86,11 @@ class ErrorFeedback:
         if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must be a whole number >= 0, not {self.warmup_steps!r}")
         if isinstance(made, Codec) and made.name == "none":
-            raise ValueError("error feedback needs a codec: without one nothing is lost")
+            raise ValueError("error feedback needs a codec: without one there is no error")
         if isinstance(made, Codec) and made.omega >= 1:
             raise ValueError(
-                f"error feedback cannot be used with {made!r}: an encoding may lose more than there was (omega is "
-                f"{made.omega:.2g}), so that residuals would grow from step to step. Give the codec by itself"
+                f"error feedback cannot be used with {made!r}: the error may exceed the numbers (omega is "
+                f"{made.omega:.2g}), so residuals would grow in every step. Use the codec without error feedback"
             )
 
 
@@ -98,8 +99,10 @@ Compressor: TypeAlias = "str | Cast | Codec | MatrixCodec | ErrorFeedback"
 
 
 class Compression:
-    """Holds Horovod's Compression.none, .fp16 (up to 65504 on every rank), .bf16 (float32's range, 8 bits of precision); and
-    all codecs of gradwire.collectives.compression with their defaults, with error feedback where they need it."""
+    """Holds the names for `compression=`: Horovod's none, fp16 (up to 65504 on every rank) and bf16 (the range of float32, 8
+    bits of precision), and all codecs of gradwire.collectives.compression with default settings, with error feedback if
+    they need it.
+    """
 
     none = Cast(None)
     fp16 = Cast(torch.float16)
@@ -176,14 +179,14 @@ def verb_codec(compression: Compressor) -> Cast | Codec:
         return encoding
     if isinstance(compression, Codec) and compression.draws:
         raise ValueError(
-            f"{here()}{compression.name!r} draws by the step which numbers it sends, and a verb knows of no step: it is for "
+            f"{here()}{compression.name!r} selects by the step which numbers it sends, and a verb has no step: it is for "
             f"DistributedOptimizer(compression=...) and Communicator.allreduce(codec=..., step=...)"
         )
     if isinstance(encoding.codec, Codec) and (isinstance(compression, Codec) or not encoding.feedback):
         return encoding.codec
     raise ValueError(
-        f"{here()}{encoding.codec.name!r} with error feedback is for DistributedOptimizer(compression=...), which knows the "
-        f"tensor of the step before; a verb can be given a codec alone"
+        f"{here()}{encoding.codec.name!r} with error feedback is for DistributedOptimizer(compression=...), which keeps the "
+        f"error for the next step; a verb takes a codec without error feedback"
     )
 
 
@@ -209,7 +212,7 @@ class Policy:
     def checked(self, names: Iterable[str] | None) -> Policy:
         """Return this, if every pattern matches a parameter's name. Raises ValueError, also where there are no names."""
         if self._by_pattern and names is None:
-            raise ValueError(f"{here()}policy goes by the names of parameters: it needs named_parameters")
+            raise ValueError(f"{here()}policy selects parameters by name: it needs named_parameters")
         names = list(names or ())
         for pattern in self._by_pattern:
             if not any(fnmatchcase(name, pattern) for name in names):

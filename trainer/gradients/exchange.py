@@ -23,8 +23,8 @@ from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.optimizers.wrapped import uncompiled
 
 _IN_FLIGHT = (
-    "a gradient of {!r} arrived while its last one was being exchanged: either an earlier backward() failed midway (go on "
-    "with synchronize(), then zero_grad()), or one backward() reached the parameter twice, as a checkpoint with "
+    "a gradient of {!r} arrived while its last one was being exchanged: either an earlier backward() failed midway (call "
+    "synchronize(), then zero_grad()), or one backward() reached the parameter twice, as a checkpoint with "
     "use_reentrant=True can"
 )
 _ON_A_SUM = (
@@ -32,7 +32,7 @@ _ON_A_SUM = (
     "before, or accumulate by backward_passes_per_step or no_sync()"
 )
 _OF_A_SHARE = (
-    "the gradient of {!r} is from an exchange before, of which each rank has its piece only: call zero_grad() of the "
+    "the gradient of {!r} is that of an earlier exchange, of which each rank has its shard only: call zero_grad() of the "
     "distributed optimizer before the next backward(), or accumulate by backward_passes_per_step or no_sync()"
 )
 

@@ -24,13 +24,13 @@ _OF_TORCH = ("compression", "functions", "mpi_ops", "optimizer", "sync_batch_nor
 
 
 def alias_horovod() -> None:
-    """Have `import horovod.torch as hvd`, in code that runs after this, find this package. Again does nothing.
+    """Have code that runs after this import this package by `import horovod.torch as hvd`. Further calls do nothing.
 
-    What else they find: horovod.torch.mpi_ops, .compression, .functions, .optimizer and .sync_batch_norm, with all names
-    of this package, and .elastic; horovod.common.elastic, .exceptions, .process_sets and .util, with those of theirs that
-    mean something here.
-    Any other part of Horovod is a ModuleNotFoundError. horovod.__version__ is VERSION. Raises RuntimeError where Horovod
-    itself has been imported.
+    These modules exist: horovod.torch with .mpi_ops, .compression, .functions, .optimizer and .sync_batch_norm, which have all
+    names of this package, and .elastic; horovod.common.elastic, .exceptions, .process_sets and .util, with the names that
+    apply here. Any other part of Horovod raises ModuleNotFoundError. horovod.__version__ is VERSION.
+
+    Raises RuntimeError if Horovod itself has been imported.
     """
     found = sys.modules.get("horovod.torch") or sys.modules.get("horovod")
     if getattr(found, "init", None) is init:

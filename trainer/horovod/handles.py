@@ -81,7 +81,7 @@ class Call:
 
 
 class Handle(Generic[T]):
-    """Stands for an operation under way: what the *_async verbs return, for poll() and synchronize()."""
+    """Stands for a running operation: the *_async verbs return it, and poll() and synchronize() take it."""
 
     def __init__(self, call: Call, works: Sequence[Work], finish: Callable[[], T]) -> None:
         """Take what a Communicator's verbs returned with async_op=True. finish: is called once, when these are done, and
@@ -115,7 +115,7 @@ def poll(handle: Handle[T]) -> bool:
 
 
 def synchronize(handle: Handle[T]) -> T:
-    """Wait for an asynchronous operation; return its result, or raise its error. Again, it does the same."""
+    """Wait for an asynchronous operation; return its result, or raise its error. Further calls do the same."""
     return _checked(handle).wait()
 
 

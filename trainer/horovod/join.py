@@ -19,23 +19,22 @@ from gradwire.trainer.world.world import current_world, here
 
 
 def join(device: int = -1) -> int:
-    """Wait until every rank has called this, and return the rank that came last, the same on all.
+    """Wait until every rank has called this, and return the rank that called it last, the same on all ranks.
 
-    For data that is spread unevenly: a rank that has no more of it calls join(), and until all have, it takes part with
-    zeros in the steps of the other ranks' optimizers, in their allreduces by Average or Sum, and in their barriers. An
-    Average is still one over all ranks. Any other verb raises PeerJoined on the ranks that call it, which may go on. What
-    a rank has accumulated (backward_passes_per_step, no_sync) and not exchanged goes into the first of these steps.
+    For uneven data: a rank that has no more data calls join(). Until all have, it takes part with zeros in the steps of the
+    other ranks' optimizers, in allreduce with Average or Sum, and in barriers. An Average is still over all ranks. Other verbs
+    raise PeerJoined on the ranks that call them, which may continue. Gradients that this rank has accumulated but not
+    exchanged go into the first of these steps.
 
-    A rank that waits here does not step. When all have come, each of the optimizers that were stepped without all ranks,
-    and its parameters, become on all ranks what they are on one that missed nothing: replicas are equal bit for bit, and
-    so is what codecs remember in sum. Gradients of the ranks that missed a step are cleared; windows of
-    backward_passes_per_step begin anew. What the optimizers do not know (LR schedulers, GradScaler, buffers of the model)
-    is for the caller to hand on, from the rank returned.
+    A rank that waits here does not step. When all have called it, the optimizers that were stepped without all ranks, and
+    their parameters, are broadcast from a rank that missed no step, so replicas are bitwise equal. Gradients of ranks that
+    missed a step are cleared. LR schedulers, GradScaler and buffers of the model are for the caller to broadcast, from the
+    returned rank. See docs/guides/optimizer.md.
 
-    device: index of the CUDA device for the zeros; -1 for the CPU, or any device where the others' tensors need one.
+    device: the index of the CUDA device for the zeros; -1 for the CPU, or any device that the tensors of the others need.
 
-    It takes as long as the others go on, but waits for their next operation no longer than operations may take. Raises
-    CollectiveError where the ranks could not finish together, ValueError for an invalid device.
+    Raises CollectiveError if the ranks could not finish together; it waits for each next operation no longer than that
+    operation's deadline. Raises ValueError for an invalid device.
     """
     if isinstance(device, bool) or not isinstance(device, int) or device < -1:
         raise ValueError(f"{here()}device must be the index of a CUDA device, or -1, not {device!r}")
@@ -121,7 +120,9 @@ class _Join:
             if self._cuda >= 0:
                 torch.cuda.current_stream().synchronize()
         if communicator.absence.wanted() == wanted:
-            raise RuntimeError(f"{here()}has joined, and has no part in what the other ranks call: {wanted.call}")
+            raise RuntimeError(
+                f"{here()}has joined, and cannot take part in an operation of the other ranks: {wanted.call}"
+            )
 
     def _check(self, running: Collection[Communicator]) -> None:
         """Raise the error of whatever has failed on other ranks, but in an operation that runs, which will say so itself."""

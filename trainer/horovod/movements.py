@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSetLike = global_process_set) -> Tensor:
-    """Return all ranks' tensors, one after the other along dimension 0, which alone may differ in size.
+    """Return all ranks' tensors, concatenated along dimension 0, the only one in which their sizes may differ.
 
-    The gradient is that of Horovod: this rank's rows of the average of all ranks' gradients of their results.
+    The gradient is Horovod's: this rank's rows of the average of all ranks' gradients of their results.
     """
     return _allgather("allgather", [tensor], name, process_set)[0]
 
@@ -53,7 +53,7 @@ def broadcast(
 ) -> Tensor:
     """Return a new tensor like `tensor` with the values that it has on root_rank.
 
-    The gradient is that of Horovod: on root_rank the average of all ranks' gradients of their results, elsewhere 0.
+    The gradient is Horovod's: on root_rank the average of all ranks' gradients of their results, elsewhere 0.
     """
     communicator = communicator_of(process_set)
     with Call("broadcast", name, communicator):
@@ -93,8 +93,8 @@ def alltoall(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Send a slice of rows to every rank; return the rows received, in rank order.
 
-    splits[r] rows go to rank r, all equally many where it is None; rows are alike on all ranks. With splits the result
-    is a pair: the rows, and an int32 tensor of how many came from each rank, on the device of splits.
+    splits: splits[r] rows go to rank r; None for equal parts. Rows have the same shape on all ranks. With splits the result is
+    a pair: the rows, and an int32 tensor of the number of rows from each rank, on the device of splits.
 
     The gradient of a row is that of the same row on the rank that received it.
     """

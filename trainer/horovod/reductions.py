@@ -63,13 +63,14 @@ def allreduce(
 ) -> Tensor:
     """Return a new tensor like `tensor`: its reduction over all ranks.
 
-    op: Average (the default), Sum, Min, Max, Product or Adasum; `average` is Horovod's older word for Average or Sum. The
-    factors multiply before and after the reduction. compression: what floating-point tensors travel as; a codec, or its
-    name, is for Average and Sum, without error feedback, and rounds equal tensors alike every time.
+    op: Average (the default), Sum, Min, Max, Product or Adasum.
+    average: Horovod's deprecated argument for Average or Sum.
+    prescale_factor, postscale_factor: factors before and after the reduction.
+    compression: the compression of floating-point tensors. A codec, or its name, is for Average and Sum; it has no error
+    feedback, and equal tensors round alike in every call.
 
-    Adasum is for floating-point tensors, on any number of ranks: gradients that are orthogonal are added, equal ones
-    averaged (Maleki et al. 2020). Integers times a factor, and averages of them, are truncated toward zero; so no
-    average of them is a fraction.
+    Adasum is for floating-point tensors, on any number of ranks: orthogonal gradients are added, equal ones averaged (Maleki
+    et al. 2020). Integers times a factor, and averages of integers, are truncated toward zero.
 
     The gradient is allreduce() of the result's gradients, with the same op (Average or Sum), compression and factors.
     """
@@ -114,9 +115,9 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSetLike = global_process_set,
 ) -> Handle[Tensor]:
-    """Run allreduce() in place, in the background: leave `tensor` alone until synchronize(), which returns it.
+    """Run allreduce() in place, in the background. Do not use `tensor` until synchronize(), which returns it.
 
-    Of Adasum, all is done when this returns.
+    With Adasum, the operation is done when this returns.
     """
     given = _Given("allreduce", name, process_set, op, prescale_factor, postscale_factor, average)
     return _allreduce_async_(given, [tensor], itemgetter(0))
@@ -188,13 +189,13 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Return this rank's rows of the reduction: dimension 0 is divided evenly, the first ranks taking one more where it
-    must be.
+    """Return this rank's rows of the reduction. Dimension 0 is divided evenly; if it is not a multiple of the ranks, the first
+    ranks have one row more.
 
-    The tensors have the same shape on all ranks. op: any of allreduce()'s but Adasum, which is an error as with Horovod.
+    The tensors have the same shape on all ranks. op: as of allreduce(), except Adasum, which raises an error as with Horovod.
 
-    The gradient is that of Horovod: all ranks' gradients of their rows, one after the other, times the factors; times the
-    number of ranks too where op is Sum, not where it is Average.
+    The gradient is Horovod's: the concatenated gradients of all ranks' rows, times the factors, and with op=Sum times the
+    number of ranks.
     """
     given = _Given("reducescatter", name, process_set, op, prescale_factor, postscale_factor)
     return _reducescatter(given, [tensor], compression)[0]

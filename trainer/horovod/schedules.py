@@ -12,17 +12,17 @@ from gradwire.trainer.world.world import here, size
 
 
 class WarmupLR(LRScheduler):
-    """Raises the learning rate linearly, step by step, from what it is to `factor` times that, where it stays.
+    """Raises the learning rate linearly, step by step, to `factor` times its initial value.
 
-    That is how a batch that is `factor` times as large is trained with the same number of epochs (Goyal et al. 2017,
-    "Accurate, Large Minibatch SGD", sections 2.1 and 2.2). Give the optimizer the rate that is right for one rank, and
-    call step() after every optimizer.step(). Other schedulers of torch may lower the rate at the same time: each
-    multiplies what it finds.
+    With it, a batch that is `factor` times as large trains in the same number of epochs (Goyal et al. 2017, "Accurate, Large
+    Minibatch SGD", sections 2.1 and 2.2). Give the optimizer the learning rate of one rank, and call step() after every
+    optimizer.step(). It can be combined with torch's schedulers: each multiplies the current rate.
 
-    optimizer: a DistributedOptimizer, or the one that it wraps. steps_per_epoch: how often it steps in an epoch.
-    warmup_epochs: after how many epochs, or parts of one, the rate is reached; 0 begins with it. factor: by how much the
-    batch is larger than that of one rank; None for the number of ranks, to be multiplied by backward_passes_per_step
-    where that is greater than 1.
+    optimizer: a DistributedOptimizer, or the optimizer that it wraps.
+    steps_per_epoch: the number of steps in an epoch.
+    warmup_epochs: the number of epochs, possibly fractional, after which the full rate is reached; 0 starts with it.
+    factor: how many times larger the batch is than that of one rank; None: the number of ranks. Multiply it by
+    backward_passes_per_step if that is greater than 1.
 
     Raises ValueError for invalid arguments.
     """

@@ -22,12 +22,14 @@ class SparseHandle(Handle[Tensor]):
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: str, process_set: ProcessSetLike = global_process_set
 ) -> SparseHandle:
-    """Sum or average sparse COO tensors, such as an embedding's gradient, in the background, except for how many elements
-    there are, which is exchanged before this returns; synchronize(handle), or handle(), returns the new tensor.
+    """Sum or average sparse COO tensors, such as an embedding's gradient, in the background.
 
-    op: Average or Sum; integers have no average. The tensors have the same shape, dtype and sparse dimensions on all
-    ranks, and as many elements as they like, also none, also several of one index, which are added. The result is
-    coalesced. What travels are all ranks' elements: it pays where these are few.
+    synchronize(handle), or handle(), returns the new, coalesced tensor. The numbers of elements are exchanged before this
+    returns. The elements of all ranks are sent to every rank, which is efficient if they are few.
+
+    tensor: of the same shape, dtype and sparse dimensions on all ranks; with any number of elements, whose repeated indices
+    are summed.
+    op: Average or Sum; Average needs a floating-point dtype.
     """
     communicator = communicator_of(process_set)
     size = communicator.size

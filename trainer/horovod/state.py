@@ -26,9 +26,9 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite tensors, in place, with those of root_rank: model.state_dict(), named_parameters() or parameters().
 
-    All ranks must give the same tensors in shape and dtype, in the same order (a mapping is taken in the order of its
-    keys); None, as the bias of a layer without one, is left out. Raises TypeError for anything else that is not a tensor, or has
-    no memory of its own, as a DTensor.
+    All ranks must give tensors of the same shapes and dtypes in the same order (a mapping in the order of its keys). None, as
+    the bias of a layer without one, is skipped. Raises TypeError for anything else that is not a tensor, and for tensors
+    without their own memory, such as DTensors.
     """
     entries: list[Any] = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     values = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
@@ -55,12 +55,14 @@ def broadcast_optimizer_state(
     model: object = None,
     process_set: ProcessSetLike = global_process_set,
 ) -> None:
-    """Give every rank's optimizer the state and the param group options of root_rank's.
+    """Copy the optimizer state and the param group options of root_rank to every rank's optimizer.
 
-    Works for any optimizer whose state_dict() is made of dicts, lists, (named) tuples, tensors and picklable values; no
-    step is taken, so parameters stay as they are, and root_rank's optimizer is not touched. Raises TypeError for an
-    optimizer of DTensors. `model` is Horovod's, and unused. Of a DistributedOptimizer, that is the wrapped optimizer's;
-    what its codecs remember is each rank's own, and stays.
+    optimizer: any optimizer whose state_dict() consists of dicts, lists, (named) tuples, tensors and picklable values. No step
+    is taken: parameters, and the optimizer of root_rank, are unchanged. Of a DistributedOptimizer, the wrapped optimizer's
+    state is copied; the state of codecs remains separate on each rank.
+    model: Horovod's argument, which is ignored.
+
+    Raises TypeError for an optimizer of DTensors.
     """
     communicator = communicator_of(process_set)
     share_optimizer_state(optimizer, communicator, root_in(communicator, root_rank))
@@ -71,7 +73,7 @@ def share_optimizer_state(optimizer: torch.optim.Optimizer, communicator: Commun
     if isinstance(optimizer, DistributedOptimizer):
         if optimizer.shard_states:
             raise ValueError(
-                f"{here()}with shard_states=True every rank has a state of its own, which no other one can take"
+                f"{here()}with shard_states=True every rank has its own state, which no other rank can load"
             )
         optimizer = optimizer.optimizer
     for group in optimizer.param_groups:

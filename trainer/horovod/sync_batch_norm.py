@@ -18,14 +18,15 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Is torch's BatchNorm1d, 2d or 3d, but for the statistics in training: they are those of all ranks' batches.
+    """Normalizes as torch's BatchNorm1d, 2d and 3d do, in training with the statistics of all ranks' batches.
 
-    Batches may differ in length between ranks, or be empty, but all ranks must come here in the same order, forward and
-    backward. In evaluation, and with one rank, it is the ordinary BatchNorm. The gradients of weight and bias are this
-    rank's own, for DistributedOptimizer to average. On the CPU or a GPU.
+    Batches may differ in length between ranks, or be empty, but all ranks must call it in the same order, forward and
+    backward. In evaluation, and with one rank, it is the ordinary BatchNorm. The gradients of weight and bias are those of
+    this rank, for DistributedOptimizer to average. It runs on the CPU and on GPUs.
 
-    process_set: the ranks whose batches count as one; the other arguments are torch's. Raises ValueError for an input
-    that does not fit, and where all ranks together have less than two values of a channel.
+    process_set: the ranks whose batches count as one. The other arguments are torch's.
+
+    Raises ValueError for an input of another shape, and if all ranks together have fewer than two values per channel.
     """
 
     def __init__(

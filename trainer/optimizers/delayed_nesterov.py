@@ -12,21 +12,23 @@ from gradwire.trainer.optimizers.foreach import ForeachOptimizer, check_range
 
 
 class DelayedNesterov(ForeachOptimizer):
-    """Steps as SGD does, with a momentum that follows the average of `delay` gradients (Delayed Nesterov; Liu, Chhaparia,
-    Douillard et al. 2024, algorithm 3, whose N is the delay and whose beta is the momentum):
+    """Steps as SGD does, with a momentum that follows the average of `delay` gradients.
+
+    This is Delayed Nesterov (Liu, Chhaparia, Douillard et al. 2024, algorithm 3, with N = delay and beta = momentum):
 
         s = s + g
         every delay-th step:    m = momentum * m + s / delay,  s = 0
                                 w = w - lr * (g / delay + (1 - (delay - 1) * c) * momentum * m)
         any other step:         w = w - lr * (g / delay + c * momentum * m)
 
-    Over `delay` steps that is one step of Nesterov SGD with the average gradient; with delay=1 it is torch's SGD with
-    nesterov=True. Where every gradient is an update of its own, momentum at each step would apply what is out of date over and
-    over. Steps are counted for each parameter.
+    Over `delay` steps it equals one step of Nesterov SGD with the average gradient; with delay=1 it is torch's SGD with
+    nesterov=True. If every gradient is an update of its own, ordinary momentum would apply outdated gradients repeatedly.
+    Steps are counted per parameter.
 
-    lr: at least 0. momentum: at least 0 and below 1. delay: a whole number of gradients, at least 1; at an asynchronous
-    server as many as there are workers, or more. c: the part of the momentum that every other step takes, from 0 to
-    1 / delay.
+    lr: the learning rate, at least 0.
+    momentum: at least 0 and below 1.
+    delay: the number of gradients, at least 1; with an asynchronous server, at least the number of workers.
+    c: the part of the momentum that every other step applies, from 0 to 1 / delay.
     """
 
     def __init__(self, params: ParamsT, lr: float, momentum: float = 0.9, delay: int = 1, c: float = 0.0) -> None:

@@ -39,16 +39,19 @@ class BucketChoice:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Holds what on_step is called with after a step, on each rank that rank's.
+    """Holds the metrics of a step on this rank, with which on_step is called.
 
-    step: how many steps there have been, this one included. seconds: since the end of the last step; of the first, since
-    the optimizer was made. wait_s: of these, how long backward(), step() and synchronize() waited for the exchange.
-    exchange_s: from the first bucket's start to the end of the exchange, backward() meanwhile included; None where there
-    was no exchange. bytes_sent, bytes_uncompressed: as in stats, of this step.
+    step: the number of steps so far, this one included.
+    seconds: the time since the end of the previous step, or for the first, since the optimizer was made.
+    wait_s: how many of these seconds backward(), step() and synchronize() waited for the exchange.
+    exchange_s: from the start of the first bucket to the end of the exchange, including backward() meanwhile; None without an
+    exchange.
+    bytes_sent, bytes_uncompressed: as in stats, for this step.
     busbw_gb_s: 2(p-1)/p times the bytes of the gradients over exchange_s, in 1e9 bytes per second.
-    buckets: how each bucket is exchanged at present. compression_error: the length of this rank's residuals of error
-    feedback, as a share of the length of the gradients they belong to; every tenth step, else None, and without error
-    feedback. slowest_rank: who made the others wait longest, as far as is known (see DistributedOptimizer.stragglers).
+    buckets: how each bucket is exchanged.
+    compression_error: the norm of this rank's residuals of error feedback over the norm of their gradients; in every tenth
+    step, else None.
+    slowest_rank: the rank that made the others wait longest, if known (see DistributedOptimizer.stragglers).
     """
 
     step: int

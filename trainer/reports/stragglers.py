@@ -39,11 +39,13 @@ _MOST_POSTED = 1000
 
 @dataclass(frozen=True)
 class Stragglers:
-    """Says who made whom wait in `steps` exchanges of gradients, the last of which was exchange number `last`.
+    """Holds how long ranks waited for each other in `steps` exchanges of gradients, the last of which was exchange number
+    `last`.
 
-    step_s: seconds from one to the next, on average. cost_s and worst_s, by rank: how many seconds at least half of the
-    ranks were ready before this one, on average and at most. waited_s, by rank and then by the rank that it waited for:
-    how many seconds the one was ready before the other, on average, counting nothing where it was not.
+    step_s: the mean seconds from one exchange to the next.
+    cost_s, worst_s: by rank, for how many seconds at least half of the ranks were ready before this one; mean and maximum.
+    waited_s: by rank, and by the rank that it waited for: for how many seconds the first was ready before the second, on
+    average.
     """
 
     steps: int
@@ -67,7 +69,7 @@ class Stragglers:
         rank = self.slowest
         return (
             f"the others waited {self.cost_s[rank]:.3f} s a step for rank {rank} ({self.share:.0%} of {self.step_s:.3f} s; "
-            f"at most {self.worst_s[rank]:.3f} s) in {self.steps} steps, to the exchange of gradients number {self.last}"
+            f"at most {self.worst_s[rank]:.3f} s) in {self.steps} steps, up to exchange {self.last} of gradients"
         )
 
 
@@ -126,9 +128,7 @@ class StragglerWatch:
         if slow is not None:
             _log.warning("gradwire: %s", report)
         else:
-            _log.warning(
-                "gradwire: the others wait for rank %d no longer, as of the exchange number %d", self._logged, count - 1
-            )
+            _log.warning("gradwire: the others no longer wait for rank %d, as of exchange %d", self._logged, count - 1)
         self._logged = slow
 
     def _to_post(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.world import here
 
 _READ_BEFORE = (
-    "{}a gradient of {!r} arrived, and the parameter has not been updated by the step() before: it is no parameter of a module "
+    "{}a gradient of {!r} arrived, and the parameter has not been updated by the step() before: it does not belong to a module "
     "whose forward was called since. With overlap='next_forward', call settle() of the distributed optimizer before "
     "parameters are used outside of their module's forward"
 )

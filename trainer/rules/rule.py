@@ -19,16 +19,17 @@ from gradwire.trainer.gradients.setup import Setup
 class Rule:
     """Decides what the ranks that train one model exchange (gradients, parameters, their differences), and when.
 
-    Derive from it, and override the moments at which there is something to do: as it stands, every rank trains by
-    itself. A DistributedOptimizer calls these methods on all ranks in the same order, so each may communicate.
+    Derive from it, and override the methods that you need: by default, every rank trains by itself. A DistributedOptimizer
+    calls these methods on all ranks in the same order, so each may communicate. A rule counts its own steps, and saves the
+    count. docs/extending.md has an example.
 
-    A rule counts its own steps, and saves the count: the optimizer's count is not its own.
-
-    shares_state: whether all ranks' optimizers keep the same state, as those do that step with the same gradients. Where False,
-    check_replicas_every= compares parameters alone. keeps_replicas: whether all ranks hold the same parameters and the same state
-    after each step, so that a rank which has lost them may have those of any other. can_stand_in: whether a rank that has joined
-    may call stand_in(); the same on all ranks. Where False, the other ranks' operations raise PeerJoined. moments: when gradients
-    were exchanged; None: there is no report of stragglers.
+    shares_state: whether the optimizers of all ranks have the same state. If False, check_replicas_every= compares parameters
+    only.
+    keeps_replicas: whether all ranks have the same parameters and state after each step, so that a rank that has lost them can
+    load those of any other.
+    can_stand_in: whether a rank that has joined may call stand_in(); the same on all ranks. If False, operations of the other
+    ranks raise PeerJoined.
+    moments: when gradients were exchanged; None: no report of stragglers.
     """
 
     shares_state: bool = True
@@ -103,8 +104,10 @@ class Rule:
         """Forget what was accumulated: the gradients have been zeroed."""
 
     def stand_in(self, verb: str, numel: int) -> bool:
-        """Take part, on a rank that has joined, in what the other ranks begin, as one that reaches no gradients. verb and
-        numel: of the first operation of that. False, with nothing done, where zeros are all that is needed."""
+        """Take part in the next operations of the other ranks without gradients, on a rank that has joined.
+
+        verb, numel: those of the first operation. Returns False, with nothing done, if zeros are sufficient.
+        """
         return False
 
     def state_dict(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ _NOT_BY_ELEMENT = (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafac
 _VERSION = 2
 
 _CHANGED = (
-    "the gradient of {!r} has been changed since backward(), but each rank has its piece of the gradients only: clip with "
+    "the gradient of {!r} has been changed since backward(), but each rank has its shard of the gradients only: clip with "
     "clip_grad_norm_() of the distributed optimizer, not with torch's, and use no GradScaler with shard_states=True"
 )
 
@@ -52,13 +52,11 @@ class Sharded(Synchronous):
         optimizer = setup.optimizer
         if isinstance(optimizer, _NOT_BY_ELEMENT):
             raise ValueError(
-                f"{here()}shard_states=True is for optimizers that treat every element by itself; {type(optimizer).__name__} "
-                "does not"
+                f"{here()}shard_states=True is for optimizers that update every element independently; "
+                f"{type(optimizer).__name__} does not"
             )
         if setup.combination.op == Adasum:
-            raise ValueError(
-                f"{here()}shard_states=True does not go with op={Adasum!r}, by which ranks step on the whole"
-            )
+            raise ValueError(f"{here()}shard_states=True does not support op={Adasum!r}, which needs whole gradients")
         super().__init__(replace(setup, combination=replace(setup.combination, in_shares=True)))
         self._pieces = Pieces(self.setup)
         self._gathered_s = 0.0
@@ -87,7 +85,7 @@ class Sharded(Synchronous):
         self._pieces.cut(self.bucketing.buckets)
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        raise ValueError(f"{here()}step(closure) does not go with shard_states=True: call backward(), then step()")
+        raise ValueError(f"{here()}shard_states=True does not support step(closure): call backward(), then step()")
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -179,8 +177,8 @@ class Sharded(Synchronous):
                 raise ValueError(f"{here()}load_state_dict: rank {rank} was given {label}")
             if label is not None and label["lacks"] and self.setup.returning is None:
                 raise ValueError(
-                    f"{here()}load_state_dict: saved with parameter_compression, of which parameters still lack something: "
-                    "go on with one"
+                    f"{here()}load_state_dict: saved with parameter_compression, whose residuals need a parameter_compression "
+                    "here too"
                 )
             if _without_rank(label) != _without_rank(first):
                 raise ValueError(
@@ -192,8 +190,8 @@ class Sharded(Synchronous):
         holders = {label["rank"]: rank for rank, theirs in by_rank for label in theirs}
         if missing := sorted(set(range(first["world_size"])) - holders.keys()):
             raise ValueError(
-                f"{here()}load_state_dict: saved on {first['world_size']} ranks, and nobody was given what "
-                f"{ranks_text(missing)} saved: give it to any rank, as load_state_dict(..., also=[...])"
+                f"{here()}load_state_dict: saved on {first['world_size']} ranks, and no rank was given the "
+                f"state of {ranks_text(missing)}: give it to any rank, as load_state_dict(..., also=[...])"
             )
         parts = {each[SHARDS]["rank"]: each for each in reversed(given)}
         return [parts[saved] for saved, rank in sorted(holders.items()) if rank == self.communicator.rank]
@@ -226,11 +224,11 @@ def _label(given: dict[str, Any], shapes: list[list[int]]) -> dict[str, Any] | s
             for name, values in by_element.items():
                 if values.numel() != numel:
                     has = values.numel()
-                    return f"what is damaged: state {name!r} of parameter {number} has {has} elements, not {numel}"
+                    return f"a damaged state: {name!r} of parameter {number} has {has} elements, not {numel}"
             if (owed := state.get(LOST)) is not None:
-                check_finite(f"what codes have lost of parameter {number}", owed)
+                check_finite(f"residual of parameter {number}", owed)
             names.append([[name, str(values.dtype)] for name, values in by_element.items()])
         label = {key: part[key] for key in ("world_size", "rank")}
         return {**label, "names": names, "lacks": part["owed"] is not None}
     except Exception as error:  # the other ranks would wait for this one if they did not get its error
-        return f"what is damaged: {type(error).__name__}: {error}"
+        return f"a damaged state: {type(error).__name__}: {error}"

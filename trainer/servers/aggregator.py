@@ -68,9 +68,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class ServerReport:
-    """Says what became of all contributions, counted at every server: a rank's step is one contribution to each.
+    """Holds the counts of all contributions, counted at every server: a rank's step is one contribution to each.
 
-    servers: how many there are. updates: how many they have made together. The others are those of Counts.
+    servers: the number of servers.
+    updates: the number of updates that they have made together. The other counts are those of Counts.
     """
 
     servers: int

@@ -97,11 +97,11 @@ class Flat:
 
 
 class QuorumLost(CollectiveError):
-    """Is raised where too many ranks are lost for another update. Attributes: ranks (those that are lost), quorum."""
+    """Too many ranks are lost for another update. Attributes: ranks (the lost ranks), quorum."""
 
     def __init__(self, ranks: Sequence[int], quorum: int, *, rank: int, operation: str) -> None:
         self.quorum = quorum
-        message = f"lost {ranks_text(ranks)}: those that are left are fewer than the quorum of {quorum}"
+        message = f"lost {ranks_text(ranks)}: the remaining ranks are fewer than the quorum of {quorum}"
         super().__init__(message, rank=rank, operation=operation, ranks=ranks)
 
 

@@ -24,25 +24,26 @@ _LINE_BYTES = 64
 class Hogwild(WrappingOptimizer):
     """Wraps an optimizer so that all ranks of a host step the same parameters, without locks (Niu, Recht, Ré, Wright 2011).
 
-    The parameters move, with rank 0's values, into memory that all ranks share; model and optimizer keep their Parameter
-    objects. From then on nothing is exchanged and nobody is waited for: each rank steps with its own gradients whenever
-    it likes, and every other one sees that in its next forward. The optimizer's state, such as momentum, is each rank's
-    own. So are buffers of the model, such as running statistics.
+    The parameters move, with rank 0's values, to memory that all ranks share; model and optimizer keep their Parameter
+    objects. Each rank steps with its own gradients at any time, without communication, and the other ranks use the result in
+    their next forward. The optimizer's state, such as momentum, and the buffers of the model, such as running statistics,
+    remain separate on each rank.
 
-    Two ranks that change the same number at the same moment may lose one of the two changes, and a gradient may be of
-    parameters that have changed since. The paper shows why that does little harm where each gradient concerns few
-    parameters: give an embedding sparse=True, and SGD touches the rows of the batch only, while a dense gradient writes
-    all, zeros too. With several ranks no two runs are the same to the bit; with one rank this is the wrapped optimizer.
+    If two ranks change the same number at the same moment, one change may be lost, and a gradient may be that of older
+    parameters. The paper shows that this does little harm if each gradient concerns few parameters: with an embedding of
+    sparse=True, SGD writes only the rows of the batch, while a dense gradient writes all. Runs with several ranks are not
+    reproducible. docs/guides/hogwild.md is the guide.
 
-    optimizer: any torch optimizer that changes parameters in place, as torch's do. named_parameters: as
-    DistributedOptimizer takes them. process_set: ranks of one host, by default all.
+    optimizer: any torch optimizer that changes parameters in place, as torch's do.
+    named_parameters: as of DistributedOptimizer.
+    process_set: ranks of one host; default: all.
 
-    When a rank dies, the others train on, with what it has written. Checkpoints: after hvd.barrier(), the
-    model of any rank, and each rank's own state_dict(), which is the wrapped optimizer's.
+    If a rank dies, the others train on with what it has written. Checkpoints: after hvd.barrier(), save the model of any rank,
+    and each rank's own state_dict(), which is that of the wrapped optimizer.
 
-    Collective. Raises ValueError or TypeError for invalid arguments; ValueError on all ranks where they are
-    on several hosts, share no memory, or do not train the same parameters, laid out alike; CollectiveError where there is
-    too little memory.
+    Making it is collective. Raises ValueError or TypeError for invalid arguments; ValueError on all ranks if they are on
+    several hosts, share no memory, or do not train the same parameters with the same layout; CollectiveError if there is too
+    little memory.
     """
 
     def __init__(
@@ -94,16 +95,16 @@ class Hogwild(WrappingOptimizer):
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the wrapped optimizer, with this rank's gradients, on the parameters of all; return what it returns.
+        """Step the wrapped optimizer on the shared parameters, with this rank's gradients; return what it returns.
 
-        Raises RuntimeError where a parameter has left the shared memory, as by model.to().
+        Raises RuntimeError if a parameter is no longer in the shared memory, as after model.to().
         """
         if self._is_closed:
             raise RuntimeError(f"{here()}this optimizer is closed")
         for name, parameter in self._parameters.items():
             if parameter.data_ptr() != self._addresses[name]:
                 raise RuntimeError(
-                    f"{here()}{name!r} is not in the memory that the ranks share any more: something, such as model.to() or "
+                    f"{here()}{name!r} is no longer in the memory that the ranks share: something, such as model.to() or "
                     "parameter.data = ..., has given it memory of its own. Copy into it instead, by copy_()"
                 )
         return self.optimizer.step(closure)
@@ -125,8 +126,11 @@ class Hogwild(WrappingOptimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def close(self) -> None:
-        """Give this rank a copy of the parameters, as they are now, and leave the shared memory to the others. Not collective:
-        for the same copy on all ranks, hvd.barrier() before and after. The wrapped optimizer lives on."""
+        """Give this rank a copy of the current parameters, and leave the shared memory to the others. The wrapped optimizer
+        remains usable.
+
+        Not collective: for equal copies on all ranks, call hvd.barrier() before and after.
+        """
         if self._is_closed:
             return
         self._is_closed = True

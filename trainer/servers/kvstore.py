@@ -38,26 +38,26 @@ Key: TypeAlias = Name | Sequence[Name]
 class KVStore:
     """Holds tensors by key at servers inside the ranks, which update them by what all ranks push: MXNet's KVStore.
 
-    type: "dist_sync" (or "dist_device_sync"): an update of a key is made of one push of every rank, in the order of
-    ranks, so runs repeat to the bit; a rank's pull waits for all that it has pushed. "dist_async": every push makes an
-    update at once, one at a time for a key, and no rank waits for others. "local" (or "device"): of this process alone, with or
-    without init(). Servers compute on the CPU; tensors on GPUs are copied.
-    servers: the ranks that hold keys beside their own training; by default all of them. A key lies at one server as a whole.
+    type: "dist_sync" (or "dist_device_sync"): an update of a key uses one push of every rank, in the order of ranks, so runs
+    repeat to the bit; a rank's pull waits until its pushes are applied. "dist_async": every push is an update, one at a time
+    per key, and no rank waits for others. "local" (or "device"): this process alone, with or without init(). Servers compute
+    on the CPU; tensors on GPUs are copied.
+    servers: the ranks that hold keys beside their own training; default: all. Each key is at one server as a whole.
 
-    A key is an int or a str; all methods that take a key take a list of keys, with a list of what goes with each. A value
-    or out is a tensor or a list of tensors. Sparse values are made dense. priority must be 0: a call is done when it returns, so
-    the queue is empty, and priority has no effect.
+    A key is an int or a str. Methods that take a key also take a list of keys, with a list of values. A value or out is a
+    tensor or a list of tensors. Sparse values are made dense. priority must be 0: a call is done when it returns, so the queue
+    is empty, and priority has no effect.
 
-    All ranks make it, and call init(), broadcast(), set_optimizer(), set_gradient_compression(), barrier() and the two methods of
-    optimizer states, in the same order (collective); push, pull, pushpull and row_sparse_pull they call as they like. One
+    Making it is collective, and so are init(), broadcast(), set_optimizer(), set_gradient_compression(), barrier() and the two
+    methods of optimizer states: all ranks call them in the same order. push, pull, pushpull and row_sparse_pull are not. One
     thread of a rank may use it.
 
-    The others go on without a rank that dies: with "dist_async" but for collective methods and the keys that it held, which
-    raise PeerLost; so name servers= where ranks may be lost. With "dist_sync" a pull that waits for it raises QuorumLost, and
-    one that waits longer than about the timeout_s of init() CollectiveTimeout. A rank that calls nothing for timeout_s counts as
-    lost; one that calls close() is waited for no more.
+    If a rank dies, the others continue with "dist_async"; only collective methods and the keys of that rank raise PeerLost.
+    With "dist_sync" a pull that waits for it raises QuorumLost, and one that waits for about the timeout_s of init()
+    CollectiveTimeout. A rank that calls nothing for timeout_s counts as lost; one that calls close() is no longer waited for.
+    docs/guides/kvstore.md is the guide.
 
-    Raises ValueError for another type, and servers that are no ranks.
+    Raises ValueError for another type, and for servers that are not ranks.
     """
 
     def __init__(self, type: Type = "local", *, servers: Sequence[int] | None = None) -> None:
@@ -86,10 +86,10 @@ class KVStore:
         return self._group.size
 
     def init(self, key: Key, value: Any) -> None:
-        """Give keys that are new their values: those of rank 0. Collective.
+        """Give new keys the values of rank 0. Collective.
 
-        Raises ValueError or TypeError, on all ranks, where one gives invalid values, a key that is known already, or
-        other keys, shapes or dtypes than rank 0.
+        Raises ValueError or TypeError on all ranks if one of them gives invalid values, a key that is known already, or other
+        keys, shapes or dtypes than rank 0.
         """
         self._check()
 
@@ -108,13 +108,13 @@ class KVStore:
         self._group.meet()  # nobody pushes before all servers know the keys
 
     def push(self, key: Key, value: Any, priority: int = 0) -> None:
-        """Send values to be summed with what the other ranks push, and handed to the optimizer, or else assigned.
+        """Send values to be summed with those of the other ranks, and then passed to the optimizer, or assigned without one.
 
-        Several tensors for a key are summed here. It comes after all earlier calls of this rank for the key. It does not wait for
-        other ranks.
+        Several tensors for a key are summed on this rank. A push comes after all earlier calls of this rank for the key, and
+        does not wait for other ranks.
 
-        Raises KeyError for a key that init() was never given, ValueError for another shape or dtype, before anything is
-        sent; PeerLost where the rank that holds a key is lost.
+        Raises KeyError for a key that init() was not given, and ValueError for another shape or dtype, before anything is
+        sent. Raises PeerLost if the rank that holds a key is lost.
         """
         self._check(priority)
         given = self._catalogue.tensors(key, value, "value")
@@ -128,12 +128,12 @@ class KVStore:
                 client.push(spec, total, None)
 
     def pull(self, key: Key, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
-        """Fill tensors with the newest values, in which all is that this rank has pushed before.
+        """Fill tensors with the newest values, which contain all earlier pushes of this rank.
 
-        ignore_sparse: whether to leave sparse tensors in out alone; else they are a ValueError.
+        ignore_sparse: whether to skip sparse tensors in out; otherwise they raise ValueError.
 
-        Raises as push() does; QuorumLost, CollectiveTimeout where an update cannot be made; CollectiveError where the
-        optimizer has failed.
+        Raises as push() does; QuorumLost or CollectiveTimeout if an update cannot be made; CollectiveError if the optimizer
+        has failed.
         """
         self._check(priority)
         wanted = []
@@ -163,13 +163,14 @@ class KVStore:
         self.pull(key, out)
 
     def row_sparse_pull(self, key: Key, out: Any, priority: int = 0, row_ids: Any = None) -> None:
-        """Fetch some rows of values, which alone travel.
+        """Fetch some rows of values; only these rows are sent.
 
-        row_ids: a tensor of the numbers of rows, in any order, also repeated; a list has one for each key, or for each
-        tensor in out of a single key. out: a sparse tensor (torch.sparse_coo) then consists of these rows, in order; of a
-        dense one these rows are written, and the others left alone.
+        row_ids: a tensor of row numbers, in any order, possibly repeated; or a list with one for each key, or for each tensor
+        in out of a single key.
+        out: a sparse tensor (torch.sparse_coo) then consists of these rows, in order; of a dense tensor only these rows are
+        written.
 
-        Raises as pull() does; TypeError and ValueError for row_ids that are no rows.
+        Raises as pull() does; TypeError and ValueError for invalid row_ids.
         """
         self._check(priority)
         outs = self._catalogue.tensors(key, out, "out")
@@ -183,13 +184,13 @@ class KVStore:
             fill_rows(tensor, rows, self._group.clients[spec.server].pull(spec, rows))
 
     def set_optimizer(self, optimizer: Factory) -> None:
-        """Update every key, also those to come, by an optimizer of its own, made at its server. Collective.
+        """Update every key, present and future, by its own optimizer at its server. Collective.
 
-        optimizer: makes one of a list of tensors, such as functools.partial(torch.optim.SGD, lr=0.1), or
-        torch.optim.Adam; with the same settings on all ranks. It steps with the sum of what is pushed, not the average.
-        Given again, it takes the place of the first one, whose states are forgotten.
+        optimizer: a function that makes an optimizer of a list of tensors, such as functools.partial(torch.optim.SGD, lr=0.1)
+        or torch.optim.Adam, with the same settings on all ranks. It steps with the sum of the pushed values, not the average.
+        A second call replaces the optimizers and their states.
 
-        Raises TypeError for anything else, ValueError where ranks differ, and for keys that are no floating-point tensors.
+        Raises TypeError for anything else, ValueError if ranks differ, and for keys that are not floating-point tensors.
         """
         self._check()
 
@@ -207,19 +208,18 @@ class KVStore:
         self._group.meet()
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
-        """Push codes from now on. Collective, once.
+        """Compress the values that push() sends from now on. Collective; only once.
 
         compression_params: {"type": "2bit", "threshold": 0.5} as in MXNet, which sends threshold, 0 or -threshold; or the name
-        of a codec of gradwire.collectives.compression, with its settings, such as {"type": "topk", "ratio": 0.01}. What a code
-        has lost is added to this rank's next push to the key, where the codec needs that. Floating-point values are encoded, as
-        float32; others travel as they are, and so does what is pulled.
+        of a codec of gradwire.collectives.compression with its settings, such as {"type": "topk", "ratio": 0.01}. If the codec
+        needs error feedback, the error is added to this rank's next push to the key. Floating-point values are encoded as
+        float32. Other values, and pulled values, are not compressed.
 
-        Raises ValueError, which lists types and settings, for others; where ranks differ; and with "local" and "device", where
-        nothing travels.
+        Raises ValueError for other types and settings; if ranks differ; and with "local" and "device", which send nothing.
         """
         self._check()
         if self._group.communicator is None:
-            raise ValueError(f"{here()}nothing travels with type {self._type!r} that could be compressed")
+            raise ValueError(f"{here()}type {self._type!r} sends nothing that could be compressed")
         if self._encoder is not None:
             raise ValueError(f"{here()}gradient compression is set already, and cannot be changed")
 
@@ -238,11 +238,11 @@ class KVStore:
         self._group.meet()
 
     def save_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
-        """Write the states of all optimizers into one file of rank 0's, by torch.save. Collective.
+        """Write the states of all optimizers to one file on rank 0, by torch.save. Collective.
 
-        Values of keys are not in it: pull and save them. Raises ValueError before set_optimizer(); where fname is no
-        path, TypeError on the ranks that give it and ValueError on the others; where the file cannot be written, OSError
-        on rank 0 and ValueError on the others.
+        The values of keys are not in it: pull and save them. Raises ValueError before set_optimizer(). If fname is not a path,
+        raises TypeError on that rank and ValueError on the others; if the file cannot be written, OSError on rank 0 and
+        ValueError on the others.
         """
         path = self._agreed_path("save_optimizer_states", fname)
         self.barrier()  # all that was pushed before is in them
@@ -250,12 +250,11 @@ class KVStore:
         write_states(path, self._optimizer_name, states, self._group.communicator)
 
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
-        """Go on with the states that save_optimizer_states() wrote, on any number of ranks and servers. Only rank 0 reads the
-        file. Collective.
+        """Load the states that save_optimizer_states() wrote, on any number of ranks and servers. Only rank 0 reads the file.
+        Collective.
 
-        Raises ValueError before set_optimizer(), for another file, and where a key is not in it or its state cannot be loaded,
-        with nothing loaded; TypeError and ValueError for what is no path as save_optimizer_states() does; where the file cannot
-        be read OSError on rank 0 and ValueError on the others.
+        Raises ValueError before set_optimizer(), for another kind of file, and if a key is not in it or its state cannot be
+        loaded, with nothing loaded. For fname and unreadable files, raises as save_optimizer_states() does.
         """
         path = self._agreed_path("load_optimizer_states", fname)
         self.barrier()
@@ -297,16 +296,18 @@ class KVStore:
         self._group.meet()
 
     def report(self) -> Counts:
-        """Return what became of all pushes so far, summed over keys: how many updates, whose pushes, and how many updates
-        each came late. It answers when all that this rank has pushed has come there."""
+        """Return the counts of all pushes so far, summed over keys: updates, pushes by rank, and their ages in updates.
+
+        It returns after all pushes of this rank have arrived at the servers.
+        """
         self._check()
         return Counts.total([client.counts() for client in self._group.clients.values()])
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Say that nothing more comes from this rank, serve the others until they say so too, and end the threads.
+        """Announce that this rank sends nothing more, serve the others until they announce the same, and end the threads.
 
-        timeout_s: how long others are waited for at most, by default the timeout_s of init(); after that they are left
-        alone, and a warning says so. Calling it again does nothing.
+        timeout_s: how long to wait for the others; default: the timeout_s of init(). After that, a warning is logged and they
+        are served no more. Further calls do nothing.
         """
         self._group.part.close(timeout_s)
 
@@ -316,8 +317,8 @@ class KVStore:
             raise RuntimeError(f"{here()}this key-value store is closed")
         if priority != 0:
             raise ValueError(
-                f"{here()}priority={priority!r}: 0 is allowed alone, since a call is done when it returns and none waits that "
-                "another could overtake"
+                f"{here()}priority={priority!r}: only 0 is allowed; every call is done when it returns, so the queue is empty "
+                "and priority has no effect"
             )
 
     def _agreed_path(self, method: str, fname: str | os.PathLike[str]) -> Path:

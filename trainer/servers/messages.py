@@ -111,7 +111,7 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> Tensor:
     def number_of(value: Any) -> Any:
         if getattr(value, "ndim", None) == 0:  # of torch or NumPy
             return value.item()
-        raise TypeError(f"{here()}a server that serves only cannot be told the setting {value!r} of a param group")
+        raise TypeError(f"{here()}the setting {value!r} of a param group cannot be sent to a rank that serves only")
 
     groups = optimizer.param_groups
     kept = [{name: value for name, value in group.items() if name != "params"} for group in groups]

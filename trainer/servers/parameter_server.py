@@ -42,42 +42,42 @@ _LOOK_S = 1.0
 
 
 class ParameterServer(WrappingOptimizer):
-    """Wraps an optimizer so that it runs at servers inside the ranks, each of which holds a part of the parameters.
+    """Wraps an optimizer so that it runs on servers inside the ranks, each of which holds a part of the parameters.
 
-    step() pushes this rank's gradients to all servers, waits until each lets it go on, and fills the parameters with the newest
-    there. A server makes an update when contributions of `quorum` ranks have arrived and grace_s seconds have passed since, or
-    all have arrived. It steps with their average, by their weights.
+    step() pushes this rank's gradients to all servers, waits until each of them lets it continue, and pulls the newest
+    parameters. A server makes an update when the gradients of `quorum` ranks have arrived and grace_s seconds have passed, or
+    when all have arrived. The update uses the weighted average. docs/guides/parameter-server.md is the guide.
 
-    optimizer, named_parameters, process_set: as DistributedOptimizer takes them; every parameter belongs to one server as a
-    whole, so any torch optimizer will do that treats parameters one by one. An update uses the settings of the param groups,
-    such as the learning rate, that the server's rank has at that time; where that rank serves only, those that the
-    lowest-numbered worker that takes part had at its last step(), which raises TypeError for others than numbers, strings and
-    tuples.
-    quorum: by default all that push: synchronous. Less: the slowest are not waited for (Chen et al. 2016). 1: asynchronous (Dean
-    et al. 2012). staleness: how many steps a rank may be ahead of the slowest, which it then waits for (Ho et al. 2013);
-    None for any number. late: what happens to gradients of an old version: "weight", the next update uses them times
-    1 / (1 + age); "next", like any other; "drop", they are counted, and not used. Those that are used count towards the quorum.
-    servers: the ranks of the process set, by their numbers in it, that serve; by default those that do not train, or where all
-    do, all that push. workers: the ranks that train, by default all; any other serves only, by serve().
-    inner: a process set, such as the ranks of a host, that averages its gradients at every step; its first rank pushes and
-    pulls for it, and the quorum counts such groups (hybrid; Kurth et al. 2017). Different ranks name different ones. A
-    Communicator as inner= waits for its own timeout_s: let it be 10 seconds longer than that of init(). compression: what
-    gradients are pushed as, as DistributedOptimizer takes it, but for codecs of sums (PowerSGD), with error feedback at the
-    worker. Parameters are pulled as they are.
+    optimizer, named_parameters, process_set: as of DistributedOptimizer. Each parameter belongs to one server as a whole, so
+    the optimizer must treat parameters one by one. An update uses the settings of the param groups on the server's rank. On a
+    rank that serves only, they are those of the lowest-numbered worker at its last step(); numbers, strings and tuples are
+    supported.
+    quorum: the number of ranks whose gradients make an update. Default: all that push (synchronous). Fewer: the slowest are
+    not waited for (Chen et al. 2016). 1: asynchronous (Dean et al. 2012).
+    grace_s: how many seconds a server waits for further gradients after the quorum.
+    staleness: how many steps a rank may be ahead of the slowest before it waits (Ho et al. 2013); None: any number.
+    late: what happens to gradients of an old version. "weight": the next update uses them, weighted by 1 / (1 + age). "next":
+    it uses them like others. "drop": they are counted but not used. Gradients that are used count towards the quorum.
+    servers: the ranks of the process set that serve. Default: the ranks that do not train; if all train, all that push.
+    workers: the ranks that train; default: all. Other ranks only serve, by serve().
+    inner: a process set, such as the ranks of a host, that averages its gradients in every step; its first rank pushes and
+    pulls, and the quorum counts such groups (hybrid; Kurth et al. 2017). Different ranks name different groups. A Communicator
+    as inner= keeps its own timeout_s, which should be 10 seconds longer than that of init().
+    compression: the compression of pushed gradients, as of DistributedOptimizer, except PowerSGD. Error feedback is kept by
+    the worker. Parameters are pulled uncompressed.
 
-    Replicas must start equal. Load and broadcast the parameters (broadcast_parameters) before making it: the servers copy them
-    then, and the first step() and serve() raise RuntimeError where they have changed since. A parameter without a gradient
-    contributes zeros. Runs with quorum=all repeat to the bit, whoever serves; otherwise the order of arrival decides.
+    Replicas must start equal. Load or broadcast the parameters (broadcast_parameters) before making it: the servers copy them
+    then. A parameter without a gradient contributes zeros. Runs with a quorum of all repeat to the bit; with fewer, the order
+    of arrival decides.
 
-    The others go on without a rank that dies, as long as they are `quorum` and it was not one that serves: else their step()
-    raises QuorumLost or PeerLost, on all ranks of a group alike; a group ends with any of its ranks. So name servers= where
-    ranks may be lost. A lost rank cannot come back. One that calls close() is waited for no more; one that only stops to step
-    may leave the others short of the quorum. A rank that pushes nothing for the timeout_s of init() counts as lost.
+    If a rank dies, the others continue while they are `quorum` and the rank was not a server; otherwise step() raises
+    QuorumLost or PeerLost. A group ends with any of its ranks. A lost rank cannot return. A rank that pushes nothing for the
+    timeout_s of init() counts as lost; one that calls close() is no longer waited for.
 
-    Each server has a small Communicator and a thread for every rank: this is for some dozens of ranks. Messages go through
-    shared memory or TCP as those of Communicators do. CUDA parameters travel through the CPU, and servers compute there.
+    Each server has a small Communicator and a thread per rank, which suits some dozens of ranks. CUDA parameters are copied
+    through the CPU, on which servers compute.
 
-    Collective. Raises ValueError or TypeError for invalid arguments.
+    Making it is collective. Raises ValueError or TypeError for invalid arguments.
     """
 
     def __init__(
@@ -193,20 +193,21 @@ class ParameterServer(WrappingOptimizer):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Return of which version the parameters are that this rank has: how many updates each server that has parameters
-        had made, in the order of the servers' ranks."""
+        """Return the versions of this rank's parameters: the number of updates by each server that has parameters, in the
+        order of the servers' ranks.
+        """
         return tuple(self._training().versions)
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None, *, weight: float = 1.0) -> Any:
-        """Push this rank's gradients, and fill the parameters with what is newest at the servers, when they let it go on.
+        """Push this rank's gradients, wait until the servers let it continue, and fill the parameters with the newest ones.
 
-        closure: clears gradients, calls backward() and returns this rank's loss, which step() returns. weight: of these
-        gradients in the average, such as the number of tokens they were computed of.
+        closure: a function that clears gradients, calls backward() and returns this rank's loss, which step() returns.
+        weight: the weight of these gradients in the average, such as their number of tokens.
 
-        Raises QuorumLost where too few ranks are left, PeerLost where a server is; CollectiveError at each further call, also
-        after Ctrl-C. RuntimeError where parameters have changed since servers took them over; ValueError where one requires a
-        gradient that did not when this was made.
+        Raises QuorumLost if too few ranks are left, PeerLost if a server is lost, and CollectiveError at each further call,
+        also after Ctrl-C. Raises RuntimeError if parameters have changed since the servers copied them, and ValueError if a
+        parameter requires a gradient that did not when this was made.
         """
         worker = self._training()
         self._check_unbroken()
@@ -231,10 +232,12 @@ class ParameterServer(WrappingOptimizer):
         return loss
 
     def serve(self) -> None:
-        """Serve until all workers have left or are lost, on a rank that does nothing else. A worker that pushes nothing for
-        the timeout_s of init() counts as lost. Returns at once where there are fewer parameters than servers, and none is
-        left for this one. Raises ValueError on a rank that trains, RuntimeError where parameters have changed since this was
-        made."""
+        """Serve until all workers have left or are lost, on a rank that does not train.
+
+        A worker that pushes nothing for the timeout_s of init() counts as lost. Returns at once if there are fewer parameters
+        than servers, and none is left for this rank. Raises ValueError on a rank that trains, and RuntimeError if parameters
+        have changed since this was made.
+        """
         self._check_open()
         if self._worker is not None:
             raise ValueError(f"{here()}serve() is for ranks that serve only; this one is one of workers=, and trains")
@@ -251,19 +254,22 @@ class ParameterServer(WrappingOptimizer):
         raise ValueError(f"{here()}parameters cannot be added to an optimizer at a parameter server once it is made")
 
     def report(self) -> ServerReport:
-        """Return what became of all contributions so far: on a rank that serves only, at this server. A rank may call it at any
-        time but during its step(); of a group, only the first."""
+        """Return the counts of all contributions so far; on a rank that serves only, those at this server.
+
+        A rank may call it at any time except during its step(); of a group, only the first rank may.
+        """
         self._check_open()
         if self._worker is not None:
             return ServerReport.of(self._worker.counts())
         return ServerReport.of([] if self._updater is None else [self._updater.counts()])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this rank and its server stand: every rank saves its own, after the same step, and the model.
+        """Return the state of this rank and its server. Every rank saves its own, after the same step, together with the
+        model.
 
-        Raises ValueError with a quorum of less than all, which hold different states, and where ranks serve
-        only, which do not stop between two steps; CollectiveError after a step() that has failed, which some servers may
-        have made and others not.
+        Raises ValueError with a quorum of fewer than all, where ranks have different states, and if ranks serve only, which do
+        not stop between two steps. Raises CollectiveError after a step() that has failed, which only some servers may have
+        made.
         """
         self._check_synchronous("state_dict")
         self._check_unbroken()
@@ -273,11 +279,10 @@ class ParameterServer(WrappingOptimizer):
         return {**self.optimizer.state_dict(), KEY: at}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on, bit for bit, where state_dict() was called on each of as many ranks with the same servers. Load the model
-        before: the servers take their parameters from that. Collective.
+        """Load a state with which training resumes bit for bit, on the same number of ranks with the same servers. Collective.
 
-        Raises ValueError, on all ranks, with nothing loaded, where the state_dict of one is of something else, or its server was
-        not at the same step; CollectiveError after a step() that has failed.
+        Load the model before: the servers take the parameters from it. Raises ValueError on all ranks, with nothing loaded, if
+        the state of one does not fit or is that of another step; CollectiveError after a step() that has failed.
         """
         self._check_synchronous("load_state_dict")
         self._training()
@@ -289,8 +294,8 @@ class ParameterServer(WrappingOptimizer):
         wrong = [rank for rank, (fits, other) in enumerate(said) if not fits or other != said[0][1]]
         if wrong:
             raise ValueError(
-                f"{here()}load_state_dict needs what state_dict() returned on this rank of as many ranks, with the same servers "
-                f"and parameters, after the same step; not so on {', '.join(f'rank {rank}' for rank in wrong)}"
+                f"{here()}load_state_dict needs the state_dict() of this rank, from the same number of ranks, the same servers "
+                f"and parameters, after the same step; this is not so on {', '.join(f'rank {rank}' for rank in wrong)}"
             )
         before = self.state_dict()
 
@@ -311,10 +316,10 @@ class ParameterServer(WrappingOptimizer):
         self._taken_over = self._hashes()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Say that nothing more comes from this rank, serve the others until they say so too, and end the threads.
+        """Announce that this rank sends nothing more, serve the others until they announce the same, and end the threads.
 
-        timeout_s: how long others are waited for at most, by default the timeout_s of init(); after that they are left
-        alone, and a warning says so. The parameters and the wrapped optimizer live on. Calling it again does nothing.
+        timeout_s: how long to wait for the others; default: the timeout_s of init(). After that, a warning is logged and they
+        are served no more. The parameters and the wrapped optimizer remain usable. Further calls do nothing.
         """
         self._part.close(timeout_s)
 
@@ -348,7 +353,7 @@ class ParameterServer(WrappingOptimizer):
         """Return what this rank trains by. Raises RuntimeError on a rank that serves only, or has closed."""
         self._check_open()
         if self._worker is None:
-            raise RuntimeError(f"{here()}this rank serves only: it calls serve(), then close()")
+            raise RuntimeError(f"{here()}this rank serves only: call serve(), then close()")
         return self._worker
 
     def _check_synchronous(self, verb: str) -> None:

@@ -149,7 +149,7 @@ def encodings_of(compression: Compressor) -> Policy:
     for encoding in encodings.encodings:
         if isinstance(encoding.codec, MatrixCodec):
             raise ValueError(
-                f"{here()}compression={encoding.codec.name!r} compresses sums over all ranks, and what a rank pushes to a "
+                f"{here()}compression={encoding.codec.name!r} compresses sums over all ranks, but what a rank pushes to a "
                 f"server is its own gradient: give a codec of buffers ({', '.join(CODECS)})"
             )
     return encodings

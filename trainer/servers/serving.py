@@ -97,7 +97,7 @@ class Serving(ABC):
             communicator.close()
 
     def _lose(self, worker: int, error: CollectiveError) -> None:
-        _log.warning("gradwire: %s goes on without rank %d: %s", self.name, worker, error)
+        _log.warning("gradwire: %s continues without rank %d: %s", self.name, worker, error)
         self._served.lose(worker, error)
 
     def _counts(self) -> Answer:

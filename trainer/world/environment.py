@@ -114,8 +114,8 @@ def notice(environment: Mapping[str, str]) -> str | None:
     found = sorted(name for name in environment if name.startswith(PREFIX) and name not in _OF_THE_LAUNCHER)
     honoured = [f"{name}={environment[name]}" for name in found if name in _HONOURED]
     ignored = [name for name in found if name not in _HONOURED]
-    said = [f"honoured are {', '.join(honoured)}"] if honoured else []
-    said += [f"without a meaning here, and ignored, are {', '.join(ignored)}"] if ignored else []
+    said = [f"used are {', '.join(honoured)}"] if honoured else []
+    said += [f"ignored are {', '.join(ignored)}"] if ignored else []
     return f"of Horovod's environment variables, {'; '.join(said)}" if said else None
 
 

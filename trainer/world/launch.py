@@ -64,7 +64,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     rank_name, size_name, *local = _VARIABLES[launcher]
     rank, size = _whole_number(environment, rank_name), _whole_number(environment, size_name)
     if not 0 <= rank < size:
-        raise ValueError(f"{rank_name}={rank} is no rank of {size_name}={size} processes")
+        raise ValueError(f"{rank_name}={rank} is not a rank of {size_name}={size} processes")
     local_rank, local_size = (_whole_number(environment, name) if name in environment else None for name in local)
     return Launch(launcher, rank, size, local_rank, local_size, rank_name)
 

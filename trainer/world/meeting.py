@@ -166,7 +166,7 @@ def _reach(launch: Launch, address: str, port: int, deadline: float) -> Store:
             if time.monotonic() >= deadline:
                 raise
             if isinstance(error, ConnectionRefusedError) and time.monotonic() >= last_seen + _GONE_S:
-                detail = "what listened there has ended, as the process of rank 0 does"
+                detail = "the process that listened there, that of rank 0, has ended"
                 raise LinkError(0, timed_out=False, detail=detail, ended=True) from error
 
 
@@ -183,7 +183,7 @@ def agreed_ranks(launched: Membership, comm: Sequence[int] | None, timeout_s: fl
         if rank not in ranks or len(set(ranks)) < len(ranks) or any(other != ranks for other in others):
             raise ValueError(
                 f"rank {launched.rank}: init(comm=) takes different ranks from 0 to {launched.size - 1}, this process's among "
-                f"them, the same on each of these; rank {rank} gave {ranks}, which does not fit"
+                f"them, the same on each of these; rank {rank} gave {ranks}"
             )
     return given[launched.rank]
 
@@ -229,6 +229,8 @@ def _bounded(
             shut(connections(address, port) - before)
             wait([future], _KNOCK_AGAIN_S)
         if isinstance(error, FutureTimeoutError):
-            silent = "what listens there does not answer as rank 0 would; is the port another program's?"
+            silent = (
+                "the process that listens there does not answer as rank 0 would; does another program use the port?"
+            )
             raise ConnectionError(silent) from error
         raise

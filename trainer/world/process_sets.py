@@ -28,10 +28,9 @@ def refused(communicator: Communicator, verb: str, message: str) -> Refused:
 
 
 class ProcessSet:
-    """Names some of the ranks of the world, for init(process_sets=) or add_process_set(), which register it.
+    """Names some of the ranks of the world. init(process_sets=) or add_process_set() register it.
 
-    Attributes: ranks (ascending, by their rank in the world), process_set_id (the same on all ranks; None unless
-    registered).
+    Attributes: ranks (ascending, by their rank in the world), process_set_id (the same on all ranks; None unless registered).
     """
 
     def __init__(self, ranks_or_comm: Iterable[int] | dist.ProcessGroup | Communicator) -> None:
@@ -50,9 +49,9 @@ class ProcessSet:
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Return this process's place among the ranks; None unless registered. Raises ValueError where it is not one.
+        """Return the index of this process among the ranks; None unless registered. Raises ValueError if it is not in the set.
 
-        It says which part of an allgather is this rank's. Root ranks are those of the world, not these.
+        The index says which part of an allgather is this rank's. Root ranks are ranks of the world.
         """
         if self.process_set_id is None:
             return None

@@ -59,24 +59,23 @@ def init(
 ) -> None:
     """Join the world that the launcher's environment variables describe; without a launcher, a world of one.
 
-    Where torch.distributed is already initialized, its default group is the world, with whatever backend it has.
-    Otherwise it is initialized here: gloo, with NCCL for CUDA tensors where torch has both. Collective over all
-    processes that were launched; again does nothing.
+    If torch.distributed is initialized, its default group is the world. Otherwise it is initialized here: gloo, and NCCL for
+    CUDA tensors if torch has both. Collective over all processes that were launched; further calls do nothing.
 
-    comm: makes the world smaller: a list of ranks, as launched, that has this process in it and is the same on all of
-    them (other processes give another), in the order of their ranks in the world; or an mpi4py communicator.
-    process_sets: the process sets to register, or lists of their ranks, the same on all ranks; "dynamic" is Horovod's
-    word for those that add_process_set() adds later, which is always allowed here.
-    timeout_s: what the ranks have to find each other, and what each operation of the verbs and optimizers may take
-    before it raises; by default 300. A torch.distributed that was there before, and a Communicator given as
-    process_set, keep their own. stall_warning_s, stall_shutdown_s: after which a rank that waits for others says whom
-    it waits for (by default 60), and gives up (by default never); 0 is never.
+    comm: makes the world smaller: a list of launched ranks, in the order of their ranks in the world, that contains this
+    process and is the same on all processes in it; or an mpi4py communicator.
+    process_sets: process sets to register, or lists of their ranks, the same on all ranks; "dynamic" is accepted, as in
+    Horovod.
+    timeout_s: the deadline for the ranks to find each other, and for each operation of the verbs and optimizers; default 300.
+    An existing torch.distributed, and a Communicator given as process_set, keep their own.
+    stall_warning_s: after how many seconds a rank that waits for others logs which; default 60; 0: never.
+    stall_shutdown_s: after how many seconds it gives up; 0, the default: never.
 
-    Horovod's environment variables that mean something here (gradwire.trainer.world.environment) count where an argument is
-    not given; a warning of the logger `gradwire` on rank 0 names them, and those that are ignored.
+    Horovod's environment variables count for arguments that are not given (docs/reference/environment.md). A warning of the
+    logger `gradwire` on rank 0 names those that are used and those that are ignored.
 
-    Raises ValueError where the environment does not say how to find rank 0, and for arguments and variables that cannot
-    be meant; CollectiveError where the ranks do not find each other in time.
+    Raises ValueError if the environment does not say how to find rank 0, and for invalid arguments and variables. Raises
+    CollectiveError if the ranks do not find each other in time.
     """
     if _holder.world is not None:
         return
@@ -188,10 +187,11 @@ def root_in(communicator: Communicator, root_rank: int) -> int:
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a process set, or the ranks of one, and return it. Collective over the world, members or not.
+    """Register a process set, or one with a list of ranks, and return it. Collective over the world, including ranks outside
+    of the set.
 
-    Raises ValueError, on all ranks, for ranks that are not in the world or are given twice, for those of a set that is
-    registered, and where the ranks do not all give the same; RuntimeError before init().
+    Raises ValueError on all ranks for ranks that are not in the world or repeated, for the ranks of a set that is registered
+    already, and if ranks give different sets. Raises RuntimeError before init().
     """
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     current_world().add([made])
@@ -199,8 +199,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set, and return whether there was one to forget: that of all ranks stays. Collective over the
-    world. Optimizers that were made with it go on."""
+    """Unregister a process set, and return whether it was registered; the set of all ranks cannot be removed. Collective over
+    the world. Optimizers that were made with it continue to work.
+    """
     world = current_world()
     if process_set is global_process_set or process_set not in world.process_sets:
         return False

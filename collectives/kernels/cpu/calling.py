@@ -43,7 +43,7 @@ def decoder(function: Callable[..., Any]) -> Callable[..., None]:
     def decode(wire: torch.Tensor, out: torch.Tensor, *parameters: Any) -> None:
         if kernel_of(function)(*addresses(wire, out), out.numel(), *parameters):
             raise ValueError(
-                f"the wire holds indices outside of [0, {out.numel()}): it was not encoded from as many numbers"
+                f"the wire holds indices outside of [0, {out.numel()}): it was encoded from another number of elements"
             )
 
     return decode

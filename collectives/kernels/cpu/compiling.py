@@ -70,7 +70,7 @@ def kernel_folder() -> Path | None:
     try:
         folder = Path(str(njit(cache=True)(_nothing).stats.cache_path))  # compiles nothing yet
     except RuntimeError:
-        _say("no folder for it can be written")
+        _say("it has no writable folder")
         return None
     for kept in folder.glob("*.nb[ci]"):
         if _DIGEST not in kept.name:
@@ -88,7 +88,7 @@ def _say(reason: str) -> None:
     """Warn that nothing is kept, once for each reason."""
     _log.warning(
         "gradwire: Numba's cache cannot be used (%s), so every process compiles for itself, which takes some seconds: "
-        "set NUMBA_CACHE_DIR to a folder that can be written",
+        "set NUMBA_CACHE_DIR to a writable folder",
         reason,
     )
 

@@ -61,7 +61,7 @@ def _scattered(places: int, entries: int, count: int, out: torch.Tensor, add: bo
     """Scatter from the part of a wire at an address that has room for so many entries, `count` of them used."""
     n = out.numel()
     if kernel_of(_scatter)(places, places + pad16(4 * entries), count, out.data_ptr(), n, add, scale):
-        raise ValueError(f"the wire holds indices outside of [0, {n}): it was not encoded from as many numbers")
+        raise ValueError(f"the wire holds indices outside of [0, {n}): it was encoded from another number of elements")
 
 
 def topk_encode(values: torch.Tensor, residual: torch.Tensor | None, wire: torch.Tensor, k: int) -> None:

@@ -191,14 +191,14 @@ class LocalGroup:
         peer = min(awaited)
         if status == kernels.DISAGREED:
             found = int(self.context[kernels.FOUND_TAG]) >> KIND_BITS, int(self.context[kernels.FOUND_NBYTES])
-            raise LinkError(peer, timed_out=False, detail=f"rank {peer} called something else", found=found)
+            raise LinkError(peer, timed_out=False, detail=f"rank {peer} called another operation", found=found)
         if status == kernels.STOPPED:
-            raise LinkError(None, timed_out=False, detail="its wait was ended", awaited=awaited)
+            raise LinkError(None, timed_out=False, detail="the wait was ended", awaited=awaited)
         if gone := awaited & lost:
             how = "process has ended" if gone & self.dead() else "Communicator is closed or broken"
             raise LinkError(min(gone), timed_out=False, detail=f"{ranks_text(gone)}: the {how}")
         if time.monotonic() >= deadline:
-            detail = f"nothing came from {ranks_text(awaited)}"
+            detail = f"received nothing from {ranks_text(awaited)}"
             raise LinkError(peer, timed_out=True, detail=detail, awaited=awaited)
         return awaited & (self.dead() | self._left(_BROKEN))
 

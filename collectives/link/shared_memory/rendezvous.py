@@ -44,7 +44,7 @@ def join_host(membership: Membership, kernels: ModuleType | str, deadline: float
             try:
                 theirs = cards[first]
                 if "name" not in theirs:
-                    raise OSError(theirs.get("why", f"rank {first} made no segment"))
+                    raise OSError(theirs.get("why", f"rank {first} created no segment"))
                 if segment is None:
                     nbytes = LocalGroup.segment_bytes(kernels, len(members))
                     segment = Segment.open(theirs["pid"], theirs["descriptor"], theirs["name"], nbytes)
@@ -66,7 +66,5 @@ def join_host(membership: Membership, kernels: ModuleType | str, deadline: float
             return group
         if joins and rank == first:
             member, why = next(iter(problems.items()))
-            _log.warning(
-                "gradwire: ranks %s talk through sockets, not through shared memory: rank %d: %s", members, member, why
-            )
+            _log.warning("gradwire: ranks %s use sockets instead of shared memory: rank %d: %s", members, member, why)
     return None

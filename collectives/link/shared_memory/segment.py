@@ -62,7 +62,7 @@ class Segment:
             found = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise OSError(
-                error.errno, f"process {pid} or its memory is not to be seen from here (another PID namespace?)"
+                error.errno, f"this process cannot see process {pid} or its memory (another PID namespace?)"
             ) from error
         target = os.readlink(f"/proc/self/fd/{found}")  # of what is held: the number may have been used again
         if target != f"/memfd:{name} (deleted)":

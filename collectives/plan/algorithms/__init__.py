@@ -54,11 +54,13 @@ _OF_LINKS = ("native", "shared")
 
 
 def register_algorithm(collective: str, name: str, planner: Planner) -> None:
-    """Let an algorithm be chosen by name in Communicators made from now on. check_algorithm() says whether it is right.
+    """Add an algorithm that Communicators made from now on can select by name. check_algorithm() checks it.
 
-    planner: returns the Schedule of the rank that a Place describes. Every rank must register the same: ranks compare the names
-    alone, so a planner that changes what is sent needs another name. Raises ValueError for an unknown collective and for a name
-    that is malformed or taken, TypeError for a planner that cannot be called.
+    planner: a function that returns the Schedule of the rank that a Place describes. Every rank must register the same one:
+    ranks compare only the names, so a planner that sends something else needs another name.
+
+    Raises ValueError for an unknown collective, and for a name that is malformed or taken; TypeError for a planner that cannot
+    be called.
     """
     if collective not in PLANNERS:
         raise ValueError(f"no collective is called {collective!r}; known are {', '.join(PLANNERS)}")

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="gradwire check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--host", help="another host, on which this runs with --listen")
+    what.add_argument("--host", help="another host, on which `gradwire check --listen` runs")
     what.add_argument("--listen", action="store_true", help=f"wait for another host, for {_LISTEN_S:g} s at most")
     parser.add_argument("--port", type=int, default=29500, help="the port at which a job would meet (29500)")
     flags = parser.parse_args(arguments)
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(finding, flush=True)
         failed += finding.state == "failed"
     if not flags.listen:
-        print(f"{failed} failed" if failed else "all that is needed works")
+        print(f"{failed} failed" if failed else "everything that gradwire needs works")
     return 1 if failed else 0
 
 

@@ -32,7 +32,7 @@ _STREAM_S = 1.0
 _STREAM_BYTES = 1 << 28
 _PIECE = bytes(1 << 16)
 _LONGEST_LINE = 1 << 16
-_STRANGE = "the other side does not speak as a check does"
+_STRANGE = "the other side is not gradwire check"
 
 
 class _Line:
@@ -102,7 +102,7 @@ class _Line:
     def _receive(self, at_most: int) -> bytes:
         self._limit()
         if not (piece := self.socket.recv(at_most)):
-            raise ConnectionError("the other side has gone")
+            raise ConnectionError("the other side has closed the connection")
         return piece
 
     def _limit(self) -> None:
@@ -121,7 +121,7 @@ def links(host: str, port: int) -> Iterator[Finding]:
     try:
         connection = socket.create_connection((str(address), port), _KNOCK_S)
     except ConnectionRefusedError:
-        yield Finding("failed", f"nobody listens at {there}", f"run on {host} first: {command}")
+        yield Finding("failed", f"no process listens at {there}", f"run on {host} first: {command}")
         return
     except OSError as error:
         do = f"open port {port} of {host} in its firewall; and run there: {command}"
@@ -138,9 +138,9 @@ def links(host: str, port: int) -> Iterator[Finding]:
             if line.try_large_packets():
                 yield from _measured(line, host)
             else:
-                yield Finding("failed", f"{host}: large packets are lost on the way, and small ones arrive", REMEDY)
+                yield Finding("failed", f"{host}: large packets are lost on the way, but small ones arrive", REMEDY)
         except OSError as error:
-            yield Finding("failed", f"{there}: {_text(error)}", f"is it this there? {command}")
+            yield Finding("failed", f"{there}: {_text(error)}", f"does this command run there? {command}")
 
 
 def _both_directions(line: _Line, host: str, address: str, port: int) -> Iterator[Finding]:
@@ -154,14 +154,14 @@ def _both_directions(line: _Line, host: str, address: str, port: int) -> Iterato
     blocked = {int(number): why for number, why in answer["blocked"].items()}
     do = "open the ports of this host in its firewall"
     if port not in open_here:
-        yield Finding("note", f"port {port} is in use here, so {host} could not try it")
+        yield Finding("note", f"port {port} is in use here, so {host} could not test it")
     yield _direction(f"from {host}", open_here, blocked, do)
     seen = answer["seen"]
     with suppress(ValueError):  # said by the check of this machine
         given = own_address({**os.environ, "MASTER_ADDR": host})
         if given != seen and not ipaddress.ip_address(seen).is_loopback:
             do = "name the interface towards it: export COLLECTIVES_INTERFACE=... GLOO_SOCKET_IFNAME=..."
-            yield Finding("note", f"{host} sees this host as {seen}, but ranks here would say {given}", do)
+            yield Finding("note", f"{host} sees this host as {seen}, but ranks here would give {given}", do)
 
 
 def _measured(line: _Line, host: str) -> Iterator[Finding]:
@@ -191,11 +191,13 @@ def listen(port: int, timeout_s: float) -> Iterator[Finding]:
         server = _server("", port)
     except OSError as error:
         yield Finding(
-            "failed", f"cannot listen at port {port}: {error.strerror}", "end what uses it, or give another --port"
+            "failed",
+            f"cannot listen at port {port}: {error.strerror}",
+            "end the process that uses it, or give another --port",
         )
         return
     with server:
-        why = "nobody came"
+        why = "no host connected"
         while (left := end - time.monotonic()) > 0:
             server.settimeout(left)
             try:
@@ -207,9 +209,9 @@ def listen(port: int, timeout_s: float) -> Iterator[Finding]:
                 try:
                     _answer(_Line(connection), name)
                 except OSError as error:  # a stranger, perhaps
-                    why = f"{name} came, but: {_text(error)}"
+                    why = f"{name} connected, but: {_text(error)}"
                 else:
-                    yield Finding("ok", f"{name} has tried all: it says with which result")
+                    yield Finding("ok", f"{name} has finished its check and prints the result")
                     return
         do = f"run on the other host: gradwire check --host {socket.gethostname()} --port {port}"
         yield Finding("failed", f"within {timeout_s:g} s {why}", do)
@@ -283,7 +285,7 @@ def _why(error: OSError) -> str:
 def _direction(name: str, ports: list[int], blocked: dict[int, str], do: str) -> Finding:
     if blocked:
         told = "; ".join(f"port {number}: {why}" for number, why in blocked.items())
-        return Finding("failed", f"{name}: {told}", f"{do}, or allow all that comes from the other host")
+        return Finding("failed", f"{name}: {told}", f"{do}, or allow all connections from the other host")
     if not ports:
-        return Finding("note", f"{name}: no port could be opened to try")
+        return Finding("note", f"{name}: no port could be opened for a test")
     return Finding("ok", f"{name}: ports {', '.join(map(str, ports))} open")

@@ -44,12 +44,12 @@ def _torch() -> Finding:
 def _numba() -> Finding:
     for kernels in (cpu_kernels(), cpu_sockets()):
         if isinstance(kernels, str):
-            return Finding("note", f"no compiled kernels, so ranks talk through gloo: {kernels}")
+            return Finding("note", f"no compiled kernels, so ranks use gloo: {kernels}")
     what = f"numba {importlib.metadata.version('numba')}"
     if (folder := cpu_cache()) is None:
-        do = "set NUMBA_CACHE_DIR to a folder that can be written"
-        return Finding("note", f"{what} can keep its kernels nowhere, so each start compiles for some seconds", do)
-    return Finding("ok", f"{what}, keeps its kernels in {folder}")
+        do = "set NUMBA_CACHE_DIR to a writable folder"
+        return Finding("note", f"{what} cannot save its kernels, so each start compiles for some seconds", do)
+    return Finding("ok", f"{what}, saves its kernels in {folder}")
 
 
 def own_name(environment: Mapping[str, str]) -> Finding:
@@ -63,9 +63,9 @@ def own_name(environment: Mapping[str, str]) -> Finding:
     addresses = sorted({str(answer[4][0]).partition("%")[0] for answer in answers})
     what = f"this host's name, {name}, resolves to {', '.join(addresses)}"
     if environment.get("GLOO_SOCKET_IFNAME"):
-        return Finding("ok", f"{what}; GLOO_SOCKET_IFNAME={environment['GLOO_SOCKET_IFNAME']} counts")
+        return Finding("ok", f"{what}; GLOO_SOCKET_IFNAME={environment['GLOO_SOCKET_IFNAME']} takes precedence")
     if any(ipaddress.ip_address(address).is_loopback for address in addresses):
-        return Finding("note", f"{what}, where other hosts find only themselves", do)
+        return Finding("note", f"{what}, which other hosts do not reach", do)
     return Finding("ok", what)
 
 
@@ -79,7 +79,7 @@ def interface(environment: Mapping[str, str]) -> Finding:
     what = f"ranks here are reached at {address}" + (f", interface {named}" if named else "")
     if ipaddress.ip_address(address).is_loopback:
         do = "for more than one host: connect this one to a network, or name an interface in COLLECTIVES_INTERFACE"
-        return Finding("note", f"{what}: from this host only", do)
+        return Finding("note", f"{what}, but from this host only", do)
     return Finding("ok", what)
 
 
@@ -91,7 +91,7 @@ def launcher(environment: Mapping[str, str]) -> Finding:
             address, port = meeting_point(environment, launch)
             return Finding("ok", f"{launch.launcher}: rank {launch.rank} of {launch.size}, meets at {address}:{port}")
     except ValueError as error:
-        return Finding("failed", str(error), "unset these variables, or start by the launcher that sets all of them")
+        return Finding("failed", str(error), "unset these variables, or start with a launcher that sets all of them")
     if hint := slurm_hint(environment, "train.py"):
         return Finding("note", hint)
     if stray := [name for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT") if name in environment]:

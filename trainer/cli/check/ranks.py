@@ -80,13 +80,13 @@ def _findings(said: list[tuple[dict[str, str], str]]) -> list[Finding]:
         texts = [found.get(step) for found, _ in said]
         told = next((text for text in texts if text is None or not text.startswith("ok")), texts[0])
         if told is None:
-            why = next((ended for _, ended in said if ended), "a rank said nothing")
+            why = next((ended for _, ended in said if ended), "a rank reported nothing")
             findings.append(Finding("failed", f"two ranks over {step}: {why}", _DO[step]))
             break  # what comes after it was not tried
         if told.startswith("ok"):
             findings.append(Finding("ok", f"two ranks over {step}: sums are right"))
         elif step == "shared memory":  # TCP does its work, slower
-            findings.append(Finding("note", f"two ranks share no memory, and use TCP: {told}", _DO[step]))
+            findings.append(Finding("note", f"two ranks share no memory and use TCP: {told}", _DO[step]))
         else:
             findings.append(Finding("failed", f"two ranks over {step}: {told}", _DO[step]))
             if step == "gloo":
@@ -125,7 +125,7 @@ def _rank(rank: int, store: str) -> None:
 
 def _try(step: str, rank: int, link: str | None) -> str:
     if link is None and not shared_memory_wanted(os.environ):
-        return "COLLECTIVES_SHARED_MEMORY=0 says so"
+        return "COLLECTIVES_SHARED_MEMORY=0 is set"
     warnings = _Warnings()
     logging.getLogger("gradwire").addHandler(warnings)
     with Communicator(timeout_s=_EXCHANGE_S, link=link) as communicator:

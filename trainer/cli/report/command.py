@@ -59,7 +59,7 @@ def report(arguments: Sequence[str]) -> int:
     given = list(arguments[own:])
     command = given[1:] if given[:1] == ["--"] else given
     if not command:
-        parser.error("what is to run? gradwire report -np 2 train.py, or gradwire report -- torchrun ... train.py")
+        parser.error("no command is given: gradwire report -np 2 train.py, or gradwire report -- torchrun ... train.py")
     if command[0].startswith("-"):
         command = [sys.executable, "-m", "gradwire", "run", *command]
     elif command[0].endswith(".py"):

@@ -73,7 +73,7 @@ def _steps(training: Training, of: str) -> str:
     first = training.steps - training.seconds.shape[1] + 1
     said = (
         f"<p>Of the time of the steps, from step {first} on, ranks spent {_wait_share(training):.1%} waiting for the exchange of "
-        "gradients, which goes on beside backward().</p>"
+        "gradients, which runs beside backward().</p>"
     )
     legend = (
         '<p class="quiet">Milliseconds of each step:<i class="median"></i>median<i class="band"></i>10th to 90th percentile'
@@ -86,7 +86,7 @@ def _stragglers(training: Training, of: str) -> str:
     found = training.stragglers
     if found is None:
         return _section(
-            f"Stragglers{of}", "<p>Nothing is known: that takes two exchanges of gradients on several ranks.</p>"
+            f"Stragglers{of}", "<p>No data: this needs at least two exchanges of gradients on several ranks.</p>"
         )
     slowest = training.ranks[found.slowest]
     said = (
@@ -146,7 +146,7 @@ def _ranks(measured: Measured) -> str:
     ]
     missing = sorted(set(range(measured.size)) - set(measured.processes))
     said = (
-        f"<p>{ranks_text(missing).capitalize()} left nothing: on another host, the folder of the report must be there too.</p>"
+        f"<p>{ranks_text(missing).capitalize()} wrote no data: on another host, the folder of the report must exist too.</p>"
         if missing
         else ""
     )

@@ -32,8 +32,8 @@ def movements_as(compression: Compressor) -> Cast | Encoding | None:
         return None if kind.wire_dtype is None else kind
     if not isinstance(kind.codec, Codec) or kind.codec.remembers:
         raise ValueError(
-            f"{here()}parameter_compression={kind.codec.name!r} is for gradients, of which it remembers something: give a cast, "
-            "or a codec that remembers nothing, such as 'int8'"
+            f"{here()}parameter_compression={kind.codec.name!r} is for gradients, because it keeps state between steps: give a "
+            "cast, or a codec without state, such as 'int8'"
         )
     return kind
 

@@ -137,7 +137,7 @@ def lists_of_rows(key: Any, outs: Sequence[list[Tensor]], row_ids: Any) -> list[
 def described(factory: Factory) -> tuple[str, str]:
     """Return the class and settings of the optimizers that a factory makes. Raises TypeError for what is no factory."""
     wanted = (
-        "set_optimizer needs what makes an optimizer of a list of tensors, such as "
+        "set_optimizer needs a function that makes an optimizer of a list of tensors, such as "
         "functools.partial(torch.optim.SGD, lr=0.1)"
     )
     if isinstance(factory, torch.optim.Optimizer) or not callable(factory):
@@ -151,7 +151,7 @@ def described(factory: Factory) -> tuple[str, str]:
         raise TypeError(f"{here()}{wanted}; {factory!r} returned {made!r}")
     groups = made.param_groups
     if len(groups) != 1 or len(groups[0]["params"]) != 1 or groups[0]["params"][0] is not probe:
-        raise TypeError(f"{here()}{wanted}; {factory!r} returned an optimizer of something else: {made!r}")
+        raise TypeError(f"{here()}{wanted}; {factory!r} returned an optimizer of other tensors: {made!r}")
     return type(made).__name__, str({name: value for name, value in groups[0].items() if name != "params"})
 
 

@@ -85,10 +85,10 @@ class KeyGroup:
             raise error
         for rank, (fault, theirs) in enumerate(everyones):
             if fault is not None:
-                raise ValueError(f"{here()}nothing is done, because rank {rank} cannot do it: {fault}")
+                raise ValueError(f"{here()}no rank did anything, because rank {rank} cannot: {fault}")
             if theirs != everyones[0][1]:
                 raise ValueError(
-                    f"{here()}the ranks do not give the same: {everyones[0][1]} on rank 0; {theirs} on rank {rank}"
+                    f"{here()}the arguments differ between ranks: {everyones[0][1]} on rank 0; {theirs} on rank {rank}"
                 )
         return cast(_Result, result)
 

@@ -63,7 +63,7 @@ def read_states(path: Path, optimizer: str, communicator: Communicator | None) -
         states: dict[Name, Any] = saved["states"]
         found = (saved["format"], saved["optimizer"])
     except Exception as error:
-        raise ValueError(f"{here()}{path} is no file of save_optimizer_states(): {error!r}") from error
+        raise ValueError(f"{here()}{path} is not a file of save_optimizer_states(): {error!r}") from error
     if found != (FORMAT, optimizer):
         raise ValueError(f"{here()}{path} is not of {FORMAT} and {optimizer}, but of {found[0]} and {found[1]}")
     return states
