@@ -21,10 +21,11 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.partition import effective
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.coded import CodedProgram
-from gradwire.collectives.plan.cost import CodecCost, Costs, Leg, LinkCost, in_segments, price
+from gradwire.collectives.plan.cost import CodecCost, Costs, LinkCost
 from gradwire.collectives.plan.schedule import Place
 from gradwire.collectives.plan.selection import default_segment_bytes
 from gradwire.collectives.plan.topology import Topology
+from gradwire.collectives.plan.walk import Leg, in_segments, price
 from gradwire.collectives.run.plans import Plans, legal_algorithms
 
 #: Allreduces that are the same for every host but for a shift.

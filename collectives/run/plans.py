@@ -15,12 +15,12 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.partition import Partition, effective, partition_of
 from gradwire.collectives.plan.algorithms import IN_HALVES, PLANNERS, RESERVED, hierarchical
 from gradwire.collectives.plan.coded import CodedProgram
-from gradwire.collectives.plan.cost import Leg
 from gradwire.collectives.plan.program import LOOKAHEAD, Program
 from gradwire.collectives.plan.schedule import Place, Schedule
 from gradwire.collectives.plan.selection import Measured, Table, choose, split_choice
 from gradwire.collectives.plan.spans import Layout, Span, segments_of_blocks, segments_of_buffer, split, split_aligned
 from gradwire.collectives.plan.topology import Topology
+from gradwire.collectives.plan.walk import Leg
 
 _Planned = TypeVar("_Planned")
 _Given = ParamSpec("_Given")
@@ -237,7 +237,7 @@ class Plans:
         return partition_of(codec, numel, self._place.rank, hosts, self.segment_bytes, planner)
 
     def legs_of_codes(self, codec: Codec, numel: int) -> list[list[Leg]]:
-        """Return by rank the programs of a compressed allreduce, for gradwire.collectives.plan.cost.price."""
+        """Return by rank the programs of a compressed allreduce, for gradwire.collectives.plan.walk.price."""
         algorithm, size = shot_of(codec), self._place.size
         legs = []
         for rank in range(size):

@@ -15,11 +15,12 @@ from dataclasses import replace
 import torch
 
 from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.cost import SLOW, Cores, Costs, Leg, LinkCost, SlowLink, WholeCost, price
+from gradwire.collectives.plan.cost import SLOW, Cores, Costs, LinkCost, SlowLink, WholeCost
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
 from gradwire.collectives.plan.spans import Span, consecutive, segments_of_buffer
 from gradwire.collectives.plan.topology import Machine, Topology
+from gradwire.collectives.plan.walk import Leg, price
 from gradwire.collectives.reduction import COMBINE
 from gradwire.collectives.run.engine import Engine
 from gradwire.collectives.run.operations import Turn

@@ -17,7 +17,8 @@ from gradwire.bench.simulate.presets import DEVICES, compare, network
 from gradwire.bench.simulate.scenario import Scenario, Servers, predict
 from gradwire.bench.simulate.training import EXCHANGES, Failures, Jitter
 from gradwire.collectives.compression.dense import Float16, Int8
-from gradwire.collectives.plan.cost import CodecCost, Costs, LinkCost, price
+from gradwire.collectives.plan.cost import CodecCost, Costs, LinkCost
+from gradwire.collectives.plan.walk import price
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "simulate.json"
 LINK, NEAR = LinkCost(14e-6, 8e-10, 1e-6, 1e-11), LinkCost(3e-6, 2e-10, 1e-6, 1e-11)

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.cost import CodecCost, Cores, Costs, Leg, LinkCost, SlowLink, TuningError, predict, price
+from gradwire.collectives.plan.cost import CodecCost, Cores, Costs, LinkCost, SlowLink, TuningError
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.schedule import Schedule, receive, send
 from gradwire.collectives.plan.selection import default_table
 from gradwire.collectives.plan.spans import Span
 from gradwire.collectives.plan.topology import Topology
+from gradwire.collectives.plan.walk import Leg, predict, price
 from gradwire.collectives.run.plans import Plans, legal_algorithms
 
 FREE = LinkCost(0.0, 0.0, 0.0, 0.0)
