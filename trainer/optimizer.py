@@ -24,7 +24,7 @@ from gradwire.trainer.gradients.arguments import (
     check_passes,
 )
 from gradwire.trainer.gradients.combination import Combination, ExchangeStats
-from gradwire.trainer.gradients.compression import Compression, Compressor, Policy
+from gradwire.trainer.gradients.compression import AUTO, Compression, Compressor, Policy, wanted
 from gradwire.trainer.gradients.layout import DEFAULT_BUCKET_BYTES
 from gradwire.trainer.gradients.setup import Passes, Setup
 from gradwire.trainer.gradients.shards.transfer import movements_as
@@ -71,7 +71,10 @@ class DistributedOptimizer(WrappingOptimizer):
     compression: what gradients travel as: one of Compression or its name ("int8"), a codec of gradwire.collectives.compression,
     or ErrorFeedback(codec). onebit, topk, threshold, randomk and dgc have error feedback without being asked, since they
     do not converge without; the others have it as ErrorFeedback(...) only. Codecs are for matrices (two dimensions or
-    more) of 4096 elements or more; other parameters travel as they are. Casts are for all.
+    more) of 4096 elements or more; other parameters travel as they are. Casts are for all. "auto" has links and codecs
+    measured, in about a second, and each bucket of such matrices take what is predicted to be quickest: one of those in
+    allow, or "none". Training steps correct that once; the logger "gradwire" says what was chosen, and why.
+    allow: for "auto", among what it chooses, each as compression= takes it; None for ("int8",).
     policy: what goes instead for parameters by name, whatever their size: {"*.bias": "none", "embed*": "topk"}; patterns
     as of file names, of which the first that matches counts. Needs named_parameters.
     op: Average or Sum of gradients; or Adasum, by which each rank steps with its own gradients and the changes are
@@ -124,6 +127,7 @@ class DistributedOptimizer(WrappingOptimizer):
         sparse_as_dense: bool = False,
         process_set: ProcessSetLike = global_process_set,
         *,
+        allow: Sequence[Compressor] | None = None,
         policy: Mapping[str, Compressor] | None = None,
         bucket_bytes: int | None = None,
         rule: Callable[[Setup], Rule] = Synchronous,
@@ -137,7 +141,7 @@ class DistributedOptimizer(WrappingOptimizer):
     ) -> None:
         if bucket_bytes is None:
             bucket_bytes = current_settings().fusion_bytes or DEFAULT_BUCKET_BYTES
-        wanted = Wanted(on_step, check_replicas_every, straggler_report_every)
+        reported = Wanted(on_step, check_replicas_every, straggler_report_every)
         check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
         returning = movements_as(parameter_compression)
         rule = _checked_rule(rule, op, shard_states, returning is not None)
@@ -146,7 +150,8 @@ class DistributedOptimizer(WrappingOptimizer):
             raise TypeError(f"{here()}optimizer is a DistributedOptimizer already")
         parameters = tensors_of(optimizer.param_groups)
         self._names = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
-        checked = Policy(compression, policy).checked(None if named_parameters is None else self._names.values())
+        names = None if named_parameters is None else self._names.values()
+        checked = Policy(wanted(compression, allow), policy).checked(names)
         numbers = check_groups(num_groups, groups, parameters)
 
         self.shard_states = shard_states
@@ -173,6 +178,11 @@ class DistributedOptimizer(WrappingOptimizer):
             made = Rule(setup) if outside else rule(setup)
             if not isinstance(made, Rule):
                 raise TypeError(f"{here()}rule returned {made!r}; a Rule is needed")
+            if checked.auto is not None and not (outside or isinstance(made, Synchronous)):
+                raise ValueError(
+                    f"{here()}compression={AUTO!r} is for gradients that are averaged in every step, as by the default rule, not "
+                    f"for {type(made).__name__}: name a codec"
+                )
             self._rule = made
             self._combination = made.setup.combination  # which counts what is exchanged
             self._take_in(known=())
@@ -180,7 +190,7 @@ class DistributedOptimizer(WrappingOptimizer):
             compared_on = self._communicator
             if not isinstance(process_set, Communicator) and not outside and check_replicas_every:
                 compared_on = current_world().communicator(process_set)
-            self._reports = Reports(made, wanted, self._all_names, compared_on)
+            self._reports = Reports(made, reported, self._all_names, compared_on)
         except BaseException:
             self.close()  # or hooks of what was refused would go on exchanging, as long as anybody keeps the error
             raise

@@ -3,10 +3,10 @@
 All train the same model from the same weights on the same data, in turns of a few steps each (see `gradwire.bench.timing`).
 `gradwire+ddp` is torch's DDP over our backend of torch.distributed. `compute` exchanges nothing: what a step costs at least,
 and what the others' replicas drift apart without. With codecs, ours takes part with each of them too, and DDP with torch's
-fp16 hook. With --reports, ours also takes part with on_step, with a check of replicas after every step, and while a timeline
-is recorded. With --shard-states, ours also takes part with that, and DDP with torch's ZeroRedundancyOptimizer. With
---overlap, ours also takes part with overlap="next_forward", with each codec, and nobody clips gradients, for which all of
-them must be there.
+fp16 hook; `auto` among them chooses among the others, or int8. With --reports, ours also takes part with on_step, with a
+check of replicas after every step, and while a timeline is recorded. With --shard-states, ours also takes part with that, and
+DDP with torch's ZeroRedundancyOptimizer. With --overlap, ours also takes part with overlap="next_forward", with each codec,
+and nobody clips gradients, for which all of them must be there.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from gradwire.trainer.examples.loop import (
     share_cores,
 )
 from gradwire.trainer.examples.report import Record
-from gradwire.trainer.gradients.compression import NAMES
+from gradwire.trainer.gradients.compression import AUTO, NAMES
 
 PRESETS: dict[str, dict[str, Any]] = {"small": {}, **bytes_gpt.PRESETS}
 LR = 1e-3
 OURS, OURS_DDP, DDP, DDP_FP16, DDP_ZERO, COMPUTE = "gradwire", "gradwire+ddp", "ddp", "ddp+fp16", "ddp+zero", "compute"
 ONE_WAY = {"dgc", "powersgd"}
 """Codecs of gradients only, not of the way that parameters come back."""
-CODECS = tuple(name for name in NAMES if name != "none")
+CODECS = (*(name for name in NAMES if name != "none"), AUTO)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Competitor:
 
 
 def codecs(text: str) -> tuple[str, ...]:
-    names = CODECS if text == "all" else tuple(dict.fromkeys(text.split(",")))
+    names = CODECS[:-1] if text == "all" else tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in CODECS:
             raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(CODECS)}, all; none always takes part")
@@ -203,17 +203,22 @@ def builders(
         f"{OURS}+check": partial(telling_trainee, check_replicas_every=1),
         f"{OURS}+timeline": recorded_trainee,
     }
-    compressed = {f"{OURS}+{name}": partial(our_trainee, compression=name) for name in compression}
+    named = [name for name in compression if name != AUTO]
+    allow = [name for name in named if name != "powersgd"] or None
+    compressed: dict[str, Callable[[nn.Module], Trainee]] = {
+        f"{OURS}+{name}": partial(telling_trainee, compression=name, allow=allow if name == AUTO else None)
+        for name in compression
+    }
     sharded = {f"{OURS}+shards": partial(telling_trainee, shard_states=True)} | {
         f"{OURS}+shards+{name}": partial(
             telling_trainee, shard_states=True, compression=name, parameter_compression=name
         )
-        for name in compression
+        for name in named
         if name not in ONE_WAY
     }
     overlapping: dict[str, Callable[[nn.Module], Trainee]] = {
         f"{OURS}+next_forward": overlapping_trainee,
-        **{f"{OURS}+next_forward+{name}": partial(overlapping_trainee, compression=name) for name in compression},
+        **{f"{OURS}+next_forward+{name}": partial(overlapping_trainee, compression=name) for name in named},
     }
     return {
         OURS: partial(our_trainee, compression="none"),

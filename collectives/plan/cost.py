@@ -47,9 +47,9 @@ class SlowLink(NamedTuple):
 
 
 class CodecCost(NamedTuple):
-    """A processor's seconds to encode and to decode a byte of the numbers, float32."""
+    """A processor's seconds to encode and to decode a byte of the numbers, float32. identity: of the codec."""
 
-    name: str
+    identity: str
     encode_byte_s: float
     decode_byte_s: float
 
@@ -92,9 +92,9 @@ class Costs:
     def size(self) -> int:
         return len(self.slowness)
 
-    def codec(self, name: str) -> CodecCost:
+    def codec(self, identity: str) -> CodecCost:
         """Return the costs of a codec. Raises KeyError for one that was not measured."""
-        return next((codec for codec in self.codecs if codec.name == name), None) or _unknown(name)
+        return next((codec for codec in self.codecs if codec.identity == identity), None) or _unknown(identity)
 
     def among(self, ranks: Sequence[int]) -> Costs:
         """Return what moving bytes costs among some of the ranks, which count from 0 then, in the order given."""
@@ -173,8 +173,8 @@ def _described(hosts: Sequence[Sequence[int]], machines: Sequence[str]) -> str:
     return "; ".join(f"ranks {','.join(map(str, host))} on {name}" for host, name in zip(hosts, machines, strict=True))
 
 
-def _unknown(name: str) -> CodecCost:
-    raise KeyError(f"codec {name!r} was not measured")
+def _unknown(identity: str) -> CodecCost:
+    raise KeyError(f"codec {identity!r} was not measured")
 
 
 def _costs(read: Mapping[str, Any]) -> Costs:
@@ -197,7 +197,7 @@ def _costs(read: Mapping[str, Any]) -> Costs:
         reduce_byte_s=positive(read["reduce_byte_s"]),
         burst_bytes=int(positive(read["burst_bytes"])),
         slow_links=tuple(SlowLink((int(a), int(b)), positive(byte_s)) for (a, b), byte_s in read["slow_links"]),
-        codecs=tuple(CodecCost(str(name), positive(e), positive(d)) for name, e, d in read["codecs"]),
+        codecs=tuple(CodecCost(str(codec), positive(e), positive(d)) for codec, e, d in read["codecs"]),
         wholes=tuple(
             WholeCost(str(verb), str(algorithm), tuple((int(n), positive(s)) for n, s in measured))
             for verb, algorithm, measured in read["wholes"]

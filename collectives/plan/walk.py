@@ -29,8 +29,8 @@ _SHORT, _LONG = 5, 9
 
 
 class Leg(NamedTuple):
-    """A Program as a part of what one rank does. itemsize: bytes of an element. codec: the name, where it moves codes, whose
-    lengths in bytes code_bytes returns by the number of elements."""
+    """A Program as a part of what one rank does. itemsize: bytes of an element. codec: the identity, where it moves codes,
+    whose lengths in bytes code_bytes returns by the number of elements."""
 
     program: Program
     itemsize: int

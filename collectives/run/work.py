@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,10 +15,12 @@ from gradwire.collectives.errors import CollectiveError, CollectiveTimeout
 
 
 class Work:
-    """Handle of one asynchronous operation, as `async_op=True` returns it. counted: whether its turn has a number."""
+    """Handle of one asynchronous operation, as `async_op=True` returns it. counted: whether its turn has a number. Attribute
+    seconds: how long it ran, waits for other ranks included, once it is done."""
 
     def __init__(self, rank: int, operation: str, run: Callable[[], None], *, counted: bool = True) -> None:
         self.counted = counted
+        self.seconds = 0.0
         self._rank = rank
         self._operation = operation
         self._run = run
@@ -57,6 +60,7 @@ class Work:
 
         CUDA work goes to the calling thread's stream of the device that was current at issue, after what was queued there then.
         """
+        began = time.perf_counter()
         try:
             if self._issued is None:
                 self._run()
@@ -69,6 +73,7 @@ class Work:
             self._error = error
         finally:
             del self._run  # with the tensors that it holds on to
+            self.seconds = time.perf_counter() - began
             self._done.set()
             self._call_back()
 
