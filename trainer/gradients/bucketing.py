@@ -251,6 +251,7 @@ class Bucketing:
 
     def restore(self, state: dict[str, Any], buckets: list[Bucket]) -> None:
         """Continue where state_dict() was taken. buckets: from restored()."""
+        self._restart_choice()
         self._waiting = {
             index: {name: tensor.to(self.parameters[index].device) for name, tensor in carried.items()}
             for index, carried in state["waiting"].items()
@@ -264,8 +265,14 @@ class Bucketing:
         """Keep the buckets, with these residuals and no others. carried: by parameter, the same on all ranks."""
         for buffer in self.coded:
             buffer.restart()
+        self._restart_choice()
         self._waiting = carried
         self._give()
+
+    def _restart_choice(self) -> None:
+        """Measure steps from now on, of which there are others than before."""
+        if self._choice is not None:
+            self._choice.restart()
 
     def described(self) -> list[tuple[Any, ...]]:
         """Return name and shape of what this rank holds of every parameter; of a sharded one also which shard."""

@@ -85,12 +85,9 @@ class Choice:
             self._measured.append((step_s, exchange_s))
         if step < self._due:
             return False
-        mine = [median(column) for column in zip(*self._measured, strict=True)]
-        everyones = [
-            theirs for theirs in self._communicator.allgather_record(mine) if theirs
-        ]  # not of ranks that joined
-        # The slowest rank's step; the exchange of the last rank to come, which waits for nobody.
-        return self._judge(max(step_s for step_s, _ in everyones), min(exchange_s for _, exchange_s in everyones))
+        mine = [median(column) for column in zip(*self._measured, strict=True)]  # none where this rank has joined
+        steps, exchanges = zip(*filter(None, self._communicator.allgather_record(mine)), strict=True)
+        return self._judge(max(steps), min(exchanges))  # the last rank to come to an exchange waits for nobody
 
     def _judge(self, step_s: float, exchange_s: float) -> bool:
         """Return whether of() changes, by what steps and exchanges took."""
