@@ -53,14 +53,12 @@ from gradwire.trainer.examples.loop import (
     share_cores,
 )
 from gradwire.trainer.examples.report import Record
-from gradwire.trainer.gradients.choice import COUNTED, SKIPPED
+from gradwire.trainer.gradients.choice import WINDOW
 from gradwire.trainer.gradients.compression import AUTO, NAMES
 
 PRESETS: dict[str, dict[str, Any]] = {"small": {}, **bytes_gpt.PRESETS}
 LR = 1e-3
 OURS, OURS_DDP, DDP, DDP_FP16, DDP_ZERO, COMPUTE = "gradwire", "gradwire+ddp", "ddp", "ddp+fp16", "ddp+zero", "compute"
-SETTLED_STEPS = 3 + 2 * (1 + SKIPPED + COUNTED)
-"""After which compression="auto" does not change any more."""
 ONE_WAY = {"dgc", "powersgd"}
 """Codecs of gradients only, not of the way that parameters come back."""
 CODECS = (*(name for name in NAMES if name != "none"), AUTO)
@@ -249,7 +247,8 @@ def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[Step
         if chosen.overlap:
             trainee.clip_norm = None
         competitors[name] = Competitor(trainee, task, config, chosen.steps)
-    for _ in range(-(-SETTLED_STEPS // chosen.steps) if AUTO in chosen.compression else 0):
+    settled = 3 + WINDOW * (1 + len(chosen.compression)) if AUTO in chosen.compression else 0
+    for _ in range(-(-settled // chosen.steps)):
         competitors[f"{OURS}+{AUTO}"]()  # chooses before anything is timed
     protocol = Protocol(chosen.rounds, warmup_iters=2, check_iters=0)
     turns, _ = take_turns(list(competitors.values()), lambda: None, lambda: 0, distributed_machine(device), protocol)

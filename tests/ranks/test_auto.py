@@ -19,7 +19,7 @@ import gradwire as hvd
 from gradwire.collectives import CollectiveError, Communicator, PeerLost
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.plan.cost import CodecCost, Cores, Costs, LinkCost, WholeCost
-from gradwire.trainer.gradients.choice import COUNTED, SKIPPED, Choice
+from gradwire.trainer.gradients.choice import WINDOW, Choice
 from gradwire.trainer.gradients.compression import encoding_of
 from tests.harness import EXCHANGE_TIMEOUT_S, World
 from tests.ranks.ladder import BUCKET_BYTES, HEIGHT, Ladder, encoded, optimizer_of, owed, train
@@ -30,7 +30,7 @@ from tests.ranks.training import assert_same_on_all_ranks, on_ranks, through_a_f
 
 SLOW, FAST = (1e-3, 1e-9), (1e-13, 1.0)
 """Seconds that a byte takes on a link, and a codec: so far apart that no time of a real step decides anything."""
-SETTLED = 3 + 2 * (1 + SKIPPED + COUNTED)
+SETTLED = 3 + 4 * WINDOW
 """After so many steps nothing changes any more."""
 
 

@@ -18,7 +18,7 @@ from gradwire.collectives.plan.selection import default_table
 from gradwire.collectives.plan.topology import Topology
 from gradwire.collectives.run.plans import Plans, legal_algorithms
 from gradwire.trainer.gradients import choice
-from gradwire.trainer.gradients.choice import COUNTED, SKIPPED, Choice
+from gradwire.trainer.gradients.choice import COUNTED, SKIPPED, WINDOW, Choice
 from gradwire.trainer.gradients.compression import ALLOWED, Auto, Compression, ErrorFeedback, encoding_of, wanted
 
 SIZE = (3_125_000, torch.float32)
@@ -80,7 +80,7 @@ def corrected(made: Choice, monkeypatch: pytest.MonkeyPatch, step_s: dict[str, f
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(choice, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     seen = []
-    for step in range(4 * (SKIPPED + COUNTED)):
+    for step in range(4 * WINDOW):
         seen.append(made.of(SIZE).name)
         clock.now += step_s[seen[-1]]
         made.follow(step, [SIZE], exchange_s)
@@ -98,7 +98,7 @@ def test_what_takes_as_long_as_predicted_stays(
     with caplog.at_level(logging.INFO, "gradwire"):
         assert set(corrected(made, monkeypatch, {"int8": 1.0}, 1.05 * predicted_s)) == {"int8"}
     assert communicator.asked == 1
-    assert "the choice stays: exchanges take" in caplog.messages[-1]
+    assert "what was predicted best stays" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize(("rival_s", "last"), [(0.9, "none"), (1.1, "int8")])
@@ -108,10 +108,17 @@ def test_a_rival_is_tried_and_stays_where_steps_are_quicker(
     communicator = Described(2.5e8)
     made = chosen(communicator, "int8")
     seen = corrected(made, monkeypatch, {"int8": 1.0, "none": rival_s}, 1.0)
-    window = 1 + SKIPPED + COUNTED
-    assert seen[: 2 * window + 1] == ["int8"] * window + ["none"] * window + [last]
-    assert set(seen[2 * window :]) == {last}
+    assert seen[: 2 * WINDOW] == ["int8"] * WINDOW + ["none"] * WINDOW
+    assert set(seen[2 * WINDOW :]) == {last}
     assert communicator.asked == 2
+
+
+def test_of_several_rivals_the_quickest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    communicator = Described(2.5e8)
+    step_s = {"int8": 1.0, "int4": 1.1, "none": 0.9}
+    seen = corrected(chosen(communicator, "int8", "int4"), monkeypatch, step_s, 1.0)
+    assert [seen[number * WINDOW] for number in range(4)] == ["int8", "int4", "none", "none"]
+    assert communicator.asked == 3
 
 
 def test_the_slowest_rank_decides_and_one_that_has_joined_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

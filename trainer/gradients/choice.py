@@ -18,8 +18,11 @@ from gradwire.trainer.gradients.compression import Auto, Cast, Compression, Enco
 Size: TypeAlias = tuple[int, torch.dtype]
 """Of a bucket: how many numbers it has, and of which dtype."""
 
-SKIPPED, COUNTED = 2, 5
+SKIPPED, COUNTED = 2, 7
 """Steps after a change that are not measured, as memory is touched for the first time, and those that are after them."""
+
+WINDOW = 1 + SKIPPED + COUNTED
+"""Steps from one change to the next."""
 
 _CLOSE = 0.1
 """Predictions that are off by no more than this part are not tried against steps."""
@@ -34,8 +37,8 @@ class Choice:
     """Chooses what buckets travel as, the same on all ranks.
 
     Each bucket takes that of the candidates by which its exchange is predicted to be quickest. Where exchanges then take another
-    time than predicted, the best single one of the candidates that would change anything is tried in all buckets for some steps,
-    and stays if these are quicker. After that the choice is settled.
+    time than predicted, each of the candidates is tried in all buckets for some steps, the one that was predicted best first, and
+    what has the quickest steps stays. After that the choice is settled.
 
     combination: of the gradients. auto: what is allowed. device_type: where gradients lie. candidates: what is allowed, and none.
     Making one is a collective call, which measures codecs, and links unless they were measured. Raises ValueError where links
@@ -51,7 +54,10 @@ class Choice:
         self._warmup_steps = max(kind.warmup_steps if isinstance(kind, Encoding) else 0 for kind in auto.allowed)
         self._predicted: dict[Size, dict[Cast | Encoding, float]] = {}
         self._everywhere: Cast | Encoding | None = None
-        self._chosen_step_s: float | None = None  # of the choice by predictions; None before that is measured
+        self._rivals: list[Cast | Encoding] | None = (
+            None  # yet to be tried; None before the predicted choice is measured
+        )
+        self._taken: list[tuple[float, Cast | Encoding | None]] = []  # seconds of a step by what was tried everywhere
         self._step, self._now_s = -1, 0.0
         self._told: Sequence[Size] = ()
         self.restart()
@@ -91,29 +97,29 @@ class Choice:
 
     def _judge(self, step_s: float, exchange_s: float) -> bool:
         """Return whether of() changes, by what steps and exchanges took."""
-        sizes, before_s, tried = self._sizes, self._chosen_step_s, self._everywhere
+        sizes, before = self._sizes, self._everywhere
         self.restart()
-        if before_s is not None and tried is not None:
-            self.settled, stays = True, step_s < before_s
-            self._everywhere = tried if stays else None
-            outcome = "stays" if stays else "does not stay"
-            self._say(
-                f"{tried.name} {outcome}: a step takes {_ms(step_s)} with it, and {_ms(before_s)} as predicted best"
+        if self._rivals is None:
+            predicted_s = sum(min(self._ranked(size).values()) for size in sizes)
+            self._say(f"exchanges take {_ms(exchange_s)}, and {_ms(predicted_s)} were predicted")
+            totals = {kind: sum(self._ranked(size)[kind] for size in sizes) for kind in self.candidates}
+            others = [kind for kind in totals if any(kind != self.of(size) for size in sizes)]
+            is_off = abs(exchange_s - predicted_s) > _CLOSE * predicted_s
+            rivals = [kind for kind in others if is_off and totals[kind] <= _HOPELESS * exchange_s]
+            self._rivals = sorted(rivals, key=totals.__getitem__)
+        self._taken.append((step_s, before))
+        if self._rivals:
+            self._everywhere = self._rivals.pop(0)
+            self._say(f"{self._everywhere.name} is tried in all buckets")
+        else:
+            self.settled = True
+            self._everywhere = min(self._taken, key=lambda taken: taken[0])[1]
+            steps = "; ".join(
+                f"{kind.name if kind else 'as predicted'} {_ms(seconds)}" for seconds, kind in self._taken
             )
-            return not stays
-        predicted_s = sum(min(self._ranked(size).values()) for size in sizes)
-        totals = {
-            kind: sum(self._ranked(size)[kind] for size in sizes)
-            for kind in self.candidates
-            if any(kind != self.of(size) for size in sizes)
-        }
-        rival = min(totals, key=totals.__getitem__)
-        self.settled = abs(exchange_s - predicted_s) <= _CLOSE * predicted_s or totals[rival] > _HOPELESS * exchange_s
-        if not self.settled:
-            self._chosen_step_s, self._everywhere = step_s, rival
-        outcome = "the choice stays" if self.settled else f"{rival.name} is tried in all buckets"
-        self._say(f"{outcome}: exchanges take {_ms(exchange_s)}, and {_ms(predicted_s)} were predicted")
-        return not self.settled
+            stays = self._everywhere.name if self._everywhere else "what was predicted best"
+            self._say(f"{stays} stays: a step takes {steps}")
+        return self._everywhere != before
 
     def _ranked(self, size: Size) -> dict[Cast | Encoding, float]:
         """Return how many seconds the exchange of a bucket is predicted to take by each candidate, the quickest first."""
