@@ -101,8 +101,8 @@ def test_what_takes_as_long_as_predicted_stays(
     assert "what was predicted best stays" in caplog.messages[-1]
 
 
-@pytest.mark.parametrize(("rival_s", "last"), [(0.9, "none"), (1.1, "int8")])
-def test_a_rival_is_tried_and_stays_where_steps_are_quicker(
+@pytest.mark.parametrize(("rival_s", "last"), [(0.9, "none"), (1.02, "none"), (1.1, "int8")])
+def test_a_rival_is_tried_and_stays_where_steps_are_quicker_or_near_and_nothing_is_lost(
     rival_s: float, last: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     communicator = Described(2.5e8)
@@ -124,7 +124,7 @@ def test_of_several_rivals_the_quickest_stays(monkeypatch: pytest.MonkeyPatch) -
 def test_the_slowest_rank_decides_and_one_that_has_joined_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     communicator = Described(2.5e8)
     communicator.others = [[1.5, 2.0], []]  # of another rank's steps, which take as long with any choice
-    assert set(corrected(chosen(communicator, "int8"), monkeypatch, {"int8": 1.0, "none": 0.5}, 1.0)[-5:]) == {"int8"}
+    assert corrected(chosen(communicator, "int8"), monkeypatch, {"int8": 0.5, "none": 1.0}, 1.0)[-1] == "none"
 
 
 def test_a_hopeless_rival_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

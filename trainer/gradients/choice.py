@@ -30,6 +30,9 @@ _CLOSE = 0.1
 _HOPELESS = 2.0
 """A rival that is predicted to take so many times what the choice was measured to take is not tried."""
 
+_NEAR = 0.97
+"""What loses nothing stays unless codecs have steps take less than this part."""
+
 _log = logging.getLogger("gradwire")
 
 
@@ -57,7 +60,8 @@ class Choice:
         self._rivals: list[Cast | Encoding] | None = (
             None  # yet to be tried; None before the predicted choice is measured
         )
-        self._taken: list[tuple[float, Cast | Encoding | None]] = []  # seconds of a step by what was tried everywhere
+        # Seconds of a step by what was tried everywhere, and for how many they count.
+        self._taken: list[tuple[float, Cast | Encoding | None, float]] = []
         self._step, self._now_s = -1, 0.0
         self._told: Sequence[Size] = ()
         self.restart()
@@ -107,15 +111,16 @@ class Choice:
             is_off = abs(exchange_s - predicted_s) > _CLOSE * predicted_s
             rivals = [kind for kind in others if is_off and totals[kind] <= _HOPELESS * exchange_s]
             self._rivals = sorted(rivals, key=totals.__getitem__)
-        self._taken.append((step_s, before))
+        codes = any(self.of(size) != Compression.none for size in sizes)
+        self._taken.append((step_s, before, step_s if codes else _NEAR * step_s))
         if self._rivals:
             self._everywhere = self._rivals.pop(0)
             self._say(f"{self._everywhere.name} is tried in all buckets")
         else:
             self.settled = True
-            self._everywhere = min(self._taken, key=lambda taken: taken[0])[1]
+            self._everywhere = min(self._taken, key=lambda taken: taken[2])[1]
             steps = "; ".join(
-                f"{kind.name if kind else 'as predicted'} {_ms(seconds)}" for seconds, kind in self._taken
+                f"{kind.name if kind else 'as predicted'} {_ms(seconds)}" for seconds, kind, _ in self._taken
             )
             stays = self._everywhere.name if self._everywhere else "what was predicted best"
             self._say(f"{stays} stays: a step takes {steps}")
