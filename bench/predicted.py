@@ -25,8 +25,8 @@ from gradwire.bench.options import count_from, picture, size
 from gradwire.bench.results import software_and_machine, write_json
 from gradwire.collectives import Communicator
 from gradwire.collectives.notation import format_size
-from gradwire.collectives.plan.cost import predict
 from gradwire.collectives.plan.selection import Measured, split_choice
+from gradwire.collectives.plan.walk import predict
 
 #: A turn makes calls for about so long, and at most so many.
 _TURN_S, _MOST_CALLS = 0.01, 32

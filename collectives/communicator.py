@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from gradwire.collectives.absence import Absence
 from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.diagnostics.journal import OperationTally
 from gradwire.collectives.diagnostics.timeline import Lane, Timeline
@@ -173,6 +174,7 @@ class Communicator(SharedTensors):
         plans.by_hand = by_hand
         self._machines = connection.machines
         self._may_cut = may_cut
+        self._costs: Costs | None = None
         try:
             if tuned is not None:
                 self._choose_by(self._read(tuned, tuning))
@@ -186,12 +188,36 @@ class Communicator(SharedTensors):
         """Measure the links of these ranks, in well under a second, and let 'auto' select by the measurement from now on. A
         collective call. With COLLECTIVES_TUNING=1, making a Communicator over several hosts calls it.
         """
-        costs = Probe(self._engine, self.topology, self._machines).run()
+        costs = self._probe().run()
         self._choose_by(costs)
         if self.topology.rank == 0:
             for line in costs.slow():
                 _log.warning("gradwire: %s", line)
         return costs
+
+    def measure_codecs(self, codecs: Iterable[str | Codec], device: str = "cpu") -> Costs:
+        """Measure how quickly these ranks encode and decode on devices of a type, in well under a second, and their links unless
+        that was done, for predict(). A collective call. What 'auto' chooses stays as it is.
+
+        Raises ValueError where the group carries no CPU tensors, with which links are measured."""
+        if self.control_device != "cpu":
+            raise ValueError(
+                f"rank {self.topology.rank}: links are measured with CPU tensors, which this group does not carry"
+            )
+        wanted = dict.fromkeys([*map(make_codec, codecs), Raw()])
+        self._costs = self._probe().run(self._costs, list(wanted), device)
+        return self._costs
+
+    def predict(self, numel: int, itemsize: int = 4, codec: str | Codec | None = None) -> float:
+        """Return how many seconds an allreduce by 'auto' takes, of so many numbers of itemsize bytes, or of float32 by a codec:
+        by what was measured, the same on all ranks. Raises KeyError for what was not; see measure_codecs()."""
+        if self._costs is None:
+            raise KeyError("links were not measured")
+        made = make_codec(codec) if codec is not None else None
+        return self._engine.plans.predict(self._costs, numel, itemsize, made)
+
+    def _probe(self) -> Probe:
+        return Probe(self._engine, self.topology, self._machines)
 
     @property
     def measured(self) -> Measured | None:
@@ -201,7 +227,7 @@ class Communicator(SharedTensors):
     @property
     def costs(self) -> Costs | None:
         """Return the measured costs of the links, the same on all ranks; None without a measurement."""
-        return None if self.measured is None else self.measured.costs
+        return self._costs
 
     def _read(self, text: str | TuningError, source: str) -> Costs:
         """Return the costs of a tuning file, of these ranks among those that it was made for."""
@@ -216,6 +242,7 @@ class Communicator(SharedTensors):
         )
 
     def _choose_by(self, costs: Costs) -> None:
+        self._costs = costs
         plans = self._engine.plans
         speaks = self.topology.rank == 0
         algorithms = {verb: plans.algorithms(verb) for verb in plans.tables}

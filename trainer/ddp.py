@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
 
 import atexit
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,8 +21,9 @@ from gradwire.collectives.torch_internals import OUTSIDE_BACKWARD, graph_task, w
 from gradwire.trainer.gradients.arguments import Average, check_named_parameters
 from gradwire.trainer.gradients.buffers import CodedBuffer, buffer_for
 from gradwire.trainer.gradients.checkpoint_format import VERSION, check_part
+from gradwire.trainer.gradients.choice import Choice, Size
 from gradwire.trainer.gradients.combination import Combination, ExchangeStats
-from gradwire.trainer.gradients.compression import CASTS, Cast, Compressor, Encoding, Policy
+from gradwire.trainer.gradients.compression import CASTS, Cast, Compressor, Encoding, Policy, wanted
 from gradwire.trainer.gradients.layout import packed
 
 UNSETTLED_STEPS = 2
@@ -34,14 +36,15 @@ def ddp_comm_hook(
     compression: Compressor,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     *,
+    allow: Sequence[Compressor] | None = None,
     policy: Mapping[str, Compressor] | None = None,
     timeout_s: float = 300.0,
     process_group: dist.ProcessGroup | None = None,
 ) -> "CompressionHook":
     """Return a hook that averages gradients: `model.register_comm_hook(None, gradwire.ddp_comm_hook("int8"))`.
 
-    compression, policy: as of DistributedOptimizer, with the same buffers, error feedback and warm-up. With a codec, the first
-    UNSETTLED_STEPS exchanges are always uncompressed.
+    compression, allow, policy: as of DistributedOptimizer, with the same buffers, error feedback and warm-up. Except with casts
+    that are named, the first UNSETTLED_STEPS exchanges are always uncompressed.
     named_parameters: all parameters of the module under DDP; policy matches their names.
     timeout_s: the deadline of each exchange.
     process_group: the process group that DDP was given, if any.
@@ -52,7 +55,7 @@ def ddp_comm_hook(
     docs/guides/ddp.md is the guide.
     """
     names = None if named_parameters is None else check_named_parameters(named_parameters, ())
-    checked = Policy(compression, policy).checked(None if names is None else names.values())
+    checked = Policy(wanted(compression, allow), policy).checked(None if names is None else names.values())
     return CompressionHook(checked, names, timeout_s, process_group)
 
 
@@ -90,6 +93,16 @@ class CompressionHook:
         self._loaded: list[dict[str, Any]] = []
         """What was loaded of buffers with parameters that DDP has not come with yet."""
 
+        kinds = [*policy.encodings, *(policy.auto.allowed if policy.auto else ())]
+        known = [_in_buffers(kind, torch.float32) for kind in kinds]
+        self._known = {encoding.identity: encoding for encoding in known if encoding is not None}
+        self._choice: Choice | None = None
+        self._chosen: set[int] = set()
+        """Parameters for which it is chosen what they travel as."""
+        self._sizes: list[Size] = []
+        self._last_sizes: list[Size] = []
+        self._exchange_s = 0.0
+
     def __call__(
         self,
         state: object,
@@ -101,17 +114,20 @@ class CompressionHook:
         numbers = [self._number(parameter) for parameter in parameters]
         gradients = dict(zip(numbers, bucket.gradients(), strict=True))
         self._make_loaded(device)
-        wanted: dict[Encoding | None, list[int]] = {}
+        self._choose(combination, [number for number in numbers if number in self._chosen], bucket.buffer())
+        kinds: dict[Encoding | None, list[int]] = {}
         for number in numbers:
-            wanted.setdefault(self._encodings[number], []).append(number)
-        cast = next((codec for codec in CASTS.values() if wanted.keys() == {Encoding(codec)}), None)
-        coded = [tuple(members) for encoding, members in wanted.items() if encoding is not None and cast is None]
+            kinds.setdefault(self._encodings[number], []).append(number)
+        cast = next((codec for codec in CASTS.values() if kinds.keys() == {Encoding(codec)}), None)
+        coded = [tuple(members) for encoding, members in kinds.items() if encoding is not None and cast is None]
         buffers = [buffer for members in coded for buffer in self._buffers_of(members, gradients)]
+        self._return_residuals(kinds.get(None, ()), gradients)
         exchange = _Exchange(combination, bucket.buffer(), gradients, buffers, cast, self._step)
         if bucket.is_last():
             combination.traffic.count(exchanges=1)
             self._step += 1
             self._settled = True
+            self._sizes, self._last_sizes = [], self._sizes
         # Of a codec of matrices, later sums depend on the first. All ranks have the same order if one thread calls.
         in_turn = any(isinstance(encoding.codec, MatrixCodec) for encoding in self._policy.encodings)
         if not in_turn:
@@ -149,12 +165,11 @@ class CompressionHook:
                     "load on every rank the state that it saved, in a world of the same size"
                 )
         check_part(state_dict)
-        known = [_settled(encoding).identity for encoding in self._policy.encodings]
         for entry in state_dict["buckets"]:
-            if entry.get("tensors") and entry["encoding"] not in known:
+            if entry.get("tensors") and entry["encoding"] not in self._known:
                 raise ValueError(
                     f"{self._here}the state of a hook with {entry['encoding']} cannot be loaded into one with "
-                    f"{', '.join(known) or 'no codec'}"
+                    f"{', '.join(self._known) or 'no codec'}"
                 )
         described = [(name, list(shape)) for name, shape, *_ in state_dict["parameters"]]
         for number, (was, now) in enumerate(zip(described, self._described, strict=False)):
@@ -201,10 +216,9 @@ class CompressionHook:
         if number == len(self._described):
             self._described.append((name, shape))
         self._check_same(number, self._described[number], (name, shape))
-        kind = self._policy.encoding(name, parameter)
-        codec = kind.codec(parameter.dtype) if isinstance(kind, Cast) else None
-        settled = _settled(kind) if isinstance(kind, Encoding) else None
-        self._encodings.append(settled if codec is None else Encoding(codec))
+        self._encodings.append(_in_buffers(self._policy.encoding(name, parameter), parameter.dtype))
+        if self._policy.is_chosen(name, parameter):
+            self._chosen.add(number)
         self._numbers[parameter] = number
         return number
 
@@ -223,6 +237,8 @@ class CompressionHook:
             if max(entry["parameters"]) >= len(self._numbers):
                 self._loaded.append(entry)
                 continue
+            for number in self._chosen.intersection(entry["parameters"]):
+                self._encodings[number] = self._known[entry["encoding"]]
             buffer = self._new_buffer(tuple(entry["parameters"]), device)
             if not buffer.fits(entry):
                 raise ValueError(
@@ -241,10 +257,35 @@ class CompressionHook:
                 self._dissolve(members)
             self._new_buffer(wanted, gradients[wanted[0]].device)
             inside = [wanted]
-        outstanding = [number for number in wanted if number in self._residuals]
+        return [] if self._return_residuals(wanted, gradients) else [self._buffers[members] for members in inside]
+
+    def _return_residuals(self, members: Iterable[int], gradients: Mapping[int, Tensor]) -> bool:
+        """Add what the buffers of these parameters have left to their gradients; return whether there was anything."""
+        outstanding = [number for number in members if number in self._residuals]
         for number in outstanding:
             gradients[number].add_(self._residuals.pop(number))
-        return [] if outstanding else [self._buffers[members] for members in inside]
+        return bool(outstanding)
+
+    def _choose(self, combination: Combination, numbers: Sequence[int], buffer: Tensor) -> None:
+        """Choose what these parameters of a bucket travel as, with compression="auto": as they are, before DDP's buckets have
+        settled. Collective in the first step, and in some others."""
+        if not numbers or self._policy.auto is None:
+            return
+        if self._choice is None:
+            self._choice = Choice(combination, self._policy.auto, buffer.device.type)
+        if not self._settled:
+            return
+        if not self._sizes:
+            self._choice.follow(self._step, self._last_sizes, self._exchange_s)
+            self._exchange_s = 0.0
+        size = sum(math.prod(self._described[number][1]) for number in numbers), buffer.dtype
+        self._sizes.append(size)
+        encoding = _in_buffers(self._choice.of(size), buffer.dtype)
+        if any(self._encodings[number] != encoding for number in numbers):
+            for members in [members for members in self._buffers if not set(members).isdisjoint(numbers)]:
+                self._dissolve(members)
+            for number in numbers:
+                self._encodings[number] = encoding
 
     def _new_buffer(self, members: tuple[int, ...], device: torch.device) -> CodedBuffer:
         encoding = self._encodings[members[0]]
@@ -271,6 +312,7 @@ class CompressionHook:
                 if begins:
                     exchange.begin()
                 exchange.finish()
+                self._exchange_s += exchange.seconds
             except Exception as error:
                 done.set_exception(error)  # type: ignore[arg-type]  # as torch documents it
                 raise
@@ -338,12 +380,21 @@ class _Exchange:
         for number, view in self._views():
             self.gradients[number].copy_(view)
 
+    @property
+    def seconds(self) -> float:
+        """Return for how long its operations ran, once it has finished."""
+        return sum(buffer.seconds for buffer in self.coded) + sum(work.seconds for work in self.works)
+
     def _views(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the parameters in coded buffers, by number, with the places of their gradients there."""
         for coded in self.coded:
             yield from zip(coded.items, coded.views, strict=True)
 
 
-def _settled(encoding: Encoding) -> Encoding:
-    """Return an encoding that begins when DDP's buckets have settled."""
-    return replace(encoding, warmup_steps=max(UNSETTLED_STEPS, encoding.warmup_steps))
+def _in_buffers(kind: Cast | Encoding, dtype: torch.dtype) -> Encoding | None:
+    """Return what gradients in a buffer of their own travel as, if it is not as they are: an encoding that begins when DDP's
+    buckets have settled."""
+    if isinstance(kind, Encoding):
+        return replace(kind, warmup_steps=max(UNSETTLED_STEPS, kind.warmup_steps))
+    codec = kind.codec(dtype)
+    return None if codec is None else Encoding(codec)

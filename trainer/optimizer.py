@@ -24,7 +24,7 @@ from gradwire.trainer.gradients.arguments import (
     check_passes,
 )
 from gradwire.trainer.gradients.combination import Combination, ExchangeStats
-from gradwire.trainer.gradients.compression import Compression, Compressor, Policy
+from gradwire.trainer.gradients.compression import AUTO, Compression, Compressor, Policy, wanted
 from gradwire.trainer.gradients.layout import AWAITED_BUCKET_BYTES, DEFAULT_BUCKET_BYTES
 from gradwire.trainer.gradients.setup import Passes, Setup
 from gradwire.trainer.gradients.shards.transfer import movements_as
@@ -67,7 +67,9 @@ class DistributedOptimizer(WrappingOptimizer):
     compression: one of Compression or its name ("int8"), a codec of gradwire.collectives.compression, or ErrorFeedback(codec).
     Codecs apply to matrices (two dimensions or more) of 4096 elements or more, casts to all parameters. onebit, topk,
     threshold, randomk and dgc always have error feedback; other codecs have it only as ErrorFeedback(...). See
-    docs/guides/compression.md.
+    docs/guides/compression.md. With "auto", links and codecs are measured, in about a second, and each bucket uses the codec
+    in `allow`, or none, that is predicted to be fastest; the first training steps correct that once.
+    allow: for compression="auto", the codecs to choose from, each as compression= takes it; None: ("int8",).
     policy: the compression of parameters by name, whatever their size: {"*.bias": "none", "embed*": "topk"}. The patterns are
     those of file names, and the first that matches counts. Needs named_parameters.
     op: Average or Sum of gradients; or Adasum, with which each rank steps with its own gradients and the changes of the
@@ -93,8 +95,8 @@ class DistributedOptimizer(WrappingOptimizer):
     check_replicas_every: the number of steps after which parameters and optimizer state of all ranks are compared bit for bit;
     0: never. If they differ, step() raises ReplicasDiffer on all ranks.
     overlap: "backward"; or "next_forward": backward() and step() do not wait for the exchange, and a module's parameters are
-    updated just before its next forward, with bitwise the same result for equal bucket_bytes. Call settle() before parameters are used outside of a
-    forward of the model. docs/guides/optimizer.md lists what this supports.
+    updated just before its next forward, with bitwise the same result for equal bucket_bytes. Call settle() before
+    parameters are used outside of a forward of the model. docs/guides/optimizer.md lists what this supports.
     model: the module of overlap="next_forward".
     straggler_report_every: the number of exchanges after which stragglers() is updated. Rank 0 logs when one rank makes the
     others wait for more than a tenth of a step and 5 ms in three reports in a row, and when this ends.
@@ -116,6 +118,7 @@ class DistributedOptimizer(WrappingOptimizer):
         sparse_as_dense: bool = False,
         process_set: ProcessSetLike = global_process_set,
         *,
+        allow: Sequence[Compressor] | None = None,
         policy: Mapping[str, Compressor] | None = None,
         bucket_bytes: int | None = None,
         rule: Callable[[Setup], Rule] = Synchronous,
@@ -130,7 +133,7 @@ class DistributedOptimizer(WrappingOptimizer):
         if bucket_bytes is None:
             usual = AWAITED_BUCKET_BYTES if overlap == "next_forward" else DEFAULT_BUCKET_BYTES
             bucket_bytes = current_settings().fusion_bytes or usual
-        wanted = Wanted(on_step, check_replicas_every, straggler_report_every)
+        reported = Wanted(on_step, check_replicas_every, straggler_report_every)
         check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
         returning = movements_as(parameter_compression)
         rule = _checked_rule(rule, op, shard_states, returning is not None)
@@ -139,7 +142,8 @@ class DistributedOptimizer(WrappingOptimizer):
             raise TypeError(f"{here()}optimizer is a DistributedOptimizer already")
         parameters = tensors_of(optimizer.param_groups)
         self._names = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
-        checked = Policy(compression, policy).checked(None if named_parameters is None else self._names.values())
+        names = None if named_parameters is None else self._names.values()
+        checked = Policy(wanted(compression, allow), policy).checked(names)
         numbers = check_groups(num_groups, groups, parameters)
 
         self.shard_states = shard_states
@@ -166,6 +170,11 @@ class DistributedOptimizer(WrappingOptimizer):
             made = Rule(setup) if outside else rule(setup)
             if not isinstance(made, Rule):
                 raise TypeError(f"{here()}rule returned {made!r}; a Rule is needed")
+            if checked.auto is not None and not (outside or isinstance(made, Synchronous)):
+                raise ValueError(
+                    f"{here()}compression={AUTO!r} is for gradients that are averaged in every step, as by the default rule, not "
+                    f"for {type(made).__name__}: name a codec"
+                )
             self._rule = made
             self._combination = made.setup.combination  # which counts what is exchanged
             self._take_in(known=())
@@ -173,7 +182,7 @@ class DistributedOptimizer(WrappingOptimizer):
             compared_on = self._communicator
             if not isinstance(process_set, Communicator) and not outside and check_replicas_every:
                 compared_on = current_world().communicator(process_set)
-            self._reports = Reports(made, wanted, self._all_names, compared_on)
+            self._reports = Reports(made, reported, self._all_names, compared_on)
         except BaseException:
             self.close()  # or hooks of what was refused would go on exchanging, as long as anybody keeps the error
             raise

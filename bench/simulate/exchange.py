@@ -9,22 +9,18 @@ it receives in the order of ranks. The tests compare with the walk of all ranks.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from gradwire.collectives.compression.algorithms_for import algorithms_for, ride, shot_of
 from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.partition import effective
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.coded import CodedProgram
-from gradwire.collectives.plan.cost import CodecCost, Costs, Leg, LinkCost, in_segments, price
+from gradwire.collectives.plan.cost import Costs, LinkCost
 from gradwire.collectives.plan.schedule import Place
 from gradwire.collectives.plan.selection import default_segment_bytes
 from gradwire.collectives.plan.topology import Topology
+from gradwire.collectives.plan.walk import Leg, in_segments, price
 from gradwire.collectives.run.plans import Plans, legal_algorithms
 
 #: Allreduces that are the same for every host but for a shift.
@@ -66,25 +62,6 @@ def described(
         reduce_byte_s=known.reduce_byte_s if known else 0.0,
         codecs=known.codecs if known else (),
     )
-
-
-def measured(codec: Codec) -> CodecCost:
-    """Return what encoding and decoding cost a core of this machine."""
-    values = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
-    wire = torch.empty(codec.wire_bytes(values.numel()), dtype=torch.uint8)
-    out, nbytes = torch.empty_like(values), _FLOAT32 * values.numel()
-
-    def quickest(call: Callable[[], None]) -> float:
-        times = []
-        for _ in range(6):  # the first one compiles
-            begin = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - begin)
-        return min(times) / nbytes
-
-    state = codec.new_state(values.numel(), values.device)
-    encode_s = quickest(lambda: codec.encode(values, wire, state=state))
-    return CodecCost(codec.name, encode_s, quickest(lambda: codec.decode(wire, out, add=True)))
 
 
 @dataclass(frozen=True)
@@ -154,7 +131,7 @@ class Exchange:
         count = self._segments(algorithm, numel)
         seconds = in_segments(count, walk)
         if codec is not None and self._as_numbers(algorithm):
-            cost = costs.codec(codec.name)
+            cost = costs.codec(codec.identity)
             seconds += _FLOAT32 * numel * (cost.encode_byte_s + cost.decode_byte_s)
         return Call(algorithm, seconds, round(sent))
 
@@ -186,14 +163,7 @@ class Exchange:
             return [Leg(plans.of_buffer("allreduce", algorithm, 0, numel, itemsize, grouped=False), itemsize)]
         assert codec is not None
         numel = -(-numel // (costs.size * codec.alignment)) * costs.size * codec.alignment
-        partition = plans.partition(codec, numel, algorithm)
-        used = effective(codec, partition)
-        program = plans.of_codes(codec, numel, algorithm, used.wire_bytes(partition.longest), grouped=False)
-        legs = [Leg(program, _FLOAT32, used.name, used.wire_bytes)]
-        if partition.inside_hosts:
-            first, last = (plans.inside_hosts(which, partition.parts, _FLOAT32, grouped=False) for which in (0, 1))
-            legs = [Leg(first, _FLOAT32), *legs, Leg(last, _FLOAT32)]
-        return legs
+        return plans.legs(codec, numel, algorithm)
 
     def _check(self, algorithm: str, numel: int, segments: int) -> None:
         """Count the messages that so many segments take. Raises ValueError for more than can be walked."""

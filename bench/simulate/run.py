@@ -19,12 +19,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from gradwire.bench.options import count_from, names_of, picture
 from gradwire.bench.results import write_json
-from gradwire.bench.simulate.exchange import SHIFTED, measured
+from gradwire.bench.simulate.exchange import SHIFTED
 from gradwire.bench.simulate.models import MODELS
 from gradwire.bench.simulate.presets import DEVICES, HOP_S, NEAR_HOP_S, PRESETS, Compared, compare
 from gradwire.bench.simulate.scenario import TCP_SHARE, Network, Point, Scenario, Servers, predict
@@ -32,6 +33,7 @@ from gradwire.bench.simulate.training import EXCHANGES, Device, Failures, Jitter
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.compression.registry import CODECS
+from gradwire.collectives.compression.speed import speed_of
 from gradwire.collectives.plan.cost import Costs, LinkCost
 
 _RATES = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}
@@ -135,8 +137,9 @@ def _network(flags: argparse.Namespace, codec: Codec | None) -> Network:
         inside = known.inside if len(known.hosts[0]) > 1 else inside
     network = Network(between, inside, byte_s, flags.ranks_per_host, known)
     missing = {codec, Raw()} - {None} if codec else set()
-    speeds = {each.name: each for each in (known.codecs if known else ())}
-    speeds |= {each.name: measured(each) for each in missing if each is not None and each.name not in speeds}
+    speeds = {each.identity: each for each in (known.codecs if known else ())}
+    cpu = torch.device("cpu")
+    speeds |= {each.identity: speed_of(each, cpu) for each in missing if each and each.identity not in speeds}
     return replace(network, known=replace(known or network.costs(1), codecs=tuple(speeds.values())))
 
 

@@ -3,15 +3,16 @@
 All train the same model from the same weights on the same data, in turns of a few steps each (see `gradwire.bench.timing`).
 `gradwire+ddp` is torch's DDP over our backend of torch.distributed. `compute` exchanges nothing: what a step costs at least,
 and what the others' replicas drift apart without. With codecs, ours takes part with each of them too, and DDP with torch's
-fp16 hook. With --reports, ours also takes part with on_step, with a check of replicas after every step, and while a timeline
-is recorded. With --shard-states, ours also takes part with that, and DDP with torch's ZeroRedundancyOptimizer. With
---overlap, ours also takes part with overlap="next_forward", with each codec, and nobody clips gradients, for which all of
-them must be there.
+fp16 hook; `auto` among them chooses among the others, or int8. With --reports, ours also takes part with on_step, with a
+check of replicas after every step, and while a timeline is recorded. With --shard-states, ours also takes part with that, and
+DDP with torch's ZeroRedundancyOptimizer. With --overlap, ours also takes part with overlap="next_forward", with each codec,
+and nobody clips gradients, for which all of them must be there.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -52,14 +53,15 @@ from gradwire.trainer.examples.loop import (
     share_cores,
 )
 from gradwire.trainer.examples.report import Record
-from gradwire.trainer.gradients.compression import NAMES
+from gradwire.trainer.gradients.choice import WINDOW
+from gradwire.trainer.gradients.compression import AUTO, NAMES
 
 PRESETS: dict[str, dict[str, Any]] = {"small": {}, **bytes_gpt.PRESETS}
 LR = 1e-3
 OURS, OURS_DDP, DDP, DDP_FP16, DDP_ZERO, COMPUTE = "gradwire", "gradwire+ddp", "ddp", "ddp+fp16", "ddp+zero", "compute"
 ONE_WAY = {"dgc", "powersgd"}
 """Codecs of gradients only, not of the way that parameters come back."""
-CODECS = tuple(name for name in NAMES if name != "none")
+CODECS = (*(name for name in NAMES if name != "none"), AUTO)
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class Competitor:
 
 
 def codecs(text: str) -> tuple[str, ...]:
-    names = CODECS if text == "all" else tuple(dict.fromkeys(text.split(",")))
+    names = CODECS[:-1] if text == "all" else tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in CODECS:
             raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(CODECS)}, all; none always takes part")
@@ -203,17 +205,22 @@ def builders(
         f"{OURS}+check": partial(telling_trainee, check_replicas_every=1),
         f"{OURS}+timeline": recorded_trainee,
     }
-    compressed = {f"{OURS}+{name}": partial(our_trainee, compression=name) for name in compression}
+    named = [name for name in compression if name != AUTO]
+    allow = [name for name in named if name != "powersgd"] or None
+    compressed: dict[str, Callable[[nn.Module], Trainee]] = {
+        f"{OURS}+{name}": partial(telling_trainee, compression=name, allow=allow if name == AUTO else None)
+        for name in compression
+    }
     sharded = {f"{OURS}+shards": partial(telling_trainee, shard_states=True)} | {
         f"{OURS}+shards+{name}": partial(
             telling_trainee, shard_states=True, compression=name, parameter_compression=name
         )
-        for name in compression
+        for name in named
         if name not in ONE_WAY
     }
     overlapping: dict[str, Callable[[nn.Module], Trainee]] = {
         f"{OURS}+next_forward": overlapping_trainee,
-        **{f"{OURS}+next_forward+{name}": partial(overlapping_trainee, compression=name) for name in compression},
+        **{f"{OURS}+next_forward+{name}": partial(overlapping_trainee, compression=name) for name in named},
     }
     return {
         OURS: partial(our_trainee, compression="none"),
@@ -240,6 +247,9 @@ def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[Step
         if chosen.overlap:
             trainee.clip_norm = None
         competitors[name] = Competitor(trainee, task, config, chosen.steps)
+    settled = 3 + WINDOW * (1 + len(chosen.compression)) if AUTO in chosen.compression else 0
+    for _ in range(-(-settled // chosen.steps)):
+        competitors[f"{OURS}+{AUTO}"]()  # chooses before anything is timed
     protocol = Protocol(chosen.rounds, warmup_iters=2, check_iters=0)
     turns, _ = take_turns(list(competitors.values()), lambda: None, lambda: 0, distributed_machine(device), protocol)
     seconds = dict(zip(competitors, slowest_rank(turns / chosen.steps, device), strict=True))
@@ -305,6 +315,9 @@ def _times(speedup: float | None) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Exit code 1 if replicas that exchange gradients are not identical, on every rank."""
     chosen = parse_arguments(arguments)
+    if AUTO in chosen.compression:
+        logging.basicConfig(format="# %(message)s")
+        logging.getLogger("gradwire").setLevel(logging.INFO)
     hvd.init()
     share_cores()
     device = choose_device(chosen.device)

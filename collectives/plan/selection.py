@@ -11,8 +11,9 @@ from types import MappingProxyType
 from gradwire.collectives.environment import TABLE_PREFIX
 from gradwire.collectives.notation import format_size, parse_size
 from gradwire.collectives.plan.algorithms import BETWEEN_HOSTS, PLANNERS
-from gradwire.collectives.plan.cost import Costs, predict
+from gradwire.collectives.plan.cost import Costs
 from gradwire.collectives.plan.topology import Topology
+from gradwire.collectives.plan.walk import predict
 
 #: Segments that are tried, as multiples of the usual one, for so many algorithms that are quickest with that.
 _SEGMENTS, _TRIED = (4, 16), 2

@@ -15,12 +15,13 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.partition import Partition, effective, partition_of
 from gradwire.collectives.plan.algorithms import IN_HALVES, PLANNERS, RESERVED, hierarchical
 from gradwire.collectives.plan.coded import CodedProgram
-from gradwire.collectives.plan.cost import Leg
+from gradwire.collectives.plan.cost import Costs
 from gradwire.collectives.plan.program import LOOKAHEAD, Program
 from gradwire.collectives.plan.schedule import Place, Schedule
 from gradwire.collectives.plan.selection import Measured, Table, choose, split_choice
 from gradwire.collectives.plan.spans import Layout, Span, segments_of_blocks, segments_of_buffer, split, split_aligned
 from gradwire.collectives.plan.topology import Topology
+from gradwire.collectives.plan.walk import Leg, in_segments, predict, price
 
 _Planned = TypeVar("_Planned")
 _Given = ParamSpec("_Given")
@@ -248,25 +249,41 @@ class Plans:
         planner = partial(self._schedule_of_codes, chosen)
         return partition_of(codec, numel, self._place.rank, hosts, self.segment_bytes, planner)
 
+    def predict(self, costs: Costs, numel: int, itemsize: int, codec: Codec | None) -> float:
+        """Return how many seconds an allreduce of so many numbers takes, the same on all ranks; as codes of float32, where there
+        is a codec. Raises KeyError for a codec, or an algorithm of the link's own, that was not measured."""
+        if codec is None or codec.summable:
+            nbytes = numel * itemsize if codec is None else codec.wire_bytes(numel)
+            name, segment = split_choice(self.choose("allreduce", "auto", nbytes))
+            seconds = predict(costs, "allreduce", name, nbytes, segment or self.segment_bytes, itemsize=itemsize)
+            if codec is not None:
+                coding = costs.codec(codec.identity)
+                seconds += 4 * numel * (coding.encode_byte_s + coding.decode_byte_s)
+            return seconds
+        count = len(self._of_rank(0).partition(codec, numel).chunks)  # which a rank without a part does not know
+        return in_segments(count, lambda number: price(costs, self.legs_of_codes(codec, numel * number // count)))
+
     def legs_of_codes(self, codec: Codec, numel: int) -> list[list[Leg]]:
-        """Return by rank the programs of a compressed allreduce, for gradwire.collectives.plan.cost.price."""
-        algorithm, size = shot_of(codec), self._place.size
-        legs = []
-        for rank in range(size):
-            plans = Plans(replace(self.topology, rank=rank), self._algorithms, self.tables, self.segment_bytes)
-            partition = plans.partition(codec, numel, algorithm)
-            used = effective(codec, partition)
-            coded = Leg(Program(Schedule(rank, size, 1, ()), [(Span(0, 0),)]), 4)  # where there is no part for the rank
-            if partition.group:
-                code_bytes = used.wire_bytes(partition.longest)
-                program = plans.of_codes(codec, numel, algorithm, code_bytes, grouped=False)
-                coded = Leg(program, 4, used.name, used.wire_bytes)
-            if partition.inside_hosts:
-                first, last = (plans.inside_hosts(which, partition.parts, 4, grouped=False) for which in (0, 1))
-                legs.append([Leg(first, 4), coded, Leg(last, 4)])
-            else:
-                legs.append([coded])
+        """Return by rank the programs of a compressed allreduce, for gradwire.collectives.plan.walk.price."""
+        return [self._of_rank(rank).legs(codec, numel, shot_of(codec)) for rank in range(self._place.size)]
+
+    def legs(self, codec: Codec, numel: int, algorithm: str) -> list[Leg]:
+        """Return the programs of this rank for an allreduce of codes."""
+        partition = self.partition(codec, numel, algorithm)
+        used = effective(codec, partition)
+        nothing = Schedule(self._place.rank, self._place.size, 1, ())
+        legs = [Leg(Program(nothing, [(Span(0, 0),)]), 4)]  # where there is no part for the rank
+        if partition.group:
+            program = self.of_codes(codec, numel, algorithm, used.wire_bytes(partition.longest), grouped=False)
+            legs = [Leg(program, 4, used.identity, used.wire_bytes)]
+        if partition.inside_hosts:
+            first, last = (self.inside_hosts(which, partition.parts, 4, grouped=False) for which in (0, 1))
+            legs = [Leg(first, 4), *legs, Leg(last, 4)]
         return legs
+
+    def _of_rank(self, rank: int) -> Plans:
+        """Return the plans of another rank."""
+        return Plans(replace(self.topology, rank=rank), self._algorithms, self.tables, self.segment_bytes)
 
     @_once
     def of_codes(self, codec: Codec, numel: int, algorithm: str, code_bytes: int, *, grouped: bool) -> CodedProgram:

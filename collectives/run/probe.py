@@ -14,12 +14,15 @@ from dataclasses import replace
 
 import torch
 
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.speed import speed_of
 from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.cost import SLOW, Cores, Costs, Leg, LinkCost, SlowLink, WholeCost, price
+from gradwire.collectives.plan.cost import SLOW, CodecCost, Cores, Costs, LinkCost, SlowLink, WholeCost
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
 from gradwire.collectives.plan.spans import Span, consecutive, segments_of_buffer
 from gradwire.collectives.plan.topology import Machine, Topology
+from gradwire.collectives.plan.walk import Leg, price
 from gradwire.collectives.reduction import COMBINE
 from gradwire.collectives.run.engine import Engine
 from gradwire.collectives.run.operations import Turn
@@ -63,16 +66,34 @@ class Probe:
         self._costs: Costs | None = None
         self._buffer = torch.zeros(_MOST_BYTES).fill_(0.0)  # of four times as many bytes, in memory of their own
 
-    def run(self) -> Costs:
-        """Measure. A collective call; raises what operations raise."""
+    def run(self, known: Costs | None = None, codecs: Sequence[Codec] = (), device: str = "cpu") -> Costs:
+        """Measure the links, unless they are known, and codecs on a device of this type. A collective call; raises what
+        operations raise."""
         self._engine.prepare_to_reduce(torch.float32)
         self._engine.prepare_to_reduce(torch.uint8)
-        self._engine.submit("tune", self._measure, async_op=False)
+        for codec in codecs:
+            self._engine.prepare_codec(codec, torch.device(device), with_feedback=codec.needs_feedback)
+
+        def body(turn: Turn) -> None:
+            self._turn = turn
+            costs = known or self._links()
+            self._costs = replace(costs, codecs=tuple(self._speed(codec, torch.device(device)) for codec in codecs))
+
+        self._engine.submit(", ".join(["tune", *(codec.identity for codec in codecs)]), body, async_op=False)
         assert self._costs is not None
         return self._costs
 
-    def _measure(self, turn: Turn) -> None:
-        self._turn = turn
+    def _speed(self, codec: Codec, device: torch.device) -> CodecCost:
+        """Measure a codec on all ranks at once, and return what it costs the quickest."""
+        self._engine.meet(self._turn)
+        mine = speed_of(codec, device)
+        table = self._engine.table(
+            self._turn, [round(1e18 * each) for each in (mine.encode_byte_s, mine.decode_byte_s)]
+        )
+        encode, decode = (min(column) / 1e18 for column in zip(*table, strict=True))
+        return CodecCost(codec.identity, encode, decode)
+
+    def _links(self) -> Costs:
         self._timed(self._allreduce("ring", _LEAST_BYTES))  # connections must have been in use
         costs = self._alone()
         busy = any(cores.number < len(cores.ranks) for cores in costs.cores)
@@ -84,7 +105,7 @@ class Probe:
             costs = self._uplinks(self._pair(costs, self._leaders[:2], inside=False))
         if self._size > 1:
             costs = self._together(costs, busy=busy)
-        self._costs = replace(costs, wholes=self._wholes())
+        return replace(costs, wholes=self._wholes())
 
     # What ranks know of each other
 

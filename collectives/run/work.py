@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,10 +16,12 @@ from gradwire.collectives.scheduling import wake_soon
 
 
 class Work:
-    """Stands for one asynchronous operation; verbs return it with `async_op=True`. counted: whether its turn has a number."""
+    """Stands for one asynchronous operation; verbs return it with `async_op=True`. counted: whether its turn has a number.
+    Attribute seconds: how long it ran, waits for other ranks included, once it is done."""
 
     def __init__(self, rank: int, operation: str, run: Callable[[], None], *, counted: bool = True) -> None:
         self.counted = counted
+        self.seconds = 0.0
         self._rank = rank
         self._operation = operation
         self._run = run
@@ -58,6 +61,7 @@ class Work:
 
         CUDA work goes to the calling thread's stream of the device that was current at issue, after what was queued there then.
         """
+        began = time.perf_counter()
         try:
             if self._issued is None:
                 self._run()
@@ -70,6 +74,7 @@ class Work:
             self._error = error
         finally:
             del self._run  # with the tensors that it holds on to
+            self.seconds = time.perf_counter() - began
             self._done.set()
             self._call_back()
 

@@ -17,7 +17,9 @@ from gradwire.bench.simulate.presets import DEVICES, compare, network
 from gradwire.bench.simulate.scenario import Scenario, Servers, predict
 from gradwire.bench.simulate.training import EXCHANGES, Failures, Jitter
 from gradwire.collectives.compression.dense import Float16, Int8
-from gradwire.collectives.plan.cost import CodecCost, Costs, LinkCost, price
+from gradwire.collectives.compression.registry import make_codec
+from gradwire.collectives.plan.cost import CodecCost, Costs, LinkCost
+from gradwire.collectives.plan.walk import price
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "simulate.json"
 LINK, NEAR = LinkCost(14e-6, 8e-10, 1e-6, 1e-11), LinkCost(3e-6, 2e-10, 1e-6, 1e-11)
@@ -25,7 +27,8 @@ LINK, NEAR = LinkCost(14e-6, 8e-10, 1e-6, 1e-11), LinkCost(3e-6, 2e-10, 1e-6, 1e
 
 def world(ranks: int, per_host: int) -> Costs:
     costs = described(ranks, per_host, LINK, NEAR, 8e-10)
-    codecs = (CodecCost("int8", 1e-10, 1e-10), CodecCost("fp16", 1e-10, 1e-10), CodecCost("none", 1e-11, 1e-11))
+    speeds = {"int8": 1e-10, "fp16": 1e-10, "none": 1e-11}
+    codecs = tuple(CodecCost(make_codec(name).identity, each, each) for name, each in speeds.items())
     return replace(costs, reduce_byte_s=1e-10, codecs=codecs)
 
 

@@ -1,5 +1,6 @@
 """The flags and the table of `bench step`."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +28,7 @@ def test_codecs_are_chosen_by_name_each_once() -> None:
     assert parse_arguments(["--compression", "topk,int8,topk"]).compression == ("topk", "int8")
     everything = parse_arguments(["--compression", "all"]).compression
     assert {"fp16", "int8", "powersgd"} < set(everything)
-    assert "none" not in everything
+    assert not {"none", "auto"} & set(everything)
 
 
 @pytest.mark.parametrize("name", ["none", "int9", ""])
@@ -41,6 +42,9 @@ def test_every_codec_and_the_fp16_hook_take_part_only_where_codecs_do() -> None:
     assert list(builders(())) == ["gradwire", "gradwire+ddp", "ddp", "compute"]
     with_codecs = ["gradwire", "gradwire+int8", "gradwire+topk", "gradwire+ddp", "ddp", "ddp+fp16", "compute"]
     assert list(builders(("int8", "topk"))) == with_codecs
+    choosing = builders(("int8", "auto", "powersgd"))["gradwire+auto"]
+    assert isinstance(choosing, partial)
+    assert choosing.keywords == {"compression": "auto", "allow": ["int8"]}
     telling = ["gradwire+on_step", "gradwire+check", "gradwire+timeline"]
     ddp = ["gradwire+ddp", "ddp"]
     assert list(builders((), parse_arguments(["--reports"]).reports)) == ["gradwire", *telling, *ddp, "compute"]

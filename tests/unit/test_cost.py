@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.cost import CodecCost, Cores, Costs, Leg, LinkCost, SlowLink, TuningError, predict, price
+from gradwire.collectives.plan.cost import CodecCost, Cores, Costs, LinkCost, SlowLink, TuningError
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.schedule import Schedule, receive, send
 from gradwire.collectives.plan.selection import default_table
 from gradwire.collectives.plan.spans import Span
 from gradwire.collectives.plan.topology import Topology
+from gradwire.collectives.plan.walk import Leg, predict, price
 from gradwire.collectives.run.plans import Plans, legal_algorithms
 
 FREE = LinkCost(0.0, 0.0, 0.0, 0.0)
@@ -163,8 +164,8 @@ def test_codes_pay_on_slow_links_and_not_where_encoding_takes_longer(hosts: tupl
     names = legal_algorithms({})
     tables = {verb: default_table(verb, topology, quick=True) for verb in names}
     legs = Plans(topology, names, tables, 96 << 10).legs_of_codes(codec, numel)
-    slow = replace(costs(*hosts, byte_s=1e-8, latency_s=1e-5), codecs=(CodecCost("int8", 2e-10, 1e-10),))
+    slow = replace(costs(*hosts, byte_s=1e-8, latency_s=1e-5), codecs=(CodecCost(codec.identity, 2e-10, 1e-10),))
     plain_s = min(predict(slow, "allreduce", name, 4 * numel, 96 << 10) for name in ("ring", "hierarchical"))
     assert 3 * price(slow, legs) < plain_s < 6 * price(slow, legs)
-    costly = replace(slow, codecs=(CodecCost("int8", 2e-7, 1e-7),))
+    costly = replace(slow, codecs=(CodecCost(codec.identity, 2e-7, 1e-7),))
     assert price(costly, legs) > plain_s

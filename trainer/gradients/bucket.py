@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ class Bucket:
         self.names = [names[item] for item in plan.items]
         self.parameters = [parameters[item] for item in plan.items]
         self._densifies = setup.sparse_as_dense
+        self._share = combination.inputs / communicator.size
         self._marks_sparse = -(communicator.size + 1)  # which dense ones of other ranks do not outweigh
         held = list(map(held_here, self.parameters))
         device, dtype = held[0].device, held[0].dtype
@@ -110,12 +111,15 @@ class Bucket:
         """Multiply a gradient by a factor, in place."""
         self._views[slot].mul_(factor)
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, residuals: Mapping[int, Tensor]) -> None:
         """Collect what there is and begin its exchange. Until that is done, nobody may touch the gradients.
 
-        step: how many exchanges there have been.
+        step: how many exchanges there have been. residuals: by slot, what exchanges before have not returned, the same on all
+        ranks, in the order of memory: this rank adds its part.
         """
         self._absent = [slot for slot in range(len(self.items)) if not self.collect(slot)]
+        for slot, residual in residuals.items():
+            self.memory[self.spans[slot]].add_(residual, alpha=self._share)
         self.presence.fill_(1)
         for slot in self._absent:
             self.presence[slot] = 0 if self.parameters[slot].grad is None else self._marks_sparse

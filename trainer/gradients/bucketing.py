@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 from gradwire.trainer.gradients.agreement import agree_on_parameters
 from gradwire.trainer.gradients.bucket import Bucket, presence_of
 from gradwire.trainer.gradients.buffers import Carried, CodedBuffer, PlainBuffer
-from gradwire.trainer.gradients.compression import Cast, Encoding
+from gradwire.trainer.gradients.choice import Choice, Size
+from gradwire.trainer.gradients.compression import AUTO, Cast, Encoding
 from gradwire.trainer.gradients.dtensors import held_here, shard_of
 from gradwire.trainer.gradients.layout import BucketPlan, Item, lay_out, plan_buckets
 from gradwire.trainer.gradients.setup import Setup
@@ -35,6 +36,10 @@ class Bucketing:
         self._combination = setup.combination
         self._names: list[str] = []
         self._encodings: list[Cast | Encoding] = []
+        self._is_chosen: list[bool] = []
+        self._choice: Choice | None = None
+        self._sizes: list[Size] = []
+        self._is_stale = False
         self._waiting: dict[int, Carried] = {}
         self._order: list[int] = []
         self._learning = True
@@ -56,14 +61,17 @@ class Bucketing:
         named = zip(names, parameters, strict=True)
         _check_dtypes((name, parameter) for name, parameter in named if parameter.requires_grad)
         self._names += names
-        held = map(held_here, parameters)
-        self._encodings += map(self._setup.policy.encoding, names, held)
+        policy = self._setup.policy
+        for name, parameter in zip(names, map(held_here, parameters), strict=True):
+            self._encodings.append(policy.encoding(name, parameter))
+            self._is_chosen.append(policy.is_chosen(name, parameter))
         self.parameters += parameters
 
     @property
     def is_encoded(self) -> bool:
-        """Return whether any parameter is for a codec, so that a checkpoint has to say how buckets are laid out."""
-        return self._setup.returning is not None or any(isinstance(kind, Encoding) for kind in self._encodings)
+        """Return whether any parameter is for a codec, or may be, so that a checkpoint has to say how buckets are laid out."""
+        may_be = self._setup.returning is not None or self._setup.policy.auto is not None
+        return may_be or any(isinstance(kind, Encoding) for kind in self._encodings)
 
     @property
     def coded(self) -> list[CodedBuffer]:
@@ -86,7 +94,8 @@ class Bucketing:
     def is_due(self) -> bool:
         """Return whether update() would rebuild the buckets."""
         in_buckets = self.known_sparse & self.places.keys()
-        return bool(self._arrivals is not None or in_buckets or self._laid_out() != set(self._trainable()))
+        is_other = self._is_stale or self._laid_out() != set(self._trainable())
+        return bool(self._arrivals is not None or in_buckets or is_other)
 
     def name_of(self, index: int) -> str:
         return self._names[index]
@@ -110,9 +119,12 @@ class Bucketing:
 
         Raises ValueError on all ranks alike where they do not have the same parameters.
         """
+        if self._choice is None and (auto := self._setup.policy.auto) is not None:
+            self._choice = Choice(self._combination, auto, self.parameters[0].device.type if self.parameters else "cpu")
         if not self.is_due:
             return
         trainable = self._trainable()
+        self._is_stale, self._sizes = False, []
         _check_dtypes((self._names[index], self.parameters[index]) for index in trainable)
         known = dict.fromkeys([*(self._arrivals or ()), *self._order, *reversed(trainable)])
         self._learning = not self._laid_out() | set(self._arrivals or ()) >= set(trainable)
@@ -130,6 +142,13 @@ class Bucketing:
             }
         self._replace(self._made(self._order))
 
+    def follow(self, step: int) -> None:
+        """Correct what is chosen by what the last step took, in the next update(). Collective in some steps. step: how many
+        exchanges there were."""
+        if self._choice is not None:
+            exchange_s = sum(bucket.buffer.seconds for bucket in self.buckets)
+            self._is_stale |= self._choice.follow(step, self._sizes, exchange_s)
+
     def _replace(self, buckets: list[Bucket]) -> None:
         """Have these buckets instead; gradients move along."""
         held = {index for index, (bucket, slot) in self.places.items() if self.buckets[bucket].holds_gradient(slot)}
@@ -146,9 +165,9 @@ class Bucketing:
     def _trainable(self) -> list[int]:
         return [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
 
-    def _items(self) -> list[Item]:
+    def _items(self, encodings: Sequence[Hashable]) -> list[Item]:
         items = []
-        for parameter, code in zip(self.parameters, self._encodings, strict=True):
+        for parameter, code in zip(self.parameters, encodings, strict=True):
             held, group = held_here(parameter), self._setup.groups.get(parameter)
             kind = (held.dtype, held.device, code, group)
             items.append(Item(held.numel(), held.element_size(), kind, grouped=group is not None))
@@ -156,8 +175,25 @@ class Bucketing:
 
     def _made(self, order: Sequence[int], first_number: int = 0) -> list[Bucket]:
         """Return new buckets for parameters in this order."""
-        plans = plan_buckets(self._items(), order, bucket_bytes=self._setup.bucket_bytes)
+        self._choose(order)
+        plans = self._plans(order, self._encodings)
         return [self._bucket(plan, number) for number, plan in enumerate(plans, first_number)]
+
+    def _plans(self, order: Sequence[int], encodings: Sequence[Hashable]) -> tuple[BucketPlan, ...]:
+        return plan_buckets(self._items(encodings), order, bucket_bytes=self._setup.bucket_bytes)
+
+    def _choose(self, order: Sequence[int]) -> None:
+        """Choose what parameters travel as, by the buckets that those for which it is chosen would fill together. What is the
+        same in all of them is then laid out as if it had been named."""
+        if self._choice is None:
+            return
+        pairs = zip(self._is_chosen, self._encodings, strict=True)
+        for plan in self._plans(order, [AUTO if is_chosen else kind for is_chosen, kind in pairs]):
+            if self._is_chosen[plan.items[0]]:
+                size = plan.presence_offset, held_here(self.parameters[plan.items[0]]).dtype
+                self._sizes.append(size)
+                for index in plan.items:
+                    self._encodings[index] = self._choice.of(size)
 
     def _bucket(self, plan: BucketPlan, number: int) -> Bucket:
         return Bucket(self._setup, plan, self._names, self.parameters, self._encodings[plan.items[0]], number)
@@ -170,15 +206,18 @@ class Bucketing:
         self.presence = presence_of(self.buckets, self._combination)
         self._give()
 
-    def _give(self) -> list[int]:
-        """Hand out what waits for parameters that are laid out. Returns those whose exchange has no place for it."""
-        refused = []
+    def _give(self) -> None:
+        """Hand out what waits for parameters that are laid out, and whose buffers have error feedback."""
         for index in sorted(self._waiting.keys() & self.places):
             number, slot = self.places[index]
-            buffer, carried = self.buckets[number].coded, self._waiting.pop(index)
-            if carried and not (buffer is not None and buffer.give(slot, carried)):
-                refused.append(index)
-        return refused
+            buffer = self.buckets[number].coded
+            if buffer is not None and buffer.give(slot, self._waiting[index]):
+                del self._waiting[index]
+
+    def residuals_for(self, number: int) -> dict[int, Tensor]:
+        """Return by slot what waits for gradients of a bucket without error feedback, to be added to them; it waits no more."""
+        slots = enumerate(self.buckets[number].items) if self._waiting else ()
+        return {slot: self._waiting.pop(index)["residual"] for slot, index in slots if index in self._waiting}
 
     # What a checkpoint holds
 
@@ -198,7 +237,7 @@ class Bucketing:
 
     def restored(self, state: dict[str, Any]) -> list[Bucket] | None:
         """Return saved buckets as they were, for restore(); None where parameters, codecs or ranks are others."""
-        items, saved = self._items(), state["buckets"]
+        items, saved = self._items(self._encodings), state["buckets"]
         for members in (entry["parameters"] for entry in saved):
             if max(members) >= len(items) or len({items[index].kind for index in members}) > 1:
                 return None
@@ -212,6 +251,7 @@ class Bucketing:
 
     def restore(self, state: dict[str, Any], buckets: list[Bucket]) -> None:
         """Continue where state_dict() was taken. buckets: from restored()."""
+        self._restart_choice()
         self._waiting = {
             index: {name: tensor.to(self.parameters[index].device) for name, tensor in carried.items()}
             for index, carried in state["waiting"].items()
@@ -221,13 +261,18 @@ class Bucketing:
         self.known_sparse = set(self.sparse.items)
         self._replace(buckets)
 
-    def restart(self, carried: dict[int, Carried]) -> list[str]:
-        """Keep the buckets, with these residuals and no others. carried: by parameter, the same on all ranks. Returns the names
-        of the parameters whose codec now has no error feedback, and so no place for residuals."""
+    def restart(self, carried: dict[int, Carried]) -> None:
+        """Keep the buckets, with these residuals and no others. carried: by parameter, the same on all ranks."""
         for buffer in self.coded:
             buffer.restart()
+        self._restart_choice()
         self._waiting = carried
-        return [self._names[index] for index in self._give()]
+        self._give()
+
+    def _restart_choice(self) -> None:
+        """Measure steps from now on, of which there are others than before."""
+        if self._choice is not None:
+            self._choice.restart()
 
     def described(self) -> list[tuple[Any, ...]]:
         """Return name and shape of what this rank holds of every parameter; of a sharded one also which shard."""

@@ -116,9 +116,9 @@ class Resumption:
         carried = self._carried(mine, [given[saved] for saved in answers_for], len(held_by))
 
         def take_over() -> None:
-            refused = self.bucketing.restart(carried)
+            self.bucketing.restart(carried)
             if rank == 0 and has_residuals(mine):
-                _warn(mine["world_size"], size, sorted(held_by), refused)
+                _warn(mine["world_size"], size, sorted(held_by))
 
         return take_over
 
@@ -211,7 +211,7 @@ def _add(total: Tensor, entry: dict[str, Any], workers: int) -> None:
     total[start : start + owner.numel()].add_(owner.to(total.device))
 
 
-def _warn(saved: int, now: int, handed_over: Sequence[int], refused: Sequence[str]) -> None:
+def _warn(saved: int, now: int, handed_over: Sequence[int]) -> None:
     lost = sorted(set(range(saved)) - set(handed_over))
     message = f"{here()}saved on {saved} ranks, loaded on {now}: the residuals of ranks {list(handed_over)} are now shared by all"
     if lost:
@@ -219,6 +219,4 @@ def _warn(saved: int, now: int, handed_over: Sequence[int], refused: Sequence[st
             f"; those of ranks {lost}, which no rank loaded, are lost: load on every rank the state that it saved, and by "
             "load_state_dict(..., also=[...]) the states of ranks that no longer exist"
         )
-    if refused:
-        message += f"; those of {', '.join(refused)}, whose codec has no error feedback now, are lost"
     warnings.warn(message, stacklevel=7)

@@ -148,17 +148,20 @@ class Operations(ABC):
     """Runs operations one after the other.
 
     chained: whether there may be more than one. Between two of them ranks wait in wait() and complete(), so whoever has
-    several chains to run must not wait for one where another rank waits for another.
+    several chains to run must not wait for one where another rank waits for another. seconds: for how long those of the last
+    exchange that is done ran.
     """
 
     chained = True
 
     def __init__(self) -> None:
+        self.seconds = self._taken_s = 0.0
         self._work: Work | None = None
         self._following: Iterator[Work] = iter(())
 
     def start(self, step: int) -> None:
         """Begin the first operation. step: how many exchanges there were."""
+        self._taken_s = 0.0
         self._following = self._operations(step)
         self._work = next(self._following, None)
 
@@ -170,7 +173,10 @@ class Operations(ABC):
         """Wait until what start() began is done, and begin what depends on it. Raises its error."""
         if self._work is not None:
             self._work.wait()
+            self._taken_s += self._work.seconds
             self._work = next(self._following, None)
+            if self._work is None:
+                self.seconds = self._taken_s
 
     def complete(self) -> None:
         """Wait for what depends on what wait() has waited for. Raises its error."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias
@@ -32,6 +32,9 @@ from gradwire.trainer.world.world import here
 LEAST_NUMEL = 4096
 """Parameters of fewer elements are not worth a codec: all of them together are few bytes, and every element counts."""
 
+AUTO, ALLOWED = "auto", ("int8",)
+"""The compression= that chooses, and among what where allow= says nothing: what loses about 1 % of a gradient's norm."""
+
 CASTS: dict[torch.dtype, Codec] = {codec.wire_dtype: codec for codec in (Float16(), BFloat16())}
 """The codecs that cast, by what tensors travel as."""
 
@@ -46,6 +49,11 @@ class Cast:
     def identity(self) -> str:
         """Return in words what ranks must have alike."""
         return str(self.wire_dtype or "none")
+
+    @property
+    def name(self) -> str:
+        """Return what it is called in Compression."""
+        return "none" if self.wire_dtype is None else CASTS[self.wire_dtype].name
 
     def dtype_on_wire(self, dtype: torch.dtype) -> torch.dtype:
         """Return what a tensor of this dtype travels as."""
@@ -140,11 +148,53 @@ class Encoding:
         """Return in words what ranks, and a checkpoint, must have alike."""
         return f"{self.codec.identity}, feedback={self.feedback}, warmup_steps={self.warmup_steps}"
 
+    @property
+    def name(self) -> str:
+        """Return what the codec is called."""
+        return self.codec.name
+
     def codec_at(self, step: int) -> Codec | None:
         """Return the codec of buffers that goes with a step, counted from 0; None during the warm-up. For codecs of buffers."""
         assert isinstance(self.codec, Codec)
         since_warmup = step - self.warmup_steps
         return self.codec.at(since_warmup) if since_warmup >= 0 else None
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Says that each bucket travels as what is predicted to be quickest: one of what is allowed, or as it is."""
+
+    allowed: tuple[Cast | Encoding, ...]
+
+    @property
+    def identity(self) -> str:
+        """Return in words what ranks must have alike."""
+        return f"{AUTO} of {'; '.join(kind.identity for kind in self.allowed)}"
+
+
+def wanted(compression: Compressor, allow: Sequence[Compressor] | None) -> Compressor | Auto:
+    """Return what compression= and allow= mean together. Raises ValueError."""
+    if compression != AUTO:
+        if allow is not None:
+            raise ValueError(
+                f"{here()}allow is for compression={AUTO!r}, which chooses among them, not for {compression!r}"
+            )
+        return compression
+    given = ALLOWED if allow is None else allow
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise ValueError(
+            f"{here()}allow must be a list of codecs, of which each is what compression= takes, not {allow!r}"
+        )
+    kinds = tuple(kind for kind in dict.fromkeys(map(encoding_of, given)) if kind != Compression.none)
+    if not kinds:
+        raise ValueError(f"{here()}allow={allow!r}: at least one codec is needed, to be chosen instead of none")
+    for kind in kinds:
+        if isinstance(kind, Encoding) and isinstance(kind.codec, MatrixCodec):
+            raise ValueError(
+                f"{here()}allow: what {kind.name!r} takes cannot be predicted, since it compresses matrices, not buckets: name "
+                f"it as compression="
+            )
+    return Auto(kinds)
 
 
 def encoding_of(compression: Compressor) -> Cast | Encoding:
@@ -198,16 +248,22 @@ class Policy:
     first that matches counts. Raises ValueError.
     """
 
-    def __init__(self, compression: Compressor, policy: Mapping[str, Compressor] | None = None) -> None:
+    def __init__(self, compression: Compressor | Auto, policy: Mapping[str, Compressor] | None = None) -> None:
         if policy is not None and not isinstance(policy, Mapping):
             raise ValueError(f"{here()}policy must map patterns of names to compressions, not be {policy!r}")
-        self._default = encoding_of(compression)
+        self._default = compression if isinstance(compression, Auto) else encoding_of(compression)
         self._by_pattern = {pattern: encoding_of(value) for pattern, value in (policy or {}).items()}
 
     @property
     def encodings(self) -> list[Encoding]:
-        """Return all encodings by codecs that this policy has."""
-        return [x for x in (self._default, *self._by_pattern.values()) if isinstance(x, Encoding)]
+        """Return all encodings by codecs that this policy has, or may choose."""
+        default = self._default.allowed if isinstance(self._default, Auto) else (self._default,)
+        return [x for x in (*default, *self._by_pattern.values()) if isinstance(x, Encoding)]
+
+    @property
+    def auto(self) -> Auto | None:
+        """Return among what is chosen for the parameters that no pattern matches; None where nothing is chosen."""
+        return self._default if isinstance(self._default, Auto) else None
 
     def checked(self, names: Iterable[str] | None) -> Policy:
         """Return this, if every pattern matches a parameter's name. Raises ValueError, also where there are no names."""
@@ -228,7 +284,15 @@ class Policy:
         return self._default.identity, str({pattern: kind.identity for pattern, kind in self._by_pattern.items()})
 
     def encoding(self, name: str, parameter: Tensor) -> Cast | Encoding:
-        """Return what the gradient of one parameter travels as."""
+        """Return what the gradient of one parameter travels as, unless that is chosen."""
+        kind = self._kind(name, parameter)
+        return Compression.none if isinstance(kind, Auto) else kind
+
+    def is_chosen(self, name: str, parameter: Tensor) -> bool:
+        """Return whether it is chosen what the gradient of one parameter travels as."""
+        return isinstance(self._kind(name, parameter), Auto)
+
+    def _kind(self, name: str, parameter: Tensor) -> Cast | Encoding | Auto:
         for pattern, encoding in self._by_pattern.items():
             if fnmatchcase(name, pattern):
                 return encoding

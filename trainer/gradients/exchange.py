@@ -216,7 +216,7 @@ class GradientExchange:
             bucket = buckets[number]
             self._prepare_old(bucket)
             self.moments.bucket_ready(number, bucket.buffer.values.nbytes)
-            bucket.start(self.step)
+            bucket.start(self.step, self._bucketing.residuals_for(number))
             self._started += 1
         if self._started == len(buckets) and not self._counting:
             for presence in self._bucketing.presence:

@@ -45,6 +45,7 @@ class Synchronous(Rule):
 
     def start(self) -> None:
         self.bucketing.update()
+        self.bucketing.follow(self.exchange.step)
         self.exchange.renew()
 
     def synchronize(self) -> None:

@@ -1,0 +1,271 @@
+"""How long the programs of all ranks take by what moving bytes costs: a walk, no closed formula.
+
+The walk follows every rank's Program in the order of time. A message takes the time of a processor at both ends, the connection,
+and the uplinks of the two hosts, each direction by itself, which the ranks of a host share, first come first served; ranks that
+share cores wait for one. So contention, pipelining and idle links come out of the programs themselves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from heapq import heappop, heappush, heapreplace
+from typing import Any, NamedTuple
+
+from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.plan.cost import Costs, LinkCost
+from gradwire.collectives.plan.program import Instruction, Kind, Program
+from gradwire.collectives.plan.spans import Layout, Span, segments_of_blocks, segments_of_buffer, split
+
+#: Verbs whose algorithms may cut a buffer as they like; in all others block r belongs to rank r.
+_OF_BUFFERS = ("allreduce", "broadcast", "reduce", "barrier")
+
+#: From how many segments on each further one takes what the last ones took: the pipeline is full then. They are walked in two
+#: lengths, and the rest is extrapolated.
+_SHORT, _LONG = 5, 9
+
+
+class Leg(NamedTuple):
+    """A Program as a part of what one rank does. itemsize: bytes of an element. codec: the identity, where it moves codes,
+    whose lengths in bytes code_bytes returns by the number of elements."""
+
+    program: Program
+    itemsize: int
+    codec: str = ""
+    code_bytes: Callable[[int], int] | None = None
+
+
+def predict(
+    costs: Costs, collective: str, algorithm: str, nbytes: int, segment_bytes: int, *, itemsize: int = 4, root: int = 0
+) -> float:
+    """Return how many seconds a call takes that moves numbers as they are.
+
+    nbytes: of the buffer; of all ranks together where each has a part of it. segment_bytes: see Communicator. Raises KeyError for
+    an algorithm without a planner that was not measured as a whole.
+    """
+    if algorithm not in PLANNERS[collective]:
+        return _interpolated(costs, collective, algorithm, nbytes)
+    blocks = PLANNERS[collective][algorithm](costs.place(0, root)).blocks
+    pieces = blocks if collective in _OF_BUFFERS else costs.size
+    count = max(1, -(-nbytes // (segment_bytes * pieces)))
+    call = (costs, collective, algorithm, segment_bytes, itemsize, root)
+    segment = nbytes // count
+    return in_segments(count, lambda number: _walked(*call, nbytes if number == count else segment * number))
+
+
+def in_segments(count: int, walk: Callable[[int], float]) -> float:
+    """Return what `count` segments take. walk: returns what so many take; it is called for no more than are needed to fill the
+    pipeline, from where on each further one takes as long as the last ones."""
+    if count <= _LONG:
+        return walk(count)
+    short, long = walk(_SHORT), walk(_LONG)
+    return long + (count - _LONG) * (long - short) / (_LONG - _SHORT)
+
+
+def _interpolated(costs: Costs, collective: str, algorithm: str, nbytes: int) -> float:
+    for verb, name, measured in costs.wholes:
+        if (verb, name) == (collective, algorithm):
+            above = next((i for i, (n, _) in enumerate(measured) if n >= nbytes), len(measured) - 1)
+            (low, low_s), (high, high_s) = measured[max(0, above - 1)], measured[above]
+            slope = (high_s - low_s) / (high - low) if high > low else 0.0
+            return max(measured[0][1], high_s + slope * (nbytes - high))
+    raise KeyError(f"{collective}'s {algorithm!r} is not a Program, and was not measured")
+
+
+@lru_cache(maxsize=4096)
+def _walked(
+    costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, root: int, nbytes: int
+) -> float:
+    segment, numel = max(1, segment_bytes // itemsize), nbytes // itemsize
+    legs = []
+    for rank in range(costs.size):
+        schedule = PLANNERS[collective][algorithm](costs.place(rank, root))
+        segments: tuple[Layout, ...]
+        if collective in _OF_BUFFERS:
+            segments = segments_of_buffer(numel, schedule.blocks, segment)
+        else:
+            segments = segments_of_blocks(split(Span(0, numel), costs.size), segment)
+        legs.append([Leg(Program(schedule, segments), itemsize)])
+    return price(costs, legs)
+
+
+Alike = Callable[[int, int], tuple[int, int]]
+
+
+def price(costs: Costs, legs: Sequence[Sequence[Leg]], alike: Alike | None = None) -> float:
+    """Return how many seconds it takes until every rank is through its programs, one after the other.
+
+    legs: by rank; of the first ranks alone where every other one does as one of these does, at the same time. Then `alike` says
+    who stands for whom: given the sender, one of the first, and the receiver of a message, it returns sender and receiver of the
+    like message that one of the first receives.
+    """
+    return costs.call_s + max(_Walk(costs, legs, alike or _itself).run(), default=0.0)
+
+
+def _itself(sender: int, receiver: int) -> tuple[int, int]:
+    return sender, receiver
+
+
+class _Walk:
+    """The programs of all ranks on their way, in seconds from the beginning."""
+
+    def __init__(self, costs: Costs, legs: Sequence[Sequence[Leg]], alike: Alike) -> None:
+        self._costs = costs
+        self._legs = legs
+        self._alike = alike
+        self._instructions = [_numbered(each) for each in legs]
+        self._clocks = [0.0] * len(legs)
+        self._host = {rank: index for index, host in enumerate(costs.hosts) for rank in host}
+        self._slow = {pair: link.byte_s for link in costs.slow_links for pair in (link.pair, link.pair[::-1])}
+        # When what is used by several is free again. Cores only where they are fewer than their ranks.
+        # Links that save up for bursts have spent what they had: calls follow each other.
+        self._saved = [costs.burst_bytes * uplink for uplink in costs.uplinks]
+        self._up, self._down = list(self._saved), list(self._saved)
+        self._connections: dict[tuple[int, int], float] = defaultdict(float)
+        self._cores: dict[int, list[float]] = {}
+        for ranks, number in costs.cores:
+            if number < len(ranks):
+                self._cores.update(dict.fromkeys(ranks, [0.0] * number))
+        # What is next: at a time a rank, or -1 and a message between hosts, whose first byte reaches the uplink of the receiver
+        # then: its number, channel, bytes, and when its last byte has left.
+        self._ready: list[tuple[Any, ...]] = []
+        self._numbers = itertools.count()
+        # Messages by (sender, receiver, leg, segment), in order: those that have arrived or will, those awaited and not sent yet.
+        self._arrivals: dict[tuple[int, ...], deque[tuple[float, int]]] = defaultdict(deque)
+        self._sleeping: dict[tuple[int, ...], int] = {}
+        self._sent: list[dict[tuple[int, int], float]] = [{} for _ in legs]
+        self._expected: list[dict[tuple[int, int], tuple[int, ...]]] = [{} for _ in legs]
+        self._outgoing: list[list[Instruction]] = [[] for _ in legs]
+        self._pending: list[tuple[int, Instruction] | None] = [None] * len(legs)
+
+    def run(self) -> list[float]:
+        """Return when each rank is through."""
+        ready = self._ready
+        ready += [(0.0, rank) for rank in range(len(self._legs))]
+        while ready:
+            clock, rank, *message = heappop(ready)
+            if message:
+                self._arrive(clock, *message)
+                continue
+            self._clocks[rank] = max(self._clocks[rank], clock)
+            if self._advance(rank):
+                heappush(ready, (self._clocks[rank], rank))
+        assert not self._sleeping, "a program waits for a message that nobody sends"
+        return self._clocks
+
+    def _advance(self, rank: int) -> bool:
+        """Follow a rank's instructions until its time has passed the next one's. Return False where it waits or has ended."""
+        clocks, ready = self._clocks, self._ready
+        instructions, sent, expected = self._instructions[rank], self._sent[rank], self._expected[rank]
+        outgoing = self._outgoing[rank]
+        item, self._pending[rank] = self._pending[rank], None
+        while True:
+            if item is None and (item := next(instructions, None)) is None:
+                return False
+            index, instruction = item
+            kind = instruction.kind
+            if kind == Kind.WAIT:
+                number = (index, instruction.number)
+                left = sent.pop(number, None)
+                if left is not None:
+                    clocks[rank] = max(clocks[rank], left)
+                else:
+                    channel = expected[number]
+                    arrived = self._arrivals[channel]
+                    if not arrived:
+                        self._sleeping[channel] = rank
+                        self._pending[rank] = item
+                        return False
+                    link = self._link(channel[0], rank)
+                    when, nbytes = arrived[0]
+                    taking = nbytes * link.byte_cpu_s  # most has been taken when the last byte arrives
+                    clocks[rank] = max(clocks[rank], when - taking)
+                    if ready and clocks[rank] > ready[0][0]:  # others may use the processor before
+                        self._pending[rank] = item
+                        return True
+                    arrived.popleft()
+                    del expected[number]
+                    self._compute(rank, link.message_cpu_s + taking)
+            elif kind == Kind.SEND:
+                outgoing.append(instruction)
+            elif kind == Kind.RECEIVE:
+                channel = (instruction.peer, rank, index, instruction.segment)
+                expected[index, instruction.number] = channel
+            elif kind == Kind.POST:
+                for message in outgoing:
+                    channel = (*self._alike(rank, message.peer), index, message.segment)
+                    sent[index, message.number] = self._send(rank, channel, self._nbytes(rank, index, message))
+                outgoing.clear()
+            else:
+                self._compute(rank, self._seconds(rank, index, instruction))
+            item = None
+            if ready and clocks[rank] > ready[0][0]:
+                return True
+
+    def _nbytes(self, rank: int, index: int, message: Instruction) -> int:
+        leg = self._legs[rank][index]
+        return message.length * leg.itemsize if leg.code_bytes is None else leg.code_bytes(message.length)
+
+    def _seconds(self, rank: int, index: int, instruction: Instruction) -> float:
+        """Return a processor's time for an instruction that moves no message."""
+        leg = self._legs[rank][index]
+        nbytes = instruction.length * leg.itemsize
+        if instruction.kind == Kind.REDUCE:
+            return nbytes * self._costs.reduce_byte_s
+        if instruction.kind == Kind.COMPLETE:
+            return 0.0
+        codec = self._costs.codec(leg.codec)
+        return nbytes * (codec.encode_byte_s if instruction.kind == Kind.ENCODE else codec.decode_byte_s)
+
+    def _compute(self, rank: int, seconds: float) -> float:
+        """Use a processor, from the rank's own time on. Return when it is through."""
+        seconds *= self._costs.slowness[rank]
+        begin = self._clocks[rank]
+        cores = self._cores.get(rank)
+        if cores is not None:
+            begin = max(begin, cores[0])
+            heapreplace(cores, begin + seconds)
+        self._clocks[rank] = begin + seconds
+        return begin + seconds
+
+    def _link(self, sender: int, receiver: int) -> LinkCost:
+        return self._costs.inside if self._host[sender] == self._host[receiver] else self._costs.between
+
+    def _send(self, rank: int, channel: tuple[int, ...], nbytes: int) -> float:
+        """Hand a message over. Return when the last byte has left. channel: of the message, or of the one that stands for it."""
+        pair = sender, receiver = channel[0], channel[1]
+        link, costs = self._link(sender, receiver), self._costs
+        copied = self._compute(rank, link.message_cpu_s + nbytes * link.byte_cpu_s)
+        begin = max(copied - nbytes * link.byte_cpu_s, self._connections[pair])
+        host, other = self._host[rank], self._host[receiver]
+        byte_s = self._slow.get(pair, link.byte_s)
+        if self._host[sender] == other:
+            left = max(copied, begin + nbytes * byte_s)
+            self._hand_over(channel, left + link.latency_s, nbytes)
+        else:
+            self._up[host] = max(begin, self._up[host]) + nbytes * costs.uplinks[host]
+            left = max(copied, self._up[host] - self._saved[host])
+            if byte_s > costs.uplinks[host]:
+                left = max(left, begin + nbytes * byte_s)
+            comes = max(begin + link.latency_s, left + link.latency_s - nbytes * costs.uplinks[host])
+            heappush(self._ready, (comes, -1, next(self._numbers), channel, nbytes, left))
+        self._connections[pair] = left
+        return left
+
+    def _arrive(self, comes: float, _: int, channel: tuple[int, ...], nbytes: int, left: float) -> None:
+        """Take up the receiving host's uplink, in the order in which messages come to it, with a message that has set out."""
+        host = self._host[channel[1]]
+        self._down[host] = max(comes, self._down[host]) + nbytes * self._costs.uplinks[host]
+        arrived = max(left + self._costs.between.latency_s, self._down[host] - self._saved[host])
+        self._hand_over(channel, arrived, nbytes)
+
+    def _hand_over(self, channel: tuple[int, ...], arrived: float, nbytes: int) -> None:
+        self._arrivals[channel].append((arrived, nbytes))
+        if (sleeping := self._sleeping.pop(channel, None)) is not None:
+            heappush(self._ready, (self._clocks[sleeping], sleeping))
+
+
+def _numbered(legs: Sequence[Leg]) -> Iterator[tuple[int, Instruction]]:
+    return ((index, instruction) for index, leg in enumerate(legs) for instruction in leg.program)

@@ -1,0 +1,162 @@
+"""compression="auto" by links that are described, and its correction by steps that take what the test says: without processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.powersgd import PowerSGD
+from gradwire.collectives.plan.cost import CodecCost, Costs, LinkCost
+from gradwire.collectives.plan.selection import default_table
+from gradwire.collectives.plan.topology import Topology
+from gradwire.collectives.run.plans import Plans, legal_algorithms
+from gradwire.trainer.gradients import choice
+from gradwire.trainer.gradients.choice import COUNTED, SKIPPED, WINDOW, Choice
+from gradwire.trainer.gradients.compression import ALLOWED, Auto, Compression, ErrorFeedback, encoding_of, wanted
+
+SIZE = (3_125_000, torch.float32)
+HOSTS = ((0,), (1,))
+CODEC_BYTE_S = {"int8": 1e-10, "int4": 4e-10}
+
+
+class Described:
+    """What a Choice asks of a Communicator: of two hosts with links of so many bytes a second. others: what more ranks record."""
+
+    rank = 0
+
+    def __init__(self, rate: float) -> None:
+        link = LinkCost(5e-5, 1 / rate, 0.0, 0.0)
+        self.costs = Costs(HOSTS, ("a host",) * 2, link, link, (1 / rate,) * 2, (), (1.0, 1.0), 0.0, 1e-10)
+        self.others: list[list[float]] = []
+        self.asked = 0
+
+    def measure_codecs(self, codecs: Sequence[Codec], device: str) -> None:
+        speeds = [CodecCost(each.identity, CODEC_BYTE_S[each.name], CODEC_BYTE_S[each.name]) for each in codecs]
+        self.costs = replace(self.costs, codecs=tuple(speeds))
+
+    def predict(self, numel: int, itemsize: int, codec: Codec | None) -> float:
+        topology, names = Topology(0, HOSTS), legal_algorithms({})
+        tables = {verb: default_table(verb, topology, quick=True) for verb in names}
+        return Plans(topology, names, tables, 96 << 10).predict(self.costs, numel, itemsize, codec)
+
+    def allgather_record(self, record: Any) -> list[Any]:
+        self.asked += 1
+        return [record, *self.others]
+
+
+def chosen(communicator: Described, *allow: Any, in_shares: bool = False) -> Choice:
+    auto = wanted("auto", allow)
+    assert isinstance(auto, Auto)
+    return Choice(SimpleNamespace(communicator=communicator, in_shares=in_shares), auto, "cpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("rate", "best"), [(1e7, "int4"), (2.5e8, "int8"), (1e10, "none")])
+def test_the_slower_the_links_the_fewer_bytes(rate: float, best: str, caplog: pytest.LogCaptureFixture) -> None:
+    both = chosen(Described(rate), "int8", "int4")
+    assert both.of(SIZE).name == best
+    with caplog.at_level(logging.INFO, "gradwire"):
+        both.follow(0, [SIZE], 0.0)
+    assert len(caplog.messages) == 1
+    assert f"bucket 0 (12.5 MB): {best}, " in caplog.messages[0]
+    assert caplog.messages[0].count(" ms") == 3
+
+
+def test_a_small_bucket_beside_a_large_one_may_travel_as_it_is() -> None:
+    both = chosen(Described(2.5e8), "int8")
+    assert [both.of((numel, torch.float32)).name for numel in (300, 3_125_000)] == ["none", "int8"]
+    assert chosen(Described(2e9), "int8").of(SIZE).name == "int8"
+    assert chosen(Described(2e9), "int8", in_shares=True).of(SIZE).name == "none"  # of which only half is exchanged
+
+
+def corrected(made: Choice, monkeypatch: pytest.MonkeyPatch, step_s: dict[str, float], exchange_s: float) -> list[str]:
+    """Take steps, of so many seconds each by what is chosen, until all is settled; return what was chosen in each."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(choice, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    seen = []
+    for step in range(4 * WINDOW):
+        seen.append(made.of(SIZE).name)
+        clock.now += step_s[seen[-1]]
+        made.follow(step, [SIZE], exchange_s)
+        made.follow(step, [SIZE], 1e9)  # a second look after the same step counts for nothing
+    assert made.settled
+    return seen
+
+
+def test_what_takes_as_long_as_predicted_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    communicator = Described(2.5e8)
+    made = chosen(communicator, "int8")
+    predicted_s = communicator.predict(SIZE[0], 4, made.of(SIZE).codec)  # type: ignore[arg-type]
+    with caplog.at_level(logging.INFO, "gradwire"):
+        assert set(corrected(made, monkeypatch, {"int8": 1.0}, 1.05 * predicted_s)) == {"int8"}
+    assert communicator.asked == 1
+    assert "what was predicted best stays" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize(("rival_s", "last"), [(0.9, "none"), (1.02, "none"), (1.1, "int8")])
+def test_a_rival_is_tried_and_stays_where_steps_are_quicker_or_near_and_nothing_is_lost(
+    rival_s: float, last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    communicator = Described(2.5e8)
+    made = chosen(communicator, "int8")
+    seen = corrected(made, monkeypatch, {"int8": 1.0, "none": rival_s}, 1.0)
+    assert seen[: 2 * WINDOW] == ["int8"] * WINDOW + ["none"] * WINDOW
+    assert set(seen[2 * WINDOW :]) == {last}
+    assert communicator.asked == 2
+
+
+def test_of_several_rivals_the_quickest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    communicator = Described(2.5e8)
+    step_s = {"int8": 1.0, "int4": 1.1, "none": 0.9}
+    seen = corrected(chosen(communicator, "int8", "int4"), monkeypatch, step_s, 1.0)
+    assert [seen[number * WINDOW] for number in range(4)] == ["int8", "int4", "none", "none"]
+    assert communicator.asked == 3
+
+
+def test_the_slowest_rank_decides_and_one_that_has_joined_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    communicator = Described(2.5e8)
+    communicator.others = [[1.5, 2.0], []]  # of another rank's steps, which take as long with any choice
+    assert corrected(chosen(communicator, "int8"), monkeypatch, {"int8": 0.5, "none": 1.0}, 1.0)[-1] == "none"
+
+
+def test_a_hopeless_rival_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = chosen(Described(1e7), "int8")
+    assert set(corrected(made, monkeypatch, {"int8": 1.0}, 0.5)) == {"int8"}
+
+
+def test_steps_are_not_measured_before_codecs_are_used_nor_across_layouts() -> None:
+    communicator = Described(2.5e8)
+    made = chosen(communicator, ErrorFeedback("int8", warmup_steps=50))
+    for step in range(50 + SKIPPED + COUNTED):
+        assert not made.follow(step, [SIZE] * (1 + (step == 54)), 1.0)
+    assert communicator.asked == 0
+
+
+@pytest.mark.parametrize(
+    ("compression", "allow", "said"),
+    [
+        ("int8", ["int4"], "allow is for compression='auto'.*not for 'int8'"),
+        ("auto", [], "at least one codec"),
+        ("auto", ["none"], "at least one codec"),
+        ("auto", "int8", "a list of codecs.*not 'int8'"),
+        ("auto", ["int9"], "no codec is called 'int9'; known are none, fp16"),
+        ("auto", ["int8", PowerSGD()], "what 'powersgd' takes cannot be predicted"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(compression: str, allow: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        wanted(compression, allow)
+
+
+def test_allowed_are_what_compression_takes_with_the_feedback_that_it_has() -> None:
+    assert wanted("auto", None) == Auto(tuple(map(encoding_of, ALLOWED)))
+    assert wanted("auto", ["none", "topk", "topk", Compression.fp16]) == Auto((encoding_of("topk"), Compression.fp16))
+    assert wanted("int8", None) == "int8"
