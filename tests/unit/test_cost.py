@@ -85,7 +85,7 @@ def test_ranks_wait_for_a_core_where_they_share_it() -> None:
     hosts=st.sampled_from([((0,), (1,), (2,)), ((0, 2), (1, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (2,), (3,), (4,))]),
     nbytes=st.integers(64, 1 << 16).map(lambda words: 4 * words),
     segment_bytes=st.sampled_from([1 << 12, 1 << 16]),
-    cores=st.integers(1, 4),
+    cores=st.integers(1, 5),
 )
 def test_nothing_is_quicker_where_anything_costs_more(
     algorithm: str, hosts: tuple[tuple[int, ...], ...], nbytes: int, segment_bytes: int, cores: int
@@ -103,7 +103,8 @@ def test_nothing_is_quicker_where_anything_costs_more(
         some, inside=doubled, between=doubled, uplinks=(2e-8,) * len(hosts), reduce_byte_s=2e-10, call_s=0.0
     )
     assert predict(everything, *call) == pytest.approx(2 * seconds)
-    assert predict(some, *call[:2], 4 * nbytes, segment_bytes) >= seconds
+    if cores >= some.size:  # those who wait for a core may change places, and be through sooner for it (Graham, 1966)
+        assert predict(some, *call[:2], 4 * nbytes, segment_bytes) >= seconds
 
 
 def test_many_segments_take_what_a_walk_over_all_of_them_takes() -> None:
