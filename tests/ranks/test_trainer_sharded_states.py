@@ -284,10 +284,10 @@ def load_wrongly(directory: Path) -> None:
             (
                 1,
                 with_state(mine, {**first, "exp_avg": torch.ones(1)}),
-                ".*damaged: state 'exp_avg' of parameter 0 has 1 ",
+                "a damaged state: 'exp_avg' of parameter 0 has 1 ",
             ),
             (1, with_state(mine, {}), "a part of another checkpoint"),
-            (1, {**mine, SHARDS: {"version": part["version"]}}, ".*is damaged: KeyError"),
+            (1, {**mine, SHARDS: {"version": part["version"]}}, "a damaged state: KeyError"),
             (1, {**mine, SHARDS: {**part, "shapes": part["shapes"][::-1]}}, "the state of parameters of shapes"),
         ):
             with pytest.raises(ValueError, match=f"rank {culprit} was given {said}"):

@@ -70,7 +70,7 @@ def test_own_name(
 def test_interface() -> None:
     assert machine.interface({"COLLECTIVES_INTERFACE": "lo"}) == Finding(
         "note",
-        "ranks here are reached at 127.0.0.1, interface lo: from this host only",
+        "ranks here are reached at 127.0.0.1, interface lo, but from this host only",
         "for more than one host: connect this one to a network, or name an interface in COLLECTIVES_INTERFACE",
     )
     wrong = machine.interface({"COLLECTIVES_INTERFACE": "eth77"})
@@ -138,7 +138,7 @@ WELL = {"gloo": "ok", "TCP": "ok", "shared memory": "ok"}
         (
             [(WELL, ""), (WELL | {"shared memory": "another PID namespace?"}, "")],
             ["ok", "ok", "note"],
-            "share no memory, and use TCP: another PID namespace?",
+            "share no memory and use TCP: another PID namespace?",
         ),
         (
             [(WELL, ""), ({"gloo": "ok"}, "it did not finish in time")],

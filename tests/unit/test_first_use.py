@@ -122,7 +122,7 @@ def test_precompiling_leaves_nothing_to_compile() -> None:
         said, _ = precompiling.communicate(timeout=DEADLINE_S)
         assert precompiling.returncode == 0, said
     assert said.splitlines()[-2] == "all kernels were compiled already"
-    (folder,) = re.findall(r"kept in (.*); set NUMBA_CACHE_DIR", said)
+    (folder,) = re.findall(r"saved in (.*); for another folder, set NUMBA_CACHE_DIR", said)
     assert list(Path(folder).glob("*.nbc"))
 
 

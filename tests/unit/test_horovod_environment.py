@@ -119,7 +119,7 @@ def test_init(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture)
         monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     (said,) = [record for record in caplog.records if "Horovod" in record.message]
     assert "HOROVOD_FUSION_THRESHOLD=4096" in said.message
-    assert said.message.endswith("ignored, are HOROVOD_CACHE_CAPACITY")
+    assert said.message.endswith("ignored are HOROVOD_CACHE_CAPACITY")
     hvd.init(timeout_s=20, stall_warning_s=0, stall_shutdown_s=0)
     settings = current_world().settings
     hvd.shutdown()
