@@ -123,6 +123,7 @@ def draw(files: Sequence[Path], out: Path) -> None:
     axes.axhline(1.0, color="0.5", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel="measured, ms a call", ylabel="predicted / measured")
     axes.set_yticks([0.5, 0.7, 1.0, 1.4, 2.0], ["0.5", "0.7", "1", "1.4", "2"])
+    axes.set_yticks([], minor=True)
     axes.legend(title="median error", fontsize="small")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=150)

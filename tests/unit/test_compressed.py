@@ -174,7 +174,5 @@ class TestFeedback:
     def test_of_another_world(self) -> None:
         two, three = (partition_of(Int8(), 3000, 0, hosts, 1000) for hosts in ([[0, 1]], [[0, 1, 2]]))
         saved = Feedback(Int8(), two, CPU).state_dict()
-        with pytest.raises(
-            ValueError, match=r"number of ranks: owner have shapes \[\(1536,\)\], not \[\(1024,\)\]"
-        ):
+        with pytest.raises(ValueError, match=r"number of ranks: owner have shapes \[\(1536,\)\], not \[\(1024,\)\]"):
             Feedback(Int8(), three, CPU).load_state_dict(saved)
