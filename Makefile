@@ -21,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest tests -n 3 --dist worksteal
 test: .venv/.test  ## run the tests but the widest sweeps, in 5 to 6 minutes; options pass through: ARGS="-k NAME"
 	$(PYTEST) -m "not wide" $(ARGS)
 
-test-all: .venv/.test  ## run all tests, in less than 15 minutes; options pass through
+test-all: .venv/.test  ## run all tests, in 20 to 25 minutes; options pass through
 	$(PYTEST) $(ARGS)
 
 test-integrations: .venv/.test .venv/.integrations  ## run docs/integrations with the frameworks that they are for

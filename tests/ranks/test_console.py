@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.trainer.cli.__main__ import main
+from tests.harness import wide
 from tests.interpreter import python
 from tests.pages import ROOT
 from tests.ranks.test_init import unused_port
@@ -174,7 +175,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [*wide(signal.SIGINT), signal.SIGKILL])
 def test_no_rank_outlives_the_launcher(folder: Path, number: signal.Signals) -> None:
     """It is told to end all, or gone itself before it can."""
     end = time.monotonic() + DEADLINE_S

@@ -111,6 +111,7 @@ def test_a_killed_rank_costs_no_bit(tmp_path: Path) -> None:
         assert all(map(torch.equal, weights, expected))
 
 
+@pytest.mark.wide
 def test_a_failure_that_comes_back_ends_the_job(tmp_path: Path) -> None:
     status, output = torchrun(tmp_path, "raise")
     assert status != 0

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.harness import wide
 from tests.pages import ROOT
 from tests.ranks.programs import launch_text
 
@@ -65,7 +66,7 @@ def test_ranks_share_the_states_of_an_optimizer(tmp_path: Path) -> None:
     assert max(kept) < 0.6 * sum(kept)
 
 
-@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("dies", [0, *wide(1)])
 def test_a_run_that_broke_goes_on_with_the_same_command(dies: int, tmp_path: Path) -> None:
     """Die once while saving, where the other rank has saved already: the step that both have counts."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"

@@ -2,11 +2,14 @@
 
 import sys
 
+import pytest
+
 from tests.harness import RUN_TIMEOUT_S
 from tests.pages import ROOT
 from tests.ranks.programs import start
 
 
+@pytest.mark.wide
 def test_the_smoke_test_of_the_matrix() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     smoke = start([*torchrun, "tests/smoke.py"], ROOT)
