@@ -108,7 +108,7 @@ class Plans:
 
     @property
     def measured(self) -> Measured | None:
-        """What 'auto' chooses by where links were measured."""
+        """Return what 'auto' chooses by after a measurement of the links; None without one."""
         return self._measured
 
     @measured.setter

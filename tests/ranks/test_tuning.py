@@ -67,10 +67,10 @@ def test_all_ranks_measure_the_same_and_choose_alike(ranks: Worlds, tmp_path: Pa
     assert len(names) == 3 * len(NBYTES)
 
 
-def refused(file: str) -> str:
+def refused(file: str, kind: type[ValueError] = TuningError, said: str = "") -> str:
     os.environ[TUNING] = file
     try:
-        with pytest.raises(TuningError) as caught:
+        with pytest.raises(kind, match=said) as caught:
             Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
         return str(caught.value)
     finally:
@@ -86,13 +86,7 @@ def test_a_file_of_other_hosts_is_refused_on_all_ranks(ranks: Worlds, tmp_path: 
 
 
 def read_on_all_but_one(file: str) -> str:
-    os.environ[TUNING] = file + ".missing" * (dist.get_rank() == 1)
-    try:
-        with pytest.raises(ValueError, match="same settings") as caught:
-            Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
-        return str(caught.value)
-    finally:
-        del os.environ[TUNING]
+    return refused(file + ".missing" * (dist.get_rank() == 1), ValueError, "same settings")
 
 
 def test_a_file_that_one_rank_cannot_read_is_an_error_on_all(ranks: Worlds, tmp_path: Path) -> None:

@@ -57,9 +57,8 @@ class Choice:
         self._warmup_steps = max(kind.warmup_steps if isinstance(kind, Encoding) else 0 for kind in auto.allowed)
         self._predicted: dict[Size, dict[Cast | Encoding, float]] = {}
         self._everywhere: Cast | Encoding | None = None
-        self._rivals: list[Cast | Encoding] | None = (
-            None  # yet to be tried; None before the predicted choice is measured
-        )
+        # Those still to be tried; None before the predicted choice is measured.
+        self._rivals: list[Cast | Encoding] | None = None
         # Seconds of a step by what was tried everywhere, and for how many they count.
         self._taken: list[tuple[float, Cast | Encoding | None, float]] = []
         self._step, self._now_s = -1, 0.0
