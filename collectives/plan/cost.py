@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -148,7 +149,7 @@ class Costs:
             raise TuningError(f"tuning file {source} was made for {made_for}; here are {here}; {_REMEDY}")
         return self
 
-    @property
+    @cached_property
     def slow_hosts(self) -> tuple[int, ...]:
         """The hosts, by index, whose uplink is much slower than that of most."""
         usual = median(self.uplinks)
