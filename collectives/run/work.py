@@ -100,10 +100,12 @@ class WorkQueue:
         self._name = name
         self.number = -1
         self._queue: deque[Work] = deque()
-        # Quicker to take than the Condition made of it; one that its owner may take again, as finalizers may run anywhere.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._turn: object = None  # what has entered; True while the thread runs a work
+        # Of the queue; its owner may take it again, as finalizers may run anywhere. A turn is taken without it, since a lock takes
+        # as long as a small message: dict.setdefault() gives it to one of several threads that come at once.
+        self._changed = threading.Condition(threading.RLock())
+        self._turn: dict[
+            str, object
+        ] = {}  # "taken": by what has entered; by the queue itself while the thread runs a work
         self.sealed = False
         self._thread: threading.Thread | None = None
 
@@ -125,32 +127,33 @@ class WorkQueue:
         An operation run so costs no thread switch, which takes longer than a small message. turn: tells this turn from all
         others, so that leave() is right wherever an interrupt strikes.
         """
-        with self._lock:
-            if self._turn is not None or self._queue or self.sealed:
-                return False
-            self._turn = turn
-            self.number += counted
-            return True
+        if self._queue or self._turn.setdefault("taken", turn) is not turn:
+            return False
+        self.number += counted
+        if self.sealed:  # after the turn was taken: seal() counts what has entered
+            self.leave(turn, self.number - counted)
+            return False
+        return True
 
     def leave(self, turn: object, last_begun: int) -> None:
         """End the turn that enter() gave; do nothing where it gave none. last_begun: number of the last turn in which anything
         was begun; this one goes to the next who enters, where that was an earlier one."""
-        with self._lock:
-            if self._turn is turn:
-                self._turn = None
-                self.number = last_begun
-                if self._queue or self.sealed:
+        if self._turn.get("taken") is turn:
+            self.number = last_begun
+            del self._turn["taken"]
+            if self._queue or self.sealed:
+                with self._changed:
                     self._changed.notify_all()
 
     @property
     def issued(self) -> int:
         """How many turns have been given or are still to be given."""
-        with self._lock:
+        with self._changed:
             return self.number + 1 + sum(work.counted for work in self._queue)
 
     def seal(self) -> int | None:
         """Take nothing more; return how many turns have been given or are still to be given, None where it was sealed before."""
-        with self._lock:
+        with self._changed:
             if self.sealed:
                 return None
             self.sealed = True
@@ -158,7 +161,7 @@ class WorkQueue:
 
     def busy(self) -> bool:
         """Return True while anything runs or waits to run."""
-        return self._turn is not None or bool(self._queue)
+        return bool(self._turn or self._queue)
 
     def close(self, timeout_s: float) -> bool:
         """Take nothing more, and let the thread end once it has run what is queued; False when not all has run after
@@ -174,17 +177,16 @@ class WorkQueue:
             work.run()
             del work  # it holds on to tensors, and they to whatever they lie in
             with self._changed:
-                self._turn = None
+                del self._turn["taken"]
                 self._changed.notify_all()
 
     def _next(self) -> Work | None:
         """Wait for a work's turn and return it; None once the queue is closed and empty."""
         with self._changed:
-            while self._turn is not None or not self._queue:
-                if self.sealed and not self._queue and self._turn is None:
+            while not self._queue or self._turn.setdefault("taken", self) is not self:
+                if self.sealed and not self.busy():
                     return None
                 self._changed.wait()
-            self._turn = True
             work = self._queue.popleft()
             self.number += work.counted
             return work

@@ -266,7 +266,7 @@ def test_a_wait_that_ends_as_if_all_were_well_is_a_failure_all_the_same() -> Non
 
 def test_a_collector_that_runs_in_the_queue_does_not_block_it() -> None:
     queue = WorkQueue("test")
-    with queue._lock:
+    with queue._changed:
         queue.close(0.0)
 
 

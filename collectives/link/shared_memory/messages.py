@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 
 import numpy as np
 import torch
@@ -44,13 +43,14 @@ class SharedMemory(Allocations):
         parts = {"reduce_shares": kernels.REDUCES, "gather_shares": kernels.SPREADS}
         doing = parts.get(request.verb, kernels.REDUCES | kernels.SPREADS)
         kind = (nbytes, request.dtype.itemsize, arithmetic, kernels.OPS[request.op], divisor, doing)
-        kernel = partial(kernels.allreduce, group.context_address, *kind)
+        words = np.array((group.context_address, *kind), dtype=np.int64)
+        kernel, address = kernels.allreduce, words.ctypes.data
         is_small = nbytes <= group.whole_bytes
 
-        def allreduce(flat: torch.Tensor, same: torch.Tensor, tag: int, deadline: float) -> None:
+        def allreduce(flat: torch.Tensor, same: torch.Tensor, tag: int, deadline: float, keeps: object = words) -> None:
             self._sequence = sequence = self._sequence + 1
             place = ELSEWHERE if is_small else self.place(flat)
-            if group.run(kernel, (flat.data_ptr(), sequence, tag, *place), deadline):
+            if group.run(kernel, (address, flat.data_ptr(), sequence, tag, *place), deadline):
                 self.follow()
 
         return Whole(allreduce, needs_meeting=False)
