@@ -100,8 +100,8 @@ class WorkQueue:
         self._name = name
         self.number = -1
         self._queue: deque[Work] = deque()
-        # Of the queue; its owner may take it again, as finalizers may run anywhere. A turn is taken without it, since a lock takes
-        # as long as a small message: dict.setdefault() gives it to one of several threads that come at once.
+        # Its owner may take it again, as finalizers may run anywhere. A turn is taken without it, since two uses of a lock take a
+        # third of a microsecond: dict.setdefault() gives the turn to one of several threads that come at once.
         self._changed = threading.Condition(threading.RLock())
         self._turn: dict[
             str, object
@@ -130,7 +130,7 @@ class WorkQueue:
         if self._queue or self._turn.setdefault("taken", turn) is not turn:
             return False
         self.number += counted
-        if self.sealed:  # after the turn was taken: seal() counts what has entered
+        if self.sealed:  # looked at when the turn is counted: seal() must miss none that goes on
             self.leave(turn, self.number - counted)
             return False
         return True

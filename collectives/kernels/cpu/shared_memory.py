@@ -294,10 +294,11 @@ _START, _ANNOUNCED, _STAGING_NOW, _REDUCED_NOW = range(4)
 def allreduce(request, data, sequence, tag, slot, offset, born):
     """Reduce a tensor at `data` over the ranks of a segment, in place. After PENDING, call it again in the same way.
 
-    request: seven words that are the same in all calls of an operation, since every argument costs time: the context, the number
-    of bytes, the size of an element, its arithmetic, the op, the divisor, and REDUCES | SPREADS, or one of them: then only this
-    rank's share holds the result, or is what it has of it. sequence, tag: what all ranks must agree on, the operation's number and
-    what is called. slot, offset, born: where the tensor lies in this rank's shared allocations; slot is -1 for one that does not.
+    request: seven words that are the same in all calls of an operation, since every argument costs time: the context, the
+    number of bytes, the size of an element, its arithmetic, the op, the divisor, and REDUCES | SPREADS, or one of them: then only
+    this rank's share holds the result, or is what it has of it. sequence, tag: what all ranks must agree on, the operation's
+    number and what is called. slot, offset, born: where the tensor lies in this rank's shared allocations; slot is -1 for one
+    that does not.
     """
     context, nbytes, itemsize, function = load(request), load(request + 8), load(request + 16), load(request + 24)
     op, divisor, doing = load(request + 32), load(request + 40), load(request + 48)
