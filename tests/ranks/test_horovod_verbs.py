@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import gradwire as hvd
-from gradwire.collectives import CollectiveTimeout, Communicator, PeerLost
+from gradwire.collectives import CollectiveTimeout, PeerLost
 from gradwire.trainer.world.world import current_world
 from tests.ranks.forms import GROUPED, VERBS, done, forms
 from tests.ranks.training import on_ranks
@@ -24,7 +24,7 @@ def own(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.arange(1, numel + 1) * (hvd.rank() + 1)).to(dtype).view(shape)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_gathers_groups() -> None:
     """Rank r gives r rows of the first tensor, 2 of the second, 3 - r of the third, of different dtypes."""
     rank, size = hvd.rank(), hvd.size()
@@ -44,7 +44,7 @@ def test_gathers_groups() -> None:
     assert hvd.grouped_allgather([]) == []
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_scatters_groups() -> None:
     size = hvd.size()
     given = [own(7, dtype=torch.float64), own(size, 2), own(2, dtype=torch.int64)]
@@ -67,7 +67,7 @@ def test_scatters_groups() -> None:
         hvd.grouped_reducescatter(given, compression="int8")
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_integers() -> None:
     """Times a factor in float64, truncated toward zero, before and after; an average with a factor is truncated once."""
     size = hvd.size()
@@ -145,17 +145,6 @@ def flat(result: Any) -> list[Tensor]:
 
 
 @on_ranks(2)
-def test_names_of_process_sets() -> None:
-    """A name counts within one process set."""
-    with Communicator() as communicator:
-        handle = hvd.allreduce_async(own(2), name="loss")
-        other = hvd.allreduce_async(own(2), name="loss", process_set=communicator)
-        with pytest.raises(ValueError, match="in flight"):
-            hvd.allreduce_async(own(2), name="loss", process_set=communicator)
-        assert torch.equal(hvd.synchronize(handle), hvd.synchronize(other))
-
-
-@on_ranks(2)
 def test_names_in_errors() -> None:
     if hvd.rank() == 1:
         with pytest.raises(ValueError, match=r"op must be one of .* \(allreduce, name='loss'\)$"):
@@ -207,6 +196,10 @@ def test_errors_found_before_data_moves() -> None:
         hvd.alltoall(own(4 if rank == 2 else 3))
     with pytest.raises(ValueError, match="alltoall: needs a tensor of at least one dimension; rank 0 gave a scalar"):
         hvd.alltoall(own() if rank == 0 else own(3))
+    with pytest.raises(ValueError, match="allgather: needs tensors of at least one dimension; rank 2 gave a scalar"):
+        hvd.allgather(own() if rank == 2 else own(1))
+    with pytest.raises(ValueError, match=r"rank 0 gave \[3, 3\] torch.float32, rank 1 gave \[3, 4\] torch.float32"):
+        hvd.alltoall(own(3, 4 if rank == 1 else 3))
     works()
     received, from_each = hvd.alltoall(own(3), None if rank == 0 else [1, 1, 1]), [1, 1, 1]
     if rank > 0:
@@ -256,9 +249,6 @@ def test_the_world_forgets_what_is_dropped() -> None:
 def test_the_deadline_of_init_holds_for_all_operations() -> None:
     """Rank 0 stays away from what the others call, of the world's own Communicator and of an optimizer's."""
     hvd.shutdown()
-    for wrong in (0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="timeout_s must be a finite number of seconds > 0"):
-            hvd.init(timeout_s=wrong)
     hvd.init(timeout_s=2.0)
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1))
@@ -290,7 +280,7 @@ def test_init_and_shutdown() -> None:
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product])
 def test_allreduce_and_reducescatter(op: str) -> None:
     everyones = torch.stack([torch.arange(1.0, 7.0).view(2, 3) * (rank + 1) for rank in range(hvd.size())])
@@ -305,9 +295,8 @@ def test_allreduce_and_reducescatter(op: str) -> None:
     handle = hvd.allreduce_async(own(2, 3), op=op)
     hvd.synchronize(handle)
     assert hvd.poll(handle)
-    if hvd.size() == 2:
-        for form in forms("reducescatter").values():
-            assert torch.equal(done(form(own(2, 3), op=op)), wanted[hvd.rank() : hvd.rank() + 1])
+    for form in forms("reducescatter").values():
+        assert torch.equal(done(form(own(2, 3), op=op)), wanted[hvd.rank() : hvd.rank() + 1])
 
 
 @on_ranks(3)
@@ -377,19 +366,6 @@ def test_what_has_no_memory() -> None:
             with pytest.raises(TypeError, match="rank 1: this FakeTensor on cpu has no memory of its own"):
                 call()
     assert hvd.allreduce(own(3), op=hvd.Sum).shape == (3,)
-
-
-@on_ranks(3)
-def test_rows_that_do_not_fit() -> None:
-    for verb in (hvd.allgather, hvd.alltoall):
-        with pytest.raises(ValueError, match=r"rank 0 gave \[3, 3\] torch.float32, rank 1 gave \[3, 4\] torch.float32"):
-            verb(torch.zeros(3, 4 if hvd.rank() == 1 else 3))
-    with pytest.raises(ValueError, match=r"rank 0 gave \[1\] torch.float32, rank 2 gave \[1\] torch.int32"):
-        hvd.alltoall_async(torch.zeros(1, dtype=torch.int32 if hvd.rank() == 2 else torch.float32), [1, 0, 0])
-    with pytest.raises(ValueError, match="rank 2 gave a scalar"):
-        hvd.allgather(torch.zeros(()) if hvd.rank() == 2 else torch.zeros(1))
-    with pytest.raises(ValueError, match="reducescatter: needs tensors of at least one dimension"):
-        hvd.reducescatter(torch.zeros(()))
 
 
 @on_ranks(3)
