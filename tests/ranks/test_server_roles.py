@@ -78,7 +78,8 @@ def test_a_server_that_fails_at_a_message_leaves_nobody_waiting(place: str) -> N
 
     server: Any = optimizer._part.serving
     if server is not None:
-        setattr(server._packing, place, fail)
+        _, packing = server._answer.args
+        setattr(packing, place, fail)
     hvd.barrier()
     if hvd.rank() == 1:
         with pytest.raises(CollectiveError, match="no room today" if place == "decode" else "lost rank 0"):

@@ -2,18 +2,22 @@
 
 import threading
 import time
+from functools import partial
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
+from gradwire.trainer.servers import messages
 from gradwire.trainer.servers.aggregator import Scheme
 from gradwire.trainer.servers.connection import QuorumLost
 from gradwire.trainer.servers.key_value.keys import Entry, KeySpec
-from gradwire.trainer.servers.key_value.messages import ROWS, KeyServer, RemoteKeys
-from gradwire.trainer.servers.messages import SETTINGS, Server
+from gradwire.trainer.servers.key_value.messages import ROWS, RemoteKeys
+from gradwire.trainer.servers.key_value.messages import answer as key_answer
+from gradwire.trainer.servers.messages import SETTINGS
 from gradwire.trainer.servers.serving import LEAVE, OWN, Client, Serving
 from gradwire.trainer.servers.updater import Updater
 
@@ -88,10 +92,9 @@ def test_the_quorum_of_a_key_that_is_lost_is_smaller_by_those_that_have_left() -
 
 def test_a_kind_that_nobody_says_is_not_taken_for_another() -> None:
     nothing: Any = None
-    server, keys = Server(nothing, nothing, {}), KeyServer(nothing, {})
-    for serving, last in ((server, SETTINGS), (keys, ROWS)):
+    for answer, last in ((partial(messages.answer, nothing, nothing), SETTINGS), (partial(key_answer, nothing), ROWS)):
         with pytest.raises(ValueError, match=f"rank 3 says {last + 1}, which is n.* PUSH"):
-            serving._answer(3, nothing, last + 1, [0.0, 0.0, 0.0])
+            answer(3, nothing, last + 1, [0.0, 0.0, 0.0])
 
 
 SPEC = KeySpec("w", 0, torch.Size([2]), torch.float32, 1)
@@ -122,14 +125,10 @@ class Asking(Pair):
         tensor.fill_(OWN)
 
 
-class Failing(Serving):
-    def _answer(self, *request: Any) -> None:
-        raise ZeroDivisionError
-
-
 def test_a_server_that_fails_lets_its_worker_know_by_closing() -> None:
-    entry = updater_of(SYNCHRONOUS)
-    server = Failing("server", entry, {1: cast(Communicator, pair := Asking(RuntimeError()))})
+    pair = Asking(RuntimeError())
+    answer = Mock(side_effect=ZeroDivisionError)
+    server = Serving("server", updater_of(SYNCHRONOUS), answer, {1: cast(Communicator, pair)})
     assert server.join(time.monotonic() + FAR_S)
     assert pair.is_closed
 
