@@ -271,8 +271,6 @@ def test_init_and_shutdown() -> None:
     hvd.shutdown()
     hvd.shutdown()
     assert not hvd.is_initialized()
-    with pytest.raises(RuntimeError, match=r"call hvd\.init\(\) first"):
-        hvd.rank()
     total = torch.ones(1)
     torch.distributed.all_reduce(total)
     assert total == torch.distributed.get_world_size()
@@ -339,31 +337,23 @@ def test_uneven_rows() -> None:
 
 
 @on_ranks(3)
-def test_what_is_no_tensor() -> None:
-    for name, call in forms(*VERBS, *GROUPED).items():
-        for value, kind in ((5, "int"), ([1], "list"), (None, "NoneType")):
-            with pytest.raises(TypeError, match=rf"rank {hvd.rank()}: a torch.Tensor is needed, not {kind}"):
-                call([value] if name.startswith("grouped") else value)
-    for call in (hvd.poll, hvd.synchronize):
-        with pytest.raises(TypeError, match=rf"rank {hvd.rank()}: a Handle is needed, .*, not int"):
-            call(5)
-
-
-@on_ranks(3)
-def test_what_has_no_memory() -> None:
-    """A fake tensor, by every verb: refused before the sizes or splits of the verbs that exchange them are sent."""
+def test_what_is_no_tensor_or_has_no_memory() -> None:
+    """Refused by every verb, before the sizes or splits of those that exchange them are sent."""
     with FakeTensorMode():
         fake = torch.empty(3)
-    calls: list[Callable[[], Any]] = [
-        *(partial(form, fake) for form in forms(*VERBS, *GROUPED).values()),
-        *(partial(form, [torch.ones(3), fake]) for form in forms(*GROUPED).values()),
-        lambda: hvd.alltoall_async(fake, [1, 1, 1]),
-        lambda: hvd.broadcast_parameters({"a": torch.ones(3), "b": fake}, 0),
-        lambda: hvd.broadcast_optimizer_state(torch.optim.SGD([fake.requires_grad_()]), 0),
+    needed, no_memory = "a torch.Tensor is needed, not", "this FakeTensor on cpu has no memory of its own"
+    wrong = [(5, f"{needed} int"), ([1], f"{needed} list"), (None, f"{needed} NoneType"), (fake, no_memory)]
+    calls: list[tuple[Callable[[], Any], str]] = [
+        *((partial(form, value), said) for form in forms(*VERBS).values() for value, said in wrong),
+        *((partial(form, [torch.ones(3), value]), said) for form in forms(*GROUPED).values() for value, said in wrong),
+        (lambda: hvd.alltoall_async(fake, [1, 1, 1]), no_memory),
+        (lambda: hvd.broadcast_parameters({"a": torch.ones(3), "b": fake}, 0), no_memory),
+        (lambda: hvd.broadcast_optimizer_state(torch.optim.SGD([fake.requires_grad_()]), 0), no_memory),
+        *((partial(call, 5), "a Handle is needed, .*, not int") for call in (hvd.poll, hvd.synchronize)),
     ]
     if hvd.rank() == 1:
-        for call in calls:
-            with pytest.raises(TypeError, match="rank 1: this FakeTensor on cpu has no memory of its own"):
+        for call, said in calls:
+            with pytest.raises(TypeError, match=f"rank 1: {said}"):
                 call()
     assert hvd.allreduce(own(3), op=hvd.Sum).shape == (3,)
 

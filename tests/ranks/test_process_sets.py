@@ -202,8 +202,6 @@ def test_static_sets() -> None:
         assert len(current_world().process_sets) == 4
         hvd.shutdown()
         assert (even.process_set_id, even.ranks) == (None, [0, 2])
-        with pytest.raises(ValueError, match=r"call hvd\.init\(\) first"):
-            hvd.rank()
     for wrong, message in [([[0], [0]], "already"), ([[9]], "from 0 to 3"), ("static", "\"dynamic\", not 'static'")]:
         with pytest.raises(ValueError, match=message):
             hvd.init(process_sets=wrong)  # type: ignore[arg-type]
@@ -222,8 +220,6 @@ def test_smaller_worlds() -> None:
     root = hvd.broadcast(torch.tensor([float(launched)]), 1).tolist()
     ps = hvd.add_process_set([0])
     assert (ps.included(), ps.size()) == (hvd.rank() == 0, 1)
-    with pytest.raises(ValueError, match=r"after init\(comm=\), a process set is made of a list of ranks"):
-        hvd.add_process_set(hvd.ProcessSet(torch.distributed.group.WORLD))  # type: ignore[arg-type]
     weight = nn.Parameter(torch.zeros(1))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
     (weight * hvd.rank()).backward()  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ from gradwire.trainer.world.joined import cross_position
 from gradwire.trainer.world.launch import ALONE, Launch, meeting_point, read_launch, slurm_hint
 from tests.pages import ROOT
 from tests.ranks.programs import start
+from tests.unit.test_horovod_environment import HOROVODRUN
 
 TORCHRUN = {
     "RANK": "5",
@@ -47,6 +48,7 @@ SLURM = {
         ({"MASTER_ADDR": "node07", "MASTER_PORT": "1234"}, ALONE),
         (TORCHRUN, Launch("torchrun", 5, 8, 1, 4)),
         ({"RANK": "0", "WORLD_SIZE": "2"}, Launch("torchrun", 0, 2, None, None)),
+        (HOROVODRUN, Launch("horovodrun", 1, 2, 1, 2)),
         (OPEN_MPI, Launch("Open MPI", 2, 4, 0, 2)),
         (MPICH, Launch("MPICH", 3, 4, 1, 2)),
         ({"PMI_RANK": "0", "PMI_SIZE": "1"}, Launch("MPICH", 0, 1, None, None)),
@@ -60,6 +62,22 @@ def test_position(environment: dict[str, str], launch: Launch) -> None:
     assert read_launch(environment) == launch
 
 
+def meet(environment: dict[str, str]) -> tuple[str, int]:
+    return meeting_point(environment, read_launch(environment))
+
+
+def test_meeting_point_that_is_told() -> None:
+    assert meet(TORCHRUN) == ("node07", 1234)
+    for environment in (OPEN_MPI, MPICH, SLURM, HOROVODRUN):
+        assert meet(environment | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"}) == ("10.0.0.1", 99)
+
+
+def test_meeting_point_on_one_host() -> None:
+    on_one_host = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "MASTER_PORT": "99"}
+    assert meet(on_one_host) == ("127.0.0.1", 99)
+    assert meet(HOROVODRUN) == ("127.0.0.1", 15000 + 4711)
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
@@ -68,33 +86,10 @@ def test_position(environment: dict[str, str], launch: Launch) -> None:
         (MPICH | {"PMI_RANK": "4"}, "PMI_RANK=4 is not a rank of PMI_SIZE=4 processes"),
         (TORCHRUN | {"RANK": "-1"}, "RANK=-1 is not a rank of WORLD_SIZE=8 processes"),
         (TORCHRUN | {"LOCAL_RANK": ""}, "LOCAL_RANK must be a whole number, not ''"),
-    ],
-)
-def test_contradictions(environment: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_launch(environment)
-
-
-def meet(environment: dict[str, str]) -> tuple[str, int]:
-    return meeting_point(environment, read_launch(environment))
-
-
-def test_meeting_point_that_is_told() -> None:
-    assert meet(TORCHRUN) == ("node07", 1234)
-    for environment in (OPEN_MPI, MPICH, SLURM):
-        assert meet(environment | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"}) == ("10.0.0.1", 99)
-
-
-def test_meeting_point_on_one_host() -> None:
-    on_one_host = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "MASTER_PORT": "99"}
-    assert meet(on_one_host) == ("127.0.0.1", 99)
-
-
-@pytest.mark.parametrize(
-    ("environment", "missing"),
-    [
+        (HOROVODRUN | {"HOROVOD_RANK": "2"}, "HOROVOD_RANK=2 is not a rank of HOROVOD_SIZE=2 processes"),
         (OPEN_MPI, "set MASTER_ADDR and MASTER_PORT"),
         (OPEN_MPI | {"PMIX_NAMESPACE": "prterun-node01-4711@1"}, "set MASTER_ADDR to"),
+        (HOROVODRUN | {"HOROVOD_LOCAL_SIZE": "1"}, "horovodrun does not say where rank 0 listens: set MASTER_ADDR to"),
         (MPICH | {"MASTER_ADDR": "node01"}, "set MASTER_PORT to"),
         (MPICH | {"MASTER_PORT": "29500"}, "set MASTER_ADDR to"),
         (
@@ -103,8 +98,8 @@ def test_meeting_point_on_one_host() -> None:
         ),
     ],
 )
-def test_meeting_point_that_nobody_tells(environment: dict[str, str], missing: str) -> None:
-    with pytest.raises(ValueError, match=missing):
+def test_contradictions_and_meeting_points_that_nobody_tells(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         meet(environment)
 
 
