@@ -24,21 +24,25 @@ def own(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.arange(1, numel + 1) * (hvd.rank() + 1)).to(dtype).view(shape)
 
 
-@on_ranks(3)
-def test_gathers_groups() -> None:
-    """Rank r gives r rows of the first tensor, 2 of the second, 3 - r of the third, of different dtypes."""
-    rank, size = hvd.rank(), hvd.size()
-    given = [
+def uneven(rank: int, size: int) -> list[Tensor]:
+    """Return what a rank has to gather: as many rows as its number, two, what is missing to as many as ranks, and three."""
+    return [
         torch.full((rank, 2), float(rank)),
         torch.full((2,), rank, dtype=torch.int16),
         torch.full((size - rank, 1, 2), rank, dtype=torch.bfloat16),
+        torch.arange(6).view(2, 3).t() + rank,
     ]
-    alone = [hvd.allgather(tensor) for tensor in given]
-    assert alone[1].tolist() == [r for r in range(size) for _ in range(2)]
-    for form in forms("grouped_allgather").values():
-        gathered = done(form(given))
+
+
+@on_ranks(3)
+def test_gathers_uneven_rows_alone_and_in_groups() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    wanted = [torch.cat(parts) for parts in zip(*(uneven(other, size) for other in range(size)), strict=True)]
+    found = [[done(form(tensor)) for tensor in uneven(rank, size)] for form in forms("allgather").values()]
+    found += [done(form(uneven(rank, size))) for form in forms("grouped_allgather").values()]
+    for gathered in found:
         assert isinstance(gathered, list)
-        for one, other in zip(gathered, alone, strict=True):
+        for one, other in zip(gathered, wanted, strict=True):
             assert one.dtype is other.dtype
             assert torch.equal(one, other)
     assert hvd.grouped_allgather([]) == []
@@ -322,18 +326,6 @@ def test_arguments() -> None:
     assert scaled.item() == 2 * total_ * (hvd.rank() + 1)
     handle = hvd.reducescatter_async(own(size), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
     assert [hvd.synchronize(handle).item(), hvd.synchronize(handle).item()] == [scaled.item()] * 2
-
-
-@on_ranks(3)
-def test_uneven_rows() -> None:
-    """Rank r gathers r rows, the first none; 3 ranks share 7 rows of a reduction as 3, 2, 2."""
-    rank, size = hvd.rank(), hvd.size()
-    for form in forms("allgather").values():
-        gathered = done(form(torch.full((rank, 2), float(rank))))
-        assert gathered.tolist() == [[r, r] for r in range(size) for _ in range(r)]
-    assert hvd.reducescatter(own(7), op=hvd.Sum).tolist() == [[6.0, 12.0, 18.0], [24.0, 30.0], [36.0, 42.0]][rank]
-    strided = torch.arange(6).view(2, 3).t() + rank
-    assert hvd.allgather(strided).tolist() == [[i + r, i + 3 + r] for r in range(size) for i in range(3)]
 
 
 @on_ranks(3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
+from gradwire.collectives import CollectiveTimeout, Communicator, PeerLost
 from gradwire.trainer.servers import messages
 from gradwire.trainer.servers.aggregator import Scheme
 from gradwire.trainer.servers.connection import QuorumLost
@@ -31,9 +31,16 @@ def updater_of(scheme: Scheme, timeout_s: float = FAR_S) -> Updater:
     return Updater(0, range(3), (0, 2), [parameter], torch.optim.SGD([parameter], lr=1.0), scheme, timeout_s)
 
 
-def error_of_one_that_waits(updater: Updater, *lost: int) -> CollectiveError:
-    """Have rank 1 take a step that needs another's, while these are lost in turn; return what it raises."""
-    begin = threading.Barrier(2)
+@pytest.mark.parametrize(
+    ("scheme", "lost"),
+    [
+        (Scheme(quorum=1, grace_s=0.0, staleness=0, late="next"), [2]),  # rank 1 would wait for rank 0 by the bound
+        (SYNCHRONOUS, [2, 0]),
+    ],
+)
+def test_nobody_waits_when_a_serving_rank_is_lost_and_the_first_is_named(scheme: Scheme, lost: list[int]) -> None:
+    """Have rank 1 take a step that needs another's, while these are lost in turn."""
+    updater, begin = updater_of(scheme), threading.Barrier(2)
 
     def lose() -> None:
         begin.wait(FAR_S)
@@ -43,23 +50,10 @@ def error_of_one_that_waits(updater: Updater, *lost: int) -> CollectiveError:
     thread = threading.Thread(target=lose)
     thread.start()
     begin.wait(FAR_S)
-    with pytest.raises(CollectiveError) as caught:
+    with pytest.raises(PeerLost) as caught:
         updater.exchange(1, 0, 1.0, updater.flat.empty())
     thread.join()
-    return caught.value
-
-
-def test_nobody_waits_for_a_worker_when_a_serving_rank_is_lost() -> None:
-    asynchronous = Scheme(quorum=1, grace_s=0.0, staleness=0, late="next")
-    error = error_of_one_that_waits(updater_of(asynchronous), 2)  # rank 1 would wait for rank 0 by the bound
-    assert isinstance(error, PeerLost)
-    assert error.ranks == (2,)
-
-
-def test_the_serving_rank_is_named_that_was_lost_first() -> None:
-    error = error_of_one_that_waits(updater_of(SYNCHRONOUS), 2, 0)
-    assert isinstance(error, PeerLost)
-    assert error.ranks == (2,)
+    assert caught.value.ranks == (2,)
 
 
 @pytest.mark.parametrize("has_left", [False, True])
