@@ -52,6 +52,7 @@ from gradwire.trainer.horovod.movements import broadcast_async as broadcast_asyn
 from gradwire.trainer.horovod.movements import broadcast_async_ as broadcast_async_
 from gradwire.trainer.horovod.movements import grouped_allgather as grouped_allgather
 from gradwire.trainer.horovod.movements import grouped_allgather_async as grouped_allgather_async
+from gradwire.trainer.horovod.movements import sparse_allreduce_async as sparse_allreduce_async
 from gradwire.trainer.horovod.probes import ccl_built as ccl_built
 from gradwire.trainer.horovod.probes import cuda_built as cuda_built
 from gradwire.trainer.horovod.probes import ddl_built as ddl_built
@@ -76,7 +77,6 @@ from gradwire.trainer.horovod.reductions import grouped_reducescatter_async as g
 from gradwire.trainer.horovod.reductions import reducescatter as reducescatter
 from gradwire.trainer.horovod.reductions import reducescatter_async as reducescatter_async
 from gradwire.trainer.horovod.schedules import WarmupLR as WarmupLR
-from gradwire.trainer.horovod.sparse import sparse_allreduce_async as sparse_allreduce_async
 from gradwire.trainer.horovod.state import allgather_object as allgather_object
 from gradwire.trainer.horovod.state import broadcast_object as broadcast_object
 from gradwire.trainer.horovod.state import broadcast_optimizer_state as broadcast_optimizer_state

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
+import runpy
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ import gradwire as hvd
 from gradwire.trainer.elastic import watcher
 from gradwire.trainer.elastic.memory import Agent, NamedMemory
 from gradwire.trainer.world.world import current_world
-from tests.harness import Worlds
-from tests.pages import ROOT
-from tests.ranks.programs import DEADLINE_S, launch
-from tests.ranks.training import in_world, on_ranks
+from tests.harness import World, Worlds
+from tests.ranks.programs import DEADLINE_S, start
+from tests.ranks.training import assert_equal, copies, in_world, on_ranks
 
 SCRIPT = """
 import os, signal, sys
@@ -59,9 +59,10 @@ def train(state):
 
 sampler = hvd.elastic.ElasticSampler(data, seed=3)
 state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
-state.register_reset_callbacks([lambda: print(f"reset at {state.batch}\\n", end="", flush=True)])
+resets = []
+state.register_reset_callbacks([lambda: resets.append(state.batch), lambda: print(f"reset at {resets}\\n", end="", flush=True)])
 train(state)
-torch.save([state.batch, *model.parameters()], f"{sys.argv[1]}-{hvd.rank()}.pt")
+hvd.shutdown()
 """
 
 
@@ -70,10 +71,7 @@ def torchrun(folder: Path, ending: str) -> tuple[int, str]:
     (folder / "train.py").write_text(SCRIPT)
     flags = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "9"]
     command = [sys.executable, "-m", "torch.distributed.run", *flags, "train.py", ending]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    launcher = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    launcher = start(command, folder)
     try:
         output, _ = launcher.communicate(timeout=DEADLINE_S)
     finally:
@@ -85,30 +83,43 @@ def torchrun(folder: Path, ending: str) -> tuple[int, str]:
     return launcher.returncode, output
 
 
-def test_a_killed_rank_costs_no_bit(tmp_path: Path) -> None:
+def run_in_world(folder: Path, ending: str, restarts: int | None = None) -> list[Any]:
+    """Run the script on this rank, and return what it ends with. restarts: how often the process that has forked all ranks has
+    started them again, as an agent would; None where it would not."""
+    agent = None if restarts is None else Agent(os.getppid(), watcher.started_at(os.getppid()))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", ["train.py", ending])
+        patched.setattr(sys.modules["gradwire.trainer.elastic.run"], "find_agent", lambda: agent)
+        patched.setattr(Agent, "watch", lambda self: None)
+        patched.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        patched.chdir(folder)
+        ended = runpy.run_path("train.py")
+    if agent is not None:
+        watcher.remove(agent.prefix)
+    return [ended["state"].batch, ended["resets"], *copies(ended["model"].parameters())]
+
+
+def test_a_killed_rank_costs_no_bit(ranks: Worlds, failing_world: Callable[[int], World], tmp_path: Path) -> None:
     """Weights, state of the optimizer, residuals, dropout's random numbers and the order of samples are those of one run."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    launch(
-        tmp_path / "train.py", tmp_path, "whole"
-    )  # no launcher would start these again, so they commit to themselves
+    whole = ranks(2).run(run_in_world, tmp_path, "whole")  # nobody would start these again: they commit to themselves
+    killed = failing_world(2)
+    killed.start(run_in_world, tmp_path, "kill", 0)
+    assert "returned" not in [outcome.status for outcome in killed.collect(DEADLINE_S)]
+    again = failing_world(2).run(run_in_world, tmp_path, "kill", 1)
+    for (batches, resets, *weights), (expected_batches, no_resets, *expected) in zip(again, whole, strict=True):
+        assert batches == expected_batches == 10
+        assert (resets, no_resets) in (([6], []), ([7], []))
+        assert_equal(weights, expected)
+
+
+@pytest.mark.wide
+def test_torchrun_starts_ranks_again_after_one_was_killed(tmp_path: Path) -> None:
     status, output = torchrun(tmp_path, "kill")
     assert status == 0, output
-    assert (
-        len(
-            re.findall(
-                r"^gradwire: training resumes from commit [78] on 2 ranks, from the memory of each host, after",
-                output,
-                re.M,
-            )
-        )
-        == 1
-    )
-    assert output.count("reset at 6") + output.count("reset at 7") == 2
-    for rank in range(2):
-        batches, *weights = torch.load(tmp_path / f"kill-{rank}.pt", weights_only=False)
-        expected_batches, *expected = torch.load(tmp_path / f"whole-{rank}.pt", weights_only=False)
-        assert batches == expected_batches == 10
-        assert all(map(torch.equal, weights, expected))
+    resumes = r"^gradwire: training resumes from commit [78] on 2 ranks, from the memory of each host, after"
+    assert len(re.findall(resumes, output, re.M)) == 1
+    assert output.count("reset at [6]") + output.count("reset at [7]") == 2
 
 
 @pytest.mark.wide
@@ -119,7 +130,7 @@ def test_a_failure_that_comes_back_ends_the_job(tmp_path: Path) -> None:
         r"ranks have failed 2 times since commit 3, and are not started again: .*ValueError: there is no third batch",
         output,
     ), output
-    assert output.count("reset at 2") == 2  # the second time, the ranks do not begin
+    assert output.count("reset at [2]") == 2  # the second time, the ranks do not begin
 
 
 def memory_of(host: int) -> NamedMemory:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import gradwire as hvd
-from gradwire.collectives import CollectiveTimeout, Communicator, PeerLost
+from gradwire.collectives import CollectiveTimeout, PeerLost
 from gradwire.trainer.world.world import current_world
 from tests.ranks.forms import GROUPED, VERBS, done, forms
 from tests.ranks.training import on_ranks
@@ -24,27 +24,31 @@ def own(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.arange(1, numel + 1) * (hvd.rank() + 1)).to(dtype).view(shape)
 
 
-@on_ranks(2, 3)
-def test_gathers_groups() -> None:
-    """Rank r gives r rows of the first tensor, 2 of the second, 3 - r of the third, of different dtypes."""
-    rank, size = hvd.rank(), hvd.size()
-    given = [
+def uneven(rank: int, size: int) -> list[Tensor]:
+    """Return what a rank has to gather: as many rows as its number, two, what is missing to as many as ranks, and three."""
+    return [
         torch.full((rank, 2), float(rank)),
         torch.full((2,), rank, dtype=torch.int16),
         torch.full((size - rank, 1, 2), rank, dtype=torch.bfloat16),
+        torch.arange(6).view(2, 3).t() + rank,
     ]
-    alone = [hvd.allgather(tensor) for tensor in given]
-    assert alone[1].tolist() == [r for r in range(size) for _ in range(2)]
-    for form in forms("grouped_allgather").values():
-        gathered = done(form(given))
+
+
+@on_ranks(3)
+def test_gathers_uneven_rows_alone_and_in_groups() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    wanted = [torch.cat(parts) for parts in zip(*(uneven(other, size) for other in range(size)), strict=True)]
+    found = [[done(form(tensor)) for tensor in uneven(rank, size)] for form in forms("allgather").values()]
+    found += [done(form(uneven(rank, size))) for form in forms("grouped_allgather").values()]
+    for gathered in found:
         assert isinstance(gathered, list)
-        for one, other in zip(gathered, alone, strict=True):
+        for one, other in zip(gathered, wanted, strict=True):
             assert one.dtype is other.dtype
             assert torch.equal(one, other)
     assert hvd.grouped_allgather([]) == []
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_scatters_groups() -> None:
     size = hvd.size()
     given = [own(7, dtype=torch.float64), own(size, 2), own(2, dtype=torch.int64)]
@@ -67,7 +71,7 @@ def test_scatters_groups() -> None:
         hvd.grouped_reducescatter(given, compression="int8")
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_integers() -> None:
     """Times a factor in float64, truncated toward zero, before and after; an average with a factor is truncated once."""
     size = hvd.size()
@@ -145,17 +149,6 @@ def flat(result: Any) -> list[Tensor]:
 
 
 @on_ranks(2)
-def test_names_of_process_sets() -> None:
-    """A name counts within one process set."""
-    with Communicator() as communicator:
-        handle = hvd.allreduce_async(own(2), name="loss")
-        other = hvd.allreduce_async(own(2), name="loss", process_set=communicator)
-        with pytest.raises(ValueError, match="in flight"):
-            hvd.allreduce_async(own(2), name="loss", process_set=communicator)
-        assert torch.equal(hvd.synchronize(handle), hvd.synchronize(other))
-
-
-@on_ranks(2)
 def test_names_in_errors() -> None:
     if hvd.rank() == 1:
         with pytest.raises(ValueError, match=r"op must be one of .* \(allreduce, name='loss'\)$"):
@@ -207,6 +200,10 @@ def test_errors_found_before_data_moves() -> None:
         hvd.alltoall(own(4 if rank == 2 else 3))
     with pytest.raises(ValueError, match="alltoall: needs a tensor of at least one dimension; rank 0 gave a scalar"):
         hvd.alltoall(own() if rank == 0 else own(3))
+    with pytest.raises(ValueError, match="allgather: needs tensors of at least one dimension; rank 2 gave a scalar"):
+        hvd.allgather(own() if rank == 2 else own(1))
+    with pytest.raises(ValueError, match=r"rank 0 gave \[3, 3\] torch.float32, rank 1 gave \[3, 4\] torch.float32"):
+        hvd.alltoall(own(3, 4 if rank == 1 else 3))
     works()
     received, from_each = hvd.alltoall(own(3), None if rank == 0 else [1, 1, 1]), [1, 1, 1]
     if rank > 0:
@@ -256,9 +253,6 @@ def test_the_world_forgets_what_is_dropped() -> None:
 def test_the_deadline_of_init_holds_for_all_operations() -> None:
     """Rank 0 stays away from what the others call, of the world's own Communicator and of an optimizer's."""
     hvd.shutdown()
-    for wrong in (0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="timeout_s must be a finite number of seconds > 0"):
-            hvd.init(timeout_s=wrong)
     hvd.init(timeout_s=2.0)
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1))
@@ -281,8 +275,6 @@ def test_init_and_shutdown() -> None:
     hvd.shutdown()
     hvd.shutdown()
     assert not hvd.is_initialized()
-    with pytest.raises(RuntimeError, match=r"call hvd\.init\(\) first"):
-        hvd.rank()
     total = torch.ones(1)
     torch.distributed.all_reduce(total)
     assert total == torch.distributed.get_world_size()
@@ -290,7 +282,7 @@ def test_init_and_shutdown() -> None:
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product])
 def test_allreduce_and_reducescatter(op: str) -> None:
     everyones = torch.stack([torch.arange(1.0, 7.0).view(2, 3) * (rank + 1) for rank in range(hvd.size())])
@@ -305,9 +297,8 @@ def test_allreduce_and_reducescatter(op: str) -> None:
     handle = hvd.allreduce_async(own(2, 3), op=op)
     hvd.synchronize(handle)
     assert hvd.poll(handle)
-    if hvd.size() == 2:
-        for form in forms("reducescatter").values():
-            assert torch.equal(done(form(own(2, 3), op=op)), wanted[hvd.rank() : hvd.rank() + 1])
+    for form in forms("reducescatter").values():
+        assert torch.equal(done(form(own(2, 3), op=op)), wanted[hvd.rank() : hvd.rank() + 1])
 
 
 @on_ranks(3)
@@ -338,58 +329,25 @@ def test_arguments() -> None:
 
 
 @on_ranks(3)
-def test_uneven_rows() -> None:
-    """Rank r gathers r rows, the first none; 3 ranks share 7 rows of a reduction as 3, 2, 2."""
-    rank, size = hvd.rank(), hvd.size()
-    for form in forms("allgather").values():
-        gathered = done(form(torch.full((rank, 2), float(rank))))
-        assert gathered.tolist() == [[r, r] for r in range(size) for _ in range(r)]
-    assert hvd.reducescatter(own(7), op=hvd.Sum).tolist() == [[6.0, 12.0, 18.0], [24.0, 30.0], [36.0, 42.0]][rank]
-    strided = torch.arange(6).view(2, 3).t() + rank
-    assert hvd.allgather(strided).tolist() == [[i + r, i + 3 + r] for r in range(size) for i in range(3)]
-
-
-@on_ranks(3)
-def test_what_is_no_tensor() -> None:
-    for name, call in forms(*VERBS, *GROUPED).items():
-        for value, kind in ((5, "int"), ([1], "list"), (None, "NoneType")):
-            with pytest.raises(TypeError, match=rf"rank {hvd.rank()}: a torch.Tensor is needed, not {kind}"):
-                call([value] if name.startswith("grouped") else value)
-    for call in (hvd.poll, hvd.synchronize):
-        with pytest.raises(TypeError, match=rf"rank {hvd.rank()}: a Handle is needed, .*, not int"):
-            call(5)
-
-
-@on_ranks(3)
-def test_what_has_no_memory() -> None:
-    """A fake tensor, by every verb: refused before the sizes or splits of the verbs that exchange them are sent."""
+def test_what_is_no_tensor_or_has_no_memory() -> None:
+    """Refused by every verb, before the sizes or splits of those that exchange them are sent."""
     with FakeTensorMode():
         fake = torch.empty(3)
-    calls: list[Callable[[], Any]] = [
-        *(partial(form, fake) for form in forms(*VERBS, *GROUPED).values()),
-        *(partial(form, [torch.ones(3), fake]) for form in forms(*GROUPED).values()),
-        lambda: hvd.alltoall_async(fake, [1, 1, 1]),
-        lambda: hvd.broadcast_parameters({"a": torch.ones(3), "b": fake}, 0),
-        lambda: hvd.broadcast_optimizer_state(torch.optim.SGD([fake.requires_grad_()]), 0),
+    needed, no_memory = "a torch.Tensor is needed, not", "this FakeTensor on cpu has no memory of its own"
+    wrong = [(5, f"{needed} int"), ([1], f"{needed} list"), (None, f"{needed} NoneType"), (fake, no_memory)]
+    calls: list[tuple[Callable[[], Any], str]] = [
+        *((partial(form, value), said) for form in forms(*VERBS).values() for value, said in wrong),
+        *((partial(form, [torch.ones(3), value]), said) for form in forms(*GROUPED).values() for value, said in wrong),
+        (lambda: hvd.alltoall_async(fake, [1, 1, 1]), no_memory),
+        (lambda: hvd.broadcast_parameters({"a": torch.ones(3), "b": fake}, 0), no_memory),
+        (lambda: hvd.broadcast_optimizer_state(torch.optim.SGD([fake.requires_grad_()]), 0), no_memory),
+        *((partial(call, 5), "a Handle is needed, .*, not int") for call in (hvd.poll, hvd.synchronize)),
     ]
     if hvd.rank() == 1:
-        for call in calls:
-            with pytest.raises(TypeError, match="rank 1: this FakeTensor on cpu has no memory of its own"):
+        for call, said in calls:
+            with pytest.raises(TypeError, match=f"rank 1: {said}"):
                 call()
     assert hvd.allreduce(own(3), op=hvd.Sum).shape == (3,)
-
-
-@on_ranks(3)
-def test_rows_that_do_not_fit() -> None:
-    for verb in (hvd.allgather, hvd.alltoall):
-        with pytest.raises(ValueError, match=r"rank 0 gave \[3, 3\] torch.float32, rank 1 gave \[3, 4\] torch.float32"):
-            verb(torch.zeros(3, 4 if hvd.rank() == 1 else 3))
-    with pytest.raises(ValueError, match=r"rank 0 gave \[1\] torch.float32, rank 2 gave \[1\] torch.int32"):
-        hvd.alltoall_async(torch.zeros(1, dtype=torch.int32 if hvd.rank() == 2 else torch.float32), [1, 0, 0])
-    with pytest.raises(ValueError, match="rank 2 gave a scalar"):
-        hvd.allgather(torch.zeros(()) if hvd.rank() == 2 else torch.zeros(1))
-    with pytest.raises(ValueError, match="reducescatter: needs tensors of at least one dimension"):
-        hvd.reducescatter(torch.zeros(()))
 
 
 @on_ranks(3)

@@ -29,7 +29,7 @@ from tests.ranks.training import assert_survived, on_ranks
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int32, torch.int64)
 KNOWN_S = 60.0  # in which the end of a rank is known at last
-SHAPES = ((), (0,), (1,), (3, 5), (700, 300))
+SHAPES = ((), (0,), (1,), (3, 5), (70, 30))
 
 
 def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
@@ -42,8 +42,8 @@ def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tens
 @pytest.mark.parametrize(
     ("size", "type", "servers"),
     [
-        (2, "dist_device_sync", None),
-        (3, "dist_sync", [1]),
+        (3, "dist_device_sync", [1]),
+        pytest.param(2, "dist_sync", None, marks=pytest.mark.wide),
         pytest.param(1, "dist_sync", None, marks=pytest.mark.wide),
         pytest.param(4, "dist_sync", None, marks=pytest.mark.wide),
     ],
@@ -157,11 +157,10 @@ def stepped(factory: Callable[[list[Tensor]], torch.optim.Optimizer], size: int,
 FACTORIES = {
     "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adamw": functools.partial(torch.optim.AdamW, lr=0.01),
-    "adagrad": torch.optim.Adagrad,
 }
 
 
-@pytest.mark.parametrize(("name", "sets_first"), [("momentum", True), ("adamw", False), ("adagrad", True)])
+@pytest.mark.parametrize(("name", "sets_first"), [("momentum", True), ("adamw", False)])
 @on_ranks(3)
 def test_an_optimizer_steps_as_torchs_does_bit_for_bit(name: str, sets_first: bool) -> None:
     kv = hvd.KVStore("dist_sync")
@@ -344,43 +343,35 @@ def test_two_bits_are_mxnets() -> None:
 
 
 @on_ranks(3)
-def test_asynchronous_workers_do_not_wait_for_a_slow_one() -> None:
-    """Begin on the last rank when the others have pushed and pulled ten times, without which they cannot have waited for it."""
+def test_asynchronous_workers_wait_for_nobody_and_no_update_is_lost() -> None:
+    """Begin on the last rank when the others have pushed and pulled ten times, without which they cannot have waited for it; then
+    push at once, where two updates of a value at the same time would lose one of them."""
     kv = hvd.KVStore("dist_async", servers=[0])
-    rank, size, out = hvd.rank(), hvd.size(), torch.zeros(3)
+    rank, size, out, ones = hvd.rank(), hvd.size(), torch.zeros(20000), torch.ones(20000)
     slow = rank == size - 1
-    kv.init("w", torch.zeros(3))
+    kv.init("w", torch.zeros(20000))
     kv.set_optimizer(functools.partial(torch.optim.SGD, lr=1.0))
     for step in range(1, 11 if not slow else 1):
-        kv.pushpull("w", torch.ones(3), out=out)
+        kv.pushpull("w", ones, out=out)
         assert out.max() <= -step  # its own are in it, others perhaps
     kv.barrier()
     if slow:
-        kv.push("w", torch.ones(3))
+        kv.push("w", ones)
     kv.barrier()
     kv.pull("w", out)
-    before = 10 * (size - 1)
-    assert torch.equal(out, torch.full((3,), -1.0 - before))
+    before, pushes = 10 * (size - 1), 20
+    assert torch.equal(out, torch.full((20000,), -1.0 - before))
     report = kv.report()
     assert report.updates == before + 1
     assert report.contributions == {**dict.fromkeys(range(size - 1), 10), size - 1: 1}
     assert report.staleness[before] == 1  # as many updates late as all others have made
-    kv.close()
-
-
-@on_ranks(3)
-def test_no_update_is_lost() -> None:
-    """Push at once, where two updates of a value at the same time would lose one of them."""
-    kv = hvd.KVStore("dist_async", servers=[0])
-    out, pushes = torch.zeros(20000), 50
-    kv.init(["a", "b"], [torch.zeros(20000), torch.zeros(3)])
-    kv.set_optimizer(functools.partial(torch.optim.SGD, lr=1.0))
+    hvd.barrier()
     for _ in range(pushes):
-        kv.push(["a", "b"], [torch.ones(20000), torch.ones(3)])
+        kv.push("w", ones)
     kv.barrier()
-    kv.pull("a", out)
-    assert torch.equal(out, torch.full((20000,), -float(pushes * hvd.size())))
-    assert kv.report().updates == 2 * pushes * hvd.size()
+    kv.pull("w", out)
+    assert torch.equal(out, torch.full((20000,), -1.0 - before - pushes * size))
+    assert kv.report().updates == before + 1 + pushes * size
     kv.close()
 
 

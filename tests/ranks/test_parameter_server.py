@@ -103,7 +103,7 @@ def test_with_all_ranks_as_quorum_it_is_the_average(servers: list[int] | None) -
 @on_ranks(3)
 def test_with_all_ranks_as_quorum_the_bits_are_the_same_whoever_serves() -> None:
     found: list[list[Tensor]] = []
-    for servers in (None, None, [1], [0, 2]):
+    for servers in (None, [1], [0, 2]):
         model = network().double()
         optimizer = hvd.ParameterServer(adam_of(model), servers=servers)
         train(model, optimizer, range(STEPS))
@@ -185,11 +185,10 @@ def test_a_parameter_that_is_thawed_later_is_refused() -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("late", ["weight", "drop", "next"])
 @on_ranks(3)
-def test_two_of_three_go_on_and_what_is_late_is_counted(late: str) -> None:
+def test_two_of_three_go_on_and_what_is_late_is_counted() -> None:
     """Begin the last rank's second step only when the others have made three more, so that it is three versions late."""
-    model, optimizer = served(quorum=2, late=late, servers=[0])
+    model, optimizer = served(quorum=2, late="drop", servers=[0])
     slow = hvd.rank() == 2
     if slow:
         loss_of(model, batch_of(0, 2, torch.float64)).backward()
@@ -206,15 +205,14 @@ def test_two_of_three_go_on_and_what_is_late_is_counted(late: str) -> None:
     hvd.barrier()
     report = optimizer.report()
     assert report.staleness[3] == 1
-    assert report.late >= 1
-    assert report.dropped == (report.late if late == "drop" else 0)
+    assert report.dropped == report.late >= 1
     assert report.contributions == {0: 4, 1: 4, 2: 2}
     assert report.lead == 3
     hvd.barrier()
     optimizer.close()
 
 
-@pytest.mark.parametrize("staleness", [None, 0, 2])
+@pytest.mark.parametrize("staleness", [None, 2])
 @on_ranks(3)
 def test_asynchronous_training_keeps_to_the_bound(staleness: int | None) -> None:
     """Train where every version is a contribution, so that the version says how far all ranks together are."""

@@ -1,12 +1,11 @@
 """What a parameter server decides, by its four numbers: quorum, grace, staleness, and what is late."""
 
-import json
 import random
 from typing import Any
 
 import pytest
 
-from gradwire.trainer.servers.aggregator import Aggregator, Counts, Scheme
+from gradwire.trainer.servers.aggregator import Aggregator, Scheme
 
 
 def aggregator(workers: int = 4, **options: Any) -> Aggregator[str]:
@@ -57,17 +56,6 @@ def test_grace_is_waited_for_after_the_quorum_unless_all_have_come() -> None:
     assert len(server.take(21.0) or []) == 4
 
 
-def test_an_asynchronous_server_applies_every_contribution_as_it_comes() -> None:
-    server = aggregator(2, quorum=1)
-    push(server, 0)
-    assert server.take(0.0) == [("0@0", 1.0)]
-    push(server, 0, version=1)
-    assert server.take(0.0) == [("0@1", 1.0)]
-    push(server, 1)
-    assert server.take(0.0) == [("1@0", 1 / 3)]
-    assert server.counts().staleness == {0: 2, 2: 1}
-
-
 @pytest.mark.parametrize(
     ("late", "taken"),
     [
@@ -88,13 +76,6 @@ def test_what_comes_late_is_weighted_counted_for_the_next_or_dropped(late: str, 
     assert (counts.late, counts.dropped, counts.pending) == (1, int(late == "drop"), 0)
     assert counts.staleness == {0: 6, 1: 1}
     assert counts.contributions == {0: 2, 1: 2, 2: 2, 3: 1}
-
-
-def test_weights_are_shares() -> None:
-    server = aggregator(2, quorum=2)
-    push(server, 0, weight=30.0)
-    push(server, 1, weight=10.0)
-    assert server.take(0.0) == [("0@0", 0.75), ("1@0", 0.25)]
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
@@ -137,15 +118,6 @@ def test_who_is_done_makes_the_quorum_smaller_and_is_waited_for_no_more() -> Non
 def test_a_contribution_to_a_version_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="newest is 0"):
         push(aggregator(), 0, version=1)
-
-
-def test_counts_survive_their_record() -> None:
-    server = aggregator()
-    push(server, 0, 1, 2)
-    server.take(0.0)
-    push(server, 3)
-    server.lose(3, 0.0)
-    assert Counts.from_record(json.loads(json.dumps(server.counts().to_record()))) == server.counts()
 
 
 @pytest.mark.parametrize("late", ["weight", "drop", "next"])

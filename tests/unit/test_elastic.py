@@ -98,20 +98,15 @@ def _flip(path: Path) -> None:
         (_flip, "checksum"),
         (lambda path: os.truncate(path, 400), "truncated"),
         (lambda path: path.write_bytes(b"x" * 900), "not a commit"),
+        (lambda path: shutil.copy(path.with_name(path.name[:-1] + "1"), path), "checksum"),  # which is of another name
     ],
 )
 def test_a_damaged_commit_is_refused(memory: NamedMemory, damage: Any, said: str) -> None:
     filled(memory, "0.0", 1)
+    filled(memory, "0.1", 1)
     damage(memory.path("0.0"))
     with pytest.raises(ValueError, match=said):
         reopened(memory).slot("0.0").read()
-
-
-def test_another_jobs_commit_is_refused(memory: NamedMemory) -> None:
-    filled(memory, "0.0", 1)
-    shutil.copy(memory.path("0.0"), memory.path("0.1"))  # keeps the mode
-    with pytest.raises(ValueError, match="checksum"):
-        reopened(memory).slot("0.1").read()
 
 
 @pytest.mark.parametrize("fault", ["mode", "owner", "link", "symlink"])

@@ -9,7 +9,6 @@ import torch
 
 import gradwire as hvd
 from gradwire.trainer.world.environment import Settings, notice, read_settings
-from gradwire.trainer.world.launch import Launch, meeting_point, read_launch
 from gradwire.trainer.world.world import current_world
 
 HOROVODRUN = {
@@ -128,18 +127,6 @@ def test_init(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("name", ["timeout_s", "stall_warning_s", "stall_shutdown_s"])
 def test_arguments_that_cannot_be_meant(name: str) -> None:
-    for wrong in (-1.0, float("inf"), float("nan")):
+    for wrong in (-1.0, float("inf"), float("nan"), *([0] if name == "timeout_s" else [])):
         with pytest.raises(ValueError, match=f"{name} must be a finite number of seconds >"):
             hvd.init(**{name: wrong})  # type: ignore[arg-type]
-
-
-def test_horovodrun() -> None:
-    launch = read_launch(HOROVODRUN)
-    assert launch == Launch("horovodrun", 1, 2, 1, 2)
-    assert meeting_point(HOROVODRUN, launch) == ("127.0.0.1", 15000 + 4711)
-    assert meeting_point(HOROVODRUN | {"MASTER_ADDR": "node07", "MASTER_PORT": "99"}, launch) == ("node07", 99)
-    apart = HOROVODRUN | {"HOROVOD_LOCAL_SIZE": "1", "HOROVOD_LOCAL_RANK": "0"}
-    with pytest.raises(ValueError, match="horovodrun does not say where rank 0 listens: set MASTER_ADDR to"):
-        meeting_point(apart, read_launch(apart))
-    with pytest.raises(ValueError, match="HOROVOD_RANK=2 is not a rank of HOROVOD_SIZE=2 processes"):
-        read_launch(HOROVODRUN | {"HOROVOD_RANK": "2"})

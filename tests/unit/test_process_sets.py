@@ -10,30 +10,25 @@ import gradwire as hvd
 from gradwire.trainer.world.process_sets import ranks_of
 
 
-class Group:
-    def __init__(self, ranks: list[int]) -> None:
-        self.ranks = ranks
-
-    def Get_size(self) -> int:  # noqa: N802
-        return len(self.ranks)
-
-    @staticmethod
-    def Translate_ranks(group: "Group", ranks: list[int], other: "Group") -> list[int]:  # noqa: N802
-        return [other.ranks.index(group.ranks[rank]) for rank in ranks]
-
-
 class Comm:
-    """A communicator as mpi4py has it."""
+    """A communicator as mpi4py has it, which is its own group."""
 
     def __init__(self, processes: list[int]) -> None:
-        self.group = Group(processes)
+        self.processes = processes
 
-    def Get_group(self) -> Group:  # noqa: N802
-        return self.group
+    def Get_group(self) -> "Comm":  # noqa: N802
+        return self
+
+    def Get_size(self) -> int:  # noqa: N802
+        return len(self.processes)
+
+    @staticmethod
+    def Translate_ranks(group: "Comm", ranks: list[int], other: "Comm") -> list[int]:  # noqa: N802
+        return [other.processes.index(group.processes[rank]) for rank in ranks]
 
 
 def test_an_mpi4py_communicator_names_ranks_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    mpi = SimpleNamespace(Comm=Comm, Group=Group, COMM_WORLD=Comm([70, 71, 72, 73]))
+    mpi = SimpleNamespace(Comm=Comm, Group=Comm, COMM_WORLD=Comm([70, 71, 72, 73]))
     with pytest.raises(ValueError, match="or an mpi4py communicator, not"):
         ranks_of(Comm([73, 71]))
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)

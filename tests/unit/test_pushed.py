@@ -35,7 +35,7 @@ def through(packing: Packing, sender: Sender, step: int) -> list[Tensor]:
     return packing.flat.views(packing.decode(received, step))
 
 
-@pytest.mark.parametrize("compression", ["none", "fp16", "int8", "onebit", "topk", "randomk", "dgc", "qsgd"])
+@pytest.mark.parametrize("compression", ["none", "fp16", "int8", "dgc", "qsgd"])
 def test_small_gradients_travel_as_they_are_and_others_as_codes(compression: str) -> None:
     packing = Packing(NAMES, PARAMETERS, Policy(compression))
     decoded = through(packing, Sender(packing, 3), 0)
@@ -65,18 +65,6 @@ def test_with_error_feedback_only_what_is_kept_is_missing(compression: Compresso
     kept = sender.state_dict()["residual.0"].view(64, 65)
     assert kept.abs().sum() > 0
     torch.testing.assert_close(total + kept, given, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("compression", ["topk", "dgc", "qsgd", "randomk"])
-def test_a_sender_goes_on_bit_for_bit(compression: str) -> None:
-    packing = Packing(NAMES, PARAMETERS, Policy(compression))
-    first, second = Sender(packing, 3), Sender(packing, 3)
-    for step in range(2):
-        first.encode(gradients_of(step), step)
-    second.load_state_dict(first.state_dict())
-    for step in range(2, STEPS):
-        for one, other in zip(through(packing, first, step), through(packing, second, step), strict=True):
-            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,23 @@
 
 import threading
 import time
-from typing import Any, cast
+from functools import partial
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
+from gradwire.collectives import CollectiveTimeout, PeerLost
+from gradwire.trainer.servers import messages
 from gradwire.trainer.servers.aggregator import Scheme
 from gradwire.trainer.servers.connection import QuorumLost
 from gradwire.trainer.servers.key_value.keys import Entry, KeySpec
-from gradwire.trainer.servers.key_value.messages import ROWS, KeyServer, RemoteKeys
-from gradwire.trainer.servers.messages import SETTINGS, Server
-from gradwire.trainer.servers.serving import LEAVE, OWN, Client, Serving
+from gradwire.trainer.servers.key_value.messages import ROWS, RemoteKeys
+from gradwire.trainer.servers.key_value.messages import answer as key_answer
+from gradwire.trainer.servers.messages import SETTINGS
+from gradwire.trainer.servers.serving import LEAVE, OWN, Serving
 from gradwire.trainer.servers.updater import Updater
 
 FAR_S = 600.0  # longer than a test may take
@@ -27,9 +31,16 @@ def updater_of(scheme: Scheme, timeout_s: float = FAR_S) -> Updater:
     return Updater(0, range(3), (0, 2), [parameter], torch.optim.SGD([parameter], lr=1.0), scheme, timeout_s)
 
 
-def error_of_one_that_waits(updater: Updater, *lost: int) -> CollectiveError:
-    """Have rank 1 take a step that needs another's, while these are lost in turn; return what it raises."""
-    begin = threading.Barrier(2)
+@pytest.mark.parametrize(
+    ("scheme", "lost"),
+    [
+        (Scheme(quorum=1, grace_s=0.0, staleness=0, late="next"), [2]),  # rank 1 would wait for rank 0 by the bound
+        (SYNCHRONOUS, [2, 0]),
+    ],
+)
+def test_nobody_waits_when_a_serving_rank_is_lost_and_the_first_is_named(scheme: Scheme, lost: list[int]) -> None:
+    """Have rank 1 take a step that needs another's, while these are lost in turn."""
+    updater, begin = updater_of(scheme), threading.Barrier(2)
 
     def lose() -> None:
         begin.wait(FAR_S)
@@ -39,23 +50,10 @@ def error_of_one_that_waits(updater: Updater, *lost: int) -> CollectiveError:
     thread = threading.Thread(target=lose)
     thread.start()
     begin.wait(FAR_S)
-    with pytest.raises(CollectiveError) as caught:
+    with pytest.raises(PeerLost) as caught:
         updater.exchange(1, 0, 1.0, updater.flat.empty())
     thread.join()
-    return caught.value
-
-
-def test_nobody_waits_for_a_worker_when_a_serving_rank_is_lost() -> None:
-    asynchronous = Scheme(quorum=1, grace_s=0.0, staleness=0, late="next")
-    error = error_of_one_that_waits(updater_of(asynchronous), 2)  # rank 1 would wait for rank 0 by the bound
-    assert isinstance(error, PeerLost)
-    assert error.ranks == (2,)
-
-
-def test_the_serving_rank_is_named_that_was_lost_first() -> None:
-    error = error_of_one_that_waits(updater_of(SYNCHRONOUS), 2, 0)
-    assert isinstance(error, PeerLost)
-    assert error.ranks == (2,)
+    assert caught.value.ranks == (2,)
 
 
 @pytest.mark.parametrize("has_left", [False, True])
@@ -88,69 +86,41 @@ def test_the_quorum_of_a_key_that_is_lost_is_smaller_by_those_that_have_left() -
 
 def test_a_kind_that_nobody_says_is_not_taken_for_another() -> None:
     nothing: Any = None
-    server, keys = Server(nothing, nothing, {}), KeyServer(nothing, {})
-    for serving, last in ((server, SETTINGS), (keys, ROWS)):
+    for answer, last in ((partial(messages.answer, nothing, nothing), SETTINGS), (partial(key_answer, nothing), ROWS)):
         with pytest.raises(ValueError, match=f"rank 3 says {last + 1}, which is n.* PUSH"):
-            serving._answer(3, nothing, last + 1, [0.0, 0.0, 0.0])
+            answer(3, nothing, last + 1, [0.0, 0.0, 0.0])
 
 
-SPEC = KeySpec("w", 0, torch.Size([2]), torch.float32, 1)
+def pair_of(receives: Any) -> Mock:
+    """Return what stands for a Communicator of a worker and its server. receives: the error that receiving raises, or a function
+    that fills a tensor."""
+    return Mock(**{"recv.side_effect": receives})
 
 
-class Pair:
-    """Stands for a Communicator of a worker and its server, in which receiving raises an error."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-        self.sent: list[int] = []
-        self.is_closed = False
-
-    def send(self, tensor: Tensor, rank: int) -> None:
-        self.sent.append(int(tensor[0]))
-
-    def recv(self, tensor: Tensor, rank: int) -> None:
-        raise self.error
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-class Asking(Pair):
-    """A worker that asks for something, and then for nothing more."""
-
-    def recv(self, tensor: Tensor, rank: int) -> None:
-        tensor.fill_(OWN)
-
-
-class Failing(Serving):
-    def _answer(self, *request: Any) -> None:
-        raise ZeroDivisionError
+def kinds_sent(pair: Mock) -> list[int]:
+    return [int(call.args[0][0]) for call in pair.send.call_args_list]
 
 
 def test_a_server_that_fails_lets_its_worker_know_by_closing() -> None:
-    entry = updater_of(SYNCHRONOUS)
-    server = Failing("server", entry, {1: cast(Communicator, pair := Asking(RuntimeError()))})
+    pair = pair_of(lambda tensor, rank: tensor.fill_(OWN))
+    server = Serving("server", updater_of(SYNCHRONOUS), Mock(side_effect=ZeroDivisionError), {1: pair})
     assert server.join(time.monotonic() + FAR_S)
-    assert pair.is_closed
-
-
-def client_of(pair: Any) -> RemoteKeys:
-    return RemoteKeys(3, 1, cast(Communicator, pair))
+    assert pair.close.called
 
 
 def test_a_worker_says_that_it_leaves() -> None:
-    client = client_of(pair := Pair(RuntimeError()))
-    client.push(SPEC, torch.ones(2), None)
+    client = RemoteKeys(3, 1, pair := pair_of(RuntimeError()))
+    client.push(KeySpec("w", 0, torch.Size([2]), torch.float32, 1), torch.ones(2), None)
     client.leave()
-    assert (pair.sent[-1], pair.is_closed) == (LEAVE, False)
+    assert (kinds_sent(pair)[-1], pair.close.called) == (LEAVE, False)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), PeerLost([1], rank=0, operation="recv", has_left=False)])
 def test_the_communicator_ends_where_an_answer_was_broken_off(error: BaseException) -> None:
-    client: Client = client_of(pair := Pair(error))
+    client = RemoteKeys(3, 1, pair := pair_of(error))
     with pytest.raises(type(error)) as caught:
         client.counts()
     client.leave()
-    assert (LEAVE in pair.sent, pair.is_closed) == (False, True)
+    assert (LEAVE in kinds_sent(pair), pair.close.called) == (False, True)
     if isinstance(caught.value, PeerLost):
         assert "rank 3: report at the server on rank 1: lost rank 1" in str(caught.value)

@@ -2,14 +2,18 @@
 
 import os
 import sys
-from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import gradwire as hvd
+from gradwire.trainer.world import launch
 from gradwire.trainer.world.joined import cross_position
 from gradwire.trainer.world.launch import ALONE, Launch, meeting_point, read_launch, slurm_hint
 from tests.pages import ROOT
 from tests.ranks.programs import start
+from tests.unit.test_horovod_environment import HOROVODRUN
 
 TORCHRUN = {
     "RANK": "5",
@@ -44,6 +48,7 @@ SLURM = {
         ({"MASTER_ADDR": "node07", "MASTER_PORT": "1234"}, ALONE),
         (TORCHRUN, Launch("torchrun", 5, 8, 1, 4)),
         ({"RANK": "0", "WORLD_SIZE": "2"}, Launch("torchrun", 0, 2, None, None)),
+        (HOROVODRUN, Launch("horovodrun", 1, 2, 1, 2)),
         (OPEN_MPI, Launch("Open MPI", 2, 4, 0, 2)),
         (MPICH, Launch("MPICH", 3, 4, 1, 2)),
         ({"PMI_RANK": "0", "PMI_SIZE": "1"}, Launch("MPICH", 0, 1, None, None)),
@@ -57,6 +62,22 @@ def test_position(environment: dict[str, str], launch: Launch) -> None:
     assert read_launch(environment) == launch
 
 
+def meet(environment: dict[str, str]) -> tuple[str, int]:
+    return meeting_point(environment, read_launch(environment))
+
+
+def test_meeting_point_that_is_told() -> None:
+    assert meet(TORCHRUN) == ("node07", 1234)
+    for environment in (OPEN_MPI, MPICH, SLURM, HOROVODRUN):
+        assert meet(environment | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"}) == ("10.0.0.1", 99)
+
+
+def test_meeting_point_on_one_host() -> None:
+    on_one_host = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "MASTER_PORT": "99"}
+    assert meet(on_one_host) == ("127.0.0.1", 99)
+    assert meet(HOROVODRUN) == ("127.0.0.1", 15000 + 4711)
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
@@ -65,33 +86,10 @@ def test_position(environment: dict[str, str], launch: Launch) -> None:
         (MPICH | {"PMI_RANK": "4"}, "PMI_RANK=4 is not a rank of PMI_SIZE=4 processes"),
         (TORCHRUN | {"RANK": "-1"}, "RANK=-1 is not a rank of WORLD_SIZE=8 processes"),
         (TORCHRUN | {"LOCAL_RANK": ""}, "LOCAL_RANK must be a whole number, not ''"),
-    ],
-)
-def test_contradictions(environment: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_launch(environment)
-
-
-def meet(environment: dict[str, str]) -> tuple[str, int]:
-    return meeting_point(environment, read_launch(environment))
-
-
-def test_meeting_point_that_is_told() -> None:
-    assert meet(TORCHRUN) == ("node07", 1234)
-    for environment in (OPEN_MPI, MPICH, SLURM):
-        assert meet(environment | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"}) == ("10.0.0.1", 99)
-
-
-def test_meeting_point_on_one_host() -> None:
-    on_one_host = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "MASTER_PORT": "99"}
-    assert meet(on_one_host) == ("127.0.0.1", 99)
-
-
-@pytest.mark.parametrize(
-    ("environment", "missing"),
-    [
+        (HOROVODRUN | {"HOROVOD_RANK": "2"}, "HOROVOD_RANK=2 is not a rank of HOROVOD_SIZE=2 processes"),
         (OPEN_MPI, "set MASTER_ADDR and MASTER_PORT"),
         (OPEN_MPI | {"PMIX_NAMESPACE": "prterun-node01-4711@1"}, "set MASTER_ADDR to"),
+        (HOROVODRUN | {"HOROVOD_LOCAL_SIZE": "1"}, "horovodrun does not say where rank 0 listens: set MASTER_ADDR to"),
         (MPICH | {"MASTER_ADDR": "node01"}, "set MASTER_PORT to"),
         (MPICH | {"MASTER_PORT": "29500"}, "set MASTER_ADDR to"),
         (
@@ -100,8 +98,8 @@ def test_meeting_point_on_one_host() -> None:
         ),
     ],
 )
-def test_meeting_point_that_nobody_tells(environment: dict[str, str], missing: str) -> None:
-    with pytest.raises(ValueError, match=missing):
+def test_contradictions_and_meeting_points_that_nobody_tells(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         meet(environment)
 
 
@@ -164,10 +162,11 @@ def test_a_process_alone_in_a_slurm_job(environment: dict[str, str], hint: str |
     assert slurm_hint(environment, "-m mine") == hint
 
 
-MEET = """
-import os
-from gradwire.trainer.world.launch import meeting_point, read_launch
-print(*meeting_point(os.environ, read_launch(os.environ)))
+#: Without the package, whose import takes seconds.
+MEET = f"""
+import os, runpy
+launch = runpy.run_path({launch.__file__!r})
+print(*launch["meeting_point"](os.environ, launch["read_launch"](os.environ)))
 """
 
 
@@ -192,13 +191,16 @@ def test_mpich_on_one_host_needs_nothing_set() -> None:
     assert int(port) == 15000 + os.getpid() % 16384
 
 
-def test_one_process_is_told_how_to_start_two(tmp_path: Path) -> None:
-    script = tmp_path / "mine.py"
-    script.write_text("import gradwire\ngradwire.init()\ngradwire.shutdown()\n")
-    process = start([sys.executable, "mine.py"], tmp_path)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, said
-    assert said == "gradwire: one process, which trains alone; to start two: torchrun --nproc-per-node 2 mine.py\n"
+@pytest.mark.parametrize(("module", "command"), [(None, "mine.py"), (SimpleNamespace(name="mine.__main__"), "-m mine")])
+def test_one_process_is_told_how_to_start_two(
+    module: Any, command: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["mine.py"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", module)
+    hvd.init()
+    hvd.shutdown()
+    said = f"gradwire: one process, which trains alone; to start two: torchrun --nproc-per-node 2 {command}"
+    assert [record.message for record in caplog.records] == [said]
 
 
 def test_cross_position() -> None:

@@ -34,7 +34,8 @@ class Tree:
         for tensor, first in zip(self.tensors, self.starts, strict=True):
             begin, end = max(first, start), min(first + tensor.nbytes, stop)
             if begin < end:
-                room[begin - start : end - start].copy_(_bytes_of(tensor)[begin - first : end - first])
+                content = tensor.contiguous().view(-1).view(torch.uint8)
+                room[begin - start : end - start].copy_(content[begin - first : end - first])
 
 
 def flatten(tree: Any, name: str) -> Tree:
@@ -102,8 +103,3 @@ def encode(record: Any) -> Tensor:
 def decode(data: Tensor) -> Any:
     """Return the record that encode() was given."""
     return json.loads(data.numpy().tobytes())
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor in the order of its elements."""
-    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -67,21 +67,13 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class ServerReport:
-    """Holds the counts of all contributions, counted at every server: a rank's step is one contribution to each.
+class ServerReport(Counts):
+    """Holds the Counts of all contributions, counted at every server: a rank's step is one contribution to each.
 
-    servers: the number of servers.
-    updates: the number of updates that they have made together. The other counts are those of Counts.
+    servers: the number of servers. updates: the number of updates that they have made together.
     """
 
     servers: int
-    updates: int
-    staleness: dict[int, int]
-    contributions: dict[int, int]
-    late: int
-    dropped: int
-    lead: int
-    lost: tuple[int, ...]
 
     def __str__(self) -> str:
         ages = ", ".join(f"{count} of age {age}" for age, count in self.staleness.items())
@@ -95,8 +87,7 @@ class ServerReport:
     @staticmethod
     def of(counts: Sequence[Counts]) -> ServerReport:
         """Return the report of what each server has counted."""
-        total = vars(Counts.total(counts))
-        return ServerReport(servers=len(counts), **{name: count for name, count in total.items() if name != "pending"})
+        return ServerReport(servers=len(counts), **vars(Counts.total(counts)))
 
 
 @dataclass(frozen=True)
@@ -125,7 +116,8 @@ class _Contribution(Generic[_Value]):
 class Aggregator(Generic[_Value]):
     """Collects what workers contribute, and says what makes the next update.
 
-    Attribute version: how many updates have been made. Times are those of one clock, in seconds.
+    Attributes: version, how many updates have been made; quorum, how many workers must contribute to an update: what the scheme
+    says, or fewer where some have left; lost, the workers that have been lost. Times are those of one clock, in seconds.
     """
 
     def __init__(self, workers: Iterable[int], scheme: Scheme, version: int = 0) -> None:
@@ -133,8 +125,8 @@ class Aggregator(Generic[_Value]):
         self._scheme = scheme
         self._clocks = dict.fromkeys(workers, 0)  # contributions of each worker that takes part
         self._versions: dict[int, int] = {}  # to which each has contributed last
-        self._lost: set[int] = set()
-        self._quorum = scheme.quorum
+        self.lost: tuple[int, ...] = ()
+        self.quorum = scheme.quorum
         self._pending: list[_Contribution[_Value]] = []
         self._complete_at: float | None = None  # since when the quorum is there
         self._ages: Counter[int] = Counter()
@@ -142,19 +134,9 @@ class Aggregator(Generic[_Value]):
         self._late = self._dropped = self._updates = self._lead = 0
 
     @property
-    def lost(self) -> tuple[int, ...]:
-        """Return the workers that have been lost."""
-        return tuple(sorted(self._lost))
-
-    @property
-    def quorum(self) -> int:
-        """Return how many workers must contribute to an update: what the scheme says, or fewer where some have left."""
-        return self._quorum
-
-    @property
     def holds_quorum(self) -> bool:
         """Tell whether those that still take part are enough for an update."""
-        return len(self._clocks) >= self._quorum
+        return len(self._clocks) >= self.quorum
 
     @property
     def awaited(self) -> tuple[int, ...]:
@@ -224,13 +206,13 @@ class Aggregator(Generic[_Value]):
         held = self.holds_quorum
         if self._clocks.pop(worker, None) is not None:
             if held:
-                self._quorum = min(self._quorum, len(self._clocks))
+                self.quorum = min(self.quorum, len(self._clocks))
             self._look(now)
 
     def lose(self, worker: int, now: float) -> None:
         """Go on without a worker that has failed. What it has contributed counts."""
         if self._clocks.pop(worker, None) is not None:
-            self._lost.add(worker)
+            self.lost = tuple(sorted((*self.lost, worker)))
             self._look(now)
 
     def counts(self) -> Counts:
@@ -251,7 +233,7 @@ class Aggregator(Generic[_Value]):
 
     def _look(self, now: float) -> None:
         """Note when the quorum is there."""
-        if self._complete_at is None and self._pending and len(self._contributors()) >= self._quorum:
+        if self._complete_at is None and self._pending and len(self._contributors()) >= self.quorum:
             self._complete_at = now
 
 

@@ -47,16 +47,11 @@ def to_bytes(record: Any, default: Callable[[Any], Any] | None = None) -> Tensor
     return torch.frombuffer(bytearray(json.dumps(record, default=default).encode()), dtype=torch.uint8)
 
 
-def from_bytes(text: Tensor) -> Any:
-    """Return what to_bytes() was given, as JSON has it: with lists for tuples, and keys that are text."""
-    return json.loads(text.numpy().tobytes())
-
-
 def receive(communicator: Communicator, nbytes: int, sender: int) -> Any:
-    """Return a record that a rank sends as so many bytes."""
+    """Return a record that a rank sends as so many bytes, as JSON has it: with lists for tuples, and keys that are text."""
     text = torch.empty(nbytes, dtype=torch.uint8)
     communicator.recv(text, sender)
-    return from_bytes(text)
+    return json.loads(text.numpy().tobytes())
 
 
 class Flat:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -79,8 +80,9 @@ class Hogwild(WrappingOptimizer):
         check_settings(
             communicator, "Hogwild", {f"{name}.stride()": str(each) for name, each in zip(order, strides, strict=True)}
         )
-        starts = _starts(parameters)
-        memory = communicator.shared_empty(starts[-1], dtype=torch.uint8)
+        sizes = [-(-parameter.nbytes // _LINE_BYTES) * _LINE_BYTES for parameter in parameters]
+        starts = accumulate(sizes, initial=0)
+        memory = communicator.shared_empty(sum(sizes), dtype=torch.uint8)
         places = [
             memory[start : start + parameter.nbytes].view(parameter.dtype).as_strided(parameter.shape, stride)
             for start, parameter, stride in zip(starts, parameters, strides, strict=False)
@@ -145,11 +147,3 @@ def _check(name: str, parameter: Tensor) -> None:
         raise ValueError(f"{here()}{name!r} is on {parameter.device}; Hogwild trains parameters on the CPU")
     if said := refusal(parameter):
         raise TypeError(f"{here()}{name!r} cannot be trained by Hogwild: {said}")
-
-
-def _starts(parameters: Sequence[Tensor]) -> list[int]:
-    """Return where each parameter begins, in bytes, and last where all end."""
-    starts = [0]
-    for parameter in parameters:
-        starts.append(starts[-1] + -(-parameter.nbytes // _LINE_BYTES) * _LINE_BYTES)
-    return starts

@@ -13,34 +13,27 @@ from torch import Tensor
 from gradwire.collectives import CollectiveError, Communicator
 from gradwire.trainer.servers.connection import receive, to_bytes
 from gradwire.trainer.servers.pushed import Packing
-from gradwire.trainer.servers.serving import OWN, Answer, Client, LocalClient, Serving
+from gradwire.trainer.servers.serving import OWN, Answer, Client, LocalClient
 from gradwire.trainer.servers.updater import Updater
 from gradwire.trainer.world.world import here
 
 PUSH, SETTINGS = range(OWN, OWN + 2)
 
 
-class Server(Serving):
-    """Serves an Updater to workers of other ranks. packing: in which they push their gradients."""
-
-    def __init__(self, updater: Updater, packing: Packing, communicators: dict[int, Communicator]) -> None:
-        self._updater = updater
-        self._packing = packing
-        super().__init__("the parameter server", updater, communicators)
-
-    def _answer(
-        self, worker: int, communicator: Communicator, kind: int, numbers: Sequence[float]
-    ) -> Callable[[], Answer] | None:
-        if kind == SETTINGS:
-            self._updater.take_settings(worker, receive(communicator, int(numbers[0]), 0))
-            return None
-        if kind != PUSH:
-            raise ValueError(f"rank {worker} says {kind}, which is neither PUSH ({PUSH}) nor SETTINGS ({SETTINGS})")
-        weight, version, step = numbers[0], int(numbers[1]), int(numbers[2])
-        pushed = self._packing.empty(step)
-        for buffer in pushed:
-            communicator.recv(buffer, 0)
-        return lambda: self._updater.exchange(worker, version, weight, self._packing.decode(pushed, step))
+def answer(
+    updater: Updater, packing: Packing, worker: int, communicator: Communicator, kind: int, numbers: Sequence[float]
+) -> Callable[[], Answer] | None:
+    """Answer a worker for an Updater, as serving.Answering says. packing: in which workers push their gradients."""
+    if kind == SETTINGS:
+        updater.take_settings(worker, receive(communicator, int(numbers[0]), 0))
+        return None
+    if kind != PUSH:
+        raise ValueError(f"rank {worker} says {kind}, which is neither PUSH ({PUSH}) nor SETTINGS ({SETTINGS})")
+    weight, version, step = numbers[0], int(numbers[1]), int(numbers[2])
+    pushed = packing.empty(step)
+    for buffer in pushed:
+        communicator.recv(buffer, 0)
+    return lambda: updater.exchange(worker, version, weight, packing.decode(pushed, step))
 
 
 class RemoteUpdater(Client):

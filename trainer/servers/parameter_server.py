@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import secrets
 import time
@@ -21,10 +22,10 @@ from gradwire.trainer.optimizers.copies import copied_attributes
 from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, uncompiled
 from gradwire.trainer.servers.aggregator import Late, Scheme, ServerReport
 from gradwire.trainer.servers.connection import open_pairs, text_of
-from gradwire.trainer.servers.messages import LocalUpdater, RemoteUpdater, Server
+from gradwire.trainer.servers.messages import LocalUpdater, RemoteUpdater, answer
 from gradwire.trainer.servers.pushed import Packing, encodings_of
 from gradwire.trainer.servers.roles import checked_ranks, checked_scheme, roles_of
-from gradwire.trainer.servers.serving import Part
+from gradwire.trainer.servers.serving import Part, Serving
 from gradwire.trainer.servers.updater import Updater, cut
 from gradwire.trainer.servers.worker import Member, Worker
 from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, global_process_set
@@ -181,7 +182,8 @@ class ParameterServer(WrappingOptimizer):
             if server == rank:
                 update_s = self._timeout_s + _REPORT_S
                 self._updater = Updater(rank, roles.workers, shares, part, self.optimizer, self._scheme, update_s)
-                self._part.serving = Server(self._updater, packing, pairs)
+                answering = functools.partial(answer, self._updater, packing)
+                self._part.serving = Serving("the parameter server", self._updater, answering, pairs)
                 if rank in roles.workers:
                     parts.append((LocalUpdater(self._updater, packing), numbers))
             elif rank in roles.workers:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
@@ -35,6 +34,10 @@ DONE, FAILED = range(2)
 
 Answer: TypeAlias = "tuple[float, Sequence[Tensor]]"
 """A number and tensors, of which the kind of the request says what they are."""
+
+Answering: TypeAlias = Callable[[int, Communicator, int, Sequence[float]], "Callable[[], Answer] | None"]
+"""Receives the rest of a request of one of the server's own kinds, given the worker, its Communicator, the kind and the three
+numbers; returns what computes the answer, None for no answer. What that raises, the worker raises."""
 
 _LET_GO_S = 2.0
 """How long a thread has to end once its Communicator is closed."""
@@ -57,15 +60,17 @@ class Served(Protocol):
         """Return what became of all contributions so far."""
 
 
-class Serving(ABC):
+class Serving:
     """Answers workers of other ranks, each with a thread and a Communicator of its own.
 
-    served: learns which workers have left and which are lost. Attribute name: of the server, in messages.
+    served: learns which workers have left and which are lost. answer: is for the kinds of request that are the server's own.
+    Attribute name: of the server, in messages.
     """
 
-    def __init__(self, name: str, served: Served, communicators: Mapping[int, Communicator]) -> None:
+    def __init__(self, name: str, served: Served, answer: Answering, communicators: Mapping[int, Communicator]) -> None:
         self.name = name
         self._served = served
+        self._answer = answer
         self._threads = [
             threading.Thread(target=self._serve, args=each, name=f"gradwire-server-{each[0]}", daemon=True)
             for each in communicators.items()
@@ -103,15 +108,6 @@ class Serving(ABC):
     def _counts(self) -> Answer:
         text = to_bytes(self._served.counts().to_record())
         return text.numel(), [text]
-
-    @abstractmethod
-    def _answer(
-        self, worker: int, communicator: Communicator, kind: int, numbers: Sequence[float]
-    ) -> Callable[[], Answer] | None:
-        """Receive the rest of a request of the server's own kinds; return what computes the answer, None for no answer.
-
-        What that raises, the worker raises.
-        """
 
 
 def _received(communicator: Communicator, count: int) -> list[float]:

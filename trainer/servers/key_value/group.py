@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from gradwire.collectives import Communicator
 from gradwire.trainer.gradients.agreement import check_settings
 from gradwire.trainer.servers.aggregator import Scheme
 from gradwire.trainer.servers.connection import Flat, open_pairs
 from gradwire.trainer.servers.key_value.keys import Keys
-from gradwire.trainer.servers.key_value.messages import KeyServer, LocalKeys, RemoteKeys
+from gradwire.trainer.servers.key_value.messages import LocalKeys, RemoteKeys, answer
 from gradwire.trainer.servers.roles import checked_ranks
-from gradwire.trainer.servers.serving import Part
+from gradwire.trainer.servers.serving import Part, Serving
 from gradwire.trainer.world.process_sets import global_process_set
 from gradwire.trainer.world.world import current_settings, current_world, here
 
@@ -53,19 +53,17 @@ class KeyGroup:
     def _connect(self, servers: Sequence[int], scheme: Scheme) -> None:
         """Make this rank's server, and what joins it with the others."""
         rank = self.rank
-        serving: dict[int, Communicator] = {}
         token = "" if self.communicator is None else self.communicator.allgather_record(secrets.token_hex(8))[0]
+        everyone = range(self.size)
         for server in servers:
-            everyone = range(self.size)
             pairs = open_pairs(f"kvstore {token}", server, everyone, rank=rank, world_ranks=everyone)
             self.part.communicators += pairs.values()
             if server == rank:
-                self.keys, serving = Keys(rank, everyone, scheme, current_settings().timeout_s), pairs
+                self.keys = Keys(rank, everyone, scheme, current_settings().timeout_s)
+                self.part.serving = Serving("the key-value store", self.keys, partial(answer, self.keys), pairs)
                 self.clients[server] = LocalKeys(self.keys)
             else:
                 self.clients[server] = RemoteKeys(rank, server, pairs[rank])
-        if self.keys is not None:
-            self.part.serving = KeyServer(self.keys, serving)
         self.part.clients += self.clients.values()
 
     def agreed(self, compute: Callable[[], tuple[_Result, Any]]) -> _Result:

@@ -188,13 +188,9 @@ class Keys:
             entry.set_optimizer(factory)
         self._entries[spec.number] = entry
 
-    def spec(self, number: int) -> KeySpec:
-        """Return what is known of a key."""
-        return self._entries[number].spec
-
     def new_payload(self, number: int, step: int | None) -> Tensor:
         """Return memory for what a worker pushes to a key, as push() takes it."""
-        spec = self.spec(number)
+        spec = self._entries[number].spec
         if step is None:
             return torch.empty(spec.shape, dtype=spec.dtype)
         assert self.codec is not None
@@ -202,7 +198,7 @@ class Keys:
 
     def push(self, worker: int, number: int, payload: Tensor, step: int | None) -> None:
         """Take what a worker pushes: a tensor, or with a step what the codec of that step has made of it."""
-        spec = self.spec(number)
+        spec = self._entries[number].spec
         if step is not None:
             assert self.codec is not None
             decoded = torch.empty(spec.shape.numel(), dtype=torch.float32)

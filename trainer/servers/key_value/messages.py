@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import Communicator
 from gradwire.trainer.servers.key_value.keys import Keys, KeySpec
-from gradwire.trainer.servers.serving import OWN, Answer, Client, LocalClient, Serving
+from gradwire.trainer.servers.serving import OWN, Answer, Client, LocalClient
 
 PUSH, PULL, ROWS = range(OWN, OWN + 3)
 
@@ -17,32 +17,24 @@ _UNCODED = -1
 """Is sent in the place of a step with a tensor that no codec has encoded."""
 
 
-class KeyServer(Serving):
-    """Serves keys to workers of other ranks."""
-
-    def __init__(self, keys: Keys, communicators: Mapping[int, Communicator]) -> None:
-        self._keys = keys
-        super().__init__("the key-value store", keys, communicators)
-
-    def _answer(
-        self, worker: int, communicator: Communicator, kind: int, numbers: Sequence[float]
-    ) -> Callable[[], Answer] | None:
-        number, argument, _ = map(int, numbers)
-        if kind == PUSH:
-            step = None if argument == _UNCODED else argument
-            payload = self._keys.new_payload(number, step)
-            communicator.recv(payload, 0)
-            self._keys.push(worker, number, payload, step)
-            return None
-        if kind not in (PULL, ROWS):
-            raise ValueError(
-                f"rank {worker} says {kind}, which is none of PUSH ({PUSH}), PULL ({PULL}) and ROWS ({ROWS})"
-            )
-        rows = None
-        if kind == ROWS:
-            rows = torch.empty(argument, dtype=torch.int64)
-            communicator.recv(rows, 0)
-        return lambda: (0, [self._keys.pull(worker, number, rows)])
+def answer(
+    keys: Keys, worker: int, communicator: Communicator, kind: int, numbers: Sequence[float]
+) -> Callable[[], Answer] | None:
+    """Answer a worker of another rank for these keys, as serving.Answering says."""
+    number, argument, _ = map(int, numbers)
+    if kind == PUSH:
+        step = None if argument == _UNCODED else argument
+        payload = keys.new_payload(number, step)
+        communicator.recv(payload, 0)
+        keys.push(worker, number, payload, step)
+        return None
+    if kind not in (PULL, ROWS):
+        raise ValueError(f"rank {worker} says {kind}, which is none of PUSH ({PUSH}), PULL ({PULL}) and ROWS ({ROWS})")
+    rows = None
+    if kind == ROWS:
+        rows = torch.empty(argument, dtype=torch.int64)
+        communicator.recv(rows, 0)
+    return lambda: (0, [keys.pull(worker, number, rows)])
 
 
 class RemoteKeys(Client):
