@@ -11,12 +11,14 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import gradwire as hvd
 from gradwire.trainer.elastic import watcher
+from gradwire.trainer.elastic.commits import Commits
 from gradwire.trainer.elastic.memory import Agent, NamedMemory
 from gradwire.trainer.world.world import current_world
 from tests.harness import World, Worlds
@@ -273,6 +275,28 @@ def test_local_updates_go_on_with_what_each_rank_has() -> None:
     assert all(map(torch.equal, model.parameters(), kept))
     trained(state, 2)
     assert all(map(torch.equal, model.parameters(), ended))
+
+
+def commits_once(state: hvd.elastic.TorchState, steps: int) -> None:
+    trained(state, steps)
+    state.commit()
+
+
+@on_ranks(2)
+def test_the_last_commit_is_complete_when_the_function_returns() -> None:
+    state = built(seed=0)
+    finished: list[Commits] = []
+    finish = Commits._finish
+
+    def late(commits: Commits, *args: Any) -> None:
+        time.sleep(0.2)
+        finish(commits, *args)
+        finished.append(commits)
+
+    for steps in (1, 2):  # the second call finds a state that has begun
+        with mock.patch.object(Commits, "_finish", late):
+            hvd.elastic.run(commits_once)(state, steps)
+        assert len(finished) == state.commits._number
 
 
 @on_ranks(1)

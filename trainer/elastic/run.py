@@ -77,12 +77,12 @@ def run(func: Any = None, *, max_failures: int = 3) -> Any:
             raise TypeError(f"{here()}the first argument of {func.__name__}() must be a TorchState or an ObjectState")
         if state.has_begun:
             state.sync()
-            return func(state, *args, **kwargs)
+            return _completed(func, state, *args, **kwargs)
         agent = find_agent()
         history = None if agent is None else _History(agent, next(_numbers), max_failures)
         try:
             _begin(state, history)
-            return func(state, *args, **kwargs)
+            return _completed(func, state, *args, **kwargs)
         except HostsUpdatedInterrupt as interrupt:
             _leave_soon(history)
             raise SystemExit(str(interrupt)) from interrupt
@@ -94,6 +94,13 @@ def run(func: Any = None, *, max_failures: int = 3) -> Any:
             raise
 
     return trained
+
+
+def _completed(func: Training[S, P, R], state: S, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a training function, and return when its last commit is complete on all hosts: the process may end then."""
+    returned = func(state, *args, **kwargs)
+    state.commits.settle()
+    return returned
 
 
 def _begin(state: ObjectState, history: _History | None) -> None:
