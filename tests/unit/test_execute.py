@@ -52,15 +52,13 @@ def run(
     op: str = "sum",
     *,
     eager: bool = True,
-    root: int = 0,
-    answered: bool = False,
 ) -> None:
     """Let all ranks follow their programs at the same time, each on its result. segments: how so many blocks are cut."""
     size, hub = len(results), Hub(len(results), eager=eager)
 
     def body(rank: int) -> None:
-        schedule = planner(Place(rank, size, root, hosts_of(size)))
-        program = Program(schedule, segments(schedule.blocks), answered=answered)
+        schedule = planner(Place(rank, size, 0, hosts_of(size)))
+        program = Program(schedule, segments(schedule.blocks))
         follow(program, results[rank], op, InProcessTransport(hub, rank))
 
     run_ranks(size, body)
@@ -198,15 +196,6 @@ def test_whoever_only_receives_answers_and_nobody_else(collective: str, algorith
         for numel in (0, 2) if collective != "alltoall" else ():
             few = programs(root, answered=True, numel=numel)
             assert directed(few, Kind.SEND) == directed(few, Kind.RECEIVE)
-
-
-@pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("algorithm", list(PLANNERS["broadcast"]))
-def test_a_program_with_answers_comes_to_its_end(algorithm: str, eager: bool) -> None:
-    results = [contribution(rank, 500) for rank in range(5)]
-    planner = PLANNERS["broadcast"][algorithm]
-    run(planner, lambda blocks: segments_of_buffer(500, blocks, 20), results, eager=eager, root=2, answered=True)
-    assert all(torch.equal(result, contribution(2, 500)) for result in results)
 
 
 def test_a_ring_among_very_many_ranks_is_planned_for_one_of_them() -> None:
