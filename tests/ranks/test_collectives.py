@@ -22,7 +22,6 @@ from tests.ranks.exact import (
     FLOATING,
     OPS,
     SEVERAL_SEGMENTS,
-    WORLDS,
     Checks,
     communicator,
     contribution,
@@ -399,7 +398,7 @@ def thing(rank: int) -> dict[str, object]:
     return {"rank": rank, "text": "x" * (1000 * rank), "nested": [(rank, None), {rank}], "values": [float(rank)] * 3}
 
 
-@on_ranks(*WORLDS, initialized=False)
+@on_ranks(1, 3, *wide(5), initialized=False)
 def test_objects() -> None:
     with communicator() as comm:
         everything = [thing(rank) for rank in range(comm.size)]
@@ -431,7 +430,7 @@ def barriers() -> list[tuple[float, float]]:
     return times
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [2, 5, *wide(7)])  # 5 is no power of two, and takes three rounds of doubling
 def test_nobody_leaves_a_barrier_before_all_have_entered(ranks: Worlds, world: int) -> None:
     for at_once in zip(*ranks(world).run(barriers), strict=True):
         assert max(entered for entered, _ in at_once) <= min(left for _, left in at_once)

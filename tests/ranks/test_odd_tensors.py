@@ -112,16 +112,13 @@ def keeping_nan() -> list[str]:
                     for algorithm in comm.algorithms(verb):
                         with checks.case(dtype=dtype, op=op, verb=verb, algorithm=algorithm):
                             tensor, output = numbers.clone(), torch.zeros_like(part)
-                            if verb == "allreduce":
-                                comm.allreduce(tensor, op, algorithm=algorithm)
-                                checks.equal(tensor.nan_to_num(99.0), wanted.nan_to_num(99.0))
-                            elif verb == "reduce":
-                                comm.reduce(tensor, 0, op, algorithm=algorithm)
-                                there = wanted if rank == 0 else numbers
-                                checks.equal(tensor.nan_to_num(99.0), there.nan_to_num(99.0))
-                            else:
+                            there = numbers if verb == "reduce" and rank > 0 else wanted
+                            if verb == "reduce_scatter":
                                 comm.reduce_scatter(output, tensor, op, algorithm=algorithm)
-                                checks.equal(output.nan_to_num(99.0), part.nan_to_num(99.0))
+                                tensor, there = output, part
+                            else:
+                                getattr(comm, verb)(tensor, op=op, algorithm=algorithm)
+                            checks.equal(tensor.nan_to_num(99.0), there.nan_to_num(99.0))
     return checks.failures
 
 
