@@ -243,12 +243,7 @@ class Communicator(SharedTensors):
 
     def _choose_by(self, costs: Costs) -> None:
         self._costs = costs
-        plans = self._engine.plans
-        speaks = self.topology.rank == 0
-        algorithms = {verb: plans.algorithms(verb) for verb in plans.tables}
-        plans.measured = Measured(
-            costs, algorithms, plans.segment_bytes, plans.usual, may_cut=self._may_cut, speaks=speaks
-        )
+        self._engine.plans.choose_by(costs, may_cut=self._may_cut)
 
     @property
     def control_device(self) -> str:

@@ -97,7 +97,10 @@ class Costs:
 
     def codec(self, identity: str) -> CodecCost:
         """Return the costs of a codec. Raises KeyError for one that was not measured."""
-        return next((codec for codec in self.codecs if codec.identity == identity), None) or _unknown(identity)
+        for codec in self.codecs:
+            if codec.identity == identity:
+                return codec
+        raise KeyError(f"codec {identity!r} was not measured")
 
     def among(self, ranks: Sequence[int]) -> Costs:
         """Return what moving bytes costs among some of the ranks, which count from 0 then, in the order given."""
@@ -185,10 +188,6 @@ def _rate(byte_s: float) -> str:
 
 def _described(hosts: Sequence[Sequence[int]], machines: Sequence[str]) -> str:
     return "; ".join(f"ranks {','.join(map(str, host))} on {name}" for host, name in zip(hosts, machines, strict=True))
-
-
-def _unknown(identity: str) -> CodecCost:
-    raise KeyError(f"codec {identity!r} was not measured")
 
 
 def _costs(read: Mapping[str, Any]) -> Costs:

@@ -31,8 +31,9 @@ def machine_id() -> str:
 
 def processor_name() -> str:
     """Return the name of this host's processor: its model where Linux says it, else its architecture."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    lines = []
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
@@ -48,13 +49,8 @@ class Machine:
     @classmethod
     def here(cls) -> Machine:
         """Return that of this process."""
-        lines = []
-        with suppress(OSError):
-            lines = Path("/proc/cpuinfo").read_text().splitlines()
-        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        model = models[0] if models else platform.machine()
-        return cls(machine_id().partition("/")[0], f"{model}, {cores} cores", cores)
+        return cls(machine_id().partition("/")[0], f"{processor_name()}, {cores} cores", cores)
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,7 @@ class Engine:
         where = buffer.numel() if layout is None else layout
         grouped = self._grouped(buffer)
         program = self.plans.of_buffer(collective, algorithm, root, where, buffer.element_size(), grouped=grouped)
-        self._execute(turn, program, buffer, buffer, op)
+        self.over_program(turn, program, buffer, buffer, op)
 
     def between(
         self,
@@ -225,11 +225,7 @@ class Engine:
         self._note(algorithm, max(source.nbytes, destination.nbytes))
         kind = collective, algorithm, root
         program = self.plans.of_move(*kind, source_layout, layout, grouped=self._grouped(destination))
-        self._execute(turn, program, source, destination, "sum")
-
-    def over_program(self, turn: Turn, program: Program, buffer: torch.Tensor) -> None:
-        """Run a program that sums in place on a buffer."""
-        self._execute(turn, program, buffer, buffer, "sum")
+        self.over_program(turn, program, source, destination)
 
     def over_codes(
         self,
@@ -278,7 +274,7 @@ class Engine:
         """Run the first (0) or last (1) round of hierarchical, inside the hosts, of blocks that are `parts`."""
         buffer = self.buffer(flat)
         program = self.plans.inside_hosts(which, parts, flat.element_size(), grouped=self._grouped(buffer.flat))
-        self._execute(turn, program, buffer.flat, buffer.flat, "sum")
+        self.over_program(turn, program, buffer.flat, buffer.flat)
         buffer.store()
 
     def meet(self, turn: Turn, algorithm: str = "recursive_doubling") -> None:
@@ -327,7 +323,10 @@ class Engine:
         """Return whether both ends of a message must be posted together."""
         return buffer.device.type in self._posts_together
 
-    def _execute(self, turn: Turn, program: Program, source: torch.Tensor, destination: torch.Tensor, op: str) -> None:
+    def over_program(
+        self, turn: Turn, program: Program, source: torch.Tensor, destination: torch.Tensor, op: str = "sum"
+    ) -> None:
+        """Run a program that takes from one buffer, and reduces in another, mostly the same."""
         sums = "sum" if op == "average" else op  # whoever asked for it divides
         if destination.is_cpu and (run := self._transport.follow(program, destination.dtype, sums)) is not None:
             with self.span("exchange"):

@@ -98,7 +98,7 @@ class Plans:
         self._share_alignment_bytes = share_alignment_bytes
         self.topology = topology
         self.tables = tables
-        self._measured: Measured | None = None
+        self.measured: Measured | None = None  # before choose_by()
         self.by_hand: frozenset[str] = frozenset()
         self._place = Place(topology.rank, topology.size, 0, topology.hosts)
         self._algorithms = algorithms
@@ -106,16 +106,13 @@ class Plans:
         self._planned: OrderedDict[tuple[object, ...], object] = OrderedDict()
         self._lock = threading.RLock()  # of the threads of callers and the queue's; plans are made of others
 
-    @property
-    def measured(self) -> Measured | None:
-        """Return what 'auto' chooses by after a measurement of the links; None without one."""
-        return self._measured
-
-    @measured.setter
-    def measured(self, measured: Measured) -> None:
+    def choose_by(self, costs: Costs, *, may_cut: bool) -> None:
+        """Let 'auto' choose by measured costs from now on. may_cut: as of Measured."""
+        rank = self._place.rank
+        names, segment_bytes = self._algorithms, self.segment_bytes
         with self._lock:
-            self._measured = measured
-            self._place = measured.costs.place(self._place.rank)
+            self.measured = Measured(costs, names, segment_bytes, self.usual, may_cut=may_cut, speaks=rank == 0)
+            self._place = costs.place(rank)
             self._planned.clear()  # which may depend on whose link is slow
 
     def algorithms(self, collective: str) -> tuple[str, ...]:

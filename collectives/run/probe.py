@@ -141,7 +141,7 @@ class Probe:
 
     def _follow(self, program: Program, calls: int = 1) -> None:
         for _ in range(calls):
-            self._engine.over_program(self._turn, program, self._buffer)
+            self._engine.over_program(self._turn, program, self._buffer, self._buffer)
 
     def _timed(self, programs: Sequence[Program], times: int = _TIMES, calls: int = 1, pause_s: float = 0.0) -> float:
         """Return how long the programs of all ranks take, the slowest rank's, the lower quartile of some times. calls: one

@@ -12,9 +12,8 @@ import torch
 from gradwire.collectives import Communicator
 from gradwire.collectives.environment import HOST_ID
 from gradwire.collectives.plan.algorithms import PLANNERS
-from tests.harness import EXCHANGE_TIMEOUT_S, wide
+from tests.harness import EXCHANGE_TIMEOUT_S
 
-WORLDS = (1, 2, 3, 5, *wide(4, 7, 8))  # 5: the first that is no power of two and takes three rounds of doubling
 ALLREDUCES = [name for name in PLANNERS["allreduce"] if "(" not in name]  # what is nested differs between hosts only
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = (*FLOATING, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)

@@ -50,7 +50,7 @@ def test_overlapping_groups() -> None:
     assert not checks.failures
 
 
-@on_ranks(1, 2, 3, initialized=False)
+@on_ranks(3, initialized=False)
 def test_beside_the_users_own_traffic() -> None:
     """A Communicator and the group it was made from, and two Communicators of one group, do not meet."""
     with communicator() as one, communicator() as other:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.collectives import Communicator
-from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, wide
+from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT
 from tests.ranks.exact import contribution, reduced
 from tests.ranks.training import on_ranks
 
@@ -22,7 +22,7 @@ CASES = [
 
 
 @ON_EVERY_TRANSPORT
-@on_ranks(1, 3, *wide(2), initialized=False)
+@on_ranks(1, 3, initialized=False)
 def test_a_prepared_operation_is_the_verb() -> None:
     with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
         for (numel, dtype, op), algorithm in product(CASES, ("auto", "ring", "native")):

@@ -17,6 +17,7 @@ from gradwire.collectives.plan.cost import Costs, TuningError
 from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds
 from tests.ranks.exact import Checks, contribution, on_host, reduced
 from tests.ranks.test_failures import die
+from tests.ranks.training import assert_survived, on_ranks
 
 SIZE = 4
 NBYTES = [1 << power for power in range(2, 24, 3)]
@@ -56,17 +57,6 @@ def tuned(file: str) -> tuple[str, list[str], list[str]]:
     return measured, first, checks.failures
 
 
-def test_all_ranks_measure_the_same_and_choose_alike(ranks: Worlds, tmp_path: Path) -> None:
-    seen = ranks(SIZE).run(tuned, str(tmp_path / "tuning.json"))
-    assert all(each == seen[0] for each in seen)
-    measured, names, failed = seen[0]
-    assert failed == []
-    costs = Costs.from_json(measured, "tuning.json")
-    assert costs.hosts == ((0, 2), (1, 3))
-    assert min(*costs.uplinks, costs.inside.byte_cpu_s, costs.reduce_byte_s) > 0
-    assert len(names) == 3 * len(NBYTES)
-
-
 def refused(file: str, kind: type[ValueError] = TuningError, said: str = "") -> str:
     os.environ[TUNING] = file
     try:
@@ -77,10 +67,19 @@ def refused(file: str, kind: type[ValueError] = TuningError, said: str = "") -> 
         del os.environ[TUNING]
 
 
-def test_a_file_of_other_hosts_is_refused_on_all_ranks(ranks: Worlds, tmp_path: Path) -> None:
-    file = tmp_path / "tuning.json"
-    ranks(SIZE).run(tuned, str(file))
-    for said in ranks(SIZE).run(refused, str(file)):
+def test_all_ranks_measure_the_same_and_choose_alike_where_the_file_is_for_their_hosts(
+    ranks: Worlds, tmp_path: Path
+) -> None:
+    file = str(tmp_path / "tuning.json")
+    seen = ranks(SIZE).run(tuned, file)
+    assert all(each == seen[0] for each in seen)
+    measured, names, failed = seen[0]
+    assert failed == []
+    costs = Costs.from_json(measured, "tuning.json")
+    assert costs.hosts == ((0, 2), (1, 3))
+    assert min(*costs.uplinks, costs.inside.byte_cpu_s, costs.reduce_byte_s) > 0
+    assert len(names) == 3 * len(NBYTES)
+    for said in ranks(SIZE).run(refused, file):  # on one host
         assert "here are ranks 0,1,2,3 on" in said
         assert "gradwire tune --out FILE" in said
 
@@ -96,38 +95,34 @@ def test_a_file_that_one_rank_cannot_read_is_an_error_on_all(ranks: Worlds, tmp_
         assert "COLLECTIVES_TUNING=a file that cannot be read" in said
 
 
-def tune_for_ever(comm: Communicator) -> None:
+def measure_for_ever(comm: Communicator, codecs: list[str]) -> None:
     while True:
-        comm.tune()
+        comm.measure_codecs(codecs) if codecs else comm.tune()
 
 
-def lose_a_rank(victim: int) -> tuple[type[CollectiveError], str, tuple[int, ...]]:
+def lose_a_rank(victim: int, codecs: list[str]) -> tuple[type[CollectiveError], str, tuple[int, ...]]:
     with on_host(hosts_of_two(dist.get_rank())):
         comm = Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
     comm.barrier()
     if comm.rank == victim:
         threading.Timer(0.005, die).start()
     with pytest.raises(CollectiveError) as caught:
-        tune_for_ever(comm)
-    return type(caught.value), caught.value.operation, caught.value.ranks
+        measure_for_ever(comm, codecs)
+    return type(caught.value), caught.value.operation.partition(",")[0], caught.value.ranks
 
 
-def test_a_rank_that_dies_while_links_are_measured_is_named(failing_world: Callable[[int], World]) -> None:
+@pytest.mark.parametrize("codecs", [[], ["int8", "topk"]], ids=["links", "codecs"])
+def test_a_rank_that_dies_while_others_measure_is_named(
+    failing_world: Callable[[int], World], codecs: list[str]
+) -> None:
     victim = 2
     world = failing_world(SIZE)
-    world.start(lose_a_rank, victim)
-    for outcome in world.collect(EXCHANGE_TIMEOUT_S, ranks=[rank for rank in range(SIZE) if rank != victim]):
-        assert outcome.status == "returned", str(outcome)
-        assert outcome.value == (PeerLost, "tune", (victim,))
+    world.start(lose_a_rank, victim, codecs)
+    assert assert_survived(world, [victim], EXCHANGE_TIMEOUT_S) == [(PeerLost, "tune", (victim,))] * (SIZE - 1)
 
 
-def disagree(odd: int) -> str:
-    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm, pytest.raises(CollectiveError) as caught:
-        comm.barrier() if comm.rank == odd else comm.tune()
-    return str(caught.value)
-
-
-def test_a_rank_that_calls_something_else_meanwhile_is_named(ranks: Worlds) -> None:
-    for said in ranks(3).run(disagree, 1):
-        assert "tune" in said
-        assert "barrier" in said
+@on_ranks(3, initialized=False)
+def test_a_rank_that_calls_something_else_meanwhile_is_named() -> None:
+    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm, pytest.raises(CollectiveError, match="tune") as caught:
+        comm.barrier() if comm.rank == 1 else comm.tune()
+    assert "barrier" in str(caught.value)

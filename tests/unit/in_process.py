@@ -1,4 +1,4 @@
-"""A Transport between threads of one process, as hostile as the contract allows.
+"""What an executor needs of a Transport, between threads of one process, as hostile as the contract allows.
 
 `eager` delivers a message the moment both ends have posted it, long before the receiver waits: a receive posted while its
 memory is still in use shows. Otherwise it delivers when the receiver waits, as late as possible: a buffer that is changed
@@ -71,7 +71,7 @@ class Hub:
 
 class InProcessTransport:
     def __init__(self, hub: Hub, rank: int) -> None:
-        self._hub, self.rank, self.size = hub, rank, hub.size
+        self._hub, self.rank = hub, rank
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int
@@ -81,12 +81,6 @@ class InProcessTransport:
         ]
         sent: list[Pending] = [self._hub.post((self.rank, peer, tag), tensor, sending=True) for peer, tensor in sends]
         return sent, received
-
-    def abort(self) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        raise NotImplementedError
 
 
 def run_ranks(size: int, body: Callable[[int], object]) -> None:

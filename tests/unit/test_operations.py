@@ -215,23 +215,6 @@ def test_turns_of_several_threads_have_numbers_of_their_own() -> None:
         assert numbered == sorted(set(numbered))
 
 
-def test_an_interrupt_on_the_way_into_the_queue_leaves_it_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    with operations(1) as (mine, _, _):
-        submit(mine)  # by which it is known
-        enter = WorkQueue.enter
-
-        def interrupted(queue: WorkQueue, turn: object) -> bool:
-            enter(queue, turn)
-            raise KeyboardInterrupt
-
-        for call in (run_now, submit):
-            with monkeypatch.context() as patched:
-                patched.setattr(WorkQueue, "enter", interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    call(mine)
-            assert run_now(mine)
-
-
 class Interrupting(dict[int, object]):
     """Raises Ctrl-C where something is kept: a turn does so before anything of it has begun."""
 
@@ -239,17 +222,28 @@ class Interrupting(dict[int, object]):
         signal.raise_signal(signal.SIGINT)
 
 
-def test_an_interrupt_as_an_operation_begins_does_not_put_the_rank_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_before_an_operation_has_begun_leaves_the_queue_usable_and_the_rank_not_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the way into the queue, and as its turn begins."""
+    enter = WorkQueue.enter
+
+    def interrupted(queue: WorkQueue, turn: object) -> bool:
+        enter(queue, turn)
+        raise KeyboardInterrupt
+
     with operations(1) as (mine, _, _):
         submit(mine)  # by which it is known
         taken: list[int] = []
-        with monkeypatch.context() as patched:
-            patched.setattr(mine, "_calls", Interrupting())
+        for target, name, value in ((WorkQueue, "enter", interrupted), (mine, "_calls", Interrupting())):
             for call in (run_now, submit):
-                with pytest.raises(KeyboardInterrupt):
-                    call(mine)
+                with monkeypatch.context() as patched:
+                    patched.setattr(target, name, value)
+                    with pytest.raises(KeyboardInterrupt):
+                        call(mine)
+                assert run_now(mine)
         mine.submit("allreduce", lambda turn: taken.append(turn.sequence), async_op=False)
-        assert taken == [1]
+        assert taken == [5]
 
 
 def test_a_wait_that_ends_as_if_all_were_well_is_a_failure_all_the_same() -> None:

@@ -103,7 +103,6 @@ def test_measured_links_choose_few_rounds_for_small_messages_and_few_bytes_for_l
     chooses = measured(costs(eight, 1e-4, 1e-8)).choose
     assert chooses("allreduce", 64) in ("recursive_doubling", "direct")
     assert chooses("allreduce", 64 << 20) in ("ring", "rsag", "direct")  # of which none sends more bytes than another
-    assert measured(costs(eight, 1e-4, 1e-8)).choose("allreduce", 64 << 20) == chooses("allreduce", 64 << 20)
 
 
 def test_interleaved_ranks_that_share_an_uplink_cross_it_once() -> None:
