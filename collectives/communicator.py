@@ -177,7 +177,7 @@ class Communicator(SharedTensors):
         self._costs: Costs | None = None
         try:
             if tuned is not None:
-                self._choose_by(self._read(tuned, tuning))
+                self._choose_by(self._read(tuned, tuning), corrects=False)  # a file keeps the bits
             elif tuning == "1" and transport.quick and len(self.topology.hosts) > 1:
                 self.tune()
         except BaseException as error:
@@ -187,9 +187,12 @@ class Communicator(SharedTensors):
     def tune(self) -> Costs:
         """Measure the links of these ranks, in well under a second, and let 'auto' select by the measurement from now on. A
         collective call. With COLLECTIVES_TUNING=1, making a Communicator over several hosts calls it.
+
+        If the first allreduces of a size take another time than predicted, the next ones try up to two other algorithms, and
+        the fastest stays. A tuning file is not corrected in this way, so that runs with it have the same bits.
         """
         costs = self._probe().run()
-        self._choose_by(costs)
+        self._choose_by(costs, corrects=True)
         if self.topology.rank == 0:
             for line in costs.slow():
                 _log.warning("gradwire: %s", line)
@@ -241,9 +244,9 @@ class Communicator(SharedTensors):
             source, self.topology.hosts, [self._machines[host[0]].description for host in self.topology.hosts]
         )
 
-    def _choose_by(self, costs: Costs) -> None:
+    def _choose_by(self, costs: Costs, *, corrects: bool) -> None:
         self._costs = costs
-        self._engine.plans.choose_by(costs, may_cut=self._may_cut)
+        self._engine.plans.choose_by(costs, may_cut=self._may_cut, corrects=corrects)
 
     @property
     def control_device(self) -> str:
@@ -284,7 +287,8 @@ class Communicator(SharedTensors):
         """
         made = make_codec(codec) if codec is not None else None
         if made is None or made.name == "none":
-            return self._engine.plans.choose(collective, "auto", nbytes)
+            trial = self._engine.plans.trial("auto", nbytes) if collective == "allreduce" else None
+            return self._engine.plans.choose(collective, "auto", nbytes) if trial is None else trial.choice
         code_bytes = made.wire_bytes(nbytes // 4)
         return self._engine.plans.choose_for_codec(made, "auto", code_bytes, with_feedback=made.needs_feedback)
 

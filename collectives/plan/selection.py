@@ -13,6 +13,7 @@ from gradwire.collectives.notation import format_size, parse_size
 from gradwire.collectives.plan.algorithms import BETWEEN_HOSTS, PLANNERS
 from gradwire.collectives.plan.cost import Costs
 from gradwire.collectives.plan.topology import Topology
+from gradwire.collectives.plan.trial import Trial
 from gradwire.collectives.plan.walk import predict
 
 #: Segments that are tried, as multiples of the usual one, for so many algorithms that are quickest with that.
@@ -142,12 +143,18 @@ def split_choice(choice: str) -> tuple[str, int | None]:
     return name, parse_size(segment) if segment else None
 
 
+def _power_of_two(nbytes: int) -> int:
+    """Return the nearest one, counted in whole numbers."""
+    return 1 << (((nbytes * nbytes) | 1).bit_length() // 2)
+
+
 class Measured:
     """Chooses by measured costs: for every verb and power of two of bytes, the algorithm and segment that take least, the same
     on all ranks, which have the same costs.
 
     usual: returns what the table made by hand says. algorithms: the names that each verb has. segment_bytes: the usual segment;
-    may_cut: whether others may be chosen. speaks: whether decisions are logged here.
+    may_cut: whether others may be chosen. corrects: whether calls may correct predictions (see Trial). speaks: whether decisions
+    are logged here.
     """
 
     def __init__(
@@ -158,14 +165,17 @@ class Measured:
         usual: Callable[[str, int], str],
         *,
         may_cut: bool = True,
+        corrects: bool = False,
         speaks: bool = False,
     ) -> None:
         self.costs = costs
         self._segment_bytes = segment_bytes
         self._may_cut = may_cut
         self._usual = usual
+        self._corrects = corrects
         self._speaks = speaks
         self._chosen: dict[tuple[str, int], str] = {}
+        self._trials: dict[int, Trial] = {}
         nested = len(costs.hosts) > 1 and any(len(host) > 1 for host in costs.hosts)
         wholes = {(whole.verb, whole.algorithm) for whole in costs.wholes}
         self._names = {
@@ -179,11 +189,20 @@ class Measured:
 
     def choose(self, verb: str, nbytes: int) -> str:
         """Return the choice for a message of so many bytes, such as 'ring', or 'ring/384K' for another than the usual segment."""
-        power = ((nbytes * nbytes) | 1).bit_length() // 2  # the nearest, counted in whole numbers
-        key = verb, power
+        key = verb, _power_of_two(nbytes)
         if key not in self._chosen:
-            self._chosen[key] = self._decide(verb, 1 << power)
+            self._chosen[key] = self._decide(*key)
         return self._chosen[key]
+
+    def trial(self, nbytes: int) -> Trial | None:
+        """Return what corrects the choice for an allreduce of so many bytes by what calls take; None where nothing does."""
+        if not self._corrects:
+            return None
+        size = _power_of_two(nbytes)
+        if size not in self._trials:
+            what = f"allreduce of {format_size(size)}"
+            self._trials[size] = Trial(self.ranked("allreduce", size), self.choose("allreduce", size), what)
+        return self._trials[size]
 
     def ranked(self, verb: str, nbytes: int) -> list[tuple[float, str]]:
         """Return what was considered with its predicted seconds, the quickest first."""

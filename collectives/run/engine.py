@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.selection import split_choice
 from gradwire.collectives.plan.spans import Layout, consecutive
+from gradwire.collectives.plan.trial import Trial
 from gradwire.collectives.reduction import COMBINE, carried, finish
 from gradwire.collectives.run.executor import Codes, Numbers, Payload, Scratch, execute
 from gradwire.collectives.run.messages import Messages
@@ -27,6 +30,8 @@ from gradwire.collectives.run.plans import Plans
 from gradwire.collectives.run.staging import Buffer, plain
 from gradwire.collectives.run.traced import TracedPayload, TracedTransport, not_now, recorded
 from gradwire.collectives.run.work import Work
+
+_log = logging.getLogger("gradwire")
 
 _REMEMBERED_CALLS = 256
 
@@ -290,6 +295,18 @@ class Engine:
         self.over_buffer(turn, "allgather", "rsag", everything.view(-1), layout=layout, is_own=True)
         rows: list[list[int]] = everything.tolist()
         return rows
+
+    @contextmanager
+    def timed(self, turn: Turn, trial: Trial) -> Iterator[None]:
+        """Let a trial note how long the exchange inside takes, and where that ends a measurement, go on alike on all ranks."""
+        began = time.perf_counter()
+        yield
+        taken = trial.note(time.perf_counter() - began)
+        if taken is not None:
+            least = min(nanoseconds for (nanoseconds,) in self.table(turn, [round(1e9 * taken)]))
+            said = trial.judge(least / 1e9)
+            if self.rank == 0:
+                _log.info("gradwire: %s", said)
 
     def run_whole(self, turn: Turn, whole: Whole, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Let the link do what it has made ready."""

@@ -21,6 +21,7 @@ from gradwire.collectives.plan.schedule import Place, Schedule
 from gradwire.collectives.plan.selection import Measured, Table, choose, split_choice
 from gradwire.collectives.plan.spans import Layout, Span, segments_of_blocks, segments_of_buffer, split, split_aligned
 from gradwire.collectives.plan.topology import Topology
+from gradwire.collectives.plan.trial import Trial
 from gradwire.collectives.plan.walk import Leg, in_segments, predict, price
 
 _Planned = TypeVar("_Planned")
@@ -106,12 +107,14 @@ class Plans:
         self._planned: OrderedDict[tuple[object, ...], object] = OrderedDict()
         self._lock = threading.RLock()  # of the threads of callers and the queue's; plans are made of others
 
-    def choose_by(self, costs: Costs, *, may_cut: bool) -> None:
-        """Let 'auto' choose by measured costs from now on. may_cut: as of Measured."""
+    def choose_by(self, costs: Costs, *, may_cut: bool, corrects: bool) -> None:
+        """Let 'auto' choose by measured costs from now on. may_cut, corrects: as of Measured."""
         rank = self._place.rank
         names, segment_bytes = self._algorithms, self.segment_bytes
         with self._lock:
-            self.measured = Measured(costs, names, segment_bytes, self.usual, may_cut=may_cut, speaks=rank == 0)
+            self.measured = Measured(
+                costs, names, segment_bytes, self.usual, may_cut=may_cut, corrects=corrects, speaks=rank == 0
+            )
             self._place = costs.place(rank)
             self._planned.clear()  # which may depend on whose link is slow
 
@@ -120,6 +123,13 @@ class Plans:
         if collective not in self._algorithms:
             raise ValueError(f"no collective is called {collective!r}; known are {', '.join(self._algorithms)}")
         return self._algorithms[collective]
+
+    def trial(self, algorithm: str, nbytes: int) -> Trial | None:
+        """Return what corrects the algorithm of an allreduce by 'auto' while calls are made; None where nothing does."""
+        if algorithm != "auto" or self.measured is None or "allreduce" in self.by_hand:
+            return None
+        with self._lock:
+            return self.measured.trial(nbytes)
 
     def choose(self, collective: str, algorithm: str, nbytes: int) -> str:
         """Resolve 'auto'. Raises ValueError for an unknown collective or a name that it does not have."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
@@ -246,26 +247,41 @@ class Reductions(Ranks):
         for tensor in arguments.held(tensors, async_op):
             fused.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         groups = list(fused.values())
-        chosen = [engine.plans.choose("allreduce", algorithm, sum(t.nbytes for t in group)) for group in groups]
-        text = f"{verb}({', '.join(map(arguments.described, tensors))}, {reduction}, {', '.join(chosen)})"
+        sizes = [sum(t.nbytes for t in group) for group in groups]
+        trials = [engine.plans.trial(algorithm, nbytes) if spans is None else None for nbytes in sizes]
+        chosen = [
+            engine.plans.choose("allreduce", algorithm if trial is None else trial.choice, nbytes)
+            for nbytes, trial in zip(sizes, trials, strict=True)
+        ]
+        # What a trial has found when this is called may differ among ranks, as earlier calls may still be in flight.
+        names = [choice if trial is None else algorithm for choice, trial in zip(chosen, trials, strict=True)]
+        text = f"{verb}({', '.join(map(arguments.described, tensors))}, {reduction}, {', '.join(names)})"
         call = Call(text, verb)
         if spans is None:
             sketches = [arguments.sketch(tensor) for tensor in tensors]
             joinable = reduction.op in ("sum", "average")
             call = Call(text, verb, sketches, joinable=joinable, algorithm=algorithm, **vars(reduction))
-        wholes = [
-            engine.whole(verb, choice, group[0], sum(t.numel() for t in group), reduction.op)
-            for group, choice in zip(groups, chosen, strict=True)
-        ]
+
+        def ready(index: int) -> Whole | None:
+            group = groups[index]
+            return engine.whole(verb, chosen[index], group[0], sum(t.numel() for t in group), reduction.op)
+
+        wholes = [ready(index) for index in range(len(groups))]
 
         def body(turn: Turn) -> None:
-            for group, choice, whole in zip(groups, chosen, wholes, strict=True):
+            for index, (group, trial) in enumerate(zip(groups, trials, strict=True)):
+                if trial is not None and trial.choice != chosen[index]:
+                    chosen[index] = trial.choice
+                    wholes[index] = ready(index)
+                choice, whole = chosen[index], wholes[index]
                 buffer = engine.buffer(*group)
                 reduction.begin(buffer.flat)
-                engine.over_buffer(turn, collective, choice, buffer.flat, reduction.op, whole=whole)
+                with nullcontext() if trial is None else engine.timed(turn, trial):
+                    engine.over_buffer(turn, collective, choice, buffer.flat, reduction.op, whole=whole)
                 for part in [buffer.flat] if spans is None else [buffer.flat[s.start : s.stop] for s in spans]:
                     reduction.end(part, engine.size, is_average=whole is not None)
                 buffer.store()
 
-        alone = wholes[0] if len(tensors) == 1 and not reduction.is_scaled else None
+        is_settled = all(trial is None or trial.settled for trial in trials)
+        alone = wholes[0] if len(tensors) == 1 and not reduction.is_scaled and is_settled else None
         return Planned(call, body, alone)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ import torch.distributed as dist
 
 from gradwire.collectives import CollectiveError, Communicator, PeerLost
 from gradwire.collectives.environment import TUNING
-from gradwire.collectives.plan.cost import Costs, TuningError
+from gradwire.collectives.plan.cost import Costs, LinkCost, TuningError
+from gradwire.collectives.plan.trial import COUNTED, SKIPPED
 from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds
 from tests.ranks.exact import Checks, contribution, on_host, reduced
 from tests.ranks.test_failures import die
@@ -55,6 +57,45 @@ def tuned(file: str) -> tuple[str, list[str], list[str]]:
     finally:
         del os.environ[TUNING]
     return measured, first, checks.failures
+
+
+@on_ranks(3)
+def test_calls_correct_a_wrong_prediction_alike_on_all_ranks() -> None:
+    """Everything is predicted to take no time at all, so that each of the first choices is tried against rivals."""
+    with on_host(str(dist.get_rank())), Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
+        costs = comm.tune()
+        nothing = LinkCost(0.0, 0.0, 0.0, 0.0)
+        free = replace(costs, inside=nothing, between=nothing, uplinks=(0.0,) * 3, call_s=1e-12, reduce_byte_s=0.0)
+        comm._engine.plans.choose_by(free, may_cut=True, corrects=True)
+        tensors = [contribution(comm.rank, 3, numel, torch.float32) for numel in (700, 50_000)]
+        sums = [reduced(3, numel, torch.float32) for numel in (700, 50_000)]
+        begun = [comm.chosen("allreduce", tensor.nbytes) for tensor in tensors]
+        kept = [tensor.clone() for tensor in tensors]
+        prepared = [comm.prepare_allreduce(each) for each in kept]
+        used: set[str] = set()
+        for number in range(3 * (SKIPPED + COUNTED)):
+            works = []
+            for tensor, into, operation, wanted in zip(tensors, kept, prepared, sums, strict=True):
+                into.copy_(tensor)
+                if number % 3 == 0:  # two of one size are in flight, while an earlier one may change the choice
+                    works.append(comm.allreduce(into, async_op=True))
+                elif number % 3 == 1:
+                    works.append(operation.start())
+                else:
+                    comm.allreduce(into)
+                    assert torch.equal(into, wanted)
+            for work in works:
+                work.wait()
+            assert all(map(torch.equal, kept, sums))
+            used.add(comm.chosen("allreduce", tensors[1].nbytes))
+        trials = [comm._engine.plans.trial("auto", tensor.nbytes) for tensor in tensors]
+        assert all(trial is not None and trial.settled for trial in trials)
+        assert begun[1] in used
+        assert len(used) == 3
+        mine = [comm.chosen("allreduce", tensor.nbytes) for tensor in tensors]
+        assert comm.allgather_record(mine) == [mine] * 3
+        comm._engine.plans.choose_by(costs, may_cut=True, corrects=False)
+        assert comm._engine.plans.trial("auto", 4) is None  # as with a file, which keeps the bits
 
 
 def refused(file: str, kind: type[ValueError] = TuningError, said: str = "") -> str:

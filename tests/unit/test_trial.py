@@ -1,0 +1,53 @@
+"""Trials of algorithms: a good prediction stays, a wrong one is replaced by what calls show, and near equals do not change."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire.collectives.plan.trial import COUNTED, SKIPPED, Trial
+
+RANKED = [(1.0, "ring"), (1.2, "rsag"), (1.4, "tree"), (1.6, "direct"), (9.0, "star")]
+
+
+def tried(taken: dict[str, float], choice: str = "ring") -> tuple[Trial, list[str]]:
+    """Return a trial at its end, and the choices in the order in which calls used them. taken: seconds of a call by choice."""
+    trial, used = Trial(RANKED, choice), []
+    while not trial.settled:
+        used.append(trial.choice)
+        for number in range(SKIPPED + COUNTED):
+            assert trial.choice == used[-1]
+            median = trial.note(1e3 if number < SKIPPED else taken[trial.choice])
+            assert (median is None) == (number < SKIPPED + COUNTED - 1)
+        assert median == taken[used[-1]]  # the first calls after a change do not count
+        trial.judge(median)
+    return trial, used
+
+
+@pytest.mark.parametrize(
+    ("taken", "used", "stays"),
+    [
+        ({"ring": 1.09}, ["ring"], "ring"),
+        ({"ring": 2.0, "rsag": 1.5, "tree": 3.0}, ["ring", "rsag", "tree"], "rsag"),
+        ({"ring": 2.0, "rsag": 1.91, "tree": 3.0}, ["ring", "rsag", "tree"], "ring"),
+        ({"ring": 0.5}, ["ring"], "ring"),  # it is faster than predicted, and no rival is predicted to come near
+        ({"ring": 0.65, "rsag": 0.3}, ["ring", "rsag"], "rsag"),
+    ],
+)
+def test_what_calls_take_decides(taken: dict[str, float], used: list[str], stays: str) -> None:
+    trial, were_used = tried(taken)
+    assert (were_used, trial.choice) == (used, stays)
+    assert trial.note(5.0) is None  # nothing is compared any more
+
+
+def test_the_default_may_be_the_first_choice_and_one_choice_is_no_trial() -> None:
+    trial, used = tried({"tree": 3.0, "ring": 4.0, "rsag": 2.0}, choice="tree")
+    assert (used, trial.choice) == (["tree", "ring", "rsag"], "rsag")
+    assert Trial(RANKED[:1], "ring").settled
+
+
+def test_a_finding_is_said_in_words() -> None:
+    trial = Trial([(1e-3, "ring"), (2e-3, "rsag")], "ring", "allreduce of 1M")
+    assert trial.judge(2e-3) == "allreduce of 1M: ring takes 2 ms (1 predicted); rsag is tried"
+    assert (
+        trial.judge(1e-3) == "allreduce of 1M: ring takes 2 ms (1 predicted), rsag takes 1 ms (2 predicted); rsag stays"
+    )
