@@ -259,7 +259,9 @@ def test_messages_move_on_while_a_new_call_is_compared() -> None:
                 work = comm.send(large, 1, async_op=sends_later)  # type: ignore[call-overload]
             elif comm.rank == 1:
                 work = comm.recv(large.zero_(), 0, async_op=receives_later)  # type: ignore[call-overload]
-            comm.allreduce(ones(30 + number))
+            summed = ones(30 + number)
+            comm.allreduce(summed)
+            assert summed.eq(comm.size).all()
             if hasattr(work, "wait"):
                 work.wait()
             assert large.eq(1).all()

@@ -171,26 +171,57 @@ def test_memory_is_given_back() -> None:
     assert_holds(descriptors, maps)
 
 
-def fall_back(reason: str) -> tuple[str, ...]:
-    rank = dist.get_rank()
-    if reason == "switched off" and rank == 1:
-        os.environ[SHARED_MEMORY] = "0"
-    if reason == "no memory" and rank == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
-    try:
-        with Communicator(timeout_s=TIMEOUT_S) as comm:
-            assert_adds(comm, comm.empty(5000))
-            return comm.algorithms("allreduce")
-    finally:
-        os.environ.pop(SHARED_MEMORY, None)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+def hindered(reason: str) -> tuple[bool, bool]:
+    """Reduce where one rank cannot make or map memory; return whether the ranks share some, and whether the last operation went
+    without a copy."""
+
+    def refuse(*_: Any) -> Segment:
+        raise OSError("not today")
+
+    rank, limits = dist.get_rank(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    with pytest.MonkeyPatch.context() as patch:
+        if reason == "switched off" and rank == 1:
+            patch.setenv(SHARED_MEMORY, "0")
+        if reason == "no memory" and rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+        if reason == "cannot join" and rank == 1:
+            patch.setattr(Segment, "open", refuse)
+        try:
+            with Communicator(timeout_s=TIMEOUT_S) as comm:
+                comm.allreduce(torch.ones(1))
+                if reason == "cannot follow" and rank == 1:
+                    patch.setattr(Segment, "open", refuse)
+                if reason == "no files" and rank == 0:
+                    first_free = os.dup(0)
+                    os.close(first_free)
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, limits[1]))
+                tensor = comm.empty(5000)
+                for _ in range(3):
+                    assert_adds(comm, tensor)
+                shares = "shared" in comm.algorithms("allreduce")
+                return shares, shares and without_a_copy(comm)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-@pytest.mark.parametrize("reason", ["no memory", "switched off", "none"])
-def test_all_fall_back_together(failing_world: Callable[[int], World], reason: str) -> None:
-    # A world of its own: the file of an older world's store may be as large as the limit on files already.
-    found = failing_world(3).run(fall_back, reason)
-    assert [("shared" in names) for names in found] == [reason == "none"] * 3
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("none", (True, True)),
+        ("no memory", (False, False)),
+        ("switched off", (False, False)),
+        ("cannot join", (False, False)),
+        ("cannot follow", (True, False)),
+        ("no files", (True, False)),
+    ],
+)
+def test_all_fall_back_together(
+    ranks: Worlds, failing_world: Callable[[int], World], reason: str, expected: tuple[bool, bool]
+) -> None:
+    # One of its own: the file of an older world's store may be as large as the limit on files already.
+    world = failing_world(3) if reason == "no memory" else ranks(3)
+    assert world.run(hindered, reason) == [expected] * 3
 
 
 @on_ranks(1, 2, 4, initialized=False)
@@ -261,24 +292,6 @@ def test_more_tensors_than_there_are_slots() -> None:
 
 
 @on_ranks(2, initialized=False)
-def test_a_rank_that_can_open_nothing_more() -> None:
-    rank = dist.get_rank()
-    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with Communicator(timeout_s=TIMEOUT_S) as comm:
-        comm.allreduce(torch.ones(1))
-        first_free = os.open(os.devnull, os.O_RDONLY)
-        os.close(first_free)
-        if rank == 0:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, most))
-        try:
-            tensor = comm.empty(5000)
-            for _ in range(3):
-                assert_adds(comm, tensor)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
-
-
-@on_ranks(2, initialized=False)
 def test_a_communicator_that_nobody_closed_leaves_nothing() -> None:
     _, maps = held()
     for _ in range(3):
@@ -288,30 +301,6 @@ def test_a_communicator_that_nobody_closed_leaves_nothing() -> None:
         del comm
         gc.collect()
     assert segments() == maps
-
-
-def cannot_open(when: str) -> tuple[str, ...]:
-    """On rank 1 alone, the segment or a tensor cannot be mapped."""
-
-    def refuse(*_: Any) -> Segment:
-        raise OSError("not today")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if when == "join" and dist.get_rank() == 1:
-            patch.setattr(Segment, "open", refuse)
-        with Communicator(timeout_s=TIMEOUT_S) as comm:
-            if when == "follow" and comm.rank == 1:
-                patch.setattr(Segment, "open", refuse)
-            tensor = comm.empty(5000)
-            for _ in range(3):
-                assert_adds(comm, tensor)
-            assert when == "join" or not without_a_copy(comm)
-            return comm.algorithms("allreduce")
-
-
-@pytest.mark.parametrize("when", ["join", "follow"])
-def test_a_rank_cannot_map(ranks: Worlds, when: str) -> None:
-    assert [("shared" in names) for names in ranks(3).run(cannot_open, when)] == [when == "follow"] * 3
 
 
 KINDS = {signal.SIGKILL: "PeerLost", signal.SIGSTOP: "CollectiveTimeout"}

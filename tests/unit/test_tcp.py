@@ -27,6 +27,7 @@ from gradwire.collectives.reduction import COMBINE, DTYPES
 from gradwire.collectives.run.executor import Numbers, Scratch, execute
 from tests.harness import wait_until, wide
 from tests.ranks.exact import cover
+from tests.ranks.test_shared_memory import contribution
 from tests.unit.in_process import run_ranks
 
 DEADLINE_S = 20.0
@@ -99,11 +100,6 @@ def assert_lost(peer: int, pending: Pending) -> LinkError:
     error = failure(lambda: pending.wait(in_time()))
     assert (error.peer, error.timed_out) == (peer, False)
     return error
-
-
-def contribution(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    numbers = torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * 4
-    return numbers.to(dtype) if dtype.is_floating_point else numbers.abs().to(dtype)
 
 
 def peculiar(rank: int, dtype: torch.dtype) -> torch.Tensor:
