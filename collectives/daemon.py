@@ -17,42 +17,30 @@ class DaemonThread:
     """Runs calls one after the other on a thread of its own, for which the end of the process does not wait, as it would for that
     of a ThreadPoolExecutor.
 
+    or_callers: whether, in a process that cannot start a thread, each call runs on the thread of its caller, which waits until it
+    returns: the process still has to reach the other ranks, to report that it cannot go on. Raises RuntimeError there otherwise.
     close: lets the thread end after the last call, and does not wait for it. What nobody uses any more is closed, too.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, or_callers: bool = False) -> None:
         calls: _Calls = SimpleQueue()
-        self._calls = calls
+        self._calls: _Calls | None = calls
         self.close = weakref.finalize(self, calls.put, None)
-        threading.Thread(target=_serve, args=(calls,), name=name, daemon=True).start()
+        try:
+            threading.Thread(target=_serve, args=(calls,), name=name, daemon=True).start()
+        except RuntimeError:
+            if not or_callers:
+                raise
+            self._calls = None
 
     def submit(self, call: Callable[[], _Result]) -> Future[_Result]:
         """Run a call after those submitted before it; return what will hold its result or error."""
         future: Future[_Result] = Future()
-        self._calls.put((call, future))
+        if self._calls is None:
+            _run(call, future)
+        else:
+            self._calls.put((call, future))
         return future
-
-
-class CallersThread:
-    """Runs each call when it is submitted, on the thread of the caller, which waits until it returns."""
-
-    def submit(self, call: Callable[[], _Result]) -> Future[_Result]:
-        """Run a call; return what holds its result or error."""
-        future: Future[_Result] = Future()
-        _run(call, future)
-        return future
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def daemon_or_callers_thread(name: str) -> DaemonThread | CallersThread:
-    """Return a new thread, or the caller's in a process that cannot start one: it still has to reach the other ranks, to report
-    that it cannot go on."""
-    try:
-        return DaemonThread(name)
-    except RuntimeError:
-        return CallersThread()
 
 
 def _serve(calls: _Calls) -> None:

@@ -19,7 +19,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(listed) != 1 else ''} {', '.join(map(str, listed))}"
 
 
-def _by_value(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
+def by_value(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
     """Return the ranks that have a value, by value."""
     ranks: dict[_Value, list[int]] = {}
     for rank, value in values.items():
@@ -116,7 +116,7 @@ class Mismatch(CollectiveError):
         """differing: what it is, in words, that is not the same in all calls."""
         self.calls = dict(sorted(calls.items()))
         self.places = dict(sorted((places or {}).items()))
-        by_call = _by_value(self.calls).items()
+        by_call = by_value(self.calls).items()
         said = "; ".join(f"{ranks_text(callers)} called {call}{self._where(callers)}" for call, callers in by_call)
         if differing:
             said += f"; they differ in {' and '.join(filter(None, [', '.join(differing[:-1]), differing[-1]]))}"
@@ -157,7 +157,7 @@ class ReplicasDiffer(CollectiveError):
         self, tensor: str, hashes: Sequence[int | None], count: int, *, rank: int, operation: str, detail: str = ""
     ) -> None:
         """hashes: of the value, by rank; None where a rank has no such value."""
-        by_hash = _by_value(dict(enumerate(hashes)))
+        by_hash = by_value(dict(enumerate(hashes)))
         most = max(by_hash.values(), key=len)
         self.tensor = tensor
         odd = sorted(holder for holders in by_hash.values() if holders is not most for holder in holders)

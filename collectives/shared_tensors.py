@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import math
-import os
-import secrets
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,21 +52,16 @@ class SharedTensors(Verbs):
         segment: Segment | None = None
         try:
             if self.rank == 0 and nbytes:
-                name = f"gradwire-{secrets.token_hex(16)}"
-                try:
-                    segment = _reserve(name, nbytes)
-                    card |= {"pid": os.getpid(), "descriptor": segment.descriptor, "name": name}
-                except OSError as error:
-                    card |= {"why": str(error)}
+                segment, offer = Segment.offer(nbytes, _reserve)
+                card |= offer
             first = self._card_of_rank_0(card)
             if nbytes == 0:
                 return torch.empty(size, dtype=dtype)
-            problem = first.get("why")
-            if segment is None and problem is None:
-                try:
-                    segment = Segment.open(first["pid"], first["descriptor"], first["name"], nbytes)
-                except OSError as error:
-                    problem = str(error)
+            problem: str | None = None
+            try:
+                segment = segment or Segment.take(first, nbytes)
+            except OSError as error:
+                problem = str(error)
             problems = {rank: why for rank, why in enumerate(self.allgather_record(problem)) if why is not None}
             if problems or segment is None:
                 rank, why = next(iter(problems.items()))
@@ -84,7 +75,7 @@ class SharedTensors(Verbs):
                 segment.close()
             raise
         segment.seal_off()
-        return _tensor_in(segment, size, dtype)
+        return segment.tensor(size, dtype, segment.close)
 
     def _shape(self, shape: Any, dtype: torch.dtype) -> tuple[int, ...]:
         """Return a shape as torch.empty takes it. Raises TypeError for a dtype that is not carried."""
@@ -122,11 +113,3 @@ def _reserve(name: str, nbytes: int) -> Segment:
     if nbytes > (left := memory_left()):
         raise OSError(errno.ENOMEM, f"{nbytes} bytes of shared memory are wanted, and {left} bytes of memory are left")
     return Segment.create(name, nbytes)
-
-
-def _tensor_in(segment: Segment, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return all of a segment as a tensor, with which it goes."""
-    assert segment.address is not None
-    memory = (ctypes.c_uint8 * segment.nbytes).from_address(segment.address)
-    weakref.finalize(memory, segment.close).atexit = False
-    return torch.frombuffer(memory, dtype=dtype).view(shape)

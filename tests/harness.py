@@ -88,6 +88,24 @@ def wait_until(condition: Callable[[], object], within_s: float = EXCHANGE_TIMEO
         time.sleep(0.001)
 
 
+def segments() -> int:
+    """How many segments of shared memory this process has mapped."""
+    return sum("memfd:gradwire" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def held() -> tuple[int, int]:
+    """The files that this process has open, and the segments that it has mapped, once garbage is collected."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), segments()
+
+
+def assert_holds(descriptors: int, maps: int) -> None:
+    """Of what held() returned before, nothing more is there than a file that something else may have opened."""
+    after = held()
+    assert after[0] <= descriptors + 1
+    assert after[1] == maps
+
+
 class RanksFailedError(AssertionError):
     """Some ranks raised, died or hung; the message holds what every rank reported."""
 

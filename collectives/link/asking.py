@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gradwire.collectives.daemon import daemon_or_callers_thread
+from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.errors import LinkError
 
 #: How often a call that waits for its answer checks whether there is any use in waiting.
@@ -48,7 +48,7 @@ class Asking:
     ) -> None:
         self._store, self._deadline = store, deadline
         self._check, self._keepers = check, keepers
-        self._thread = daemon_or_callers_thread("gradwire-store")
+        self._thread = DaemonThread("gradwire-store", or_callers=True)
 
     def ask(self, call: Callable[[], _Answer]) -> _Answer:
         """Return what a call returns that asks the store. Raises LinkError where there is no answer by the deadline or the

@@ -20,8 +20,8 @@ from gradwire.collectives.kernels.first_use import FIRST_USE
 from gradwire.collectives.link.base import Message, Pending, Posted, Request, Transport, Whole, WholeRun
 from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.link.process_group import process_group
+from gradwire.collectives.link.shared_memory.group import join_host
 from gradwire.collectives.link.shared_memory.messages import SharedMemory, SharedMemoryTransport
-from gradwire.collectives.link.shared_memory.rendezvous import join_host
 from gradwire.collectives.link.tcp import tcp
 from gradwire.collectives.plan.program import Program
 

@@ -11,12 +11,12 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gradwire.collectives.errors import LinkError
+from gradwire.collectives.errors import LinkError, ranks_text
 from gradwire.collectives.link.handshake import MOST_STRANGERS, give_up_on_silence, listen, set_up
 from gradwire.collectives.link.watch import Neighbour, poll_of
 
@@ -51,6 +51,11 @@ class Failure:
         if isinstance(error, LinkError):
             return cls(tuple(sorted(error.awaited)), str(error), error.ended, error.timed_out)
         return cls((rank,), f"rank {rank} raised {type(error).__name__}: {error}")
+
+    @classmethod
+    def loss_of(cls, ranks: Collection[int]) -> Failure:
+        """Return that of ranks whose processes have ended."""
+        return cls(tuple(sorted(ranks)), f"lost {ranks_text(ranks)}", ended=True)
 
     def as_link_error(self) -> LinkError:
         """Return the error for it on the other ranks."""

@@ -144,8 +144,8 @@ class Membership:
         """Raise LinkError, which names the ranks, where some are known to have ended, or to be unable to connect."""
         if (error := self._reported()) is not None:
             raise error
-        if lost := tuple(sorted(self.lost())):
-            raise _loss_of(lost)
+        if lost := self.lost():
+            raise Failure.loss_of(lost).as_link_error()
 
     def report(self, failure: Failure) -> None:
         """Report to the other ranks why these cannot connect."""
@@ -165,7 +165,7 @@ class Membership:
             if (error := self._reported()) is not None:
                 return error
             if ended := self._numbers(self.presence.ended()):
-                return _loss_of(ended)
+                return Failure.loss_of(ended).as_link_error()
             if time.monotonic() >= deadline:
                 break
             time.sleep(_LONGEST_LOOK_AGAIN_S)
@@ -184,10 +184,6 @@ class Membership:
 
     def _numbers(self, places: Collection[int]) -> tuple[int, ...]:
         return tuple(rank for rank, place in enumerate(self.places) if place in places)
-
-
-def _loss_of(ranks: tuple[int, ...]) -> LinkError:
-    return Failure(ranks, f"lost {ranks_text(ranks)}", ended=True).as_link_error()
 
 
 def membership_of(group: dist.ProcessGroup, host: str, timeout_s: float) -> Membership:

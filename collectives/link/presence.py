@@ -119,7 +119,7 @@ class Presence:
             if (failure := self._failures.get("")) is not None:
                 raise failure.as_link_error()
             if gone := self.gone():
-                raise Failure(tuple(sorted(gone)), f"lost {ranks_text(gone)}", ended=True).as_link_error()
+                raise Failure.loss_of(gone).as_link_error()
             if time.monotonic() >= deadline:
                 missing = self.silent()
                 detail = f"{ranks_text(missing)} did not arrive" if missing else "the ranks arrived too late"

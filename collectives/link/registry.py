@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradwire.collectives.environment import shared_memory_wanted
-from gradwire.collectives.errors import CollectiveError, ranks_text
+from gradwire.collectives.errors import CollectiveError, by_value, ranks_text
 from gradwire.collectives.kernels.first_use import FIRST_USE
 from gradwire.collectives.link.auto import auto
 from gradwire.collectives.link.base import Transport
@@ -137,8 +137,6 @@ def _watch(membership: Membership, settings: str, deadline: float) -> tuple[Watc
 
 def _difference(rank: int, settings: Sequence[str]) -> str:
     """Return what to say of settings, by rank, that are not all the same."""
-    by_text: dict[str, list[int]] = {}
-    for giver, text in enumerate(settings):
-        by_text.setdefault(text, []).append(giver)
+    by_text = by_value(dict(enumerate(settings)))
     given = "; ".join(f"{text} on {ranks_text(givers)}" for text, givers in by_text.items())
     return f"rank {rank}: a Communicator needs the same settings on all ranks; given are {given}"

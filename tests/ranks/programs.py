@@ -73,3 +73,13 @@ def start(command: list[str], folder: Path, output: int = subprocess.PIPE, **env
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Return the exit code of a process, and what it printed. Nothing is left running."""
+    with process:
+        try:
+            said, _ = process.communicate(timeout=DEADLINE_S)
+        finally:
+            process.kill()
+    return process.returncode, said

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import product
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +20,22 @@ import torch
 import torch.distributed as dist
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
-from tests.harness import ON_EVERY_TRANSPORT, Outcome, World, Worlds, wide
+from tests.harness import ON_EVERY_TRANSPORT, Outcome, World, Worlds
 from tests.ranks.exact import ALLREDUCES, cover, on_host
 from tests.ranks.training import assert_survived
 
 pytestmark = ON_EVERY_TRANSPORT
 
 ALGORITHMS = (*ALLREDUCES, "native", "auto")
+SOME = ("ring", "hierarchical", "native", "auto")  # one of each way to run an operation; the soak draws them all
 TIMEOUT_S = 2.0  # of an operation that runs into it
 FAR_S = 20.0  # of one that must not
 GRACE_S = 3.0  # for finding out and telling who is to blame
 HANG_S = 10.0  # longer than any busy machine delays what takes no time
 DEADLINE_S = 30.0  # for a whole world, on a machine where many of them run
+SIZE = 3
 VICTIMS = {2: 1, 3: 0, 4: 2}  # by world size
-SIZES = [3, *wide(2, 4)]
 PHASES = ("before the first", "between two", "in the middle", "while idle in async")
-AT_ONCE = 12  # worlds
 SMALL, LARGE, HUGE = 100, 1 << 18, 1 << 22
 
 
@@ -141,27 +141,21 @@ def complaints(outcome: Outcome, fault: str, victim: int) -> list[str]:
     return [f"{complaint} [{seen.kind.__name__}: {seen.text}]" for complaint in found]
 
 
-SOME = cover([*FAULTS], PHASES, ALGORITHMS, [*VICTIMS])
-EVERY = [[*product([fault], PHASES, ALGORITHMS, VICTIMS)] for fault in FAULTS]
+CASES = cover(PHASES, SOME, [*FAULTS], [*VICTIMS])
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("cases", [SOME, *wide(*EVERY)], ids=["some", *FAULTS])
-def test_a_rank_fails(
-    failing_world: Callable[[int], World], cases: list[tuple[str, str, str, int]], phase: str
-) -> None:
+def test_a_rank_fails(failing_world: Callable[[int], World], phase: str) -> None:
     found = []
-    mine = [case for case in cases if case[1] == phase]
-    for together in (mine[i : i + AT_ONCE] for i in range(0, len(mine), AT_ONCE)):
-        worlds = [failing_world(size) for _, _, _, size in together]
-        for (fault, _, algorithm, size), world in zip(together, worlds, strict=True):
-            world.start(suffer, algorithm, phase, fault, VICTIMS[size])
-        for (fault, _, algorithm, size), world in zip(together, worlds, strict=True):
-            victim = VICTIMS[size]
-            for outcome in world.collect(DEADLINE_S, ranks=[rank for rank in range(size) if rank != victim]):
-                for complaint in complaints(outcome, fault, victim):
-                    found.append(f"{fault}, {algorithm}, world of {size}, rank {outcome.rank}: {complaint}")
-            world.kill()
+    cases = [(*case, failing_world(case[-1])) for case in CASES if case[0] == phase]
+    for _, algorithm, fault, size, world in cases:
+        world.start(suffer, algorithm, phase, fault, VICTIMS[size])
+    for _, algorithm, fault, size, world in cases:
+        victim = VICTIMS[size]
+        for outcome in world.collect(DEADLINE_S, ranks=[rank for rank in range(size) if rank != victim]):
+            for complaint in complaints(outcome, fault, victim):
+                found.append(f"{fault}, {algorithm}, world of {size}, rank {outcome.rank}: {complaint}")
+        world.kill()
     assert not found, "\n".join(found)
 
 
@@ -186,16 +180,14 @@ def disagree(subject: str, algorithm: str, odd: int) -> Witness:
     return witness(comm, lambda: comm.allreduce(tensor, op, algorithm=algorithm))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("subject", DISAGREEMENTS)
-def test_a_rank_calls_something_else(ranks: Worlds, subject: str, size: int) -> None:
-    usual, other = DISAGREEMENTS[subject]
-    found, odd = [], VICTIMS[size]
-    for algorithm in ALGORITHMS:
-        for rank, seen in enumerate(ranks(size).run(disagree, subject, algorithm, odd)):
+def test_a_rank_calls_something_else(ranks: Worlds) -> None:
+    """In every algorithm, each time in another respect; test_mismatch.py has every respect."""
+    found, odd = [], VICTIMS[SIZE]
+    for algorithm, (subject, (usual, other)) in zip(ALGORITHMS, cycle(DISAGREEMENTS.items()), strict=False):
+        for rank, seen in enumerate(ranks(SIZE).run(disagree, subject, algorithm, odd)):
             error = f"{algorithm}, rank {rank}: [{seen.kind.__name__}: {seen.text}]"
             found += [f"{complaint} {error}" for complaint in seen.complaints()]
-            if seen.kind is not Mismatch or set(seen.attributes["calls"]) != set(range(size)):
+            if seen.kind is not Mismatch or set(seen.attributes["calls"]) != set(range(SIZE)):
                 found.append(f"is not a mismatch that tells the calls of all ranks {error}")
             elif not all((other if r == odd else usual) in call for r, call in seen.attributes["calls"].items()):
                 found.append(f"does not tell {usual} from {other} {error}")
@@ -272,38 +264,35 @@ def fail_one_of_two() -> Witness | None:
     return seen
 
 
-def witnesses(ranks: Worlds, size: int, function: Callable[..., Any]) -> list[Witness]:
+def witnesses(ranks: Worlds, function: Callable[..., Any]) -> list[Witness]:
     """What the ranks but rank 0 see, all of them good witnesses."""
-    found: list[Witness] = ranks(size).run(function)[1:]
-    assert [seen.complaints() for seen in found] == [[]] * (size - 1)
+    found: list[Witness] = ranks(SIZE).run(function)[1:]
+    assert [seen.complaints() for seen in found] == [[]] * (SIZE - 1)
     return found
 
 
 def test_a_rank_is_killed_while_it_sends(failing_world: Callable[[int], World]) -> None:
-    worlds = [failing_world(3) for _ in range(4)]
+    worlds = [failing_world(SIZE) for _ in range(2)]
     for world in worlds:
         world.start(die_in_the_middle_of_a_large_one)
     for seen in (seen for world in worlds for seen in assert_survived(world, [1], DEADLINE_S)):
         assert (seen.kind, seen.attributes.get("ranks")) == (PeerLost, (1,)), seen.text
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_rank_comes_late(ranks: Worlds, size: int) -> None:
-    late, *punctual = ranks(size).run(come_late)
+def test_a_rank_comes_late(ranks: Worlds) -> None:
+    late, *punctual = ranks(SIZE).run(come_late)
     assert {seen.kind for seen in (late, *punctual)} == {CollectiveTimeout}
     assert "gave up waiting for this rank, which arrived later" in late.text
     assert late.attributes["waiting_for"] == ()
     assert all(seen.attributes["waiting_for"] == (0,) for seen in punctual)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_ranks_issue_in_different_orders(ranks: Worlds, size: int) -> None:
-    assert {seen.kind for seen in witnesses(ranks, size, swap_the_order)} == {Mismatch}
+def test_ranks_issue_in_different_orders(ranks: Worlds) -> None:
+    assert {seen.kind for seen in witnesses(ranks, swap_the_order)} == {Mismatch}
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_the_rank_with_the_store_dies(failing_world: Callable[[int], World], size: int, tmp_path: Path) -> None:
-    world = failing_world(size)
+def test_the_rank_with_the_store_dies(failing_world: Callable[[int], World], tmp_path: Path) -> None:
+    world = failing_world(SIZE)
     world.start(lose_the_host_of_the_store, tmp_path / "port")
     for seen in assert_survived(world, [0], DEADLINE_S):
         assert seen.kind is PeerLost
@@ -311,14 +300,12 @@ def test_the_rank_with_the_store_dies(failing_world: Callable[[int], World], siz
         assert seen.complaints() == []
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_rank_closes_while_others_call(ranks: Worlds, size: int) -> None:
-    for seen in witnesses(ranks, size, close_while_others_call):
+def test_a_rank_closes_while_others_call(ranks: Worlds) -> None:
+    for seen in witnesses(ranks, close_while_others_call):
         assert "rank 0" in seen.text, "names the rank that closed, as lost, as silent, or as calling something else"
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_another_communicator_survives(ranks: Worlds, size: int) -> None:
-    for seen in witnesses(ranks, size, fail_one_of_two):
+def test_another_communicator_survives(ranks: Worlds) -> None:
+    for seen in witnesses(ranks, fail_one_of_two):
         assert seen.kind is CollectiveTimeout
         assert seen.attributes["seconds"] == 0.5

@@ -14,9 +14,8 @@ import pytest
 
 from tests.interpreter import FINALIZE, python
 from tests.pages import ROOT
-from tests.ranks.programs import launch_text, start
+from tests.ranks.programs import ended, launch_text, start
 
-DEADLINE_S = 60.0
 SIZE = 3
 
 AGAIN_AND_AGAIN = """
@@ -43,16 +42,6 @@ def by_open_mpi(script: str, folder: Path) -> str:
     said = "".join(ended(process)[1] for process in processes)
     assert [process.returncode for process in processes] == [0] * SIZE, said
     return said
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Return the exit code of a process, and what it printed. Nothing is left running."""
-    with process:
-        try:
-            said, _ = process.communicate(timeout=DEADLINE_S)
-        finally:
-            process.kill()
-    return process.returncode, said
 
 
 @pytest.mark.parametrize("launch", [partial(launch_text, processes=SIZE), by_open_mpi], ids=["torchrun", "Open MPI"])

@@ -18,7 +18,6 @@ pytestmark = ON_EVERY_TRANSPORT
 
 SOON_S = 2.0  # within which a mismatch is to be told
 FAR_S = 40.0  # the deadline of an operation, which nothing here is to run into
-SIZES = [3, *wide(2, 4)]
 
 #: How many cases may take longer, or cost the Communicator, because this machine did not let a rank run.
 ALLOWANCE = 0.01
@@ -153,13 +152,12 @@ def differ(pairs: list[tuple[int, int]]) -> Tally:
     return tally
 
 
-@pytest.mark.parametrize("pairs", [PAIRS[::3], *wide(PAIRS)], ids=["some pairs", "all pairs"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("pairs", [PAIRS[::7], *wide(PAIRS)], ids=["some pairs", "all pairs"])
 def test_ranks_that_call_something_new_and_different_are_told_and_go_on(
-    ranks: Worlds, size: int, pairs: list[tuple[int, int]]
+    ranks: Worlds, pairs: list[tuple[int, int]]
 ) -> None:
-    for tally in ranks(size).run(differ, pairs):
-        assert tally.cases == len(pairs) > 150
+    for tally in ranks(3).run(differ, pairs):
+        assert tally.cases == len(pairs)
         assert not tally.wrong, "\n".join(tally.wrong[:20])
         assert tally.slow <= ALLOWANCE * tally.cases
         assert tally.spoiled <= ALLOWANCE * tally.cases
@@ -197,9 +195,8 @@ def differ_in_known_ways() -> list[Tally]:
         return list(pool.map(differ_in_the_third_call, comms, pairs, known, odds))
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_ranks_that_call_what_is_known_in_another_order_are_told_too(ranks: Worlds, size: int) -> None:
-    for tallies in ranks(size).run(differ_in_known_ways):
+def test_ranks_that_call_what_is_known_in_another_order_are_told_too(ranks: Worlds) -> None:
+    for tallies in ranks(3).run(differ_in_known_ways):
         wrong = [text for tally in tallies for text in tally.wrong]
         assert not wrong, "\n".join(wrong)
         assert sum(tally.slow for tally in tallies) <= 3  # of ranks that are all busy at the same time
@@ -262,7 +259,9 @@ def test_messages_move_on_while_a_new_call_is_compared() -> None:
                 work = comm.send(large, 1, async_op=sends_later)  # type: ignore[call-overload]
             elif comm.rank == 1:
                 work = comm.recv(large.zero_(), 0, async_op=receives_later)  # type: ignore[call-overload]
-            comm.allreduce(ones(30 + number))
+            summed = ones(30 + number)
+            comm.allreduce(summed)
+            assert summed.eq(comm.size).all()
             if hasattr(work, "wait"):
                 work.wait()
             assert large.eq(1).all()

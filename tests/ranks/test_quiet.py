@@ -17,7 +17,7 @@ from gradwire.collectives.compression.registry import CODECS
 from gradwire.collectives.kernels.cpu import compiling
 from gradwire.collectives.reduction import DTYPES
 from gradwire.collectives.run.operations import Operations
-from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds
+from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds
 from tests.ranks.exact import on_host
 from tests.ranks.training import perceptron, share
 
@@ -82,8 +82,16 @@ def use_every_kernel(hosts: str) -> list[str]:
     return found
 
 
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("hosts", ["aaa", "aab"])
+@pytest.mark.parametrize(
+    ("ranks", "hosts"),
+    [
+        ("shared_memory", "aaa"),
+        ("shared_memory", "aab"),
+        ("sockets", "aab"),
+        pytest.param("process_group", "aab", marks=pytest.mark.wide),
+    ],
+    indirect=["ranks"],
+)
 def test_no_kernel_is_compiled_within_a_deadline(failing_world: Callable[[int], World], hosts: str) -> None:
     for found in failing_world(SIZE).run(use_every_kernel, hosts):
         assert not found

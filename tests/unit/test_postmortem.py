@@ -20,158 +20,106 @@ def stopped(*waiting_for: int, sequence: int = 4, gave_up: bool = False, waited_
     return Report(sequence, CALL, waiting_for, gave_up, waited_s, SECONDS, before=((sequence - 1, CALL),))
 
 
-def judged(rank: int, reports: dict[int, Report], kind: type[CollectiveError] = CollectiveError, **known: Any) -> Any:
-    """Return the error of a rank, once it is seen to be of this kind."""
-    error = verdict(Findings(reports, difference=difference_of(reports), **known), rank, detail="closed")
-    assert isinstance(error, kind)
-    return error
-
-
 def message(*waiting_for: int, gave_up: bool = False) -> Report:
     call = f"recv(float32[8], src={waiting_for[0]}, tag=0)"
     return Report(5, call, waiting_for, gave_up, SECONDS, SECONDS, before=((4, CALL),), is_message=True)
 
 
-def test_the_dead_rank_is_named_by_all_not_the_neighbour_that_broke_its_connections() -> None:
-    reports = {0: stopped(1), 1: stopped(2), 3: stopped(2)}
-    for rank in reports:
-        error = judged(rank, reports, PeerLost, lost={2})
-        assert (error.ranks, error.rank, error.operation) == ((2,), rank, CALL)
-        assert "lost rank 2: its process was ended" in str(error)
+WHY = "raised ValueError: no such file at train.py:31, load"
+WHERE = {1: "is at train.py:31, load", 2: "is at train.py:40, train"}
+LATE = {0: stopped(1, 2, gave_up=True), 1: stopped(0, 2), 2: stopped(waited_s=0.01)}
+FINISHED_ALONE = {0: stopped(1, sequence=5, gave_up=True), 1: stopped(0, waited_s=0.01)}
+MUTE = {0: stopped(1), 2: stopped(0), 3: stopped(2)}
+BROKEN = {0: stopped(1), 1: stopped(0)}
 
-
-def test_what_a_rank_raised_is_told() -> None:
-    why = "raised ValueError: no such file at train.py:31, load"
-    error = judged(0, {0: stopped(1)}, left={2: 4}, reasons={2: why, 1: "raised PeerLost"})
-    assert str(error) == f"rank 0: {CALL}: lost rank 2: rank 2 {why}"
-    error = judged(0, {0: message(1)}, left={1: 3}, reasons={1: why})
-    assert str(error).endswith(f"lost rank 1: rank 1 {why}")
-
-
-def test_where_a_rank_is_that_is_waited_for_is_told() -> None:
-    where = {1: "is at train.py:31, load", 2: "is at train.py:40, train"}
-    error = judged(0, {0: stopped(1, gave_up=True), 2: stopped(1)}, CollectiveTimeout, whereabouts=where)
-    assert str(error).endswith("not done after 3 s waiting for rank 1: rank 1 is at train.py:31, load")
-    error = judged(0, {0: message(1, gave_up=True)}, whereabouts=where)
-    assert str(error).endswith("waiting for rank 1: rank 1 is at train.py:31, load")
+#: (who is named, the reports, what else is known, the error, whom it names on some ranks, and what it says; $ is its end)
+VERDICTS: list[tuple[str, dict[int, Report], dict[str, Any], type[CollectiveError], dict[int, tuple[int, ...]], str]] = [
+    ("the dead by all, not the neighbour that broke its connections", {0: stopped(1), 1: stopped(2), 3: stopped(2)},
+     {"lost": {2}}, PeerLost, {0: (2,), 1: (2,), 3: (2,)}, f": {CALL}: lost rank 2: its process was ended"),
+    ("who had not reported before it ended", {0: stopped(1), 1: stopped(2)},
+     {"lost": {1, 2}}, PeerLost, {0: (2,)}, "its process was ended"),
+    ("who left first", {0: stopped(1)},
+     {"left": {2: 4, 1: 4}}, PeerLost, {0: (2,)}, "lost rank 2: left at or before this operation"),
+    ("who ended, before one that leaves", {0: stopped(1)},
+     {"left": {1: 4}, "lost": {2}}, PeerLost, {0: (2,)}, "its process was ended"),
+    ("nobody who leaves after the operation", {0: stopped(1, gave_up=True)},
+     {"left": {2: 5}}, CollectiveTimeout, {0: (1,)}, "waiting for rank 1"),
+    ("who left, with what it raised", {0: stopped(1)},
+     {"left": {2: 4}, "reasons": {2: WHY, 1: "raised PeerLost"}}, PeerLost, {0: (2,)},
+     f"rank 0: {CALL}: lost rank 2: rank 2 {WHY}$"),
+    ("who is waited for, with where it is", {0: stopped(1, gave_up=True), 2: stopped(1)},
+     {"whereabouts": WHERE}, CollectiveTimeout, {0: (1,)},
+     "not done after 3 s waiting for rank 1: rank 1 is at train.py:31, load$"),
+    ("of a message, its rank that ended", {0: message(1)},
+     {"left": {2: 0}, "lost": {1}}, PeerLost, {0: (1,)}, "its process was ended"),
+    ("of a message, its rank that left", {0: message(1)},
+     {"left": {2: 0, 1: 3}}, PeerLost, {0: (1,)}, "left at or before this"),
+    ("of a message, its rank that left, with what it raised", {0: message(1)},
+     {"left": {1: 3}, "reasons": {1: WHY}}, PeerLost, {0: (1,)}, f"lost rank 1: rank 1 {WHY}$"),
+    ("of a message, who has ended that its rank waits for", {0: message(1), 1: stopped(2, sequence=5)},
+     {"lost": {2}}, PeerLost, {0: (2,)}, "its process was ended"),
+    ("of a message, its rank with where it is", {0: message(1, gave_up=True)},
+     {"whereabouts": WHERE}, CollectiveTimeout, {0: (1,)}, "waiting for rank 1: rank 1 is at train.py:31, load$"),
+    ("of a message, its rank that failed otherwise", {0: message(1), 1: stopped(0, sequence=5)},
+     {"lost": {1}, "left": {2: 0}}, CollectiveError, {0: ()}, "rank 1 failed in allreduce"),
+    ("of a message, nobody else who ended or left", {0: message(1, gave_up=True)},
+     {"lost": {3}, "left": {2: 0}}, CollectiveTimeout, {0: (1,)}, "waiting for rank 1"),
+    ("nobody for a message that others know nothing of", {0: message(2, gave_up=True), 1: stopped(0, sequence=5)},
+     {}, CollectiveError, {1: ()}, "rank 0 failed in recv("),
+    ("the silent, not those that wait in vain for each other", {0: stopped(3, gave_up=True), 3: stopped(2), 1: stopped(0)},
+     {}, CollectiveTimeout, {0: (2,), 3: (2,), 1: (2,)}, "not done after 3 s waiting for rank 2"),
+    ("who came late", LATE, {}, CollectiveTimeout, {0: (2,), 1: (2,)}, "waiting for rank 2"),
+    ("nobody on the rank that came late", LATE,
+     {}, CollectiveTimeout, {2: ()}, "rank 0 gave up waiting for this rank, which arrived later"),
+    ("who came late to one that finished alone", FINISHED_ALONE,  # a broadcast; the root gave up in the operation after it
+     {}, CollectiveTimeout, {0: (1,)}, "waiting for rank 1"),
+    ("nobody on the rank that came late to one that finished alone", FINISHED_ALONE,
+     {}, CollectiveTimeout, {1: ()}, "gave up waiting for this rank"),
+    ("nobody as waiting for itself", {rank: stopped(*{0, 1, 2} - {rank}, gave_up=True) for rank in range(3)},
+     {}, CollectiveTimeout, {0: (1, 2), 1: (0, 2), 2: (0, 1)}, "not done after 3 s"),
+    ("who called something else", {0: stopped(1, gave_up=True), 1: Report(4, OTHER, (0,)), 2: stopped(0)},
+     {}, Mismatch, {2: ()}, f"ranks 0, 2 called {CALL}; rank 1 called {OTHER}; they differ in shape$"),
+    ("who called something else and could finish it alone",
+     {0: stopped(1, gave_up=True), 1: Report(5, CALL, (0,), gave_up=True, before=((4, OTHER),))},
+     {}, Mismatch, {0: ()}, f"rank 0 called {CALL}; rank 1 called {OTHER}; they differ in shape$"),
+    ("neither end of messages that do not arrive",  # rank 1 has finished what rank 0 waits for: all that it sent is lost
+     {0: stopped(1, gave_up=True), 1: stopped(0, sequence=5, gave_up=True)},
+     {}, CollectiveTimeout, {0: (), 1: ()}, "no message of rank 1 reaches rank 0"),
+    ("nobody for a connection between the living", BROKEN,
+     {}, CollectiveError, {0: ()}, "a connection to a living rank broke"),
+    ("the other end of a connection that is known to have broken", BROKEN,
+     {"cut": {(0, 1)}}, CollectiveError, {0: (1,)}, "a connection between ranks 0 and 1 broke"),
+    ("the ends of a connection to a rank that says nothing", MUTE,  # as where nothing that it sends arrives
+     {}, CollectiveError, {0: (1,), 3: ()}, "a connection between ranks 0 and 1 broke"),
+    ("nobody for a connection to a rank that leaves later", MUTE,
+     {"left": {1: 9}}, CollectiveError, {0: ()}, "to a living rank"),
+    ("the link that loses messages, not ranks that wait in a circle",  # rank 2 hears nothing that it is sent, and is heard
+     {rank: stopped((rank + 2) % 3, gave_up=True) for rank in range(3)},
+     {"cut": {(0, 2), (1, 2)}}, CollectiveTimeout, {0: (), 1: ()},
+     "messages are lost between ranks 0 and 2, between ranks 1 and 2"),
+    ("who is waited for, on a rank that did not wait itself", {0: Report(4, CALL), 1: stopped(2, gave_up=True)},
+     {}, CollectiveTimeout, {0: (2,)}, "rank 1 gave up"),
+    ("nobody as late by the patience of others than who gave up",
+     {0: stopped(1, gave_up=True), 1: Report(4, CALL, (0,), False, SECONDS, timeout_s=300.0)},
+     {}, CollectiveTimeout, {1: (0,)}, "not done after 300 s waiting for rank 0: rank 0 gave up$"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("reports", "known", "lost", "said"),
-    [
-        ({0: stopped(1), 1: stopped(2)}, {"lost": {1, 2}}, 2, "its process was ended"),  # rank 1 has reported before
-        ({0: stopped(1)}, {"left": {2: 4, 1: 4}}, 2, "lost rank 2: left at or before this operation"),  # as the first
-        ({0: stopped(1)}, {"left": {1: 4}, "lost": {2}}, 2, "its process was ended"),  # before one that leaves
-        ({0: message(1)}, {"left": {2: 0}, "lost": {1}}, 1, "its process was ended"),  # a message is of its ranks alone
-        ({0: message(1)}, {"left": {2: 0, 1: 3}}, 1, "left at or before this"),
-        ({0: message(1), 1: stopped(2, sequence=5)}, {"lost": {2}}, 2, "its process was ended"),  # for which it waits
-    ],
+    ("reports", "known", "kind", "named", "said"), [pytest.param(*row, id=name) for name, *row in VERDICTS]
 )
-def test_of_ranks_that_have_gone_the_one_to_blame_is_named(
-    reports: dict[int, Report], known: dict[str, Any], lost: int, said: str
+def test_the_cause_is_named(
+    reports: dict[int, Report],
+    known: dict[str, Any],
+    kind: type[CollectiveError],
+    named: dict[int, tuple[int, ...]],
+    said: str,
 ) -> None:
-    error = judged(0, reports, PeerLost, **known)
-    assert error.ranks == (lost,)
-    assert said in str(error)
-
-
-def test_a_message_fails_by_its_own_ranks_alone() -> None:
-    """Others may leave, and be in other operations, as they like."""
-    error = judged(0, {0: message(1), 1: stopped(0, sequence=5)}, lost={1}, left={2: 0})
-    assert "rank 1 failed in allreduce" in str(error)
-    error = judged(0, {0: message(1, gave_up=True)}, CollectiveTimeout, lost={3}, left={2: 0})
-    assert error.waiting_for == (1,)
-    error = judged(1, {0: message(2, gave_up=True), 1: stopped(0, sequence=5)})
-    assert not isinstance(error, Mismatch), "it is no part of what ranks agree on"
-
-
-def test_a_rank_that_leaves_after_the_operation_is_not_to_blame() -> None:
-    judged(0, {0: stopped(1, gave_up=True)}, CollectiveTimeout, left={2: 5})
-
-
-def test_the_silent_rank_is_named_not_those_that_wait_in_vain_for_each_other() -> None:
-    reports = {0: stopped(3, gave_up=True), 3: stopped(2), 1: stopped(0)}
-    for rank in reports:
-        error = judged(rank, reports, CollectiveTimeout)
-        assert (error.waiting_for, error.seconds) == ((2,), SECONDS)
-
-
-def test_a_rank_that_came_late_is_named_and_told_so() -> None:
-    reports = {0: stopped(1, 2, gave_up=True), 1: stopped(0, 2), 2: stopped(waited_s=0.01)}
-    errors = [judged(rank, reports, CollectiveTimeout) for rank in range(3)]
-    assert [error.waiting_for for error in errors] == [(2,), (2,), ()]
-    assert "rank 0 gave up waiting for this rank, which arrived later" in str(errors[2])
-
-
-def test_nobody_is_said_to_wait_for_itself() -> None:
-    reports = {rank: stopped(*{0, 1, 2} - {rank}, gave_up=True) for rank in range(3)}
-    for rank in reports:
-        assert rank not in judged(rank, reports, CollectiveTimeout).waiting_for
-
-
-def test_different_calls_in_one_turn_are_a_mismatch() -> None:
-    error = judged(2, {0: stopped(1, gave_up=True), 1: Report(4, OTHER, (0,)), 2: stopped(0)}, Mismatch)
-    assert error.calls == {0: CALL, 1: OTHER, 2: CALL}
-    assert "ranks 0, 2 called allreduce(float32[8], sum, ring); rank 1 called allreduce(float32[9]" in str(error)
-
-
-def test_a_different_call_that_one_rank_could_finish_alone_is_a_mismatch() -> None:
-    reports = {0: stopped(1, gave_up=True), 1: Report(5, CALL, (0,), gave_up=True, before=((4, OTHER),))}
-    assert judged(0, reports, Mismatch).calls == {0: CALL, 1: OTHER}
-
-
-def test_messages_that_do_not_arrive_are_no_mismatch_and_blame_neither_end() -> None:
-    """Rank 1 has finished what rank 0 still waits for: all that it sent is lost."""
-    reports = {0: stopped(1, gave_up=True), 1: stopped(0, sequence=5, gave_up=True)}
-    for rank in reports:
-        error = judged(rank, reports, CollectiveTimeout)
-        assert error.waiting_for == ()
-        assert "no message of rank 1 reaches rank 0" in str(error)
-
-
-def test_a_connection_that_broke_between_the_living_is_called_that() -> None:
-    error = judged(0, {0: stopped(1), 1: stopped(0)})
-    assert type(error) is CollectiveError
-    assert "a connection to a living rank broke" in str(error)
-    error = judged(0, {0: stopped(1), 1: stopped(0)}, cut={(0, 1)})
-    assert "a connection between ranks 0 and 1 broke" in str(error)
-
-
-def test_a_connection_to_a_rank_that_says_nothing_is_named_by_its_ends() -> None:
-    """As where nothing arrives that one of them sends, its report neither."""
-    reports = {0: stopped(1), 2: stopped(0), 3: stopped(2)}
-    for rank, named in ((0, (1,)), (3, ())):
-        error = judged(rank, reports)
-        assert "a connection between ranks 0 and 1 broke" in str(error)
-        assert error.ranks == named
-    assert "to a living rank" in str(judged(0, reports, left={1: 9}))
-
-
-def test_ranks_that_wait_in_a_circle_blame_the_link_that_loses_messages_and_nobody() -> None:
-    """Rank 2 hears nothing that it is sent, and is heard."""
-    reports = {rank: stopped((rank + 2) % 3, gave_up=True) for rank in range(3)}
-    for rank in (0, 1):
-        error = judged(rank, reports, CollectiveTimeout, cut={(0, 2), (1, 2)})
-        assert error.waiting_for == ()
-        assert "messages are lost between ranks 0 and 2, between ranks 1 and 2" in str(error)
-
-
-def test_a_rank_that_comes_late_to_one_that_finished_alone_is_told_so() -> None:
-    """Rank 0 was the root of a broadcast that it could finish, and has given up in the operation after it."""
-    reports = {0: stopped(1, sequence=5, gave_up=True), 1: stopped(0, waited_s=0.01)}
-    assert "gave up waiting for this rank" in str(judged(1, reports))
-    assert judged(0, reports, CollectiveTimeout).waiting_for == (1,)
-
-
-def test_a_rank_that_did_not_wait_itself_accuses_nobody() -> None:
-    error = judged(0, {0: Report(4, CALL), 1: stopped(2, gave_up=True)}, CollectiveTimeout)
-    assert error.waiting_for == (2,)
-    assert "rank 1 gave up" in str(error)
-
-
-def test_patience_is_that_of_who_gave_up() -> None:
-    reports = {0: stopped(1, gave_up=True), 1: Report(4, CALL, (0,), False, SECONDS, timeout_s=300.0)}
-    assert "arrived later" not in str(judged(1, reports))
+    for rank, culprits in named.items():
+        findings = Findings(reports, difference=difference_of(reports), **known)
+        error = verdict(findings, rank, detail="closed")
+        assert (type(error), error.rank, error.ranks) == (kind, rank, culprits), str(error)
+        assert said in f"{error}$"
 
 
 def test_a_report_survives_its_way() -> None:

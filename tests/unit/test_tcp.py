@@ -7,12 +7,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import combinations, product
 
 import pytest
 import torch
 
+from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.kernels import cpu_arithmetic, cpu_sockets
 from gradwire.collectives.link.base import Pending
@@ -24,8 +25,9 @@ from gradwire.collectives.plan.schedule import Place
 from gradwire.collectives.plan.spans import segments_of_buffer
 from gradwire.collectives.reduction import COMBINE, DTYPES
 from gradwire.collectives.run.executor import Numbers, Scratch, execute
-from tests.harness import wide
+from tests.harness import wait_until, wide
 from tests.ranks.exact import cover
+from tests.ranks.test_shared_memory import contribution
 from tests.unit.in_process import run_ranks
 
 DEADLINE_S = 20.0
@@ -93,9 +95,11 @@ def failure(wait: Callable[[], object]) -> LinkError:
     return caught.value
 
 
-def contribution(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    numbers = torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * 4
-    return numbers.to(dtype) if dtype.is_floating_point else numbers.abs().to(dtype)
+def assert_lost(peer: int, pending: Pending) -> LinkError:
+    """A message fails, and not by its deadline; return the error, which names the peer."""
+    error = failure(lambda: pending.wait(in_time()))
+    assert (error.peer, error.timed_out) == (peer, False)
+    return error
 
 
 def peculiar(rank: int, dtype: torch.dtype) -> torch.Tensor:
@@ -224,11 +228,10 @@ def test_a_compiled_program_outgrows_the_table(
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("kept", [1, 7, 16])
 def test_a_long_program_goes_in_several_tables(
-    connect: Connect, algorithm: str, kept: int, monkeypatch: pytest.MonkeyPatch
+    connect: Connect, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradwire.collectives.plan.program._KEPT", kept)
+    monkeypatch.setattr("gradwire.collectives.plan.program._KEPT", 7)
     assert len(list(program(algorithm, 0, 3, 999).tables())) > 1
     assert_same_bits(connect(3), algorithm, "sum", [contribution(rank, 999, torch.float32) for rank in range(3)])
 
@@ -308,23 +311,18 @@ def test_what_travels_is_a_tag_a_length_and_the_bytes(
     tensor = torch.arange(numel)
     expected = framed(7, bytes_of(tensor))
     sent = send(transport, 1, tensor, 7)
-    waiting = threading.Thread(target=lambda: sent.wait(in_time()))
-    waiting.start()
-    found = bytearray()
-    while len(found) < len(expected):
-        found += peer.recv(len(expected) - len(found))
-    assert found == expected
-    waiting.join(DEADLINE_S)
-    assert not waiting.is_alive()
+    waiting = DaemonThread("waits").submit(lambda: sent.wait(in_time()))
+    with peer.makefile("rb") as stream:
+        assert stream.read(len(expected)) == expected
+    waiting.result(DEADLINE_S)
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(3, 4), (4, 3), (0, 4), (4, 0)])
 def test_a_message_of_another_length_than_expected(connect: Connect, sent: int, expected: int) -> None:
     one, other = connect(2)
     send(one, 1, torch.ones(sent), 7)
-    error = failure(lambda: receive(other, 0, torch.ones(expected), 7).wait(in_time()))
+    error = assert_lost(0, receive(other, 0, torch.ones(expected), 7))
     assert "rank 0 called another operation" in str(error)
-    assert (error.peer, error.timed_out) == (0, False)
 
 
 BROKEN_OFF = {
@@ -351,9 +349,7 @@ def test_a_connection_ends_in_the_middle(
     pending = receive(transport, 1, torch.empty(100), 7)
     peer.sendall(BROKEN_OFF[said])
     end(peer)
-    error = failure(lambda: pending.wait(in_time()))
-    assert (error.peer, error.timed_out) == (1, False)
-    assert f"rank 1: {detail}" in str(error)
+    assert f"rank 1: {detail}" in str(assert_lost(1, pending))
 
 
 @pytest.mark.parametrize("end", [socket.socket.close, reset])
@@ -364,8 +360,7 @@ def test_a_connection_ends_while_a_message_is_sent(
     pending = send(transport, 1, torch.empty(10_000_000), 7)
     peer.recv(1000, socket.MSG_WAITALL)
     end(peer)
-    error = failure(lambda: pending.wait(in_time()))
-    assert (error.peer, error.timed_out) == (1, False)
+    assert_lost(1, pending)
 
 
 def test_a_rank_that_talks_to_others_is_told_who_is_gone(connect: Connect) -> None:
@@ -374,8 +369,7 @@ def test_a_rank_that_talks_to_others_is_told_who_is_gone(connect: Connect) -> No
     pending = receive(first, 1, torch.empty(3), 7)
     receive(first, 2, torch.empty(3), 7)
     last.close()
-    error = failure(lambda: pending.wait(in_time()))
-    assert (error.peer, error.timed_out) == (2, False)
+    assert_lost(2, pending)
 
 
 def test_a_connection_ends_behind_a_message_that_nobody_awaits(
@@ -386,8 +380,7 @@ def test_a_connection_ends_behind_a_message_that_nobody_awaits(
     pending = receive(transport, 1, torch.empty(100), 7)
     peer.sendall(framed(8, bytes(4 * STAGE_BYTES)))
     peer.close()
-    error = failure(lambda: pending.wait(in_time()))
-    assert (error.peer, error.timed_out) == (1, False)
+    assert_lost(1, pending)
 
 
 def test_what_came_before_the_end_of_a_connection_is_received(connect: Connect) -> None:
@@ -397,18 +390,6 @@ def test_what_came_before_the_end_of_a_connection_is_received(connect: Connect) 
     one.close()
     receive(other, 0, landed, 7).wait(in_time())
     assert torch.equal(landed, numbers)
-
-
-def test_a_message_that_never_comes_ends_at_the_deadline(connect: Connect) -> None:
-    transport = connect(3)[0]
-    buffer = torch.ones(3)
-    run = transport.follow(program("ring", 0, 3, 3), buffer.dtype, "sum")
-    assert run is not None
-    began = time.monotonic()
-    error = failure(lambda: run(buffer, buffer, 7, began + SOON_S))
-    assert SOON_S <= time.monotonic() - began < DEADLINE_S
-    assert (error.peer, error.awaited, error.timed_out) == (2, {2}, True)
-    assert "received nothing from rank 2" in str(error)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -446,27 +427,6 @@ def test_a_deadline_holds_while_messages_trickle_in(
     assert (error.peer, error.timed_out) == (1, True)
 
 
-class Waiting:
-    def __init__(self, wait: Callable[[], object]) -> None:
-        self.errors: list[LinkError] = []
-        self._begun = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(wait,), daemon=True)
-        self._thread.start()
-        assert self._begun.wait(DEADLINE_S)
-
-    def _run(self, wait: Callable[[], object]) -> None:
-        self._begun.set()
-        try:
-            wait()
-        except LinkError as error:
-            self.errors.append(error)
-
-    def join(self) -> list[LinkError]:
-        self._thread.join(DEADLINE_S)
-        assert not self._thread.is_alive(), "a wait hangs"
-        return self.errors
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_wait_ends_when_another_thread_aborts(connect: Connect, compiled: bool) -> None:
     one, other = connect(2)
@@ -475,12 +435,14 @@ def test_a_wait_ends_when_another_thread_aborts(connect: Connect, compiled: bool
     assert run is not None
     mine = receive(one, 1, torch.empty(3), 8)
     theirs = receive(other, 0, torch.empty(3), 8)
-    waits = [
-        Waiting(lambda: run(buffer, buffer, 7, in_time()) if compiled else mine.wait(in_time())),
-        Waiting(lambda: theirs.wait(in_time())),
+    waits: list[Callable[[], object]] = [
+        lambda: run(buffer, buffer, 7, in_time()) if compiled else mine.wait(in_time()),
+        lambda: theirs.wait(in_time()),
     ]
+    waiting = [DaemonThread("waits").submit(partial(failure, wait)) for wait in waits]
+    wait_until(one._running.locked)
     one.abort()
-    [[ended], [lost]] = [waiting.join() for waiting in waits]
+    ended, lost = (each.result(DEADLINE_S) for each in waiting)
     assert (ended.timed_out, lost.timed_out, lost.peer) == (False, False, 0)
     assert "ended" in str(ended)
 
@@ -490,12 +452,11 @@ def test_close_takes_nothing_from_a_wait_that_lasts(connect: Connect, monkeypatc
     one, other = connect(2)
     landed = torch.empty(3)
     pending = receive(other, 0, landed, 7)
-    waiting = Waiting(lambda: pending.wait(in_time()))
-    while not other._running.locked():
-        time.sleep(0.001)
+    waiting = DaemonThread("waits").submit(lambda: pending.wait(in_time()))
+    wait_until(other._running.locked)
     other.close()
     send(one, 1, torch.ones(3), 7)
-    assert waiting.join() == []
+    waiting.result(DEADLINE_S)
     assert torch.equal(landed, torch.ones(3))
 
 
@@ -507,20 +468,6 @@ def test_close_ends_the_connections_once_nobody_waits(connect: Connect) -> None:
     assert [connection.fileno() for connection in connections] == [-1]
     assert "closed" in str(failure(lambda: send(one, 1, torch.empty(3), 7)))
     assert failure(lambda: receive(other, 0, torch.empty(3), 7).wait(in_time())).peer == 0
-
-
-def test_the_copies_of_a_forked_child_can_be_given_up(connect: Connect) -> None:
-    """They are closed, and nothing else: the connections last while the rank itself has them."""
-    one, other = connect(2)
-    copies = TcpTransport(0, 2, {peer: connection.dup() for peer, connection in one._sockets.items()})
-    copies.disown()
-    assert [connection.fileno() for connection in copies._sockets.values()] == [-1]
-    landed = torch.empty(3)
-    send(one, 1, torch.ones(3), 7)
-    receive(other, 0, landed, 7).wait(in_time())
-    assert torch.equal(landed, torch.ones(3))
-    one.close()
-    assert not failure(lambda: receive(other, 0, landed, 7).wait(in_time())).timed_out
 
 
 def test_a_closed_link_keeps_no_tensor_of_a_message_that_never_came(connect: Connect) -> None:

@@ -6,7 +6,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -60,6 +60,11 @@ def end_abruptly(watch: Watch) -> None:
             neighbour.socket.shutdown(socket.SHUT_RDWR)
 
 
+def assert_all_see(seeing: Iterable[Watch], condition: Callable[[Watch], object]) -> None:
+    """News make the condition true on every one of these ranks."""
+    assert all(watch.wait_for(lambda watch=watch: bool(condition(watch)), DEADLINE_S) for watch in seeing)  # type: ignore[misc]
+
+
 @pytest.mark.parametrize("size", [*range(1, 10), 13, 16, 33])
 def test_the_ranks_are_connected_whoever_of_them_is_gone(size: int) -> None:
     for gone in range(size):
@@ -76,21 +81,18 @@ def test_the_ranks_are_connected_whoever_of_them_is_gone(size: int) -> None:
 def test_everyone_hears_of_a_rank_that_ends_without_a_word(size: int) -> None:
     with watches(size) as all_watches:
         end_abruptly(all_watches[1])
-        for watch in all_watches[:1] + all_watches[2:]:
-            assert watch.wait_for(lambda watch=watch: bool(watch.lost), DEADLINE_S)
-            assert set(watch.lost) == {1}
-            assert watch.has_news
+        others = all_watches[:1] + all_watches[2:]
+        assert_all_see(others, lambda watch: watch.lost)
+        assert all(set(watch.lost) == {1} and watch.has_news for watch in others)
 
 
 @pytest.mark.parametrize("size", [3, 8])
 def test_a_connection_that_ends_between_two_living_ranks_makes_neither_lost(size: int) -> None:
     with watches(size) as all_watches:
         all_watches[0]._neighbours[1].socket.shutdown(socket.SHUT_RDWR)
-        for watch in all_watches:
-            assert watch.wait_for(lambda watch=watch: watch.cut == {(0, 1)} and not watch.lost, DEADLINE_S)
+        assert_all_see(all_watches, lambda watch: watch.cut == {(0, 1)} and not watch.lost)
         end_abruptly(all_watches[1])
-        for watch in all_watches[:1] + all_watches[2:]:
-            assert watch.wait_for(lambda watch=watch: set(watch.lost) == {1}, DEADLINE_S)
+        assert_all_see(all_watches[:1] + all_watches[2:], lambda watch: set(watch.lost) == {1})
 
 
 def test_what_the_other_end_has_not_taken_is_unconfirmed() -> None:
@@ -118,8 +120,7 @@ def test_everyone_hears_who_lives_but_confirms_nothing(monkeypatch: pytest.Monke
         assert first.wait_for(lambda: 2 in first.reports, DEADLINE_S)
         assert not first.cut, "rank 2 may have ended, as far as rank 0 knew"
         first.say_unheard(0.05)
-        for watch in all_watches:
-            assert watch.wait_for(lambda watch=watch: watch.cut == {(0, 2)} and not watch.lost, DEADLINE_S)
+        assert_all_see(all_watches, lambda watch: watch.cut == {(0, 2)} and not watch.lost)
 
 
 def test_a_watch_that_fails_says_so_and_does_not_stay_behind(caplog: pytest.LogCaptureFixture) -> None:
@@ -138,12 +139,10 @@ def test_a_watch_that_fails_says_so_and_does_not_stay_behind(caplog: pytest.LogC
 def test_a_rank_that_leaves_is_not_lost(size: int) -> None:
     with watches(size) as all_watches:
         all_watches[0].say_leaving(7)
-        for watch in all_watches:
-            assert watch.wait_for(lambda watch=watch: 0 in watch.left, DEADLINE_S)
+        assert_all_see(all_watches, lambda watch: 0 in watch.left)
         all_watches[0].close()  # without having said that it is done: an interpreter that exits
-        for watch in all_watches[1:]:
-            assert watch.wait_for(lambda watch=watch: 0 in watch.done, DEADLINE_S)
-            assert (watch.left, set(watch.lost)) == ({0: 7}, set())
+        assert_all_see(all_watches[1:], lambda watch: 0 in watch.done)
+        assert all((watch.left, watch.lost) == ({0: 7}, {}) for watch in all_watches[1:])
 
 
 def test_a_report_comes_before_the_end_of_who_made_it_however_long_it_is() -> None:
@@ -151,9 +150,9 @@ def test_a_report_comes_before_the_end_of_who_made_it_however_long_it_is() -> No
     with watches(size) as all_watches:
         all_watches[5].say_report({"call": long})
         all_watches[5].close()
-        for watch in all_watches[:5] + all_watches[6:]:
-            assert watch.wait_for(lambda watch=watch: bool(watch.lost or watch.reports), DEADLINE_S)
-            assert watch.reports == {5: {"call": long}}
+        others = all_watches[:5] + all_watches[6:]
+        assert_all_see(others, lambda watch: watch.lost or watch.reports)
+        assert all(watch.reports == {5: {"call": long}} for watch in others)
 
 
 def test_every_listener_is_told_of_news_and_called_again_when_it_asks() -> None:
@@ -228,8 +227,7 @@ def test_of_what_a_rank_posts_all_see_the_latest() -> None:
             for watch in ranks:
                 watch.post("number", {"rank": watch.rank, "is": number})
         latest = {rank: {"rank": rank, "is": 2} for rank in range(5)}
-        for watch in ranks:
-            assert watch.wait_for(lambda watch=watch: watch.posts.get("number") == latest, DEADLINE_S)  # type: ignore[misc]
-            assert not watch.has_news  # nothing that would stand in the way of an operation
+        assert_all_see(ranks, lambda watch: watch.posts.get("number") == latest)
+        assert not any(watch.has_news for watch in ranks)  # nothing that would stand in the way of an operation
         ranks[0].post("other", 1)
         assert ranks[3].wait_for(lambda: ranks[3].posts.get("other") == {0: 1}, DEADLINE_S)

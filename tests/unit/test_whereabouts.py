@@ -2,17 +2,16 @@
 
 import gc
 import re
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from torch.utils.data import DataLoader
 
 from gradwire.collectives.diagnostics import whereabouts
 from gradwire.collectives.diagnostics.whereabouts import ExceptHook
-from tests.interpreter import python
 
 DEADLINE_S = 30.0
 
@@ -120,20 +119,18 @@ def test_who_came_between_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sys.excepthook is newer
 
 
-def test_at_a_prompt_nothing_ends() -> None:
-    script = """
-import sys
-from gradwire.collectives.diagnostics.whereabouts import ExceptHook
-
-class Leaver:
-    def leave(self, why):
-        print("told", why, flush=True)
-
-leaver = Leaver()
-hook = ExceptHook.telling(leaver)
-raise ValueError("wrong")
-"""
-    for command, count in (([python()], 1), ([sys.executable, "-i"], 0)):
-        process = subprocess.run([*command, "-c", script], input="", capture_output=True, text=True, timeout=DEADLINE_S)
-        assert process.stdout.count("told raised ValueError: wrong at ") == count, process
-        assert "ValueError: wrong" in process.stderr
+@pytest.mark.parametrize(
+    "prompt", [{"ps1": ">>> "}, {"flags": SimpleNamespace(inspect=1)}], ids=["console", "python -i"]
+)
+def test_at_a_prompt_nothing_ends(monkeypatch: pytest.MonkeyPatch, prompt: dict[str, object]) -> None:
+    formers: list[object] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *raised: formers.append(raised))
+    leaver = Leaver()
+    hook = ExceptHook.telling(leaver)
+    error = raised(ValueError("wrong"))
+    with monkeypatch.context() as patch:
+        for name, value in prompt.items():
+            patch.setattr(sys, name, value, raising=False)
+        hook(ValueError, error, error.__traceback__)
+    assert (leaver.heard, len(formers)) == ([], 1)
+    hook.dismiss(leaver)

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from gradwire.collectives.daemon import DaemonThread, daemon_or_callers_thread
+from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.environment import AGENT_STORE
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.link.asking import connections, shut
@@ -212,8 +212,7 @@ def _bounded(
     """
     before = connections(address, port) if check is None else set()
     # A process that has yet to arrive goes on without a thread where it cannot start one, or the others would wait for it.
-    start = daemon_or_callers_thread if check is None else DaemonThread
-    thread = start("gradwire.init")
+    thread = DaemonThread("gradwire.init", or_callers=check is None)
     future = thread.submit(call)
     thread.close()
     try:

@@ -11,7 +11,6 @@ import ctypes
 import logging
 import math
 import threading
-import weakref
 from collections import deque
 from typing import NamedTuple
 
@@ -74,16 +73,13 @@ class Allocations:
             except OSError:  # no memory, or too many files are open
                 return None
             assert segment.address is not None
-            memory = (ctypes.c_uint8 * nbytes).from_address(segment.address)
             self._own[slot] = segment
             self._by_address[segment.address] = (slot, version)
             self.group.bases[self.group.index * SLOTS + slot] = segment.address
             self._mine[slot, _DESCRIPTOR:] = (segment.descriptor, nbytes, 0)
             self.group.kernels.publish(self._mine[slot, _GENERATION:].ctypes.data, version)
             self._publish(version)
-        finalizer = weakref.finalize(memory, self._free, slot, segment, segment.address)
-        finalizer.atexit = False
-        return torch.frombuffer(memory, dtype=dtype).view(shape)
+        return segment.tensor(shape, dtype, self._free, slot, segment, segment.address)
 
     def place(self, tensor: torch.Tensor) -> Place:
         """Return where a contiguous tensor of this rank lies."""

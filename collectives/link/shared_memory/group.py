@@ -1,21 +1,27 @@
-"""The ranks of one host: the memory that they share, how they wait in it, and which of them are alive."""
+"""The ranks of one host: how they find the memory that they share, how they wait in it, and which of them are alive."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import select
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from gradwire.collectives.errors import LinkError, ranks_text
 from gradwire.collectives.link.base import KIND_BITS
+from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.link.shared_memory.segment import Segment
+
+_log = logging.getLogger("gradwire")
 
 #: Shared tensors that a rank may have at a time.
 SLOTS = 256
@@ -259,3 +265,51 @@ def _give_back(segment: Segment, state_offset: int, members_by_descriptor: dict[
         os.close(descriptor)
     members_by_descriptor.clear()
     segment.close()
+
+
+def join_host(membership: Membership, kernels: ModuleType | str, deadline: float) -> LocalGroup | None:
+    """Return the group of this host's ranks; None for a rank that is alone on its host, or that must do without shared memory.
+
+    A collective call. kernels: as from gradwire.collectives.kernels, or why there are none. The ranks of a host have a
+    group all together or not at all: each maps the segment that the first of them made, and says whether it could; whoever
+    could not is the proof that they do not share memory, whatever their host ids say.
+    """
+    rank = membership.rank
+    members = next(host for host in membership.hosts if rank in host)
+    first, joins = members[0], len(members) > 1
+    nbytes = 0 if isinstance(kernels, str) else LocalGroup.segment_bytes(kernels, len(members))
+    segment: Segment | None = None
+    group: LocalGroup | None = None
+    with ExitStack() as made:
+        card: dict[str, Any] = {"pid": os.getpid()}
+        if joins and rank == first:
+            segment, offer = (None, {"why": kernels}) if isinstance(kernels, str) else Segment.offer(nbytes)
+            card |= offer
+            if segment is not None:
+                made.callback(segment.close)
+        cards = membership.exchange("segment", card, deadline)
+        problem = kernels if isinstance(kernels, str) else None
+        if joins and isinstance(kernels, ModuleType):
+            try:
+                if segment is None:
+                    segment = Segment.take(cards[first], nbytes)
+                    made.callback(segment.close)
+                pids = [cards[member]["pid"] for member in members]
+                everyone = len(members) == len(cards) and not membership.beside_others
+                group = LocalGroup(kernels, segment, cards[first]["name"], pids, members, rank, everyone=everyone)
+                made.callback(group.close)
+                for member in members:
+                    if member != rank:
+                        group.watch(member)
+            except OSError as error:
+                problem = str(error)
+        answers = membership.exchange("joined", {"why": problem}, deadline)
+        problems = {member: answers[member]["why"] for member in members if answers[member]["why"]}
+        if group is not None and not problems:
+            made.pop_all()
+            group.seal_off()
+            return group
+        if joins and rank == first:
+            member, why = next(iter(problems.items()))
+            _log.warning("gradwire: ranks %s use sockets instead of shared memory: rank %d: %s", members, member, why)
+    return None

@@ -5,9 +5,14 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-from collections.abc import Iterator
+import secrets
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
 
 _MAP_SHARED, _MAP_POPULATE = 0x01, 0x8000
 _PROT_READ, _PROT_WRITE = 0x1, 0x2
@@ -55,6 +60,26 @@ class Segment:
         return cls(descriptor, nbytes)
 
     @classmethod
+    def offer(
+        cls, nbytes: int, create: Callable[[str, int], Segment] | None = None
+    ) -> tuple[Segment | None, dict[str, Any]]:
+        """Return a new segment, and the card by which other processes take it; None where the memory cannot be had, and a card
+        that says why. create: instead of the method of that name."""
+        name = f"gradwire-{secrets.token_hex(16)}"
+        try:
+            segment = (create or cls.create)(name, nbytes)
+        except OSError as error:
+            return None, {"why": str(error)}
+        return segment, {"pid": os.getpid(), "descriptor": segment.descriptor, "name": name}
+
+    @classmethod
+    def take(cls, card: Mapping[str, Any], nbytes: int) -> Segment:
+        """Map what another process offers. Raises OSError where it offers nothing, or that cannot be reached from here."""
+        if "why" in card:
+            raise OSError(card["why"])
+        return cls.open(card["pid"], card["descriptor"], card["name"], nbytes)
+
+    @classmethod
     def open(cls, pid: int, descriptor: int, name: str, nbytes: int) -> Segment:
         """Map what process `pid` created as `descriptor`. Raises OSError where that cannot be reached from here."""
         path = f"/proc/{pid}/fd/{descriptor}"
@@ -71,6 +96,16 @@ class Segment:
         segment = cls(found, nbytes)
         segment.seal_off()
         return segment
+
+    def tensor(
+        self, shape: tuple[int, ...], dtype: torch.dtype, when_gone: Callable[..., object], *arguments: Any
+    ) -> torch.Tensor:
+        """Return all of the segment as a tensor. when_gone: called with these arguments when the tensor is gone, but not because
+        the process ends."""
+        assert self.address is not None
+        memory = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
+        weakref.finalize(memory, when_gone, *arguments).atexit = False
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def seal_off(self) -> None:
         """Close the descriptor, by which others open the segment."""
