@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.collectives.compression.chunktopk import ChunkTopK
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.dense import (
     QSGD,
@@ -23,7 +22,7 @@ from gradwire.collectives.compression.dense import (
     OneBit,
     TernGrad,
 )
-from gradwire.collectives.compression.sparse import DGC, RandomK, Sparse, Threshold, TopK
+from gradwire.collectives.compression.sparse import DGC, ChunkTopK, RandomK, Sparse, Threshold, TopK
 from gradwire.collectives.kernels.cuda.kernels import CudaKernels
 from gradwire.collectives.kernels.reference import quantize as reference
 from gradwire.collectives.kernels.reference import sparse as reference_sparse

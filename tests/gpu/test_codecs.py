@@ -8,9 +8,8 @@ import sys
 import pytest
 import torch
 
-from gradwire.collectives.compression.chunktopk import ChunkTopK
 from gradwire.collectives.compression.dense import Dense, Int8
-from gradwire.collectives.compression.sparse import Sparse
+from gradwire.collectives.compression.sparse import ChunkTopK, Sparse
 from gradwire.collectives.kernels.cpu import quantize as cpu_quantize
 from gradwire.collectives.kernels.cuda.kernels import CudaKernels, TorchKernels, cuda_kernels
 from tests.cuda_machine.cases import (

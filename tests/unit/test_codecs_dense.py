@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradwire.collectives.compression import kernels_for as kernels_for_module
+from gradwire.collectives import kernels
 from gradwire.collectives.compression.dense import (
     QSGD,
     BFloat16,
@@ -23,7 +23,6 @@ from gradwire.collectives.compression.dense import (
     OneBit,
     TernGrad,
 )
-from gradwire.collectives.compression.kernels_for import kernels_for
 from gradwire.collectives.kernels.cpu import quantize as cpu_quantize
 from gradwire.collectives.kernels.cuda import kernels as cuda
 from gradwire.collectives.kernels.reference.blocks import block_sums
@@ -305,8 +304,8 @@ def test_tensors_that_cannot_be() -> None:
 
 def test_devices_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="cpu and cuda"):
-        kernels_for(torch.device("meta"))
+        kernels.kernels_for(torch.device("meta"))
     monkeypatch.setattr(cuda, "cuda_kernels", lambda: "no cupy: pip install cupy-cuda99x")
-    kernels_for_module._kernels.cache_clear()
+    kernels._kernels.cache_clear()
     with pytest.raises(ImportError, match="pip install cupy-cuda99x"):
-        kernels_for(torch.device("cuda", 0))
+        kernels.kernels_for(torch.device("cuda", 0))

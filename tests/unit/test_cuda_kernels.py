@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from gradwire.collectives.compression import kernels_for
-from gradwire.collectives.compression.chunktopk import ChunkTopK
+from gradwire.collectives import kernels as all_kernels
 from gradwire.collectives.compression.dense import Dense, Int8
-from gradwire.collectives.compression.sparse import Sparse
+from gradwire.collectives.compression.sparse import ChunkTopK, Sparse
 from gradwire.collectives.kernels.cuda import launch as cuda
 from gradwire.collectives.kernels.cuda.kernels import CudaKernels, TorchKernels, cuda_kernels
 from gradwire.collectives.kernels.cuda.launch import CupyLaunch
@@ -201,7 +200,7 @@ class TestWithoutKernels:
 
     def told(self) -> str:
         with pytest.warns(UserWarning, match="plain torch") as warnings:
-            kernels = kernels_for._kernels.__wrapped__("cuda", "sparse")
+            kernels = all_kernels._kernels.__wrapped__("cuda", "sparse")
         assert isinstance(kernels, TorchKernels)
         (warning,) = warnings
         assert "\n" not in str(warning.message)
