@@ -28,7 +28,7 @@ from gradwire.collectives.kernels.cuda import kernels as cuda
 from gradwire.collectives.kernels.reference.blocks import block_sums
 from gradwire.collectives.kernels.reference.quantize import FLOAT8
 from gradwire.collectives.kernels.reference.randomness import random_bits
-from tests.cuda_machine.cases import MORE_KINDS, Pair, check_dense, decoded, encoded, numbers
+from tests.cuda_machine.cases import MORE_KINDS, Pair, check, decoded, encoded, numbers
 
 CODECS: list[Dense] = [
     Float16(),
@@ -65,7 +65,7 @@ def numels(codec: Dense) -> list[int]:
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_same_bytes_as_the_reference(codec: Dense) -> None:
     for numel in numels(codec):
-        assert check_dense(cpu_quantize, "cpu", codec, (numel,), MORE_KINDS) == []
+        assert check(cpu_quantize, "cpu", codec, (numel,), MORE_KINDS) == []
 
 
 @pytest.mark.parametrize("codec", [OneBit(block=48), OneBit(), OneBit(block=2064)], ids=str)
