@@ -104,7 +104,7 @@ def test_every_order_of_messages_gives_the_result_of_the_model(size: int, eager:
     how = ride(shot_of(codec))
     feedbacks = [Feedback(codec, partition, CPU) for partition in model.partitions]
     scratches = [Scratch() for _ in range(size)]
-    for step in range(3):
+    for step in range(2):
         generator = torch.Generator().manual_seed(step)
         inputs = [torch.randn(numel, generator=generator) for _ in range(size)]
         outputs = [tensor.clone() for tensor in inputs]
