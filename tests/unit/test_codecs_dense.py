@@ -272,17 +272,13 @@ def test_wire_sizes() -> None:
 
 
 @pytest.mark.parametrize("codec", BLOCKED, ids=str)
-def test_blocks_that_cannot_be(codec: Blocked) -> None:
+def test_settings_that_cannot_be(codec: Blocked) -> None:
     for block in (0, -16, 8, 100):
         with pytest.raises(ValueError, match="multiple of 16"):
             replace(codec, block=block)
-
-
-def test_settings_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="levels"):
-        QSGD(levels=8)
-    with pytest.raises(ValueError, match="format"):
-        Float8("e3m4")  # type: ignore[arg-type]
+    for setting in {"levels", "format"} & vars(codec).keys():
+        with pytest.raises(ValueError, match=setting):
+            replace(codec, **{setting: 8 if setting == "levels" else "e3m4"})  # type: ignore[arg-type]
 
 
 def test_tensors_that_cannot_be() -> None:
