@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from gradwire.collectives.compression.chunktopk import ChunkTopK
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.dense import (
     QSGD,
@@ -21,7 +20,7 @@ from gradwire.collectives.compression.dense import (
     OneBit,
     TernGrad,
 )
-from gradwire.collectives.compression.sparse import RandomK, Sparse, Threshold
+from gradwire.collectives.compression.sparse import ChunkTopK, RandomK, Sparse, Threshold
 from gradwire.collectives.kernels.reference.sparse import CHUNK
 
 #: Bounds are exact in real numbers; codes are computed in float32.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as hvd
-from gradwire.collectives.compression.chunktopk import ChunkTopK
+from gradwire.collectives.compression.sparse import ChunkTopK
 from gradwire.trainer.examples.loop import adamw
 from gradwire.trainer.gradients.compression import NAMES, Compressor
 from gradwire.trainer.servers.aggregator import Late

@@ -24,7 +24,7 @@ from gradwire.bench.results import software_and_machine, write_json
 from gradwire.bench.rules.competitors import FRAGMENTS, RULES, UNLIKE, Entry, Settings, entry
 from gradwire.bench.rules.table import NOTES, RuleRow, format_header, format_row
 from gradwire.bench.rules.training import Length, Point, Slowness, Training
-from gradwire.collectives.compression.chunktopk import ChunkTopK
+from gradwire.collectives.compression.sparse import ChunkTopK
 from gradwire.trainer.examples import bytes_gpt
 from gradwire.trainer.examples.loop import choose_device, digest, share_cores
 from gradwire.trainer.gradients.compression import NAMES

@@ -33,7 +33,7 @@ from gradwire.bench.simulate.training import EXCHANGES, Device, Failures, Jitter
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.compression.registry import CODECS
-from gradwire.collectives.compression.speed import speed_of
+from gradwire.collectives.compression.rehearsal import speed_of
 from gradwire.collectives.plan.cost import Costs, LinkCost
 
 _RATES = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}

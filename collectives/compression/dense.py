@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.compression.codec import Codec, State
-from gradwire.collectives.compression.kernels_for import kernels_for
+from gradwire.collectives.compression.registry import register_codec
+from gradwire.collectives.kernels import kernels_for
 from gradwire.collectives.kernels.wire import pad16
 
 
@@ -69,6 +70,7 @@ class Blocked(Dense):
         return (self.block,)
 
 
+@register_codec
 @dataclass(frozen=True)
 class Float16(Dense):
     """IEEE half precision, rounded to nearest even. The largest is 65504, so numbers are divided before codes are added.
@@ -88,6 +90,7 @@ class Float16(Dense):
         return 2.0 ** -(size - 1).bit_length()
 
 
+@register_codec
 @dataclass(frozen=True)
 class BFloat16(Dense):
     """The upper half of a float32, rounded to nearest even: its range, 8 bits of precision.
@@ -101,6 +104,7 @@ class BFloat16(Dense):
     bits: ClassVar[int] = 16
 
 
+@register_codec
 @dataclass(frozen=True)
 class Float8(Blocked):
     """8-bit floats, scaled so that a block's largest magnitude becomes the format's (448 for e4m3, 57344 for e5m2).
@@ -127,6 +131,7 @@ class Float8(Blocked):
         return (self.format, self.block)
 
 
+@register_codec
 @dataclass(frozen=True)
 class Int8(Blocked):
     """round(c * 127 / m), m a block's largest magnitude.
@@ -148,6 +153,7 @@ class Int8(Blocked):
         return (self.block, self.stochastic)
 
 
+@register_codec
 @dataclass(frozen=True)
 class Int4(Blocked):
     """round(c / s), where s = m / 7 is rounded up to bfloat16 so that nothing has to be clipped; m: largest magnitude.
@@ -170,6 +176,7 @@ class Int4(Blocked):
         return (self.block, self.stochastic)
 
 
+@register_codec
 @dataclass(frozen=True)
 class OneBit(Blocked):
     """Signs, with the mean magnitude of a block as scale (1-bit SGD, Seide et al. 2014; this scale: Karimireddy et al. 2019).
@@ -184,6 +191,7 @@ class OneBit(Blocked):
     block: int = 1024
 
 
+@register_codec
 @dataclass(frozen=True)
 class QSGD(Blocked):
     """|c| in units of norm / levels, rounded stochastically, and the sign; norm: L2 of a block (Alistarh et al. 2017).
@@ -209,6 +217,7 @@ class QSGD(Blocked):
         return (self.levels, self.block)
 
 
+@register_codec
 @dataclass(frozen=True)
 class TernGrad(Blocked):
     """-m, 0 or m, m a block's largest magnitude: m * sign(c) with probability |c| / m (Wen et al. 2017).
@@ -225,6 +234,7 @@ class TernGrad(Blocked):
         return math.sqrt(self.block) - 1
 
 
+@register_codec
 @dataclass(frozen=True)
 class Natural(Dense):
     """The power of two below or above |c|, rounded stochastically, and the sign: one byte (Horvath et al. 2019).

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import torch
 
-from gradwire.collectives.compression.kernels_for import kernels_for
 from gradwire.collectives.compression.matrices import MatrixCodec, MatrixState
+from gradwire.collectives.kernels import kernels_for
 
 #: A tensor is compressed if its factors are at most one part in so many of it.
 _LEAST_GAIN = 2

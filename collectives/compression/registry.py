@@ -3,51 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from gradwire.collectives.compression.chunktopk import ChunkTopK
 from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.dense import (
-    QSGD,
-    BFloat16,
-    Float8,
-    Float16,
-    Int4,
-    Int8,
-    Natural,
-    OneBit,
-    TernGrad,
-)
 from gradwire.collectives.compression.matrices import MatrixCodec
 from gradwire.collectives.compression.powersgd import PowerSGD
 from gradwire.collectives.compression.raw import Raw
-from gradwire.collectives.compression.sparse import DGC, RandomK, Threshold, TopK
 from gradwire.collectives.notation import check_name
 
-#: Those that write any buffer in fewer bytes, with their defaults.
-CODECS: dict[str, type[Codec]] = {
-    codec.name: codec
-    for codec in (
-        Raw,
-        Float16,
-        BFloat16,
-        Float8,
-        Int8,
-        Int4,
-        OneBit,
-        QSGD,
-        TernGrad,
-        Natural,
-        TopK,
-        Threshold,
-        RandomK,
-        DGC,
-        ChunkTopK,
-    )
-}
+#: Those that write any buffer in fewer bytes, with their defaults: this package registers its own as others do.
+CODECS: dict[str, type[Codec]] = {Raw.name: Raw}
+
+_Registered = TypeVar("_Registered", bound=type[Codec])
 
 
-def register_codec(codec: type[Codec]) -> type[Codec]:
+def register_codec(codec: _Registered) -> _Registered:
     """Add a codec that can be used by name like those of this package. Returns it, so it can be a decorator.
 
     codec: a frozen dataclass that derives from Codec, all of whose settings have defaults, with its own lower-case name. Every

@@ -1,15 +1,22 @@
-"""Running codecs once on a little, so that their kernels are compiled before anyone's deadline runs."""
+"""Running codecs on a little, so that their kernels are compiled before anyone's deadline runs; and timing them."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
 
 import torch
 
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.matrices import MatrixCodec
 from gradwire.collectives.kernels.first_use import FIRST_USE
+from gradwire.collectives.plan.cost import CodecCost
 
 #: A matrix that a codec of matrices finds worth compressing.
 _SHAPE = (256, 256)
+
+#: Numbers that are encoded at once, more than a core's cache holds, and how often.
+_NUMEL, _TIMES = 1 << 20, 5
 
 
 def rehearse(codec: Codec | MatrixCodec, device: torch.device, *, with_feedback: bool) -> None:
@@ -27,3 +34,28 @@ def rehearse(codec: Codec | MatrixCodec, device: torch.device, *, with_feedback:
         codec.encode(numbers, wire, residual=residual)
         codec.decode(wire, numbers)
         codec.decode(wire, numbers, add=True)
+
+
+def speed_of(codec: Codec, device: torch.device) -> CodecCost:
+    """Return what encoding and decoding cost a processor of this machine; on a GPU, the time that passes."""
+    values = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
+    wire = torch.empty(codec.wire_bytes(_NUMEL), dtype=torch.uint8, device=device)
+    residual = torch.zeros_like(values) if codec.needs_feedback else None
+    out, state = torch.zeros_like(values), codec.new_state(_NUMEL, device)
+    clock = time.perf_counter_ns if device.type == "cuda" else time.thread_time_ns
+
+    def now() -> int:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return clock()
+
+    def quickest(call: Callable[[], None]) -> float:
+        taken = []
+        for _ in range(_TIMES):
+            began = now()
+            call()
+            taken.append(now() - began)
+        return min(taken) / 1e9 / values.nbytes
+
+    encode_byte_s = quickest(lambda: codec.encode(values, wire, residual=residual, state=state))
+    return CodecCost(codec.identity, encode_byte_s, quickest(lambda: codec.decode(wire, out, add=True)))

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.speed import speed_of
+from gradwire.collectives.compression.rehearsal import speed_of
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.cost import SLOW, CodecCost, Cores, Costs, LinkCost, SlowLink, WholeCost
 from gradwire.collectives.plan.program import Program

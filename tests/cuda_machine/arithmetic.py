@@ -121,7 +121,7 @@ HANDLERS.update(
         "or": _elementwise(np.bitwise_or, _BITS),
         "xor": _elementwise(np.bitwise_xor, _BITS),
         "not": _elementwise(np.invert, _BITS),
-        "popc": _elementwise(np.bitwise_count, ("b32", "b64"), "u32"),
+        "popc": _elementwise(np.bitwise_count, ("b32",), "u32"),
         "shl": _shifted(np.left_shift),
         "shr": _shifted(np.right_shift),
         "abs": _signed(np.bitwise_and, 0x7FFFFFFF, np.abs),
@@ -225,12 +225,10 @@ def _setp(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> 
 
 @handles("selp")
 def _selp(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> Action:
+    """As bits, so that a NaN stays as it is."""
     kind = modifiers[0].replace("f", "b")
-    if kind != modifiers[0] and operands[1].startswith("0f"):
-        operands = (operands[0], str(int(operands[1][2:], 16)), *operands[2:])
-    if kind != modifiers[0] and operands[2].startswith("0f"):
-        operands = (*operands[:2], str(int(operands[2][2:], 16)), operands[3])
-    write, a, b = decoder.write(operands[0], kind), decoder.read(operands[1], kind), decoder.read(operands[2], kind)
+    first, second = (str(int(operand[2:], 16)) if operand.startswith("0f") else operand for operand in operands[1:3])
+    write, a, b = decoder.write(operands[0], kind), decoder.read(first, kind), decoder.read(second, kind)
     condition = decoder.read(operands[3], "pred")
     return lambda threads: write(threads, np.where(condition(threads), a(threads), b(threads)))
 
@@ -255,24 +253,20 @@ def _prmt(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> 
     return act
 
 
-@handles("bfi", "bfe")
+@handles("bfi")
 def _bit_field(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> Action:
     """Only of fields at a constant place, inside of the number."""
     (kind,) = modifiers
-    dtype = dtype_of(kind)
-    unsigned, bits = np.dtype(f"u{dtype.itemsize}"), 8 * dtype.itemsize
     position, length = (int(operand) for operand in operands[-2:])
-    if length == 0 or position + length > bits:
+    if length == 0 or position + length > 8 * dtype_of(kind).itemsize:
         raise PtxError("field")
-    write, a = decoder.write(operands[0], kind), decoder.read(operands[1], f"u{bits}")
-    if operands[2:-2]:
-        base, mask = decoder.read(operands[2], f"u{bits}"), unsigned.type(((1 << length) - 1) << position)
-        return lambda threads: write(threads, a(threads) << unsigned.type(position) & mask | base(threads) & ~mask)
-    up, down = unsigned.type(bits - position - length), dtype.type(bits - length)
-    return lambda threads: write(threads, (a(threads) << up).view(dtype) >> down)
+    number = np.dtype(f"u{dtype_of(kind).itemsize}").type
+    write, a, base = decoder.write(operands[0], kind), decoder.read(operands[1], kind), decoder.read(operands[2], kind)
+    mask = number(((1 << length) - 1) << position)
+    return lambda threads: write(threads, a(threads) << number(position) & mask | base(threads) & ~mask)
 
 
-_ROUND = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+_ROUND = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor}
 _FLOAT8 = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}
 
 

@@ -3,54 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradwire.collectives.compression.chunktopk import ChunkTopK
+from gradwire.collectives.compression import dense
 from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.dense import (
-    QSGD,
-    BFloat16,
-    Dense,
-    Float8,
-    Float16,
-    Int4,
-    Int8,
-    Natural,
-    OneBit,
-    TernGrad,
-)
-from gradwire.collectives.compression.sparse import DGC, RandomK, Sparse, Threshold, TopK
+from gradwire.collectives.compression.dense import Dense, Int8
+from gradwire.collectives.compression.sparse import DGC, ChunkTopK, RandomK, Sparse, Threshold, TopK
 from gradwire.collectives.kernels.cuda.kernels import CudaKernels
 from gradwire.collectives.kernels.reference import quantize as reference
 from gradwire.collectives.kernels.reference import sparse as reference_sparse
 
 DENSE: tuple[Dense, ...] = (
-    Float16(),
-    BFloat16(),
-    Float8(),
-    Float8("e5m2", block=128),
+    dense.Float16(),
+    dense.BFloat16(),
+    dense.Float8(),
+    dense.Float8("e5m2", block=128),
     Int8(),
     Int8(block=1024, stochastic=True),
-    Int4(),
-    Int4(block=16, stochastic=True),
-    OneBit(),
-    OneBit(block=32),
-    QSGD(),
-    QSGD(levels=3, block=64),
-    TernGrad(),
-    TernGrad(block=1024),
-    Natural(),
+    dense.Int4(),
+    dense.Int4(block=16, stochastic=True),
+    dense.OneBit(),
+    dense.OneBit(block=32),
+    dense.QSGD(),
+    dense.QSGD(levels=3, block=64),
+    dense.TernGrad(),
+    dense.TernGrad(block=1024),
+    dense.Natural(),
 )
 SPARSE: tuple[Sparse, ...] = (TopK(), TopK(0.4), DGC(), Threshold(0.05), RandomK())
 
-#: Around the ends of lanes, vectors, blocks and tiles; of more than one block of threads.
-DENSE_NUMELS = (1, 3, 4, 17, 127, 128, 129, 511, 512, 513, 1024, 1500, 9001)
 CHUNKED: tuple[ChunkTopK, ...] = (ChunkTopK(), ChunkTopK(4), ChunkTopK(1024))
-CHUNK_NUMELS = (1, 31, 4095, 4097, 9001)
+CODECS: tuple[Codec, ...] = (*DENSE, *SPARSE, *CHUNKED)
+
+#: Around the ends of lanes, vectors, blocks and tiles; of more than one block of threads.
+DENSE_NUMELS = (1, 3, 4, 17, 127, 128, 129, 511, 512, 513, 1024, 9001, 1500)
+CHUNK_NUMELS = (1, 31, 4095, 9001, 4097)
 SPARSE_NUMELS = (1, 31, 33, 1024, 1025, 8192, 20_001)
 KINDS = ("gaussian", "wide", "ties", "few", "constant", "denormal", "large", "infinite", "not finite", "any bits")
 MORE_KINDS = (*KINDS, "heavy-tailed", "zeros", "near the least", "mostly not finite")
@@ -101,13 +92,6 @@ def decoded(codec: Codec, wire: Tensor, numel: int) -> Tensor:
     return out
 
 
-def _turns(numels: tuple[int, ...], kinds: tuple[str, ...]) -> Iterator[tuple[int, int, int, str]]:
-    """Give each number of numbers, with its turn, and a kind, with its place: every kind to the most, one to the others."""
-    for turn, numel in enumerate(numels):
-        some = kinds if numel == max(numels) else (kinds[turn % len(kinds)],)
-        yield from ((turn, numel, place, kind) for place, kind in enumerate(some))
-
-
 class Pair:
     """The reference on the CPU and the kernels on a device, given the same, as if each had its own memory.
 
@@ -141,86 +125,57 @@ class Pair:
         return room[shift:]
 
 
-def check_chunks(
-    kernels: Any, device: str, codec: ChunkTopK, numels: tuple[int, ...] = CHUNK_NUMELS, kinds: tuple[str, ...] = KINDS
-) -> list[str]:
-    """Return what differs. Every kind of numbers is tried at the largest numel, one in turn at each other."""
-    pair = Pair(kernels, device)
-    for turn, numel, place, kind in _turns(numels, kinds):
-        residual = numbers(numel, "gaussian", turn + 2) if (turn + place + numel) % 2 else None
-        encoded = (numbers(numel, kind, turn), residual, _unwritten(codec.wire_bytes(numel)), codec.k)
-        wire = pair.both("chunktopk_encode", *encoded, at=numel % 3)[-1]
-        for add in (False, True):
-            pair.both("chunktopk_decode", wire, numbers(numel, "wide"), codec.k, add, 0.3)
-    return pair.failures
-
-
 def _unwritten(nbytes: int) -> Tensor:
     return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
 
 
-def check_dense(
-    kernels: Any, device: str, codec: Dense, numels: tuple[int, ...] = DENSE_NUMELS, kinds: tuple[str, ...] = KINDS
+def check(
+    kernels: Any, device: str, codec: Codec, numels: tuple[int, ...] = (), kinds: tuple[str, ...] = KINDS
 ) -> list[str]:
-    """Return what differs. Every kind of numbers is tried at the largest numel, one in turn at each other."""
-    pair = Pair(kernels, device)
-    for turn, numel, place, kind in _turns(numels, kinds):
-        values, before = numbers(numel, kind, turn), numbers(numel, "wide", turn + 1)
-        feedback, at = numbers(numel, "gaussian", turn + 2) if (turn + place + numel) % 2 else None, (turn + place) % 3
-        encoded = (values, feedback, _unwritten(codec.wire_bytes(numel)), *codec._encoder(), SEED)
-        wire = pair.both(f"{codec.name}_encode", *encoded, at=at)[-1]
-        for add in (False, True):
-            pair.both(f"{codec.name}_decode", wire, before, *codec._decoder(), add, 0.3, at=at)
+    """Return what differs. Every kind of numbers is tried at the last numel, one in turn at each other."""
+    usual = (
+        DENSE_NUMELS if isinstance(codec, Dense) else CHUNK_NUMELS if isinstance(codec, ChunkTopK) else SPARSE_NUMELS
+    )
+    pair, numels = Pair(kernels, device), numels or usual
+    for turn, numel in enumerate(numels):
+        some = kinds if numel == numels[-1] else (kinds[turn % len(kinds)],)
+        for place, kind in enumerate(some):
+            feedback = (turn + place + numel) % 2 == 1 or codec.name == "dgc"
+            residual = numbers(numel, "gaussian", turn + 2) if feedback else None
+            code(pair, codec, numbers(numel, kind, turn), residual)
     return pair.failures
 
 
-def check_sparse(
-    kernels: Any, device: str, codec: Sparse, numels: tuple[int, ...] = SPARSE_NUMELS, kinds: tuple[str, ...] = KINDS
-) -> list[str]:
-    """Return what differs. Every kind of numbers is tried at the largest numel, one in turn at each other."""
-    pair = Pair(kernels, device)
-    for turn, numel, place, kind in _turns(numels, kinds):
-        feedback = (turn + place + numel) % 2 == 1 or codec.name == "dgc"
-        residual = numbers(numel, "gaussian", turn + 2) if feedback else None
-        code(pair, codec, numbers(numel, kind, turn), residual)
-    return pair.failures
-
-
-def code(pair: Pair, codec: Sparse, values: Tensor, residual: Tensor | None) -> None:
+def code(pair: Pair, codec: Codec, values: Tensor, residual: Tensor | None) -> None:
     """Encode and decode on both sides, in the ways that the codec has."""
-    numel = len(values)
-    _SPARSE[codec.name](pair, codec, codec.count(numel), values, residual, _unwritten(codec.wire_bytes(numel)))
-
-
-def _topk(pair: Pair, codec: Any, k: int, values: Tensor, residual: Tensor | None, wire: Tensor) -> None:
-    *_, wire = pair.both("topk_encode", values, residual, wire, k, at=len(values) % 3)
+    numel, at = len(values), len(values) % 3
+    before, wire = numbers(numel, "wide", 1), _unwritten(codec.wire_bytes(numel))
+    writes: tuple[Any, ...]
+    reads: tuple[Any, ...]
+    if isinstance(codec, Dense):
+        writes, reads = (*codec._encoder(), SEED), codec._decoder()
+    elif isinstance(codec, ChunkTopK):
+        writes = reads = (codec.k,)
+    else:
+        assert isinstance(codec, Sparse)
+        k = codec.count(numel)
+        writes = reads = (k, SEED) if isinstance(codec, RandomK) else (k,)
+    if isinstance(codec, DGC):
+        pair.both("dgc_encode", values, residual, wire, *writes, numbers(numel, "gaussian", 7), 0.9)
+        return
+    if isinstance(
+        codec, Threshold
+    ):  # without a tau; with a bad one; with one that a few more numbers reach than before
+        writes = reads = (*writes, codec.slack(numel))
+        for tau in (None, torch.tensor([1e-3])):
+            pair.both("threshold_encode", values, residual, wire, *writes, tau)
+        tau = torch.zeros(1)
+        for factor in (1, 1.005):
+            *_, wire, tau = pair.both("threshold_encode", values * factor, residual, wire, *writes, tau)
+    else:
+        wire = pair.both(f"{codec.name}_encode", values, residual, wire, *writes, at=at)[-1]
     for add in (False, True):
-        pair.both("topk_decode", wire, numbers(len(values), "wide"), k, add, 0.3)
-
-
-def _dgc(pair: Pair, codec: Any, k: int, values: Tensor, residual: Tensor | None, wire: Tensor) -> None:
-    pair.both("dgc_encode", values, residual, wire, k, numbers(len(values), "gaussian", 7), 0.9)
-
-
-def _threshold(pair: Pair, codec: Any, k: int, values: Tensor, residual: Tensor | None, wire: Tensor) -> None:
-    """Without a tau; with a bad one; with one that has nothing yet, and then a few more numbers reach."""
-    slack = codec.slack(len(values))
-    for tau in (None, torch.tensor([1e-3])):
-        pair.both("threshold_encode", values, residual, wire, k, slack, tau)
-    tau = torch.zeros(1)
-    for factor in (1, 1.005):
-        *_, sent, tau = pair.both("threshold_encode", values * factor, residual, wire, k, slack, tau)
-    for add in (False, True):
-        pair.both("threshold_decode", sent, numbers(len(values), "wide"), k, slack, add, 0.3)
-
-
-def _randomk(pair: Pair, codec: Any, k: int, values: Tensor, residual: Tensor | None, wire: Tensor) -> None:
-    *_, wire = pair.both("randomk_encode", values, residual, wire, k, SEED)
-    for add in (False, True):
-        pair.both("randomk_decode", wire, numbers(len(values), "wide"), k, SEED, add, 0.3)
-
-
-_SPARSE: dict[str, Callable[..., None]] = {"topk": _topk, "dgc": _dgc, "threshold": _threshold, "randomk": _randomk}
+        pair.both(f"{codec.name}_decode", wire, before, *reads, add, 0.3, at=at)
 
 
 def check_many(kernels: CudaKernels, device: str) -> list[str]:

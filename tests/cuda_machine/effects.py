@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from tests.cuda_machine.decoder import Action, Decoder, Threads, dtype_of, handles
@@ -91,51 +89,27 @@ def _store(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) ->
     return act
 
 
-_ATOMIC: dict[str, Any] = {
-    "add": np.add,
-    "or": np.bitwise_or,
-    "and": np.bitwise_and,
-    "min": np.minimum,
-    "max": np.maximum,
-    "exch": lambda old, new: new,
-}
-
-
 @handles("atom", "red")
-def _atomic(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> Action:
+def _atomic_add(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> Action:
     """Thread after thread, in the order of their numbers."""
     space, operation, kind = (word for word in modifiers if word not in _HINTS)
-    function, dtype = _ATOMIC[operation], dtype_of(kind)
-    if space not in ("global", "shared") or dtype.kind == "f":
+    dtype = dtype_of(kind)
+    if space not in ("global", "shared") or operation != "add" or dtype.kind == "f":
         raise PtxError("form")
     write = decoder.write(operands[0], kind) if len(operands) == 3 else None
     address, read = decoder.address(operands[-2]), decoder.read(operands[-1], kind)
 
     def act(threads: Threads) -> None:
         cells, places = _cells(threads, space, address(threads), dtype.itemsize, 1)
-        cells = cells.view(dtype)
-        value = _of_active(threads, read(threads))
-        if write is None and isinstance(function, np.ufunc):
-            function.at(cells, places, value)
-            return
-        old = (_add if operation == "add" else _in_turn)(cells, places, value, function)
+        old = _add(cells.view(dtype), places, _of_active(threads, read(threads)))
         if write is not None:
             write(threads, _spread(threads, old))
 
     return act
 
 
-def _in_turn(cells: Array, places: Array, value: Array, function: Any) -> Array:
-    """What was there when it was each one's turn."""
-    old = np.empty_like(value)
-    for turn, place in enumerate(places):
-        old[turn] = cells[place]
-        cells[place] = function(cells[place], value[turn])
-    return old
-
-
-def _add(cells: Array, places: Array, value: Array, function: Any) -> Array:
-    """As _in_turn, at once: to what was there, those before one at the same place have added their values."""
+def _add(cells: Array, places: Array, value: Array) -> Array:
+    """Add, and return what was there when it was each one's turn: those before it at the same place have added their values."""
     order = np.argsort(places, kind="stable")
     place, added = places[order], value[order]
     before = np.cumsum(added, dtype=value.dtype) - added
@@ -161,7 +135,7 @@ def _warps(threads: Threads, mask: Array) -> Array:
 def _shuffle(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> Action:
     sync, how, kind = modifiers
     destination, *found = operands[0].split("|")
-    if sync != "sync" or kind != "b32" or how not in ("bfly", "up", "down", "idx"):
+    if sync != "sync" or kind != "b32" or how not in ("bfly", "up"):
         raise PtxError("form")
     write = decoder.write(destination, "b32")
     write_inside = [decoder.write(predicate, "pred") for predicate in found]
@@ -172,13 +146,9 @@ def _shuffle(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) 
         lane = threads.lane.astype(np.int64)
         c, b = bounds(threads).astype(np.int64), by(threads).astype(np.int64) & 31
         segment, clamp = c >> 8 & 31, c & 31
-        last, first = lane & segment | clamp & ~segment, lane & segment
-        if how == "up":
-            source = lane - b
-            inside = source >= last
-        else:
-            source = {"bfly": lane ^ b, "down": lane + b, "idx": first | b & ~segment}[how]
-            inside = source <= last
+        last = lane & segment | clamp & ~segment
+        source = lane - b if how == "up" else lane ^ b
+        inside = source >= last if how == "up" else source <= last
         source = np.where(inside, source, lane)
         everyone = np.broadcast_to(value(threads), lane.shape)
         from_thread = np.arange(len(lane)) - lane + source
@@ -193,10 +163,9 @@ def _shuffle(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) 
 
 @handles("redux")
 def _reduce(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> Action:
-    sync, operation, kind = modifiers
-    if sync != "sync" or dtype_of(kind).itemsize != 4:
+    *form, kind = modifiers
+    if form != ["sync", "max"] or kind not in ("u32", "s32"):
         raise PtxError("form")
-    function = _ATOMIC[operation]
     write, mask = decoder.write(operands[0], kind), decoder.read(operands[2], "u32")
     value = decoder.read(operands[1], kind)
 
@@ -205,33 +174,7 @@ def _reduce(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -
         numbers = np.broadcast_to(value(threads), threads.active.shape).reshape(-1, 32)
         result = np.zeros(len(active), numbers.dtype)
         for warp in np.flatnonzero(active.any(1)):
-            result[warp] = function.reduce(numbers[warp][active[warp]])
+            result[warp] = np.max(numbers[warp][active[warp]])
         write(threads, np.repeat(result, 32))
 
     return act
-
-
-@handles("vote")
-def _vote(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> Action:
-    if modifiers not in (["sync", "ballot", "b32"], ["sync", "any", "pred"], ["sync", "all", "pred"]):
-        raise PtxError("form")
-    write = decoder.write(operands[0], modifiers[-1])
-    mask = decoder.read(operands[2], "u32")
-    negated, name = operands[1].startswith("!"), operands[1].removeprefix("!")
-    condition = decoder.read(name, "pred")
-
-    def act(threads: Threads) -> None:
-        active = _warps(threads, mask(threads))
-        said = np.broadcast_to(condition(threads), threads.active.shape).reshape(-1, 32) != negated
-        if modifiers[1] == "ballot":
-            result = ((said & active) << np.arange(32, dtype=np.uint32)).sum(1, dtype=np.uint32)
-        else:
-            result = (said & active).any(1) if modifiers[1] == "any" else (said | ~active).all(1)
-        write(threads, np.repeat(result, 32))
-
-    return act
-
-
-@handles("membar", "fence")
-def _fence(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> Action:
-    return lambda threads: None

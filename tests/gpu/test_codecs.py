@@ -8,21 +8,10 @@ import sys
 import pytest
 import torch
 
-from gradwire.collectives.compression.chunktopk import ChunkTopK
+from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.dense import Dense, Int8
-from gradwire.collectives.compression.sparse import Sparse
-from gradwire.collectives.kernels.cpu import quantize as cpu_quantize
 from gradwire.collectives.kernels.cuda.kernels import CudaKernels, TorchKernels, cuda_kernels
-from tests.cuda_machine.cases import (
-    CHUNKED,
-    DENSE,
-    SPARSE,
-    check_chunks,
-    check_dense,
-    check_many,
-    check_sparse,
-    numbers,
-)
+from tests.cuda_machine.cases import CODECS, DENSE, SPARSE, check, check_many, numbers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -37,47 +26,31 @@ def kernels() -> CudaKernels:
     return found
 
 
-@pytest.mark.parametrize("codec", DENSE, ids=repr)
-def test_dense(kernels: CudaKernels, codec: Dense) -> None:
-    assert check_dense(kernels, "cuda", codec) == []
-    assert check_dense(kernels, "cuda", codec, (LARGE,)) == []
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_same_bytes_as_the_reference(kernels: CudaKernels, codec: Codec) -> None:
+    assert check(kernels, "cuda", codec) == []
+    assert check(kernels, "cuda", codec, (LARGE,), ("gaussian", "ties", "few", "not finite")) == []
+    if codec in SPARSE:
+        assert check(kernels, "cuda", codec, (10 * LARGE,), ("gaussian",)) == []
 
 
-@pytest.mark.parametrize("codec", SPARSE, ids=repr)
-def test_sparse(kernels: CudaKernels, codec: Sparse) -> None:
-    assert check_sparse(kernels, "cuda", codec) == []
-    assert check_sparse(kernels, "cuda", codec, (LARGE,), ("gaussian", "ties", "few", "not finite")) == []
-    assert check_sparse(kernels, "cuda", codec, (10 * LARGE,), ("gaussian",)) == []
-
-
-@pytest.mark.parametrize("codec", CHUNKED, ids=repr)
-def test_chunks(kernels: CudaKernels, codec: ChunkTopK) -> None:
-    assert check_chunks(kernels, "cuda", codec) == []
-    assert check_chunks(kernels, "cuda", codec, (LARGE,), ("gaussian", "ties", "few", "not finite")) == []
-    assert check_chunks(TorchKernels(), "cuda", codec, (1, 9001)) == []
-
-
-@pytest.mark.parametrize("codec", DENSE + SPARSE, ids=repr)
-def test_plain_torch(codec: Dense | Sparse) -> None:
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_plain_torch(codec: Codec) -> None:
     """What does the work where there is no CuPy."""
-    if isinstance(codec, Dense):
-        assert check_dense(TorchKernels(), "cuda", codec, (1, 1500)) == []
-    else:
-        assert check_sparse(TorchKernels(), "cuda", codec, (1, 20_001)) == []
+    assert check(TorchKernels(), "cuda", codec, (1, 1500 if isinstance(codec, Dense) else 20_001)) == []
 
 
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
 def test_under_the_sanitizer(tool: str) -> None:
-    check = """if True:
+    script = """if True:
         from gradwire.collectives.kernels.cuda.kernels import cuda_kernels
-        from tests.cuda_machine.cases import CHUNKED, DENSE, SPARSE, check_chunks, check_dense, check_sparse
+        from tests.cuda_machine.cases import CODECS, DENSE, check
         kernels = cuda_kernels()
-        for codec in DENSE:
-            assert check_dense(kernels, "cuda", codec, (3, 1500)) == []
-        for codec in SPARSE:
-            assert check_sparse(kernels, "cuda", codec, (20_001,), ("ties", "not finite")) == []"""
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", check]
+        for codec in CODECS:
+            numels = (3, 1500) if codec in DENSE else (20_001,)
+            assert check(kernels, "cuda", codec, numels, ("ties", "not finite")) == []"""
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", script]
     each_apart = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that no access strays into another tensor
     done = subprocess.run(command, env=each_apart, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -87,18 +60,8 @@ def test_many_tensors_in_one_launch(kernels: CudaKernels) -> None:
     assert check_many(kernels, "cuda") == []
 
 
-def test_decodes_what_the_cpu_encoded(kernels: CudaKernels) -> None:
-    codec, values = Int8(), numbers(LARGE, "wide")
-    wire = torch.empty(codec.wire_bytes(LARGE), dtype=torch.uint8)
-    cpu_quantize.int8_encode(values, None, wire, *codec._encoder(), 0)
-    here, there = torch.empty(LARGE), torch.empty(LARGE, device="cuda")
-    cpu_quantize.int8_decode(wire, here, *codec._decoder(), False, 1.0)
-    kernels.int8_decode(wire.cuda(), there, *codec._decoder(), False, 1.0)
-    assert torch.equal(here, there.cpu())
-
-
 @pytest.mark.parametrize("codec", DENSE + SPARSE, ids=repr)
-def test_in_a_graph(kernels: CudaKernels, codec: Dense | Sparse) -> None:
+def test_in_a_graph(kernels: CudaKernels, codec: Codec) -> None:
     """Captured once, then replayed on other numbers: nothing is synchronised, and nothing goes through the host."""
     numel = 100_000
     values, residual, out = (torch.zeros(numel, device="cuda") for _ in range(3))

@@ -22,13 +22,13 @@ from tests.ranks.test_failures import DEADLINE_S, FAR_S, TIMEOUT_S, Witness, die
 from tests.ranks.training import assert_survived, on_ranks
 from tests.shot_model import ShotModel
 
-COMPRESSING = [name for name in CODECS if name != "none"]
-SUMMABLE = [name for name in COMPRESSING if CODECS[name].summable]
+SUMMABLE = [name for name in CODECS if CODECS[name].summable and name != "none"]
 SEGMENT_BYTES = 2000
 LARGE = 100_003
 
-#: Settings other than the defaults, that take other ways through the code.
-SPECIAL: dict[str, Codec] = {
+#: All codecs, and settings other than the defaults that take other ways through the code.
+COMPRESSING: dict[str, Codec] = {
+    **{name: make_codec(name) for name in CODECS if name != "none"},
     "int8, stochastic": Int8(block=64, stochastic=True),
     "int4, stochastic": Int4(stochastic=True),
     "e5m2": Float8(format="e5m2"),
@@ -37,10 +37,6 @@ SPECIAL: dict[str, Codec] = {
     "dgc, warming up": DGC(ratio=0.01, ramp_steps=2),
     "randomk, more of it": RandomK(ratio=0.3, seed=7),
 }
-
-
-def codec_named(name: str) -> Codec:
-    return SPECIAL.get(name) or make_codec(name)
 
 
 def communicator(segment_bytes: int = SEGMENT_BYTES) -> Communicator:
@@ -75,7 +71,7 @@ def inputs(size: int, numel: int, step: int) -> list[torch.Tensor]:
     return numbers
 
 
-NUMELS = (0, 1, "-1", "+0", "+1", 2999, 20_000, LARGE)
+NUMELS = (0, 1, "-1", "+0", "+1", 2999, LARGE)
 IN_MANY_CHUNKS = ("int8", "onebit", "topk", "chunktopk", "dgc")
 
 
@@ -83,7 +79,7 @@ def same_as_model(rows: list[tuple[str, int | str, str, bool]]) -> list[str]:
     checks = Checks()
     with communicator() as comm:
         for name, numel, op, with_feedback in rows:
-            codec, numel = codec_named(name), elements(numel, comm.size)
+            codec, numel = COMPRESSING[name], elements(numel, comm.size)
             model = ShotModel(codec, numel, comm.topology.hosts, SEGMENT_BYTES, with_feedback=with_feedback)
             feedback = comm.new_feedback(codec, numel) if with_feedback else None
             for step in range(3):
@@ -110,17 +106,16 @@ def test_the_shot_equals_its_model(ranks: Worlds, layouts: tuple[str, ...]) -> N
     def clash(one: object, other: object) -> bool:
         return other == LARGE and one not in (*IN_MANY_CHUNKS, *layouts)
 
-    names = [*COMPRESSING, *SPECIAL]
-    rows = cover(layouts, names, NUMELS, ("sum", "average"), (True, False), clash=clash)
+    rows = cover(layouts, [*COMPRESSING], NUMELS, ("sum", "average"), (True, False), clash=clash)
     assert not any(by_layout(ranks, layouts, same_as_model, rows))
 
 
-def digests(rows: list[tuple[str, str]], numel: int = LARGE) -> list[str]:
+def digests(rows: list[tuple[str, str]], numel: int = 30_011) -> list[str]:
     """Of codecs and algorithms, one of the bits of each result, at the end."""
     found = []
     with communicator() as comm:
         for name, algorithm in rows:
-            codec = codec_named(name)
+            codec = COMPRESSING[name]
             feedback = comm.new_feedback(codec, numel)
             for step in range(3):
                 mine = inputs(comm.size, numel, step)[comm.rank]
@@ -134,7 +129,7 @@ def digests(rows: list[tuple[str, str]], numel: int = LARGE) -> list[str]:
 
 
 def test_bits_are_the_same_on_all_ranks_and_in_every_run(ranks: Worlds) -> None:
-    rows = [(name, "auto") for name in (*COMPRESSING, *SPECIAL)]
+    rows = [(name, "auto") for name in COMPRESSING]
     first, second = (ranks(3).run(digests, rows) for _ in range(2))
     assert first == [first[0]] * 3
     assert second == first
@@ -232,23 +227,12 @@ def test_codes_ride_what_was_registered() -> None:
                 assert torch.allclose(tensor, torch.full((999,), float(comm.size)), rtol=1e-2)
 
 
-@on_ranks(2, 3, initialized=False)
-def test_sum_beyond_half_precision() -> None:
-    checks = Checks()
-    with communicator() as comm:
-        mine = torch.full((SEVERAL_SEGMENTS,), 57344.0)
-        with checks.case():
-            comm.allreduce(mine, codec="fp16")
-            checks.equal(mine, torch.full((SEVERAL_SEGMENTS,), 57344.0 * comm.size))
-    assert not checks.failures
-
-
 def lost_and_found(rows: list[tuple[str, str]]) -> list[str]:
     """After some steps: the results, with all residuals, are the sum of all inputs, but for some rounding."""
     steps, numel, complaints = 8, 5003, []
     with communicator() as comm:
         for name, op in rows:
-            codec = codec_named(name)
+            codec = COMPRESSING[name]
             feedback = comm.new_feedback(codec, numel)
             given, found = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
             for step in range(steps):
@@ -270,9 +254,9 @@ def lost_and_found(rows: list[tuple[str, str]]) -> list[str]:
     return complaints
 
 
-@pytest.mark.parametrize("layouts", [("a", "aaaa", "aabb"), *wide(("aaabb",))], ids="-".join)
+@pytest.mark.parametrize("layouts", [("aaa", "aabb"), *wide(("a", "aaabb"))], ids="-".join)
 def test_error_feedback_telescopes(ranks: Worlds, layouts: tuple[str, ...]) -> None:
-    names = [name for name in (*COMPRESSING, *SPECIAL) if not name.startswith("dgc")]
+    names = [name for name in COMPRESSING if not name.startswith("dgc")]
     assert not any(by_layout(ranks, layouts, lost_and_found, cover(layouts, names, ("sum", "average"))))
 
 
@@ -281,7 +265,7 @@ def poisoned(rows: list[tuple[str, float]]) -> list[str]:
     numel, at, complaints = 4001, 1234, []
     with communicator() as comm:
         for name, value in rows:
-            codec = codec_named(name)
+            codec = COMPRESSING[name]
             for algorithm in ("auto", shot_of(codec)):
                 case, feedback = f"{name}, {value}, {algorithm}", comm.new_feedback(codec, numel)
                 for step in range(3):
@@ -301,13 +285,13 @@ def poisoned(rows: list[tuple[str, float]]) -> list[str]:
 
 def test_not_a_number_reaches_every_rank(ranks: Worlds) -> None:
     layouts = ("a", "aaa")
-    rows = cover(layouts, [*COMPRESSING, *SPECIAL], (float("nan"), float("-inf")))
+    rows = cover(layouts, [*COMPRESSING], (float("nan"), float("-inf")))
     assert not any(by_layout(ranks, layouts, poisoned, rows))
 
 
-@on_ranks(1, 3, initialized=False)
+@on_ranks(1, 2, 3, initialized=False)
 def test_other_tensors() -> None:
-    """Other dtypes, views, scales; and 'none', which is no codec."""
+    """Other dtypes, views, scales; 'none', which is no codec; a sum beyond half precision."""
     checks = Checks()
     with communicator() as comm:
         for dtype in (torch.float16, torch.bfloat16, torch.float64):
@@ -324,6 +308,10 @@ def test_other_tensors() -> None:
             mine = contribution(comm.rank, comm.size, 600, torch.int64)
             comm.allreduce(mine, "max", codec="none")
             checks.equal(mine, reduced(comm.size, 600, torch.int64, "max"))
+        with checks.case(codec="fp16"):
+            mine = torch.full((SEVERAL_SEGMENTS,), 57344.0)
+            comm.allreduce(mine, codec="fp16")
+            checks.equal(mine, torch.full((SEVERAL_SEGMENTS,), 57344.0 * comm.size))
     assert not checks.failures
 
 
@@ -333,7 +321,7 @@ def test_calls_are_counted() -> None:
     numel, checks = 3000, Checks()
     with communicator() as comm:
         for name in ("randomk", "int8, stochastic", "dgc, warming up"):
-            codec = codec_named(name)
+            codec = COMPRESSING[name]
             counting, told = comm.new_feedback(codec, numel, seed=5), comm.new_feedback(codec, numel)
             results = []
             for step in range(4):
@@ -459,7 +447,7 @@ def lose_a_rank(name: str) -> Witness:
 
 @ON_EVERY_TRANSPORT
 def test_a_rank_dies(failing_world: Callable[[int], World]) -> None:
-    worlds = {(name, size): failing_world(size) for name, size in (("int8", 4), ("topk", 2), ("bf16", 3))}
+    worlds = {(name, size): failing_world(size) for name, size in (("int8", 3), ("topk", 2), ("bf16", 2))}
     for (name, _), world in worlds.items():
         world.start(lose_a_rank, name)
     for (name, _), world in worlds.items():

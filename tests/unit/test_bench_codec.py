@@ -14,7 +14,7 @@ from gradwire.bench.codec import run as codec
 from gradwire.bench.codec import turns as codec_turns
 from gradwire.bench.codec.checks import count_outside, count_unequal, relative_error
 from gradwire.bench.codec.peers import PEERS, Contender
-from gradwire.bench.codec.turns import CODECS, OPERATIONS, CodecRow, gaussian, laplace, moved_bytes
+from gradwire.bench.codec.turns import CODECS, OPERATIONS, CodecRow, gaussian, moved_bytes
 from gradwire.collectives.compression.dense import Int8
 from gradwire.collectives.compression.registry import CODECS as REGISTRY
 from gradwire.collectives.compression.sparse import TopK
@@ -25,17 +25,17 @@ NUMEL = 8192
 
 def test_every_codec_is_measured_and_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
-    assert codec.main(["-n", "8K", "--iters", "2", *files]) == 0
+    assert codec.main(["-n", "8K", "--iters", "1", *files]) == 0
     assert "# Out of bounds values : 0 OK" in capsys.readouterr().out
     result = json.loads((tmp_path / "out.json").read_text())
     meta, rows = result["meta"], result["rows"]
-    assert (meta["elements"], meta["iters"], meta["where"]) == (8192, 2, "one core")
+    assert (meta["elements"], meta["iters"], meta["where"]) == (8192, 1, "one core")
     assert [(row["codec"], row["operation"]) for row in rows] == [(name, one) for name in CODECS for one in OPERATIONS]
     assert {row["settings"] for row in rows} == {repr(one) for one in CODECS.values()}
     for row in rows:
         assert set(row) == {field.name for field in fields(CodecRow)}
         assert row["wrong"] == row["torch_wrong"] == 0
-        assert 0 < row["time_us"] <= row["p99_us"]
+        assert 0 < row["time_us"] == row["p99_us"]
         assert row["rate_GBps"] == pytest.approx(4 * 8192 / row["time_us"] / 1e3)
         assert row["torch_over_ours"] == pytest.approx(row["torch_us"] / row["time_us"])
         assert 0 < row["relative_error_gaussian"] < 2
@@ -73,7 +73,7 @@ def torchs(name: str) -> Contender:
 
 @pytest.mark.parametrize("name", CODECS)
 def test_torch_does_what_the_codec_does(name: str) -> None:
-    """Compare: within the same bounds, telescoping under error feedback, unbiased where the codec is: in the mean of many."""
+    """Compare: within the same bounds, which a wrong element is outside of, and telescoping under error feedback."""
     one = CODECS[name]
     peer = torchs(name)
     values, residual, out = gaussian(NUMEL, CPU, 0), torch.zeros(NUMEL), torch.full((NUMEL,), 2.0)
@@ -81,6 +81,10 @@ def test_torch_does_what_the_codec_does(name: str) -> None:
     peer.encode(values)
     peer.decode(decoded)
     assert count_outside(one, values, decoded) == 0
+    for wrong in (float(2 * values.abs().max() * NUMEL), float("nan"), float("inf")):
+        broken = decoded.clone()
+        broken[decoded.abs().argmax()] = wrong
+        assert 1 <= count_outside(one, values, broken) <= 2  # what is not sent is also not the largest
     peer.decode_add(out)
     assert count_unequal(out, decoded + 2, decoded.abs() + 2) == 0
     for _ in range(3):
@@ -101,19 +105,6 @@ def test_torch_rounds_without_bias(name: str) -> None:
         peer.decode(decoded)
         mean += decoded / 200
     assert relative_error(values, mean) < 1.4 * relative_error(values, decoded) / 200**0.5
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_a_wrong_element_is_outside_of_the_bound(name: str) -> None:
-    one = CODECS[name]
-    peer = torchs(name)
-    values, decoded = laplace(NUMEL, CPU, 0), torch.empty(NUMEL)
-    peer.encode(values)
-    peer.decode(decoded)
-    for wrong in (float(2 * values.abs().max() * NUMEL), float("nan"), float("inf")):
-        broken = decoded.clone()
-        broken[decoded.abs().argmax()] = wrong
-        assert 1 <= count_outside(one, values, broken) <= 2  # what is not sent is also not the largest
 
 
 def test_the_largest_must_be_sent() -> None:

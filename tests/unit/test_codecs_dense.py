@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradwire.collectives.compression import kernels_for as kernels_for_module
+from gradwire.collectives import kernels
 from gradwire.collectives.compression.dense import (
     QSGD,
     BFloat16,
@@ -23,13 +23,12 @@ from gradwire.collectives.compression.dense import (
     OneBit,
     TernGrad,
 )
-from gradwire.collectives.compression.kernels_for import kernels_for
 from gradwire.collectives.kernels.cpu import quantize as cpu_quantize
 from gradwire.collectives.kernels.cuda import kernels as cuda
 from gradwire.collectives.kernels.reference.blocks import block_sums
 from gradwire.collectives.kernels.reference.quantize import FLOAT8
 from gradwire.collectives.kernels.reference.randomness import random_bits
-from tests.cuda_machine.cases import MORE_KINDS, Pair, check_dense, decoded, encoded, numbers
+from tests.cuda_machine.cases import MORE_KINDS, Pair, check, decoded, encoded, numbers
 
 CODECS: list[Dense] = [
     Float16(),
@@ -66,7 +65,7 @@ def numels(codec: Dense) -> list[int]:
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_same_bytes_as_the_reference(codec: Dense) -> None:
     for numel in numels(codec):
-        assert check_dense(cpu_quantize, "cpu", codec, (numel,), MORE_KINDS) == []
+        assert check(cpu_quantize, "cpu", codec, (numel,), MORE_KINDS) == []
 
 
 @pytest.mark.parametrize("codec", [OneBit(block=48), OneBit(), OneBit(block=2064)], ids=str)
@@ -273,17 +272,13 @@ def test_wire_sizes() -> None:
 
 
 @pytest.mark.parametrize("codec", BLOCKED, ids=str)
-def test_blocks_that_cannot_be(codec: Blocked) -> None:
+def test_settings_that_cannot_be(codec: Blocked) -> None:
     for block in (0, -16, 8, 100):
         with pytest.raises(ValueError, match="multiple of 16"):
             replace(codec, block=block)
-
-
-def test_settings_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="levels"):
-        QSGD(levels=8)
-    with pytest.raises(ValueError, match="format"):
-        Float8("e3m4")  # type: ignore[arg-type]
+    for setting in {"levels", "format"} & vars(codec).keys():
+        with pytest.raises(ValueError, match=setting):
+            replace(codec, **{setting: 8 if setting == "levels" else "e3m4"})  # type: ignore[arg-type]
 
 
 def test_tensors_that_cannot_be() -> None:
@@ -305,8 +300,8 @@ def test_tensors_that_cannot_be() -> None:
 
 def test_devices_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="cpu and cuda"):
-        kernels_for(torch.device("meta"))
+        kernels.kernels_for(torch.device("meta"))
     monkeypatch.setattr(cuda, "cuda_kernels", lambda: "no cupy: pip install cupy-cuda99x")
-    kernels_for_module._kernels.cache_clear()
+    kernels._kernels.cache_clear()
     with pytest.raises(ImportError, match="pip install cupy-cuda99x"):
-        kernels_for(torch.device("cuda", 0))
+        kernels.kernels_for(torch.device("cuda", 0))

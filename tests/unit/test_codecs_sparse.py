@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradwire.collectives.compression.codec import State
-from gradwire.collectives.compression.sparse import DGC, RandomK, Sparse, Threshold, TopK
-
-pytest.importorskip("gradwire.collectives.kernels.cpu.sparse")
+from gradwire.collectives.compression.sparse import DGC, ChunkTopK, RandomK, Sparse, Threshold, TopK
 from gradwire.collectives.kernels.cpu import sparse as cpu_sparse
 from gradwire.collectives.kernels.cpu.keys import key_of
 from gradwire.collectives.kernels.cpu.randomness import random_bits
 from gradwire.collectives.kernels.cpu.selection import SIDE_BY_SIDE
-from tests.cuda_machine.cases import MORE_KINDS, Pair, bits, check_sparse, code, decoded, encoded, numbers
+from gradwire.collectives.kernels.reference.sparse import CHUNK
+from tests.cuda_machine.cases import CHUNKED, MORE_KINDS, Pair, bits, check, code, decoded, encoded, numbers
 
 CODECS: list[Sparse] = [
     TopK(),
@@ -41,10 +40,17 @@ def new_state(codec: Sparse, numel: int) -> State | None:
     return codec.new_state(numel, torch.device("cpu")) if isinstance(codec, Threshold | DGC) else None
 
 
+@pytest.mark.parametrize("codec", [*CHUNKED, ChunkTopK(20)], ids=str)
+def test_chunks_have_the_same_bytes_as_the_reference(codec: ChunkTopK) -> None:
+    assert check(cpu_sparse, "cpu", codec, (1, 31, 4095, 4096, 20_001, 4097)) == []
+
+
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_same_bytes_as_the_reference(codec: Sparse) -> None:
-    for numel in (*NUMELS, *([LARGE] if codec in AT_A_GUESS else [])):
-        assert check_sparse(cpu_sparse, "cpu", codec, (numel,), MORE_KINDS) == []
+    for numel in NUMELS:
+        assert check(cpu_sparse, "cpu", codec, (numel,), MORE_KINDS) == []
+    if codec in AT_A_GUESS:
+        assert check(cpu_sparse, "cpu", codec, (LARGE,), ("gaussian", "ties", "mostly not finite", "any bits")) == []
 
 
 def sampled(numel: int) -> Tensor:
@@ -241,3 +247,50 @@ def test_large_results_of_indices_that_cannot_be(offset: int) -> None:
 def test_ratio_is_checked(ratio: float) -> None:
     with pytest.raises(ValueError, match="ratio must be"):
         TopK(ratio)
+
+
+def test_chunks_take_141_times_fewer_bytes() -> None:
+    numel = 1 << 20
+    assert 4 * numel / ChunkTopK().wire_bytes(numel) == pytest.approx(141.24, abs=0.01)
+
+
+def coded(codec: ChunkTopK, values: Tensor, residual: Tensor | None = None) -> Tensor:
+    return decoded(codec, encoded(codec, values, residual), len(values))
+
+
+def test_the_largest_of_each_chunk_arrive_with_their_signs() -> None:
+    values = numbers(2 * CHUNK + 100, "gaussian")
+    out = coded(ChunkTopK(), values)
+    for start, sent in ((0, 64), (CHUNK, 64), (2 * CHUNK, 2)):
+        piece, got = values[start : start + CHUNK], out[start : start + CHUNK]
+        largest = piece.abs().topk(sent).indices.sort().values
+        assert got.nonzero().view(-1).tolist() == largest.tolist()
+        assert torch.equal(got[largest].sign(), piece[largest].sign())
+        assert len(got[largest].abs().unique()) <= 2
+
+
+def test_two_magnitudes_are_exact_where_there_are_only_two() -> None:
+    values = torch.zeros(CHUNK)
+    values[5], values[17], values[99], values[4000] = 2.0, -2.0, -0.5, 0.5
+    assert torch.equal(coded(ChunkTopK(4), values)[values != 0], values[values != 0])
+
+
+def test_what_chunks_lose_comes_later() -> None:
+    codec, values = ChunkTopK(256), numbers(CHUNK + 50, "gaussian")
+    residual, arrived = torch.zeros_like(values), torch.zeros_like(values)
+    for _ in range(80):
+        arrived += coded(codec, values, residual)
+    torch.testing.assert_close(arrived + residual, 80 * values, rtol=1e-4, atol=1e-2)
+    assert (arrived - 80 * values).norm() < 0.3 * (80 * values).norm()
+
+
+@pytest.mark.parametrize("k", [0, -4, 6, 1028])
+def test_other_k_are_refused(k: int) -> None:
+    with pytest.raises(ValueError, match=f"multiple of 4 from 4 to 1024, not {k}"):
+        ChunkTopK(k)
+
+
+def test_a_wire_of_more_numbers_is_refused() -> None:
+    codec, values = ChunkTopK(4), torch.arange(CHUNK, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"outside of \[0, 100\)"):
+        decoded(codec, encoded(codec, values), 100)

@@ -12,33 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from gradwire.collectives.compression import kernels_for
-from gradwire.collectives.compression.chunktopk import ChunkTopK
+from gradwire.collectives import kernels as all_kernels
 from gradwire.collectives.compression.dense import Dense, Int8
-from gradwire.collectives.compression.sparse import Sparse
+from gradwire.collectives.compression.sparse import ChunkTopK, Sparse
 from gradwire.collectives.kernels.cuda import launch as cuda
 from gradwire.collectives.kernels.cuda.kernels import CudaKernels, TorchKernels, cuda_kernels
 from gradwire.collectives.kernels.cuda.launch import CupyLaunch
 from gradwire.collectives.kernels.cuda.source import source
 from tests.cuda_machine import MachineLaunch, Order
-from tests.cuda_machine.cases import (
-    CHUNK_NUMELS,
-    CHUNKED,
-    DENSE,
-    DENSE_NUMELS,
-    KINDS,
-    SPARSE,
-    SPARSE_NUMELS,
-    Pair,
-    check_chunks,
-    check_dense,
-    check_many,
-    check_sparse,
-)
+from tests.cuda_machine.cases import CHUNKED, CODECS, DENSE, KINDS, SPARSE, SPARSE_NUMELS, check, check_many
 from tests.cuda_machine.nvrtc import compile_kernel
 from tests.harness import wide
 
-ARCHITECTURES = ("80", "90")
 FEW_KINDS = ("gaussian", "ties", "not finite")
 
 
@@ -51,38 +36,40 @@ def garbage() -> Iterator[None]:
     torch.use_deterministic_algorithms(deterministic)
 
 
-@pytest.mark.parametrize("architecture", [ARCHITECTURES[0], *wide(*ARCHITECTURES[1:])])
 @pytest.mark.parametrize("codec", DENSE, ids=repr)
-def test_dense(codec: Dense, architecture: str) -> None:
-    """For the first architecture at all lengths."""
-    numels = DENSE_NUMELS if architecture == ARCHITECTURES[0] else (129, 1500)
-    assert check_dense(CudaKernels(MachineLaunch(f"compute_{architecture}")), "cpu", codec, numels) == []
+def test_dense(codec: Dense) -> None:
+    assert check(CudaKernels(MachineLaunch()), "cpu", codec) == []
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("codec", DENSE, ids=repr)
+def test_dense_on_another_architecture(codec: Dense) -> None:
+    assert check(CudaKernels(MachineLaunch("compute_90")), "cpu", codec, (129, 1500)) == []
 
 
 @pytest.mark.parametrize(
     ("order", "numels", "kinds"),
     [
         (Order.TOGETHER, SPARSE_NUMELS[:-1], KINDS),
-        (Order.EVEN, SPARSE_NUMELS[-1:], FEW_KINDS),
+        (Order.EVEN, SPARSE_NUMELS[-1:], FEW_KINDS[1:]),
         pytest.param(Order.ODD, SPARSE_NUMELS[-1:], FEW_KINDS, marks=pytest.mark.wide),
         pytest.param(Order.TOGETHER, SPARSE_NUMELS[-1:], KINDS, marks=pytest.mark.wide),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else value.value,
 )
+@pytest.mark.parametrize("architecture", ["compute_80", *wide("compute_90")])
 @pytest.mark.parametrize("codec", SPARSE, ids=repr)
-def test_sparse(codec: Sparse, order: Order, numels: tuple[int, ...], kinds: tuple[str, ...]) -> None:
+def test_sparse(
+    codec: Sparse, architecture: str, order: Order, numels: tuple[int, ...], kinds: tuple[str, ...]
+) -> None:
     """In any order of the warps: where one needs what another has done, it waits for it."""
-    launch = MachineLaunch(f"compute_{ARCHITECTURES[order is Order.TOGETHER]}", order)
-    assert check_sparse(CudaKernels(launch), "cpu", codec, numels, kinds) == []
+    assert check(CudaKernels(MachineLaunch(architecture, order)), "cpu", codec, numels, kinds) == []
 
 
 @pytest.mark.parametrize("order", [Order.TOGETHER, *wide(Order.EVEN, Order.ODD)])
 @pytest.mark.parametrize("codec", [CHUNKED[0], *wide(*CHUNKED[1:])], ids=repr)
 def test_chunks(codec: ChunkTopK, order: Order) -> None:
-    together = order is Order.TOGETHER
-    launch = MachineLaunch(f"compute_{ARCHITECTURES[together]}", order)
-    numels = CHUNK_NUMELS if together else (4097,)
-    assert check_chunks(CudaKernels(launch), "cpu", codec, numels, FEW_KINDS) == []
+    assert check(CudaKernels(MachineLaunch(order=order)), "cpu", codec, kinds=FEW_KINDS) == []
 
 
 class FewBlocks(CudaKernels):
@@ -91,7 +78,7 @@ class FewBlocks(CudaKernels):
 
 @pytest.mark.parametrize("codec", SPARSE, ids=repr)
 def test_blocks_of_several_chunks(codec: Sparse) -> None:
-    assert check_sparse(FewBlocks(MachineLaunch()), "cpu", codec, (40_001,), ("ties",)) == []
+    assert check(FewBlocks(MachineLaunch()), "cpu", codec, (40_001,), ("ties",)) == []
 
 
 def test_many_tensors_in_one_launch() -> None:
@@ -102,21 +89,13 @@ def test_many_tensors_in_one_launch() -> None:
 
 def test_blocks_that_no_warp_holds() -> None:
     launch = MachineLaunch()
-    assert check_dense(CudaKernels(launch), "cpu", Int8(block=48), (100,)) == []
+    assert check(CudaKernels(launch), "cpu", Int8(block=48), (100,)) == []
     assert launch.launched == []
 
 
 def test_nothing_is_done_for_nothing() -> None:
-    for codec in DENSE:
-        pair = Pair(CudaKernels(MachineLaunch()), "cpu")
-        wire = pair.both(
-            f"{codec.name}_encode", torch.zeros(0), None, torch.zeros(0, dtype=torch.uint8), *codec._encoder(), 0
-        )
-        pair.both(f"{codec.name}_decode", wire[-1], torch.zeros(0), *codec._decoder(), True, 1.0)
-        assert pair.failures == []
-    for sparse in SPARSE:
-        assert check_sparse(CudaKernels(MachineLaunch()), "cpu", sparse, (0,)) == []
-    assert check_chunks(CudaKernels(MachineLaunch()), "cpu", CHUNKED[0], (0,)) == []
+    for codec in CODECS:
+        assert check(CudaKernels(MachineLaunch()), "cpu", codec, (0,), FEW_KINDS[:1]) == []
 
 
 @pytest.mark.parametrize("architecture", ["compute_80", *wide("sm_80", "sm_90")])
@@ -126,11 +105,8 @@ def test_every_kernel_compiles_without_a_warning(architecture: str) -> None:
     The machine, which knows no local memory, sees to spills.
     """
     launch = MachineLaunch()
-    for codec in DENSE:
-        check_dense(CudaKernels(launch), "cpu", codec, (1, 3))
-    for codec in SPARSE:
-        check_sparse(CudaKernels(launch), "cpu", codec, (1,))
-    check_chunks(CudaKernels(launch), "cpu", CHUNKED[0], (1, 3))
+    for codec in CODECS:
+        check(CudaKernels(launch), "cpu", codec, (1, 3), FEW_KINDS[:1])
     launched = {("quantize" if "code<" in kernel else "sparse", kernel) for kernel in launch.launched}
     for family in ("quantize", "sparse"):
         written = set(re.findall(r"__global__ void __launch_bounds__\(THREADS\) (\w+)\(", source(family)))
@@ -201,7 +177,7 @@ class TestWithoutKernels:
 
     def told(self) -> str:
         with pytest.warns(UserWarning, match="plain torch") as warnings:
-            kernels = kernels_for._kernels.__wrapped__("cuda", "sparse")
+            kernels = all_kernels._kernels.__wrapped__("cuda", "sparse")
         assert isinstance(kernels, TorchKernels)
         (warning,) = warnings
         assert "\n" not in str(warning.message)

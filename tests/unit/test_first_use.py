@@ -9,15 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradwire import collectives
 from gradwire.collectives import precompile
 from gradwire.collectives.kernels import first_use
+from gradwire.collectives.kernels.cpu import compiling
 from gradwire.collectives.kernels.cpu.calling import kernel_of
 from gradwire.collectives.kernels.first_use import FirstUse
 from tests.harness import wait_until
-from tests.interpreter import python
-from tests.pages import ROOT
-from tests.ranks.programs import DEADLINE_S, start
 
 
 class Terminal(io.StringIO):
@@ -115,32 +112,26 @@ def test_a_failure_ends_the_line(terminal: Terminal) -> None:
     assert terminal.lines()[-1] == ""
 
 
-def test_precompiling_leaves_nothing_to_compile() -> None:
-    """The second time says so, and where it is kept."""
-    for _ in range(2):
-        precompiling = start([python(), "-m", "gradwire.collectives", "precompile"], ROOT)
-        said, _ = precompiling.communicate(timeout=DEADLINE_S)
-        assert precompiling.returncode == 0, said
-    assert said.splitlines()[-2] == "all kernels were compiled already"
-    (folder,) = re.findall(r"saved in (.*); for another folder, set NUMBA_CACHE_DIR", said)
-    assert list(Path(folder).glob("*.nbc"))
-
-
-def test_every_kernel_of_codecs_and_hashes_is_compiled_ahead() -> None:
-    """Those that the links use are compiled when their modules are loaded."""
-    folder = Path(collectives.__file__).parent / "kernels" / "cpu"
-    sources = (path for path in folder.glob("*.py") if path.stem != "calling")
+def test_precompiling_leaves_no_kernel_to_compile(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Those that the links use are compiled when their modules are loaded; a test of the console starts the command."""
     used = {
         (path.stem, name)
-        for path in sources
+        for path in Path(compiling.__file__).parent.glob("*.py")
         for name in re.findall(r"\b(?:kernel_of|encoder|decoder)\((\w+)\)", path.read_text())
+        if path.stem != "calling"
     }
     assert len(used) > 20
-    kernel_of.cache_clear()
-    for name, compile_part in precompile._parts():
-        if name == "hashes" or name.startswith("codec "):
-            compile_part()
+    monkeypatch.setattr(first_use.FIRST_USE, "speaks", False)
+    for _ in range(2):
+        kernel_of.cache_clear()
+        assert precompile.precompile() == 0
     assert kernel_of.cache_info().currsize == len(used)
+    told = capfd.readouterr().out.splitlines()
+    assert told[-2] == "all kernels were compiled already"
+    (folder,) = re.findall(r"saved in (.*); for another folder, set NUMBA_CACHE_DIR", told[-1])
+    assert list(Path(folder).glob("*.nbc"))
 
 
 def test_progress_needs_no_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,7 @@
-"""PowerSGD: factors of gradients summed over ranks, which here are threads of one process."""
+"""PowerSGD: factors of gradients summed over ranks, which here are states in one process."""
 
 import math
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,38 +16,16 @@ CPU = torch.device("cpu")
 SHAPES = [(40, 30), (7,), (40, 30), (16, 4, 3, 3), (3, 5), (), (50, 40), (0, 9)]
 
 
-class World:
-    """Ranks that sum a tensor by meeting."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.given = size, list[Tensor]()
-        self._barrier = threading.Barrier(size, timeout=30)
-
-    def allreduce(self, rank: int, tensor: Tensor) -> None:
-        if self._barrier.wait() == 0:
-            self.given = [torch.empty(0)] * self.size
-        self._barrier.wait()
-        self.given[rank] = tensor.clone()
-        self._barrier.wait()
-        tensor.copy_(torch.stack(self.given).sum(0))
-
-    def run(self, function: Callable[[int], list[Tensor]]) -> list[list[Tensor]]:
-        with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(function, range(self.size)))
-
-    def exchange(self, states: Sequence[PowerSGDState], inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """The result, once it is seen to be the same on all ranks."""
-
-        def one(rank: int) -> list[Tensor]:
-            tensors = [tensor.clone() for tensor in inputs[rank]]
-            for sums in states[rank].exchange(tensors):
-                self.allreduce(rank, sums)
-            return tensors
-
-        results = self.run(one)
-        for other in results[1:]:
-            assert all(map(torch.equal, map(bits, other), map(bits, results[0])))
-        return results[0]
+def exchange(states: Sequence[PowerSGDState], inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return the result of ranks that take their steps together, once it is seen to be the same on all of them."""
+    results = [[tensor.clone() for tensor in tensors] for tensors in inputs]
+    for sums in zip(*map(PowerSGDState.exchange, states, results), strict=True):
+        total = torch.stack(sums).sum(0)
+        for mine in sums:
+            mine.copy_(total)
+    for other in results[1:]:
+        assert all(map(torch.equal, map(bits, other), map(bits, results[0])))
+    return results[0]
 
 
 def gradients(rank: int, step: int, shapes: Sequence[Sequence[int]] = SHAPES) -> list[Tensor]:
@@ -70,12 +46,12 @@ def errors(state: PowerSGDState) -> list[Tensor]:
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_results_and_errors_add_up_to_the_gradients(size: int, rank: int) -> None:
     """Summed over ranks and steps; exactly for what is not compressed."""
-    codec, world = PowerSGD(rank), World(size)
+    codec = PowerSGD(rank)
     states = [codec.new_state(SHAPES, CPU) for _ in range(size)]
     given, received = (list(map(torch.zeros, SHAPES)) for _ in range(2))
     for step in range(6):
         inputs = [gradients(r, step) for r in range(size)]
-        result = world.exchange(states, inputs)
+        result = exchange(states, inputs)
         for i, shape in enumerate(SHAPES):
             total = torch.stack([inputs[r][i] for r in range(size)]).sum(0)
             if not codec.compresses(shape):
@@ -115,10 +91,10 @@ def test_nothing_to_compress_is_one_sum() -> None:
 @pytest.mark.parametrize("rank", [1, 3])
 def test_a_sum_of_that_rank_is_exact(rank: int) -> None:
     """The ranks' own gradients have another: with feedback they add up."""
-    world, codec, shape = World(2), PowerSGD(rank), (60, 50)
+    codec, shape = PowerSGD(rank), (60, 50)
     other = of_rank(6, *shape, seed=5)
     inputs = [[of_rank(rank, *shape, seed=1) + other], [-other]]
-    result = world.exchange([codec.new_state([shape], CPU) for _ in range(2)], inputs)
+    result = exchange([codec.new_state([shape], CPU) for _ in range(2)], inputs)
     torch.testing.assert_close(result[0], inputs[0][0] + inputs[1][0], rtol=1e-4, atol=1e-4)
 
 
@@ -141,11 +117,11 @@ def test_iteration_goes_on_to_the_largest_singular_values() -> None:
 
 
 def test_errors_stay_bounded_where_ranks_differ() -> None:
-    world, codec, shape = World(2), PowerSGD(2), (40, 40)
+    codec, shape = PowerSGD(2), (40, 40)
     states = [codec.new_state([shape], CPU) for _ in range(2)]
     common, own = of_rank(2, *shape, seed=1), of_rank(2, *shape, seed=2)
     for _ in range(40):
-        world.exchange(states, [[common + own], [common - own]])
+        exchange(states, [[common + own], [common - own]])
     for state in states:
         assert float(errors(state)[0].norm()) < 45 * float(own.norm())
 
@@ -176,17 +152,17 @@ def test_odd_gradients(kind: str) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_reaches_all_ranks_and_does_not_stay(bad: float) -> None:
-    world, codec, shapes = World(2), PowerSGD(2), [(40, 30), (40, 30), (9,)]
+    codec, shapes = PowerSGD(2), [(40, 30), (40, 30), (9,)]
     states = [codec.new_state(shapes, CPU) for _ in range(2)]
-    world.exchange(states, [gradients(r, 0, shapes) for r in range(2)])
+    exchange(states, [gradients(r, 0, shapes) for r in range(2)])
     inputs = [gradients(r, 1, shapes) for r in range(2)]
     inputs[1][0][3] = bad
-    result = world.exchange(states, inputs)
+    result = exchange(states, inputs)
     assert result[0].isnan().all()
     assert result[1].isfinite().all()
     assert all(tensor.isfinite().all() for state in states for tensor in state.state_dict().values())
     assert all(not error[0].any() and error[1].any() for state in states for error in errors(state))
-    assert world.exchange(states, [gradients(r, 2, shapes) for r in range(2)])[0].isfinite().all()
+    assert exchange(states, [gradients(r, 2, shapes) for r in range(2)])[0].isfinite().all()
 
 
 def test_a_saved_state_goes_on_with_the_same_bits() -> None:

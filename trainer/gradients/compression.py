@@ -10,23 +10,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gradwire.collectives.compression.chunktopk import ChunkTopK
+from gradwire.collectives import compression as codecs
 from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.dense import (
-    QSGD,
-    BFloat16,
-    Float8,
-    Float16,
-    Int4,
-    Int8,
-    Natural,
-    OneBit,
-    TernGrad,
-)
 from gradwire.collectives.compression.matrices import MatrixCodec
-from gradwire.collectives.compression.powersgd import PowerSGD
 from gradwire.collectives.compression.registry import find_codec
-from gradwire.collectives.compression.sparse import DGC, RandomK, Threshold, TopK
 from gradwire.trainer.world.world import here
 
 LEAST_NUMEL = 4096
@@ -35,7 +22,7 @@ LEAST_NUMEL = 4096
 AUTO, ALLOWED = "auto", ("int8",)
 """The compression= that chooses, and among what where allow= says nothing: what loses about 1 % of a gradient's norm."""
 
-CASTS: dict[torch.dtype, Codec] = {codec.wire_dtype: codec for codec in (Float16(), BFloat16())}
+CASTS: dict[torch.dtype, Codec] = {codec.wire_dtype: codec for codec in (codecs.Float16(), codecs.BFloat16())}
 """The codecs that cast, by what tensors travel as."""
 
 
@@ -115,19 +102,19 @@ class Compression:
     none = Cast(None)
     fp16 = Cast(torch.float16)
     bf16 = Cast(torch.bfloat16)
-    fp8 = Float8()
-    int8 = Int8()
-    int4 = Int4()
-    qsgd = QSGD()
-    terngrad = TernGrad()
-    natural = Natural()
-    onebit = ErrorFeedback(OneBit())
-    topk = ErrorFeedback(TopK())
-    threshold = ErrorFeedback(Threshold())
-    randomk = ErrorFeedback(RandomK())
-    dgc = ErrorFeedback(DGC())
-    chunktopk = ErrorFeedback(ChunkTopK())
-    powersgd = PowerSGD()
+    fp8 = codecs.Float8()
+    int8 = codecs.Int8()
+    int4 = codecs.Int4()
+    qsgd = codecs.QSGD()
+    terngrad = codecs.TernGrad()
+    natural = codecs.Natural()
+    onebit = ErrorFeedback(codecs.OneBit())
+    topk = ErrorFeedback(codecs.TopK())
+    threshold = ErrorFeedback(codecs.Threshold())
+    randomk = ErrorFeedback(codecs.RandomK())
+    dgc = ErrorFeedback(codecs.DGC())
+    chunktopk = ErrorFeedback(codecs.ChunkTopK())
+    powersgd = codecs.PowerSGD()
 
 
 NAMES = tuple(name for name in vars(Compression) if not name.startswith("_"))

@@ -1,4 +1,4 @@
-"""What the dense codecs share: what is encoded, the sums and maxima of its blocks, and what a residual becomes.
+"""What the dense codecs share: the loops over blocks, the sums and maxima of a block, and what a residual becomes.
 
 Addresses are int64. What is encoded are n numbers c: values, or values + residual where the residual has an address
 other than 0.
@@ -10,10 +10,19 @@ of a float (as integers they have an order that NaN and Inf do not disturb), rou
 from __future__ import annotations
 
 import numpy as np
-from numba import int32, int64, njit, uint8
+from numba import int32, int64, njit, uint8, uint32
 
 from gradwire.collectives.kernels import wire
-from gradwire.collectives.kernels.cpu.intrinsics import bits_of, float32_at, float_of, uint8_at
+from gradwire.collectives.kernels.cpu.intrinsics import (
+    bfloat16_of,
+    bits_of,
+    float32_at,
+    float_of,
+    float_of_bfloat16,
+    uint8_at,
+    uint16_at,
+)
+from gradwire.collectives.kernels.cpu.stack import room
 
 NAN, INFINITY = np.float32(np.nan), np.float32(np.inf)
 ZERO, ONE = np.float32(0), np.float32(1)
@@ -21,12 +30,6 @@ SMALLEST = np.int32((127 - 100) << 23)  # the bits of 2^-100: a block whose larg
 LARGEST = np.int32((127 + 127) << 23)  # of 2^127: from here on, and with NaN or Inf, a block is not finite
 
 pad16 = njit(wire.pad16)
-
-
-@njit
-def count_blocks(numel, block):
-    """Return how many blocks there are; the last one may be shorter."""
-    return (numel + block - 1) // block
 
 
 @njit
@@ -45,14 +48,6 @@ def clear_padding(wire, code_bytes, scale_bytes):
 
 
 @njit
-def forget(codes, nbytes, residual, n):
-    """Set the codes and the residual of a block that is not finite to 0."""
-    clear(codes, nbytes)
-    if residual != 0:
-        clear(residual, 4 * n)
-
-
-@njit
 def residual_at(residual, start):
     """Return the address of an element of the residual, 0 where there is none."""
     return residual + 4 * start if residual != 0 else int64(0)
@@ -65,7 +60,7 @@ def corrected(v, r, i, corrects):
 
 
 @njit
-def largest_bits(values, residual, n):
+def _largest_bits(values, residual, n):
     """Return the bits of the largest magnitude; a NaN is larger than Inf."""
     v, r = float32_at(values), float32_at(residual)
     largest = int32(0)
@@ -76,15 +71,25 @@ def largest_bits(values, residual, n):
 
 
 @njit
-def maximum_of(largest):
-    """Return the largest magnitude, given its bits; 0 for a block that is zero."""
+def quotient(numerator, maximum):
+    """Return numerator / maximum, and 0 for 0."""
+    return numerator / maximum if maximum > ZERO else ZERO
+
+
+@njit
+def maximum_of(values, residual, n):
+    """Return the largest magnitude of a block: 0 for a block that is zero, NaN for one that is not finite."""
+    largest = _largest_bits(values, residual, n)
+    if largest >= LARGEST:
+        return NAN
     return float_of(largest) if largest >= SMALLEST else ZERO
 
 
 @njit
-def quotient(numerator, maximum):
-    """Return numerator / maximum, and 0 for 0."""
-    return numerator / maximum if maximum > ZERO else ZERO
+def scaling_to(values, residual, n, limit, partials):
+    """Return (scale, inverse) that make `limit` the code of a block's largest magnitude."""
+    maximum = maximum_of(values, residual, n)
+    return maximum / limit, quotient(limit, maximum)
 
 
 @njit
@@ -132,3 +137,71 @@ def put(out, i, number, add):
 def loss(c, decoded):
     """Return what a code has lost of c, 0 where what decodes is not finite."""
     return c - decoded if abs(decoded) < INFINITY else ZERO
+
+
+@njit(inline="always")
+def encode_each(narrow, widen, codes, code_bytes, values, residual, wire, numel, seed):
+    """Encode number after number, without scales. narrow, widen: what returns a number's code, and what that stands for."""
+    v, r = float32_at(values), float32_at(residual)
+    seed = uint32(seed)
+    for i in range(numel):
+        c = corrected(v, r, i, residual != 0)
+        code = narrow(c, i, seed)
+        codes[i] = code
+        if residual != 0:
+            r[i] = loss(c, widen(code))
+    clear_padding(wire, code_bytes * numel, 0)
+
+
+@njit(inline="always")
+def decode_each(widen, codes, out, numel, add, scale):
+    """Decode what encode_each() writes."""
+    o = float32_at(out)
+    for i in range(numel):
+        put(o, i, widen(codes[i]) * scale, add)
+
+
+@njit(inline="always")
+def encode_blocks(layout, scaling, coding, values, residual, wire, numel, block, limit, way, seed):
+    """Encode block after block.
+
+    layout: bits of a code, bytes of a scale: 4 of a float32, or 2 of a bfloat16. scaling: what returns a block's scale, NaN
+    where it is not finite, and what `coding` needs beside it. coding: what writes codes and residual of a block; it has
+    room for PIECE digits. limit, way: for these two.
+    """
+    bits, scale_bytes = layout
+    code_bytes = (numel * bits + 7) // 8
+    scales = wire + pad16(code_bytes)
+    partials, digits = room(), room()
+    seed = uint32(seed)
+    blocks = (numel + block - 1) // block
+    for index in range(blocks):
+        start = index * block
+        n = min(block, numel - start)
+        codes = wire + start * bits // 8
+        v, r = values + 4 * start, residual_at(residual, start)
+        scale, factor = scaling(v, r, n, limit, partials)
+        if scale_bytes == 2:
+            uint16_at(scales)[index] = bfloat16_of(scale)
+        else:
+            float32_at(scales)[index] = scale
+        if scale != scale:
+            clear(codes, (n * bits + 7) // 8)
+            if residual != 0:
+                clear(r, 4 * n)
+            continue
+        coding(v, r, codes, digits, n, scale, factor, limit, way, start, seed)
+    clear_padding(wire, code_bytes, scale_bytes * blocks)
+
+
+@njit(inline="always")
+def decode_blocks(layout, decoding, wire, out, numel, block, way, scale, add):
+    """Decode as encode_blocks() encodes. decoding: what decodes a block, given its scale."""
+    bits, scale_bytes = layout
+    scales = wire + pad16((numel * bits + 7) // 8)
+    digits = room()
+    for index in range((numel + block - 1) // block):
+        start = index * block
+        n = min(block, numel - start)
+        block_scale = float_of_bfloat16(uint16_at(scales)[index]) if scale_bytes == 2 else float32_at(scales)[index]
+        decoding(wire + start * bits // 8, digits, out + 4 * start, n, block_scale, way, scale, add != 0)

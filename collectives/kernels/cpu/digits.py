@@ -53,17 +53,25 @@ def unpack_twos(codes, digits, n):
 
 
 @njit
-def decode_digits(digits, offset, out, n, block_scale, scale, add):
-    """Decode digits of a block that are `offset` more than they stand for."""
+def _decode_digits(digits, offset, out, n, block_scale, scale, add):
     digits, out = uint8_at(digits), float32_at(out)
     for i in range(n):
         put(out, i, float32(int32(int32(digits[i]) - offset)) * block_scale * scale, add)
 
 
 @njit
-def decode_nibbles(codes, digits, out, n, block_scale, scale, add):
-    """Decode codes of 4 bits of a block. digits: room for PIECE of them."""
+def decode_fours(codes, digits, out, n, block_scale, way, scale, add):
+    """Decode codes of 4 bits: see decode_blocks()."""
     for at in range(0, n, PIECE):
         length = min(PIECE, n - at)
         unpack_fours(codes + at // 2, digits, length)
-        decode_digits(digits, int32(8), out + 4 * at, length, block_scale, scale, add)
+        _decode_digits(digits, int32(8), out + 4 * at, length, block_scale, scale, add)
+
+
+@njit
+def decode_twos(codes, digits, out, n, block_scale, way, scale, add):
+    """Decode codes of 2 bits: see decode_blocks()."""
+    for at in range(0, n, PIECE):
+        length = min(PIECE, n - at)
+        unpack_twos(codes + at // 4, digits, length)
+        _decode_digits(digits, int32(2), out + 4 * at, length, block_scale, scale, add)

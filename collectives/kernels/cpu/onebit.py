@@ -12,14 +12,11 @@ from gradwire.collectives.kernels.cpu.blocks import (
     NAN,
     ONE,
     ZERO,
-    clear_padding,
     corrected,
-    count_blocks,
-    forget,
+    encode_blocks,
     ordered_sum,
     pad16,
     put,
-    residual_at,
 )
 from gradwire.collectives.kernels.cpu.calling import decoder, encoder
 from gradwire.collectives.kernels.cpu.intrinsics import FLOAT, I16, float32_at, instruction, splat, uint8_at, uint16_at
@@ -68,7 +65,7 @@ _set_signs, _add_signs = _putting_signs(False), _putting_signs(True)
 
 
 @njit
-def _onebit_block(values, residual, codes, n, scale):
+def _taken(values, residual, codes, digits, n, scale, factor, limit, way, start, seed):
     words = uint16_at(codes)
     if residual != 0:
         for j in range(n // 16):
@@ -102,30 +99,20 @@ def _onebit_decoded(codes, out, n, magnitude, add):
         put(o, i, magnitude if (byte[i // 8] >> (i % 8)) & 1 else -magnitude, add)
 
 
+@njit
+def _to_mean(values, residual, n, limit, partials):
+    total = ordered_sum(values, residual, n, partials, ONE, False)
+    return total / float32(n) if total < INFINITY else NAN, ZERO
+
+
 def _onebit_encode(values, residual, wire, numel, block, seed):
-    code_bytes = (numel + 7) // 8
-    scales = float32_at(wire + pad16(code_bytes))
-    partials = room()
-    for index in range(count_blocks(numel, block)):
-        start = index * block
-        n = min(block, numel - start)
-        codes = wire + start // 8
-        v, r = values + 4 * start, residual_at(residual, start)
-        total = ordered_sum(v, r, n, partials, ONE, False)
-        if not total < INFINITY:
-            scales[index] = NAN
-            forget(codes, (n + 7) // 8, r, n)
-            continue
-        scale = total / float32(n)
-        scales[index] = scale
-        _onebit_block(v, r, codes, n, scale)
-    clear_padding(wire, code_bytes, 4 * count_blocks(numel, block))
+    encode_blocks((1, 4), _to_mean, _taken, values, residual, wire, numel, block, ZERO, 0, seed)
 
 
 def _onebit_decode(wire, out, numel, block, add, scale):
     scales = float32_at(wire + pad16((numel + 7) // 8))
     streaming, piece = add == 0 and streams(out, numel), room()
-    for index in range(count_blocks(numel, block)):
+    for index in range((numel + block - 1) // block):
         start = index * block
         n = min(block, numel - start)
         for at in range(start, start + n, PIECE):

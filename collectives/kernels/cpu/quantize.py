@@ -8,26 +8,23 @@ was lost. A function is compiled, or loaded from the disk, when it is first call
 from __future__ import annotations
 
 import numpy as np
-from numba import float32, int8, int32, njit, uint8, uint16, uint32
+from numba import float32, int8, int32, njit, uint8, uint16
 
 from gradwire.collectives.kernels.cpu.blocks import (
-    LARGEST,
-    NAN,
     ONE,
-    clear_padding,
     corrected,
-    count_blocks,
-    forget,
-    largest_bits,
-    loss,
+    decode_blocks,
+    decode_each,
+    encode_blocks,
+    encode_each,
     maximum_of,
-    pad16,
     put,
     quotient,
     residual_at,
+    scaling_to,
 )
 from gradwire.collectives.kernels.cpu.calling import decoder, encoder
-from gradwire.collectives.kernels.cpu.digits import decode_nibbles, pack_fours
+from gradwire.collectives.kernels.cpu.digits import decode_fours, pack_fours
 from gradwire.collectives.kernels.cpu.intrinsics import (
     bfloat16_of,
     bits_of,
@@ -37,13 +34,12 @@ from gradwire.collectives.kernels.cpu.intrinsics import (
     float_of_half,
     half_of,
     int8_at,
-    int32_at,
     uint8_at,
     uint16_at,
 )
 from gradwire.collectives.kernels.cpu.onebit import onebit_decode, onebit_encode
 from gradwire.collectives.kernels.cpu.randomness import rounded_stochastically
-from gradwire.collectives.kernels.cpu.stack import PIECE, room
+from gradwire.collectives.kernels.cpu.stack import PIECE
 from gradwire.collectives.kernels.cpu.stochastic import (
     natural_decode,
     natural_encode,
@@ -56,38 +52,30 @@ from gradwire.collectives.kernels.cpu.stochastic import (
 # fp16, bf16: a number of 16 bits for each of 32.
 
 
+@njit
+def _to_half(number, index, seed):
+    return uint16(0x7E00) if number != number else half_of(number)
+
+
+@njit
+def _to_bfloat16(number, index, seed):
+    return bfloat16_of(number)
+
+
 def _fp16_encode(values, residual, wire, numel, seed):
-    v, r, codes = float32_at(values), float32_at(residual), uint16_at(wire)
-    for i in range(numel):
-        c = corrected(v, r, i, residual != 0)
-        code = uint16(0x7E00) if c != c else half_of(c)
-        codes[i] = code
-        if residual != 0:
-            r[i] = loss(c, float_of_half(code))
-    clear_padding(wire, 2 * numel, 0)
+    encode_each(_to_half, float_of_half, uint16_at(wire), 2, values, residual, wire, numel, seed)
 
 
 def _fp16_decode(wire, out, numel, add, scale):
-    codes, o = uint16_at(wire), float32_at(out)
-    for i in range(numel):
-        put(o, i, float_of_half(codes[i]) * scale, add)
+    decode_each(float_of_half, uint16_at(wire), out, numel, add, scale)
 
 
 def _bf16_encode(values, residual, wire, numel, seed):
-    v, r, codes = float32_at(values), float32_at(residual), uint16_at(wire)
-    for i in range(numel):
-        c = corrected(v, r, i, residual != 0)
-        code = bfloat16_of(c)
-        codes[i] = code
-        if residual != 0:
-            r[i] = loss(c, float_of_bfloat16(code))
-    clear_padding(wire, 2 * numel, 0)
+    encode_each(_to_bfloat16, float_of_bfloat16, uint16_at(wire), 2, values, residual, wire, numel, seed)
 
 
 def _bf16_decode(wire, out, numel, add, scale):
-    codes, o = uint16_at(wire), float32_at(out)
-    for i in range(numel):
-        put(o, i, float_of_bfloat16(codes[i]) * scale, add)
+    decode_each(float_of_bfloat16, uint16_at(wire), out, numel, add, scale)
 
 
 fp16_encode, fp16_decode = encoder(_fp16_encode), decoder(_fp16_decode)
@@ -99,8 +87,11 @@ bf16_encode, bf16_decode = encoder(_bf16_encode), decoder(_bf16_decode)
 _ROUND = np.float32(1.5 * 2**23)  # added to a number below 2^22, rounds it, half to even, and puts that in the low bits
 
 
+_INT8, _INT4, _FP8 = (8, 4), (4, 2), (8, 4)  # bits of a code, bytes of a scale
+
+
 @njit
-def _integers(values, residual, digits, n, inverse, limit, stochastic, start, seed, scale):
+def _integers(values, residual, digits, n, scale, inverse, limit, stochastic, start, seed):
     v, r, digits = float32_at(values), float32_at(residual), int8_at(digits)
     for i in range(n):
         c = corrected(v, r, i, residual != 0)
@@ -117,76 +108,47 @@ def _integers(values, residual, digits, n, inverse, limit, stochastic, start, se
 
 
 @njit
-def _int8_decoded(codes, out, n, block_scale, scale, add):
+def _bytes(values, residual, codes, digits, n, scale, inverse, limit, stochastic, start, seed):
+    _integers(values, residual, codes, n, scale, inverse, limit, stochastic, start, seed)
+
+
+@njit
+def _bytes_decoded(codes, digits, out, n, block_scale, way, scale, add):
     codes, out = int8_at(codes), float32_at(out)
     for i in range(n):
         put(out, i, float32(codes[i]) * block_scale * scale, add)
 
 
 def _int8_encode(values, residual, wire, numel, block, stochastic, seed):
-    scales = float32_at(wire + pad16(numel))
-    seed = uint32(seed)
-    for index in range(count_blocks(numel, block)):
-        start = index * block
-        n = min(block, numel - start)
-        codes = wire + start
-        v, r = values + 4 * start, residual_at(residual, start)
-        largest = largest_bits(v, r, n)
-        if largest >= LARGEST:
-            scales[index] = NAN
-            forget(codes, n, r, n)
-            continue
-        maximum = maximum_of(largest)
-        scale = maximum / float32(127)
-        scales[index] = scale
-        inverse = quotient(float32(127), maximum)
-        _integers(v, r, codes, n, inverse, float32(127), stochastic, start, seed, scale)
-    clear_padding(wire, numel, 4 * count_blocks(numel, block))
+    encode_blocks(_INT8, scaling_to, _bytes, values, residual, wire, numel, block, float32(127), stochastic, seed)
 
 
 def _int8_decode(wire, out, numel, block, add, scale):
-    scales = float32_at(wire + pad16(numel))
-    for index in range(count_blocks(numel, block)):
-        start = index * block
-        _int8_decoded(wire + start, out + 4 * start, min(block, numel - start), scales[index], scale, add != 0)
+    decode_blocks(_INT8, _bytes_decoded, wire, out, numel, block, 0, scale, add)
+
+
+@njit
+def _to_rounded_up(values, residual, n, limit, partials):
+    """Return (scale, inverse) of a block, the scale rounded up to bfloat16."""
+    exact = maximum_of(values, residual, n) / limit
+    scale = float_of_bfloat16(int32(bits_of(exact) + int32(0xFFFF)) >> int32(16))
+    return scale, quotient(ONE, scale)
+
+
+@njit(inline="always")
+def _nibbles(values, residual, codes, digits, n, scale, inverse, limit, stochastic, start, seed):
+    for at in range(0, n, PIECE):
+        v, r, length = values + 4 * at, residual_at(residual, at), min(PIECE, n - at)
+        _integers(v, r, digits, length, scale, inverse, limit, stochastic, start + at, seed)
+        pack_fours(digits, codes + at // 2, length)
 
 
 def _int4_encode(values, residual, wire, numel, block, stochastic, seed):
-    code_bytes = (numel + 1) // 2
-    scales = uint16_at(wire + pad16(code_bytes))
-    digits = room()
-    seed = uint32(seed)
-    for index in range(count_blocks(numel, block)):
-        start = index * block
-        n = min(block, numel - start)
-        codes = wire + start // 2
-        v, r = values + 4 * start, residual_at(residual, start)
-        largest = largest_bits(v, r, n)
-        if largest >= LARGEST:
-            scales[index] = uint16(0x7FC0)
-            forget(codes, (n + 1) // 2, r, n)
-            continue
-        upper = int32(bits_of(maximum_of(largest) / float32(7)) + int32(0xFFFF)) >> int32(16)  # rounded up
-        scales[index] = uint16(upper)
-        scale = float_of_bfloat16(upper)
-        inverse = quotient(ONE, scale)
-        for at in range(0, n, PIECE):
-            length = min(PIECE, n - at)
-            _integers(
-                v + 4 * at, residual_at(r, at), digits, length, inverse, float32(7), stochastic, start + at, seed, scale
-            )
-            pack_fours(digits, codes + at // 2, length)
-    clear_padding(wire, code_bytes, 2 * count_blocks(numel, block))
+    encode_blocks(_INT4, _to_rounded_up, _nibbles, values, residual, wire, numel, block, float32(7), stochastic, seed)
 
 
 def _int4_decode(wire, out, numel, block, add, scale):
-    scales = uint16_at(wire + pad16((numel + 1) // 2))
-    digits = room()
-    for index in range(count_blocks(numel, block)):
-        start = index * block
-        n = min(block, numel - start)
-        block_scale = float_of_bfloat16(scales[index])
-        decode_nibbles(wire + start // 2, digits, out + 4 * start, n, block_scale, scale, add != 0)
+    decode_blocks(_INT4, decode_fours, wire, out, numel, block, 0, scale, add)
 
 
 int8_encode, int8_decode = encoder(_int8_encode), decoder(_int8_decode)
@@ -202,10 +164,9 @@ _SIGN = np.int32(-(2**31))
 
 
 @njit
-def _float8_block(values, residual, codes, n, inverse, e5m2, scale):
+def _float8(values, residual, codes, digits, n, scale, inverse, limit, e5m2, start, seed):
     v, r, codes = float32_at(values), float32_at(residual), uint8_at(codes)
     mantissa = int32(2 if e5m2 else 3)
-    limit = float32(57344) if e5m2 else float32(448)
     least = int32(int32(127 - 14 if e5m2 else 127 - 6) << int32(23))  # the bits of the smallest normal number
     drop = int32(int32(23) - mantissa)
     for i in range(n):
@@ -223,7 +184,7 @@ def _float8_block(values, residual, codes, n, inverse, e5m2, scale):
 
 
 @njit
-def _float8_decoded(codes, out, n, e5m2, block_scale, scale, add):
+def _float8_decoded(codes, digits, out, n, block_scale, e5m2, scale, add):
     codes, out = uint8_at(codes), float32_at(out)
     mantissa = int32(2 if e5m2 else 3)
     unit = float32(2.0**-16) if e5m2 else float32(2.0**-9)  # of a subnormal number
@@ -240,30 +201,11 @@ def _float8_decoded(codes, out, n, e5m2, block_scale, scale, add):
 
 def _fp8_encode(values, residual, wire, numel, e5m2, block, seed):
     limit = float32(57344) if e5m2 else float32(448)
-    scales = float32_at(wire + pad16(numel))
-    for index in range(count_blocks(numel, block)):
-        start = index * block
-        n = min(block, numel - start)
-        codes = wire + start
-        v, r = values + 4 * start, residual_at(residual, start)
-        largest = largest_bits(v, r, n)
-        if largest >= LARGEST:
-            scales[index] = NAN
-            forget(codes, n, r, n)
-            continue
-        maximum = maximum_of(largest)
-        scale = maximum / limit
-        scales[index] = scale
-        _float8_block(v, r, codes, n, quotient(limit, maximum), e5m2, scale)
-    clear_padding(wire, numel, 4 * count_blocks(numel, block))
+    encode_blocks(_FP8, scaling_to, _float8, values, residual, wire, numel, block, limit, e5m2, seed)
 
 
 def _fp8_decode(wire, out, numel, e5m2, block, add, scale):
-    scales = float32_at(wire + pad16(numel))
-    for index in range(count_blocks(numel, block)):
-        start = index * block
-        n = min(block, numel - start)
-        _float8_decoded(wire + start, out + 4 * start, n, e5m2, scales[index], scale, add != 0)
+    decode_blocks(_FP8, _float8_decoded, wire, out, numel, block, e5m2, scale, add)
 
 
 _fp8_encoder, _fp8_decoder = encoder(_fp8_encode), decoder(_fp8_decode)

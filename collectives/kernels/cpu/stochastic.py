@@ -6,37 +6,49 @@ import numpy as np
 from numba import float32, int8, int32, njit, uint8, uint32
 
 from gradwire.collectives.kernels.cpu.blocks import (
-    INFINITY,
     LARGEST,
     NAN,
     ONE,
-    SMALLEST,
     ZERO,
-    clear_padding,
     corrected,
-    count_blocks,
-    forget,
-    largest_bits,
-    loss,
+    decode_blocks,
+    decode_each,
+    encode_blocks,
+    encode_each,
     maximum_of,
     ordered_sum,
-    pad16,
-    put,
     quotient,
     residual_at,
+    scaling_to,
 )
 from gradwire.collectives.kernels.cpu.calling import decoder, encoder
-from gradwire.collectives.kernels.cpu.digits import decode_digits, decode_nibbles, pack_fours, pack_twos, unpack_twos
+from gradwire.collectives.kernels.cpu.digits import decode_fours, decode_twos, pack_fours, pack_twos
 from gradwire.collectives.kernels.cpu.intrinsics import bits_of, float32_at, float_of, int8_at, uint8_at
 from gradwire.collectives.kernels.cpu.randomness import random_bits, rounded_stochastically, uniform
-from gradwire.collectives.kernels.cpu.stack import PIECE, room
+from gradwire.collectives.kernels.cpu.stack import PIECE
 
 _NAN_BITS, _INFINITY_BITS = np.int32(0x7FC00000), np.int32(0x7F800000)
 _NATURAL_OFFSET = np.int32(127 - 77)  # exponent field of a float less the code of its power of two: 1 stands for 2^-76
 
 
+_QSGD, _TERNGRAD = (4, 4), (2, 4)  # bits of a code, bytes of a scale
+
+
 @njit
-def _levels(values, residual, digits, n, inverse, levels, start, seed, scale):
+def _to_norm(values, residual, n, levels, partials):
+    """Return (scale, inverse) of a block, by squares of c over the power of two of its largest magnitude."""
+    norm = maximum = maximum_of(values, residual, n)
+    if maximum > ZERO:
+        power = int32(bits_of(maximum) & int32(0x7F800000))
+        inverse_power = float_of(int32(int32(254 << 23) - power))
+        norm = np.sqrt(ordered_sum(values, residual, n, partials, inverse_power, True)) * float_of(power)
+    if bits_of(norm) >= LARGEST:
+        norm = NAN
+    return norm / levels, quotient(levels, norm)
+
+
+@njit
+def _levels(values, residual, digits, n, scale, inverse, levels, start, seed):
     v, r, digits = float32_at(values), float32_at(residual), int8_at(digits)
     for i in range(n):
         c = corrected(v, r, i, residual != 0)
@@ -49,54 +61,23 @@ def _levels(values, residual, digits, n, inverse, levels, start, seed, scale):
 
 
 @njit
-def _norm(values, residual, n, largest, partials):
-    """Return the norm of a block whose largest magnitude has these bits, by squares of c over its power of two."""
-    if largest < SMALLEST:
-        return ZERO
-    power = int32(largest & int32(0x7F800000))
-    inverse_power = float_of(int32(int32(254 << 23) - power))
-    return np.sqrt(ordered_sum(values, residual, n, partials, inverse_power, True)) * float_of(power)
+def _nibbles(values, residual, codes, digits, n, scale, inverse, levels, way, start, seed):
+    for at in range(0, n, PIECE):
+        v, r, length = values + 4 * at, residual_at(residual, at), min(PIECE, n - at)
+        _levels(v, r, digits, length, scale, inverse, levels, start + at, seed)
+        pack_fours(digits, codes + at // 2, length)
 
 
 def _qsgd_encode(values, residual, wire, numel, levels, block, seed):
-    code_bytes = (numel + 1) // 2
-    scales = float32_at(wire + pad16(code_bytes))
-    partials = room()
-    digits = room()
-    levels = float32(levels)
-    seed = uint32(seed)
-    for index in range(count_blocks(numel, block)):
-        start = index * block
-        n = min(block, numel - start)
-        codes = wire + start // 2
-        v, r = values + 4 * start, residual_at(residual, start)
-        largest = largest_bits(v, r, n)
-        norm = _norm(v, r, n, largest, partials) if largest < LARGEST else INFINITY
-        if bits_of(norm) >= LARGEST:
-            scales[index] = NAN
-            forget(codes, (n + 1) // 2, r, n)
-            continue
-        scale = norm / levels
-        scales[index] = scale
-        inverse = quotient(levels, norm)
-        for at in range(0, n, PIECE):
-            length = min(PIECE, n - at)
-            _levels(v + 4 * at, residual_at(r, at), digits, length, inverse, levels, start + at, seed, scale)
-            pack_fours(digits, codes + at // 2, length)
-    clear_padding(wire, code_bytes, 4 * count_blocks(numel, block))
+    encode_blocks(_QSGD, _to_norm, _nibbles, values, residual, wire, numel, block, float32(levels), 0, seed)
 
 
 def _qsgd_decode(wire, out, numel, block, add, scale):
-    scales = float32_at(wire + pad16((numel + 1) // 2))
-    digits = room()
-    for index in range(count_blocks(numel, block)):
-        start = index * block
-        n = min(block, numel - start)
-        decode_nibbles(wire + start // 2, digits, out + 4 * start, n, scales[index], scale, add != 0)
+    decode_blocks(_QSGD, decode_fours, wire, out, numel, block, 0, scale, add)
 
 
 @njit
-def _ternaries(values, residual, digits, n, inverse, start, seed, scale):
+def _ternaries(values, residual, digits, n, scale, inverse, start, seed):
     v, r, digits = float32_at(values), float32_at(residual), int8_at(digits)
     for i in range(n):
         c = corrected(v, r, i, residual != 0)
@@ -107,41 +88,20 @@ def _ternaries(values, residual, digits, n, inverse, start, seed, scale):
             r[i] = c - float32(digit) * scale
 
 
+@njit
+def _pairs(values, residual, codes, digits, n, scale, inverse, limit, way, start, seed):
+    for at in range(0, n, PIECE):
+        v, r, length = values + 4 * at, residual_at(residual, at), min(PIECE, n - at)
+        _ternaries(v, r, digits, length, scale, inverse, start + at, seed)
+        pack_twos(digits, codes + at // 4, length)
+
+
 def _terngrad_encode(values, residual, wire, numel, block, seed):
-    code_bytes = (numel + 3) // 4
-    scales = float32_at(wire + pad16(code_bytes))
-    digits = room()
-    seed = uint32(seed)
-    for index in range(count_blocks(numel, block)):
-        start = index * block
-        n = min(block, numel - start)
-        codes = wire + start // 4
-        v, r = values + 4 * start, residual_at(residual, start)
-        largest = largest_bits(v, r, n)
-        if largest >= LARGEST:
-            scales[index] = NAN
-            forget(codes, (n + 3) // 4, r, n)
-            continue
-        maximum = maximum_of(largest)
-        scales[index] = maximum
-        inverse = quotient(ONE, maximum)
-        for at in range(0, n, PIECE):
-            length = min(PIECE, n - at)
-            _ternaries(v + 4 * at, residual_at(r, at), digits, length, inverse, start + at, seed, maximum)
-            pack_twos(digits, codes + at // 4, length)
-    clear_padding(wire, code_bytes, 4 * count_blocks(numel, block))
+    encode_blocks(_TERNGRAD, scaling_to, _pairs, values, residual, wire, numel, block, ONE, 0, seed)
 
 
 def _terngrad_decode(wire, out, numel, block, add, scale):
-    scales = float32_at(wire + pad16((numel + 3) // 4))
-    digits = room()
-    for index in range(count_blocks(numel, block)):
-        start = index * block
-        n = min(block, numel - start)
-        for at in range(0, n, PIECE):
-            length = min(PIECE, n - at)
-            unpack_twos(wire + (start + at) // 4, digits, length)
-            decode_digits(digits, int32(2), out + 4 * (start + at), length, scales[index], scale, add != 0)
+    decode_blocks(_TERNGRAD, decode_twos, wire, out, numel, block, 0, scale, add)
 
 
 # natural: bits of the magnitude + 23 random ones, whose carry is the rounding; the exponent that is then there, less an
@@ -168,21 +128,11 @@ def _float_of_natural(code):
 
 
 def _natural_encode(values, residual, wire, numel, seed):
-    v, r, codes = float32_at(values), float32_at(residual), uint8_at(wire)
-    seed = uint32(seed)
-    for i in range(numel):
-        c = corrected(v, r, i, residual != 0)
-        code = _natural_of(c, i, seed)
-        codes[i] = code
-        if residual != 0:
-            r[i] = loss(c, _float_of_natural(code))
-    clear_padding(wire, numel, 0)
+    encode_each(_natural_of, _float_of_natural, uint8_at(wire), 1, values, residual, wire, numel, seed)
 
 
 def _natural_decode(wire, out, numel, add, scale):
-    codes, o = uint8_at(wire), float32_at(out)
-    for i in range(numel):
-        put(o, i, _float_of_natural(codes[i]) * scale, add)
+    decode_each(_float_of_natural, uint8_at(wire), out, numel, add, scale)
 
 
 qsgd_encode, qsgd_decode = encoder(_qsgd_encode), decoder(_qsgd_decode)
