@@ -12,7 +12,7 @@ from gradwire.collectives.compression import Int8
 from gradwire.trainer.gradients.checkpoint_format import SHARDS
 from tests.harness import Worlds, wide
 from tests.ranks.test_trainer_sharded_states import Network, exchanged_by, train, wrapped
-from tests.ranks.training import assert_equal, assert_same_on_all_ranks, in_world, on_ranks
+from tests.ranks.training import assert_equal, assert_same_on_all_ranks, copies, in_world, on_ranks
 
 STEPS = 6
 
@@ -50,13 +50,12 @@ def owed(optimizer: hvd.DistributedOptimizer) -> list[Tensor]:
     return whole
 
 
-@on_ranks(2, *wide(1, 3))
+@on_ranks(2, *wide(3))
 @pytest.mark.parametrize(
     ("algorithm", "compression", "ratio"),
     [
         ("auto", "fp16", 1.3),
         ("ring", "int8", 1.5),
-        ("auto", "onebit", 1.8),
         ("ring", "topk", 1.8),
         ("auto", Int8(stochastic=True), 1.5),
     ],
@@ -93,9 +92,8 @@ def test_what_codes_lose_stays_with_the_piece(algorithm: str, compression: Any, 
 @pytest.mark.parametrize(
     "options",
     [
-        {"compression": "int8", "parameter_compression": "int8"},
         {"compression": "topk", "parameter_compression": hvd.ErrorFeedback("onebit", warmup_steps=2)},
-        {"parameter_compression": "bf16", "backward_passes_per_step": 1},
+        {"compression": "int8", "parameter_compression": "bf16"},
     ],
     ids=str,
 )
@@ -104,7 +102,7 @@ def test_replicas_are_equal_whatever_is_frozen_meanwhile(options: dict[str, Any]
     with exchanged_by("auto") as communicator:
         model = Network()
         optimizer = wrapped(model, communicator, "adamw foreach", shard=True, **options)
-        before = [parameter.detach().clone() for parameter in model.parameters()]
+        before = copies(model.parameters())
         train(model, optimizer, range(3))
         model.frozen.requires_grad_(True)
         model.wide.weight.requires_grad_(False)

@@ -60,8 +60,8 @@ def adamw(parameters: Any) -> torch.optim.AdamW:
 @on_ranks(SIZE)
 @pytest.mark.parametrize(
     ("passes", "set_to_none", "bucket_bytes"),
-    [(1, True, 25_000_000), (2, False, 400)]
-    + [pytest.param(*case, marks=pytest.mark.wide) for case in ((1, False, 1), (2, True, 400))],
+    [(2, False, 400)]
+    + [pytest.param(*case, marks=pytest.mark.wide) for case in ((1, True, 25_000_000), (1, False, 1))],
 )
 def test_as_without_shards(passes: int, set_to_none: bool, bucket_bytes: int) -> None:
     """Replicas begin with the weights of the first one, by broadcast."""
@@ -100,7 +100,7 @@ def chunk_of(whole: Tensor, shard: int) -> Tensor:
     return chunks[shard] if shard < len(chunks) else whole[:0]
 
 
-@pytest.mark.parametrize("compression", ["onebit", "powersgd", *wide(ErrorFeedback("int4"))])
+@pytest.mark.parametrize("compression", ["powersgd", *wide("onebit", ErrorFeedback("int4"))])
 @on_ranks(SIZE)
 def test_codecs(compression: Compressor) -> None:
     """Against an optimizer of plain parameters that are this rank's shards, to the bit; saved and loaded on the way."""
@@ -108,7 +108,7 @@ def test_codecs(compression: Compressor) -> None:
     replica, shard = mesh.get_coordinate()  # type: ignore[misc]
     options: dict[str, Any] = {
         "compression": compression,
-        "policy": {"2.*": "int8"},  # a shard of a bias that is on one rank alone too
+        "policy": {"2.*": "onebit"},  # a shard of a bias that is on one rank alone too
         "process_set": mesh.get_group("replicate"),
         "bucket_bytes": 1,  # so that no order of arrival decides what is rounded together
     }
