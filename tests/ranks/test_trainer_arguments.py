@@ -14,6 +14,7 @@ from tests.ranks.training import (
     assert_close,
     assert_same_on_all_ranks,
     batch,
+    distributed,
     on_ranks,
     perceptron,
     sgd,
@@ -128,9 +129,10 @@ def test_two_optimizers_whose_exchanges_take_several_operations(kind: str) -> No
     if kind == "sparse":
         models = [nn.Sequential(nn.EmbeddingBag(40, 96, sparse=True), broad(seed)) for seed in (1, 2)]
     optimizers = [
-        hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.01),
-            model.named_parameters(),
+        distributed(
+            model.parameters(),
+            0.01,
+            named_parameters=model.named_parameters(),
             compression="powersgd" if kind == "powersgd" else hvd.Compression.none,
             bucket_bytes=40_000,
         )

@@ -17,7 +17,15 @@ from gradwire.trainer.gradients.compression import Compressor
 from tests.harness import Worlds, wide
 from tests.ranks.ladder import HEIGHT, REMEMBERING, Ladder, optimizer_of, owed, train
 from tests.ranks.test_trainer_accumulation import failing_hook
-from tests.ranks.training import assert_equal, assert_same_on_all_ranks, copies, in_world, on_ranks, through_a_file
+from tests.ranks.training import (
+    assert_equal,
+    assert_same_on_all_ranks,
+    copies,
+    distributed,
+    in_world,
+    on_ranks,
+    through_a_file,
+)
 
 
 @on_ranks(2)
@@ -25,7 +33,7 @@ from tests.ranks.training import assert_equal, assert_same_on_all_ranks, copies,
 def test_nothing_is_saved_while_gradients_are_exchanged(name: str) -> None:
     """Where a backward() fails when its first bucket is under way, nothing can be saved or loaded before it is caught up with."""
     first, last = (nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, last], lr=1.0), compression=name, bucket_bytes=1)
+    optimizer = distributed([first, last], compression=name, bucket_bytes=1)
     before = optimizer.state_dict()
     with failing_hook(first):
         (first.tanh() * 5 + last).sum().backward()

@@ -12,7 +12,7 @@ from gradwire.collectives.compression import Int8
 from gradwire.trainer.gradients.checkpoint_format import SHARDS
 from tests.harness import Worlds, wide
 from tests.ranks.test_trainer_sharded_states import Network, exchanged_by, train, wrapped
-from tests.ranks.training import assert_equal, assert_same_on_all_ranks, copies, in_world, on_ranks
+from tests.ranks.training import assert_equal, assert_same_on_all_ranks, copies, distributed, in_world, on_ranks
 
 STEPS = 6
 
@@ -65,9 +65,10 @@ def test_what_codes_lose_stays_with_the_piece(algorithm: str, compression: Any, 
     """ratio: of the bytes that parameters take without codes and with them, gradients being as many."""
     with exchanged_by(algorithm) as one, exchanged_by(algorithm) as other:
         model, twin = Slope(), Slope()
-        plain = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), process_set=one)
-        coded = hvd.DistributedOptimizer(
-            torch.optim.SGD(twin.parameters(), lr=0.01),
+        plain = distributed(model.parameters(), 0.01, process_set=one)
+        coded = distributed(
+            twin.parameters(),
+            0.01,
             process_set=other,
             bucket_bytes=5000,
             shard_states=True,

@@ -20,6 +20,7 @@ from tests.ranks.training import (
     assert_equal,
     assert_same_on_all_ranks,
     copies,
+    distributed,
     in_world,
     on_ranks,
     through_a_file,
@@ -373,7 +374,7 @@ def test_what_does_not_go_with_it_is_refused_when_the_optimizer_is_made() -> Non
     with pytest.raises(ValueError, match="do not make the same DistributedOptimizer: rule is"):
         hvd.DistributedOptimizer(sgd, shard_states=hvd.rank() == 0)
     embedding = nn.Embedding(4, 3, sparse=True)
-    rows = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), shard_states=True)
+    rows = distributed(embedding.parameters(), 0.1, shard_states=True)
     with pytest.raises(ValueError, match=r"is sparse, which shard_states=True does not support.*sparse_as_dense"):
         embedding(torch.tensor([1])).sum().backward()
     rows.close()

@@ -104,6 +104,11 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
+def distributed(parameters: Iterable[Tensor], lr: float = 1.0, **options: Any) -> hvd.DistributedOptimizer:
+    """Return a DistributedOptimizer of plain SGD."""
+    return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=lr), **options)
+
+
 def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, steps: Iterable[int]) -> list[float]:
     """Train on the batches of these steps; return the losses."""
     losses = []
