@@ -136,8 +136,7 @@ class DistributedOptimizer(WrappingOptimizer):
         reported = Wanted(on_step, check_replicas_every, straggler_report_every)
         check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
         returning = movements_as(parameter_compression)
-        rule = _checked_rule(rule, op, shard_states, returning is not None)
-        rule = _overlapping(rule, overlap, model)
+        rule = _overlapping(_checked_rule(rule, op, shard_states, returning is not None), overlap, model)
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"{here()}optimizer is a DistributedOptimizer already")
         parameters = tensors_of(optimizer.param_groups)
