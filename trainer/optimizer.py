@@ -156,10 +156,8 @@ class DistributedOptimizer(WrappingOptimizer):
         record_in_timelines(self._communicator)
         self._passes = Passes(backward_passes_per_step)
         self._was_synchronized = self._skips = False
-        self._combination = Combination(self._communicator, op, gradient_predivide_factor)
-        setup = Setup(
-            optimizer, self._combination, checked, bucket_bytes, self._passes, numbers, sparse_as_dense, returning
-        )
+        combination = Combination(self._communicator, op, gradient_predivide_factor)
+        setup = Setup(optimizer, combination, checked, bucket_bytes, self._passes, numbers, sparse_as_dense, returning)
         self._rule = Rule(setup)  # which does nothing, until there is another
         try:
             described = _described(setup, rule, parameters)
@@ -175,7 +173,6 @@ class DistributedOptimizer(WrappingOptimizer):
                     f"for {type(made).__name__}: name a codec"
                 )
             self._rule = made
-            self._combination = made.setup.combination  # which counts what is exchanged
             self._take_in(known=())
             made.start()
             compared_on = self._communicator
@@ -208,7 +205,7 @@ class DistributedOptimizer(WrappingOptimizer):
     @property
     def stats(self) -> ExchangeStats:
         """Return how many bytes of gradients this rank has sent so far, and would have sent uncompressed."""
-        return self._combination.traffic.stats
+        return self._rule.setup.combination.traffic.stats
 
     def stragglers(self) -> Stragglers | None:
         """Return which rank made the others wait in the last straggler_report_every exchanges that all ranks have reported.

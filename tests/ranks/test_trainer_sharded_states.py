@@ -1,10 +1,10 @@
 """Sharded states (ZeRO stage 1): against the same training unsharded, to the bit, also through checkpoints on other worlds."""
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,33 +207,30 @@ def test_a_rank_keeps_its_part_of_the_state() -> None:
 
 
 @in_world
-def save(directory: Path, shard: bool, options: dict[str, Any]) -> None:
+def saved(shard: bool, options: dict[str, Any]) -> dict[str, Any]:
     with exchanged_by("ring") as communicator:
         model = Network()
         optimizer = wrapped(model, communicator, "adam", shard=shard, **options)
         train(model, optimizer, range(3), schedule=False)
-        kind = "sharded" if shard else "whole"
-        torch.save(optimizer.state_dict(), directory / f"{kind}.rank{hvd.rank()}.pt")
-        if hvd.rank() == 0:
-            torch.save(model.state_dict(), directory / "model.pt")
-        hvd.barrier()
+        state = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         optimizer.close()
+    return state
 
 
 @in_world
-def go_on(directory: Path, saved: int, options: dict[str, Any]) -> None:
-    """Go on from what was saved on so many ranks, sharded from sharded and from whole, and whole from whole; all alike."""
+def go_on(wholes: list[Any], shards: list[Any], options: dict[str, Any]) -> None:
+    """Go on from what ranks have saved, sharded from sharded and from whole, and whole from whole; all alike."""
     rank, size = hvd.rank(), hvd.size()
     runs = []
-    for kind, shard in (("whole", False), ("sharded", True), ("whole", True)):
+    for given, shard in ((wholes, False), (shards, True), (wholes, True)):
         with exchanged_by("ring") as communicator:
             model = Network(seed=3)
             optimizer = wrapped(model, communicator, "adam", shard=shard, **options)
             train(model, optimizer, range(50, 52))  # the state and the buckets of which are to be forgotten
-            model.load_state_dict(torch.load(directory / "model.pt", weights_only=True))
-            states = [torch.load(directory / f"{kind}.rank{each}.pt", weights_only=True) for each in range(saved)]
-            also = [states[each] for each in range(size, saved) if each % size == rank] if shard or options else []
-            optimizer.load_state_dict(states[rank % saved], also=also)
+            model.load_state_dict(given[0]["model"])
+            states = copy.deepcopy([each["optimizer"] for each in given])  # which an optimizer goes on to change
+            also = states[size + rank :: size] if shard or options else []
+            optimizer.load_state_dict(states[rank % len(states)], also=also)
             assert [group["lr"] for group in optimizer.param_groups] == [0.03, 0.01]
             train(model, optimizer, range(3, 6))
             runs.append(model)
@@ -248,21 +245,18 @@ def go_on(directory: Path, saved: int, options: dict[str, Any]) -> None:
     + [pytest.param(now, {}, marks=pytest.mark.wide) for now in (1, 3, 5)],
     ids=str,
 )
-def test_a_checkpoint_goes_on_on_any_number_of_ranks(
-    ranks: Worlds, tmp_path: Path, now: int, options: dict[str, Any]
-) -> None:
-    for shard in (False, True):
-        ranks(3).run(save, tmp_path, shard, options)
-    ranks(now).run(go_on, tmp_path, 3, options)
+def test_a_checkpoint_goes_on_on_any_number_of_ranks(ranks: Worlds, now: int, options: dict[str, Any]) -> None:
+    wholes, shards = (ranks(3).run(saved, shard, options) for shard in (False, True))
+    ranks(now).run(go_on, wholes, shards, options)
 
 
 @in_world
-def load_wrongly(directory: Path) -> None:
+def load_wrongly(shards: list[Any]) -> None:
     with exchanged_by("ring") as communicator:
         model = Network()
         optimizer = wrapped(model, communicator, "adam", shard=True)
         before = through_a_file(optimizer.state_dict())
-        states = [torch.load(directory / f"sharded.rank{rank}.pt", weights_only=True) for rank in range(4)]
+        states = [each["optimizer"] for each in shards]
         mine = states[hvd.rank()]
         part, first = mine[SHARDS], mine["state"][0]
         whole = {key: value for key, value in mine.items() if key != SHARDS}
@@ -288,9 +282,8 @@ def load_wrongly(directory: Path) -> None:
         plain.load_state_dict(mine)
 
 
-def test_what_cannot_be_loaded_is_refused_on_all_ranks(ranks: Worlds, tmp_path: Path) -> None:
-    ranks(4).run(save, tmp_path, True, {})
-    ranks(2).run(load_wrongly, tmp_path)
+def test_what_cannot_be_loaded_is_refused_on_all_ranks(ranks: Worlds) -> None:
+    ranks(2).run(load_wrongly, ranks(4).run(saved, True, {}))
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
