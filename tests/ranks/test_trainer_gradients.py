@@ -51,7 +51,8 @@ USED: dict[str, list[list[set[int]]]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("case", "set_to_none"), [*((case, True) for case in USED), (next(iter(USED)), False)])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("case", USED)
 def test_branches(case: str, set_to_none: bool) -> None:
     def train(model: Branches, optimizer: Optimizer, data: Data) -> None:
         for step, by_rank in enumerate(USED[case]):
