@@ -85,9 +85,9 @@ from gradwire.trainer.horovod.sync_batch_norm import SyncBatchNorm as SyncBatchN
 from gradwire.trainer.local_updates import LocalReport as LocalReport
 from gradwire.trainer.local_updates import LocalUpdates as LocalUpdates
 from gradwire.trainer.optimizer import DistributedOptimizer as DistributedOptimizer
-from gradwire.trainer.optimizers.delayed_nesterov import DelayedNesterov as DelayedNesterov
-from gradwire.trainer.optimizers.layerwise import LAMB as LAMB
-from gradwire.trainer.optimizers.layerwise import LARS as LARS
+from gradwire.trainer.optimizers.foreach import LAMB as LAMB
+from gradwire.trainer.optimizers.foreach import LARS as LARS
+from gradwire.trainer.optimizers.foreach import DelayedNesterov as DelayedNesterov
 from gradwire.trainer.reports.metrics import StepMetrics as StepMetrics
 from gradwire.trainer.reports.stragglers import Stragglers as Stragglers
 from gradwire.trainer.reports.timeline import start_timeline as start_timeline

@@ -4,7 +4,7 @@
 
 import atexit
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -253,8 +253,7 @@ class CompressionHook:
         if sum(map(len, inside)) != len(wanted):
             if not self._settled:
                 return []
-            for members in [members for members in self._buffers if not set(members).isdisjoint(wanted)]:
-                self._dissolve(members)
+            self._dissolve(wanted)
             self._new_buffer(wanted, gradients[wanted[0]].device)
             inside = [wanted]
         return [] if self._return_residuals(wanted, gradients) else [self._buffers[members] for members in inside]
@@ -282,8 +281,7 @@ class CompressionHook:
         self._sizes.append(size)
         encoding = _in_buffers(self._choice.of(size), buffer.dtype)
         if any(self._encodings[number] != encoding for number in numbers):
-            for members in [members for members in self._buffers if not set(members).isdisjoint(numbers)]:
-                self._dissolve(members)
+            self._dissolve(numbers)
             for number in numbers:
                 self._encodings[number] = encoding
 
@@ -295,12 +293,13 @@ class CompressionHook:
         self._buffers[members] = buffer
         return buffer
 
-    def _dissolve(self, members: tuple[int, ...]) -> None:
-        """End the buffer of these parameters, and keep its residuals."""
-        buffer = self._buffers.pop(members)
-        outstanding = buffer.outstanding()
-        for number, span, view in zip(members, buffer.spans, buffer.views, strict=True):
-            self._residuals[number] = outstanding[span].view(view.shape)
+    def _dissolve(self, numbers: Collection[int]) -> None:
+        """End the buffers that have any of these parameters, and keep their residuals."""
+        for members in [members for members in self._buffers if not set(members).isdisjoint(numbers)]:
+            buffer = self._buffers.pop(members)
+            outstanding = buffer.outstanding()
+            for number, span, view in zip(members, buffer.spans, buffer.views, strict=True):
+                self._residuals[number] = outstanding[span].view(view.shape)
 
     def _in_background(self, exchange: "_Exchange", rank: int, *, begins: bool) -> Future[Tensor]:
         """Have an exchange finished, and begun before where it is not."""

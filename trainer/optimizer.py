@@ -136,8 +136,7 @@ class DistributedOptimizer(WrappingOptimizer):
         reported = Wanted(on_step, check_replicas_every, straggler_report_every)
         check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
         returning = movements_as(parameter_compression)
-        rule = _checked_rule(rule, op, shard_states, returning is not None)
-        rule = _overlapping(rule, overlap, model)
+        rule = _overlapping(_checked_rule(rule, op, shard_states, returning is not None), overlap, model)
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"{here()}optimizer is a DistributedOptimizer already")
         parameters = tensors_of(optimizer.param_groups)
@@ -157,10 +156,8 @@ class DistributedOptimizer(WrappingOptimizer):
         record_in_timelines(self._communicator)
         self._passes = Passes(backward_passes_per_step)
         self._was_synchronized = self._skips = False
-        self._combination = Combination(self._communicator, op, gradient_predivide_factor)
-        setup = Setup(
-            optimizer, self._combination, checked, bucket_bytes, self._passes, numbers, sparse_as_dense, returning
-        )
+        combination = Combination(self._communicator, op, gradient_predivide_factor)
+        setup = Setup(optimizer, combination, checked, bucket_bytes, self._passes, numbers, sparse_as_dense, returning)
         self._rule = Rule(setup)  # which does nothing, until there is another
         try:
             described = _described(setup, rule, parameters)
@@ -176,7 +173,6 @@ class DistributedOptimizer(WrappingOptimizer):
                     f"for {type(made).__name__}: name a codec"
                 )
             self._rule = made
-            self._combination = made.setup.combination  # which counts what is exchanged
             self._take_in(known=())
             made.start()
             compared_on = self._communicator
@@ -209,7 +205,7 @@ class DistributedOptimizer(WrappingOptimizer):
     @property
     def stats(self) -> ExchangeStats:
         """Return how many bytes of gradients this rank has sent so far, and would have sent uncompressed."""
-        return self._combination.traffic.stats
+        return self._rule.setup.combination.traffic.stats
 
     def stragglers(self) -> Stragglers | None:
         """Return which rank made the others wait in the last straggler_report_every exchanges that all ranks have reported.

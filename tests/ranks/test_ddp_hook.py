@@ -21,7 +21,7 @@ from gradwire.collectives.compression.sparse import DGC, RandomK
 from gradwire.trainer.ddp import UNSETTLED_STEPS, CompressionHook
 from gradwire.trainer.gradients.compression import NAMES, ErrorFeedback
 from tests.harness import wide
-from tests.ranks.training import assert_survived, on_ranks, through_a_file
+from tests.ranks.training import assert_same_on_all_ranks, assert_survived, on_ranks, through_a_file
 
 STEPS = 6
 BUCKET_MB = 0.03
@@ -60,12 +60,6 @@ def train(model: DistributedDataParallel, steps: range, lr: float = 0.2) -> list
 
 def weights_of(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def assert_same_on_all_ranks(tensor: Tensor) -> None:
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, tensor.numpy().tobytes())
-    assert len(set(everyones)) == 1
 
 
 class Bucket:
@@ -130,14 +124,14 @@ def settle(hook: CompressionHook, layout: Sequence[Sequence[Tensor]]) -> None:
 @pytest.mark.parametrize(
     ("size", "codec", "options"),
     [
-        *((2, codec, {}) for codec in ("none", "fp16", "int4", "onebit")),
+        (2, "none", {}),
+        (2, "fp16", {}),
         (1, "topk", {}),
-        (3, "powersgd", {}),
         (2, "int8", {"static_graph": True}),
         (3, "topk", {"find_unused_parameters": True}),
         (2, "powersgd", {"gradient_as_bucket_view": True}),
-        (2, "topk", {"static_graph": True, "gradient_as_bucket_view": True}),
-        *(pytest.param(size, codec, {}, marks=pytest.mark.wide) for size in (1, 2, 3) for codec in NAMES),
+        (2, "onebit", {"static_graph": True, "gradient_as_bucket_view": True}),
+        *(pytest.param(3, codec, {}, marks=pytest.mark.wide) for codec in NAMES),
     ],
     ids=str,
 )
@@ -147,7 +141,7 @@ def test_replicas_are_equal_to_the_bit(codec: str, options: dict[str, Any]) -> N
     losses = train(model, range(STEPS))
     reference = ddp(model_of(), None, **options)
     expected = train(reference, range(STEPS))
-    assert_same_on_all_ranks(weights_of(model))
+    assert_same_on_all_ranks([weights_of(model)])
     assert losses[: UNSETTLED_STEPS + 1] == pytest.approx(expected[: UNSETTLED_STEPS + 1], rel=1e-2)
     distance = (weights_of(model) - weights_of(reference)).norm() / (weights_of(model) - weights_of(model_of())).norm()
     assert distance < (1e-5 if codec == "none" else 1e-2 if codec in ("fp16", "bf16", "int8") else 2)
@@ -165,7 +159,7 @@ def test_no_sync() -> None:
         with model.no_sync():
             model(torch.full((2, 64), 1.0 + step + dist.get_rank())).sum().backward()
         model(torch.ones(2, 64)).sum().backward()
-        assert_same_on_all_ranks(torch.cat([p.grad.flatten() for p in model.parameters()]))  # type: ignore[union-attr]
+        assert_same_on_all_ranks([p.grad for p in model.parameters()])  # type: ignore[misc]
     hook.close()
 
 
@@ -176,26 +170,23 @@ def test_join() -> None:
     model = ddp(model_of(), hook)
     with Join([model]):
         train(model, range(3 + dist.get_rank()))
-    assert_same_on_all_ranks(weights_of(model))
+    assert_same_on_all_ranks([weights_of(model)])
     hook.close()
 
 
 @on_ranks(3, initialized=False)
 def test_several_models_and_a_group() -> None:
-    size = dist.get_world_size()
-    group = dist.new_group(list(range(size - 1)))
+    group = dist.new_group([0, 1])
     hooks = [gradwire.ddp_comm_hook("int8")]
     models = [ddp(model_of(), hooks[0])]
-    if dist.get_rank() < size - 1:
+    if dist.get_rank() < 2:
         hooks.append(gradwire.ddp_comm_hook("topk", process_group=group))
         models.append(ddp(model_of(1), hooks[1], process_group=group))
     for step in range(4):
         for model in models:
             train(model, range(step, step + 1))
-    assert_same_on_all_ranks(weights_of(models[0]))
-    others: list[Any] = [None] * size
-    dist.all_gather_object(others, weights_of(models[-1]).numpy().tobytes())
-    assert len(set(others[:-1])) == 1
+    for model, members in zip(models, (None, group), strict=False):
+        assert_same_on_all_ranks([weights_of(model)], members)
     for hook in reversed(hooks):
         hook.close()
 
@@ -204,9 +195,7 @@ def test_several_models_and_a_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "wanted"),
-    [("int8", 2), (ErrorFeedback("int8", 4), 4), (ErrorFeedback("topk", 5), 5), (ErrorFeedback("powersgd", 3), 3)],
-    ids=str,
+    ("codec", "wanted"), [("int8", 2), (ErrorFeedback("int8", 4), 4), (ErrorFeedback("powersgd", 3), 3)], ids=str
 )
 @on_ranks(2, initialized=False)
 def test_warm_up(codec: Any, wanted: int) -> None:
@@ -219,10 +208,10 @@ def test_warm_up(codec: Any, wanted: int) -> None:
     hook.close()
 
 
-@on_ranks(2, *wide(3), initialized=False)
+@on_ranks(2, initialized=False)
 @pytest.mark.parametrize(
     "codec",
-    ["onebit", "randomk", DGC(ratio=0.01, ramp_steps=4), PowerSGD(rank=2), Int8(stochastic=True)],
+    ["randomk", DGC(ratio=0.01, ramp_steps=4), PowerSGD(rank=2), Int8(stochastic=True)],
     ids=lambda codec: codec if isinstance(codec, str) else codec.name,
 )
 def test_hook_and_optimizer_exchange_alike(codec: Any) -> None:
@@ -265,7 +254,8 @@ def test_16_bits_are_the_same_everywhere_and_do_not_overflow(name: str, toleranc
     for op in (gradwire.Average, gradwire.Sum):
         exact = torch.stack(everyones).double().sum(0) / (size if op == gradwire.Average else 1)
         weight = nn.Parameter(torch.zeros(80, 64))
-        optimizer = gradwire.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=name, op=op)
+        sgd, predivide = torch.optim.SGD([weight], lr=1.0), 2.0 if op == gradwire.Average else 1.0
+        optimizer = gradwire.DistributedOptimizer(sgd, compression=name, op=op, gradient_predivide_factor=predivide)
         (weight * mine).sum().backward()
         assert weight.grad is not None
         results = [weight.grad, gradwire.allreduce(mine, compression=getattr(gradwire.Compression, name), op=op)]
@@ -304,7 +294,7 @@ def test_a_policy_by_name(policy: dict[str, Any], compressed: list[str]) -> None
     results = dict(zip(names, exchanged(hook, layout, gradients_of(dist.get_rank(), 0)), strict=True))
     expected = dict(zip(names, exact(0).values(), strict=True))
     assert {name for name in names if not torch.allclose(results[name], expected[name], atol=1e-6)} == set(compressed)
-    assert_same_on_all_ranks(torch.cat([result.flatten() for result in results.values()]))
+    assert_same_on_all_ranks(results.values())
     hook.close()
 
 
@@ -321,7 +311,7 @@ def test_a_parameter_without_a_name_is_refused() -> None:
     [ErrorFeedback("int4"), "onebit", "topk", ErrorFeedback(RandomK(ratio=0.1)), PowerSGD(rank=2)],
     ids=lambda codec: codec if isinstance(codec, str) else type(codec).__name__,
 )
-@on_ranks(2, *wide(3), initialized=False)
+@on_ranks(2, initialized=False)
 def test_other_buckets_lose_nothing(codec: Any) -> None:
     """Buckets change, and at the end again, so that all that is outstanding comes out: the sum of the results is that of
     the averages."""
@@ -329,18 +319,15 @@ def test_other_buckets_lose_nothing(codec: Any) -> None:
     first, second, third = [PARAMETERS], [[c, small, vector], [a, b]], [[b, c, vector], [a, small]]
     layouts = [first] + [second] * 4 + [third] * 4 + [second]
     hook = gradwire.ddp_comm_hook(codec)
-    sums = {parameter: torch.zeros(parameter.shape, dtype=torch.float64) for parameter in PARAMETERS}
-    wanted = {parameter: torch.zeros(parameter.shape, dtype=torch.float64) for parameter in PARAMETERS}
+    missing = {parameter: torch.zeros(parameter.shape, dtype=torch.float64) for parameter in PARAMETERS}
     for step, layout in enumerate(layouts):
         results = exchanged(hook, layout, gradients_of(dist.get_rank(), step))
         order = [parameter for parameters in layout for parameter in parameters]
         expected = exact(step)
         for parameter, result in zip(order, results, strict=True):
-            sums[parameter] += result
-            wanted[parameter] += expected[parameter]
-        missing = max((sums[parameter] - wanted[parameter]).abs().max() for parameter in PARAMETERS)
+            missing[parameter] += expected[parameter].double() - result
         uncompressed = step < UNSETTLED_STEPS or layout is not layouts[step - 1]
-        assert (missing < 1e-4) == uncompressed, step
+        assert (max(each.abs().max() for each in missing.values()) < 1e-4) == uncompressed, step
     hook.close()
 
 
@@ -352,12 +339,10 @@ def test_other_buckets_lose_nothing(codec: Any) -> None:
     ("codec", "at", "options"),
     [
         ("onebit", 4, {}),
-        ("topk", 3, {}),
+        ("topk", 3, {"static_graph": True}),
         ("dgc", 4, {}),
         ("powersgd", 4, {"find_unused_parameters": True}),
-        ("topk", 3, {"static_graph": True}),
         (ErrorFeedback(Int8(stochastic=True)), 4, {}),
-        pytest.param("threshold", 4, {}, marks=pytest.mark.wide),
         pytest.param("qsgd", 4, {}, marks=pytest.mark.wide),
     ],
     ids=str,
@@ -412,8 +397,6 @@ def test_states_of_something_else_are_refused() -> None:
 def test_what_is_no_codec_is_refused() -> None:
     with pytest.raises(ValueError, match="onebit"):
         gradwire.ddp_comm_hook("int9")
-    with pytest.raises(ValueError, match="warmup_steps"):
-        gradwire.ddp_comm_hook(ErrorFeedback("int8", warmup_steps=-1))
     with pytest.raises(ValueError, match="needs named_parameters"):
         gradwire.ddp_comm_hook("int8", policy={"*": "none"})
     with pytest.raises(ValueError, match="no parameter's name matches"):
@@ -436,7 +419,7 @@ def stays_away(codec: Any, error: type[Exception]) -> None:
         exchanged(hook, [PARAMETERS], gradients_of(0, 0))
 
 
-@pytest.mark.parametrize("codec", ["int8", "powersgd", "none"])
+@pytest.mark.parametrize("codec", ["int8", "powersgd"])
 def test_a_rank_that_stays_away(failing_world: Callable[[int], Any], codec: str) -> None:
     world = failing_world(2)
     world.start(stays_away, codec, (CollectiveTimeout, PeerLost))

@@ -39,7 +39,6 @@ RESUMED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "synchronous, int4 with error feedback": (synchronous, {"compression": hvd.ErrorFeedback("int4")}),
     "sharded states": (synchronous, {"shard_states": True}),
     "local updates, momentum": (local, {"every": 4, "warmup_steps": 3, "momentum": 0.9}),
-    "local updates, chunktopk": (local, {"every": 4, "codec": "chunktopk"}),
     "local updates, late fragments": (local, {"every": 6, "fragments": 2, "delay": 2, "codec": "onebit"}),
     "parameter server": (server, {}),
 }
@@ -108,7 +107,6 @@ COLLECTIVE: dict[str, tuple[Callable[..., Any], dict[str, Any], int]] = {
         2,
     ),
     "sharded states, which ranks gather": (synchronous, {"shard_states": True}, 1),
-    "local updates, warming up": (local, {"every": 2, "warmup_steps": 3, "bucket_bytes": 1024}, 2),
     "local updates, chunktopk": (local, {"every": 2, "codec": "chunktopk", "bucket_bytes": 1024}, 2),
     "local updates, late": (local, {"every": 4, "delay": 2, "bucket_bytes": 1024}, 2),
 }

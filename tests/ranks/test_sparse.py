@@ -56,20 +56,6 @@ def test_other_shapes() -> None:
 
 
 @on_ranks(3)
-def test_of_an_embedding() -> None:
-    embedding = torch.nn.Embedding(10, 4, sparse=True)
-    hvd.broadcast_parameters(embedding.state_dict(), 0)
-    words = [torch.tensor([rank, rank, rank + 3]) for rank in range(hvd.size())]
-    embedding(words[hvd.rank()]).sum().backward()
-    average = hvd.sparse_allreduce_async(embedding.weight.grad, "weight", hvd.Average)()
-    counts = torch.bincount(torch.cat(words), minlength=10) / hvd.size()
-    torch.testing.assert_close(average.to_dense(), counts[:, None].expand(10, 4))
-    embedding.weight.grad = average
-    torch.optim.SparseAdam(embedding.parameters(), lr=0.1).step()
-    assert_same_on_all_ranks([embedding.weight])
-
-
-@on_ranks(3)
 def test_refusals() -> None:
     """Found before anything is sent: by one rank alone, or where the ranks differ by all; then all goes on."""
     sparse = rows_of(1, torch.float32)

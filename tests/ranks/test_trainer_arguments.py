@@ -1,13 +1,12 @@
-"""DistributedOptimizer's arguments across ranks: groups, what must be alike everywhere, and Adasum."""
+"""DistributedOptimizer's arguments across ranks: groups, and what must be alike everywhere."""
 
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gradwire as hvd
 from tests.ranks.training import (
@@ -15,8 +14,7 @@ from tests.ranks.training import (
     assert_close,
     assert_same_on_all_ranks,
     batch,
-    copies,
-    loss_of,
+    distributed,
     on_ranks,
     perceptron,
     sgd,
@@ -39,16 +37,12 @@ GROUPS: dict[str, tuple[Callable[[Any], dict[str, Any]], list[list[str]]]] = {
         [["0.bias", "0.weight", "2.weight"], ["2.bias", "4.bias", "4.weight"]],
     ),
     "num_groups": (
-        lambda net: {"num_groups": 3, "bucket_bytes": 64},
-        [["0.bias", "0.weight"], ["2.bias", "2.weight"], ["4.bias", "4.weight"]],
+        lambda net: {"num_groups": 100},  # more than there are
+        [["0.bias"], ["0.weight"], ["2.bias"], ["2.weight"], ["4.bias"], ["4.weight"]],
     ),
     "both": (
         lambda net: {"num_groups": 3, "groups": 1, "bucket_bytes": 64},
         [["0.bias", "0.weight", "2.bias", "2.weight", "4.bias", "4.weight"]],
-    ),
-    "more than there are": (
-        lambda net: {"num_groups": 100},
-        [["0.bias"], ["0.weight"], ["2.bias"], ["2.weight"], ["4.bias"], ["4.weight"]],
     ),
     "frozen ones": (
         lambda net: {"groups": [list(net[0].requires_grad_(False).parameters()), list(net[4].parameters())]},
@@ -121,65 +115,6 @@ def test_ranks_must_give_the_same_arguments() -> None:
     hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters()).close()
 
 
-def combined(vectors: list[Tensor]) -> Tensor:
-    """The definition, in a tree of neighbours."""
-    while len(vectors) > 1:
-        a, b = vectors[0], vectors[1]
-        common, of_a, of_b = (float((x * y).sum()) for x, y in ((a, b), (a, a), (b, b)))
-        both = a * (1 - common / (2 * of_a) if of_a else 1) + b * (1 - common / (2 * of_b) if of_b else 1)
-        vectors = [*vectors[2:], both] if len(vectors) > 2 else [both]
-    return vectors[0]
-
-
-@on_ranks()
-@pytest.mark.parametrize(("size", "options"), [(4, {}), (2, {"compression": hvd.Compression.fp16})])
-def test_adasum_combines_what_the_steps_of_all_ranks_change(options: dict[str, Any]) -> None:
-    """The state of each rank's optimizer is its own, as a shadow of it shows."""
-    model, shadow = perceptron(), perceptron()
-    model[2].bias.requires_grad_(False)
-    shadow[2].bias.requires_grad_(False)
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), op=hvd.Adasum, **options)
-    own = sgd(shadow.parameters())
-    tolerance = {"rtol": 0.01, "atol": 1e-4} if options else {"rtol": 1e-4, "atol": 1e-6}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(3):
-            before = copies(model.parameters())
-            shadow.load_state_dict(model.state_dict())
-            for net, each in ((shadow, own), (model, optimizer)):
-                each.zero_grad()
-                for part in range(2):
-                    loss_of(net, share(step, part, 2)).backward()
-                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-                each.step()
-            assert_same_on_all_ranks(model.parameters())
-            changes = [after - start for after, start in zip(copies(shadow.parameters()), before, strict=True)]
-            everyones = hvd.allgather_object(changes)
-            for place, (start, parameter) in enumerate(zip(before, model.parameters(), strict=True)):
-                change = combined([theirs[place].double() for theirs in everyones])
-                torch.testing.assert_close(parameter.detach(), start + change.float(), **tolerance)
-    optimizer.close()
-    for refused, match in (({"compression": "int8"}, "no codec"), ({"gradient_predivide_factor": 2.0}, "needs op=")):
-        with pytest.raises(ValueError, match=match):
-            hvd.DistributedOptimizer(sgd(model.parameters()), op=hvd.Adasum, **refused)
-
-
-@on_ranks(3)
-def test_adasum_steps_by_closures() -> None:
-    model = perceptron()
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), op=hvd.Adasum)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, share(hvd.rank()))
-        loss.backward()
-        return loss
-
-    for _ in range(STEPS):
-        optimizer.step(closure)
-        assert_same_on_all_ranks(model.parameters())
-
-
 def broad(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 1))
@@ -194,9 +129,10 @@ def test_two_optimizers_whose_exchanges_take_several_operations(kind: str) -> No
     if kind == "sparse":
         models = [nn.Sequential(nn.EmbeddingBag(40, 96, sparse=True), broad(seed)) for seed in (1, 2)]
     optimizers = [
-        hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.01),
-            model.named_parameters(),
+        distributed(
+            model.parameters(),
+            0.01,
+            named_parameters=model.named_parameters(),
             compression="powersgd" if kind == "powersgd" else hvd.Compression.none,
             bucket_bytes=40_000,
         )

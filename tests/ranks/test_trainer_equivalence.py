@@ -22,6 +22,7 @@ from tests.ranks.training import (
     assert_same_on_all_ranks,
     batch,
     copies,
+    distributed,
     loss_of,
     on_ranks,
     perceptron,
@@ -182,7 +183,6 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[nn.Module], Optimizer], dic
     "fp16": (plainly, nesterov, {"compression": hvd.Compression.fp16, "rtol": 1e-2, "atol": 1e-3}),
     "bf16": (plainly, nesterov, {"compression": hvd.Compression.bf16, "rtol": 5e-2, "atol": 1e-2}),
     "zeroed in place": (partial(in_parts, set_to_none=False, parts=1), nesterov, {}),
-    "accumulated": (partial(in_parts, set_to_none=True, parts=2), adamw, {"backward_passes_per_step": 2}),
     "accumulated, zeroed": (partial(in_parts, set_to_none=False, parts=2), adamw, {"backward_passes_per_step": 2}),
     "without zero_grad()": (without_zero_grad, nesterov, {}),
     "clipped": (clipped, nesterov, {}),
@@ -197,7 +197,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[nn.Module], Optimizer], dic
 }
 
 
-@on_ranks(2, 3, *wide(1, 4))
+@on_ranks(3, *wide(1, 2, 4))
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_of_one_process(case: str) -> None:
     train, make, options = CASES[case]
@@ -210,33 +210,12 @@ def test_a_weight_inside_and_outside_of_a_reentrant_checkpoint() -> None:
     32 * rank * first * shared**2 + sum(bias), averaged."""
     first, shared = (nn.Parameter(torch.tensor([float(value)])) for value in (2, 3))
     bias = nn.Parameter(torch.zeros(32))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, shared, bias], lr=1.0), bucket_bytes=128)
+    optimizer = distributed([first, shared, bias], bucket_bytes=128)
     inputs = torch.full((1,), float(hvd.rank()), requires_grad=True)
     (checkpoint(shared.mul, inputs * first, use_reentrant=True) * shared + bias).sum().backward()
     optimizer.close()
     found = [float(p.grad[0]) for p in (first, shared, bias) if p.grad is not None]
     assert found == [32 * 9 / 2, 32 * 2 * 2 * 3 / 2, 1.0]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("compression", "predivide", "wanted"),
-    [
-        ("none", 1.0, (40000.0, 1 + 2**-12)),
-        ("fp16", 1.0, (40000.0, 1.0)),
-        ("fp16", 2.0, (40000.0, 1.0)),
-        ("bf16", 1.0, (39936.0, 1.0)),
-    ],
-)
-def test_what_travels_is_what_compression_says(compression: str, predivide: float, wanted: tuple[float, float]) -> None:
-    """All ranks have the same two gradients, whose sum float16 cannot hold: they are divided before the sum."""
-    weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(weights, lr=1.0), compression=compression, gradient_predivide_factor=predivide
-    )
-    (weights[0] * 40000 + weights[1] * (1 + 2**-12)).backward()
-    assert tuple(float(w.grad) for w in weights if w.grad is not None) == wanted
-    optimizer.close()
 
 
 def called_hooks(model: nn.Module, optimizer: Optimizer, data: Data) -> list[str]:
@@ -272,7 +251,7 @@ def test_hooks_run_once_each_and_see_the_gradients_that_a_step_uses() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("backend", "passes", "policy"),
-    [("eager", 1, None), ("eager", 2, None), ("eager", 1, {"*": "onebit"}), ("aot_eager", 1, None)],
+    [("eager", 2, None), ("eager", 1, {"*": "onebit"}), ("aot_eager", 1, None)],
 )
 def test_a_compiled_step(backend: str, passes: int, policy: dict[str, Any] | None) -> None:
     """The whole of each step, from zero_grad() to step(), is the same compiled and as written, to the bit.

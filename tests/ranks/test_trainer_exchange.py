@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import gradwire as hvd
 from gradwire.collectives import CollectiveError, Communicator, Mismatch
-from tests.ranks.training import assert_same_on_all_ranks, loss_of, on_ranks, perceptron, share, spy
+from tests.ranks.training import assert_same_on_all_ranks, distributed, loss_of, on_ranks, perceptron, share, spy
 
 
 class Parallel(nn.Module):
@@ -31,9 +31,7 @@ class Parallel(nn.Module):
 def test_buckets_follow_the_order_of_rank_0() -> None:
     """Rank 0 reaches layers 2, 0, 3 and never 1 and 4, which therefore come last."""
     model = Parallel(5)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), bucket_bytes=128
-    )
+    optimizer = distributed(model.parameters(), 0.1, named_parameters=model.named_parameters(), bucket_bytes=128)
     for step in range(3):
         seen = [[name.split(".")[1] for name in bucket.names] for bucket in optimizer._rule.bucketing.buckets]  # type: ignore[attr-defined]
         assert seen == ([["2", "0"], ["3", "4"], ["1"]] if step else [["4", "3"], ["2", "1"], ["0"]])
@@ -47,7 +45,7 @@ def test_buckets_follow_the_order_of_rank_0() -> None:
 def test_buckets_travel_while_backward_runs_and_have_arrived_when_it_returns() -> None:
     """Something is under way when backward() reaches the last parameter, and nothing after it."""
     model = perceptron()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), bucket_bytes=200)
+    optimizer = distributed(model.parameters(), 0.1, bucket_bytes=200)
     seen: list[bool] = []
 
     def look(*_: Any) -> None:
@@ -65,7 +63,7 @@ def test_buckets_travel_while_backward_runs_and_have_arrived_when_it_returns() -
 @on_ranks(2)
 def test_gradients_are_views_of_fused_buckets() -> None:
     model = perceptron()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = distributed(model.parameters(), 0.1)
     sent: list[int] = []
     spy(optimizer, lambda tensor, options: sent.append(tensor.numel()))
     loss_of(model, share(0)).backward()
@@ -82,7 +80,7 @@ LATE_S = 0.1
 def test_time_spent_waiting_is_measured() -> None:
     """Rank 0 is still in backward, for LATE_S and more, when rank 1 begins to wait."""
     model = perceptron()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = distributed(model.parameters(), 0.1)
     (bucket,) = optimizer._rule.bucketing.buckets
     wait = bucket.buffer.wait
 
@@ -128,7 +126,7 @@ def test_ranks_must_have_the_same_parameters(kind: str, who: str) -> None:
         }[kind]
     message = f"^rank {hvd.rank()}: ranks 0 and 2 do not train the same parameters: {who}$"
     with pytest.raises(ValueError, match=message):
-        hvd.DistributedOptimizer(torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1))
+        distributed([p for layer in layers for p in layer.parameters()], 0.1)
 
 
 @on_ranks(2)
@@ -136,7 +134,7 @@ def test_failures_surface_from_backward() -> None:
     """Rank 1 does something else than rank 0, and both say so when they call backward(), then and later."""
     model = perceptron()
     communicator = Communicator(timeout_s=2.0)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), process_set=communicator)
+    optimizer = distributed(model.parameters(), 0.1, process_set=communicator)
     loss_of(
         model, share(0)
     ).backward()  # so that the exchange is known, and has begun when the ranks find that they differ
@@ -155,7 +153,7 @@ def test_training_goes_on_after_a_mismatch_before_data_moved() -> None:
     """Rank 1 does something else than rank 0 before anything is known: both say so, and training goes on."""
     model = perceptron()
     communicator = Communicator(timeout_s=20.0)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), process_set=communicator)
+    optimizer = distributed(model.parameters(), 0.1, process_set=communicator)
     other = lambda: communicator.allreduce(torch.zeros(3))  # noqa: E731
     with pytest.raises(Mismatch, match=r"float32\[3\]"):
         (loss_of(model, share(0)).backward if hvd.rank() == 0 else other)()
@@ -195,10 +193,10 @@ def test_close_gives_parameters_back() -> None:
 @on_ranks(2)
 def test_a_wrapper_that_is_dropped_does_not_live_on_in_the_hooks_of_the_parameters() -> None:
     model = perceptron()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = distributed(model.parameters(), 0.1)
     loss_of(model, share(0)).backward()
     alive = weakref.ref(optimizer), weakref.ref(optimizer._rule.exchange)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = distributed(model.parameters(), 0.1)
     assert [reference() for reference in alive] == [None, None]
     optimizer.zero_grad()
     loss_of(model, share(0)).backward()

@@ -14,6 +14,7 @@ from tests.ranks.training import (
     assert_close,
     assert_same_on_all_ranks,
     batch,
+    distributed,
     gradients,
     loss_of,
     on_ranks,
@@ -108,7 +109,7 @@ def test_freezing_and_thawing() -> None:
 @on_ranks(2)
 def test_frozen_parameters_do_not_travel() -> None:
     small, large = nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(10000), requires_grad=False)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([small, large], lr=1.0))
+    optimizer = distributed([small, large])
     sent: list[int] = []
     spy(optimizer, lambda tensor, options: sent.append(tensor.nbytes))
     (small.sum() + large.sum()).backward()
@@ -120,14 +121,14 @@ def test_thawed_without_zero_grad() -> None:
     """Nothing tells the wrapper of the thaw before backward() reaches the parameter, which is the first that it reaches; or,
     where nothing else requires gradients, there was nothing to exchange before."""
     first, last = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1), requires_grad=False)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, last], lr=1.0))
+    optimizer = distributed([first, last])
     optimizer.zero_grad()
     last.requires_grad_(True)
     (first * 2 * last * hvd.rank()).sum().backward()
     assert (first.grad, last.grad) == (1.0, 1.0)
     optimizer.close()
     weight = nn.Parameter(torch.ones(1), requires_grad=False)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    optimizer = distributed([weight])
     weight.requires_grad_(True)
     optimizer.zero_grad()
     (weight * hvd.rank()).sum().backward()
@@ -174,7 +175,7 @@ def test_tied_weights() -> None:
 def test_mixed_dtypes() -> None:
     dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float32)
     weights = [nn.Parameter(torch.zeros(5, dtype=dtype)) for dtype in dtypes]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), compression=hvd.Compression.fp16)
+    optimizer = distributed(weights, compression=hvd.Compression.fp16)
     for _ in range(2):
         optimizer.zero_grad()
         sum(((i + 1 + hvd.rank()) * w.sum()).double() for i, w in enumerate(weights)).backward()  # type: ignore[union-attr]
@@ -193,7 +194,7 @@ def test_odd_shapes() -> None:
         nn.Parameter(torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last)),
         nn.Parameter(torch.zeros(4).expand(2, 4)),
     ]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0))
+    optimizer = distributed(weights)
     for _ in range(2):
         optimizer.zero_grad()
         torch.stack([(w * torch.arange(w.numel()).view(w.shape) * hvd.rank()).sum() for w in weights]).sum().backward()

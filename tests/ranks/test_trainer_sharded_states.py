@@ -1,10 +1,10 @@
 """Sharded states (ZeRO stage 1): against the same training unsharded, to the bit, also through checkpoints on other worlds."""
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 import gradwire as hvd
 from gradwire.collectives import Communicator
 from gradwire.trainer.gradients.checkpoint_format import SHARDS
-from tests.harness import EXCHANGE_TIMEOUT_S, Worlds, wide
+from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
 from tests.ranks.training import (
     assert_close,
     assert_equal,
     assert_same_on_all_ranks,
     copies,
+    distributed,
     in_world,
     on_ranks,
     through_a_file,
@@ -33,8 +34,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(SGD, foreach=False),
     "sgd foreach": partial(SGD, foreach=True),
     "adam": partial(torch.optim.Adam, lr=0.01, amsgrad=True, foreach=False),
-    "adam foreach": partial(torch.optim.Adam, lr=0.01, foreach=True),
-    "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, foreach=False),
     "adamw foreach": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, foreach=True),
     "adagrad": partial(torch.optim.Adagrad, lr=0.01),  # which has a state from the beginning
 }
@@ -108,21 +107,17 @@ def state_bytes(optimizer: hvd.DistributedOptimizer) -> int:
 
 #: Of the optimizers, the algorithms and what changes the exchange, each and each pair that matters.
 CASES: list[tuple[int, str, str, dict[str, Any]]] = [
-    (2, "adamw foreach", "auto", {}),
-    (3, "sgd", "ring", {}),
     (3, "adam", "rsag", {}),
-    (2, "adagrad", "tree", {}),
+    (2, "adagrad", "tree", {"gradient_predivide_factor": 3.0}),
     (3, "sgd foreach", "ring", {"op": hvd.Sum, "groups": 2}),
-    (2, "adam foreach", "ring", {"gradient_predivide_factor": 3.0}),
-    (3, "adamw", "ring", {"compression": "bf16"}),
+    (3, "sgd", "ring", {"compression": "bf16"}),
     (3, "adamw foreach", "ring", {"compression": "int8", "policy": {"*.weight": "topk"}}),
     (2, "adamw foreach", "auto", {"policy": {"wide.weight": "powersgd"}}),
 ]
 SWEEP = [
     pytest.param(size, name, algorithm, {}, marks=pytest.mark.wide)
-    for name, algorithm in (("adamw foreach", "auto"), ("sgd", "ring"), ("adam", "rsag"), ("adagrad", "tree"))
+    for name, algorithm in (("adamw foreach", "auto"), ("sgd", "ring"), ("adagrad", "tree"))
     for size in range(1, 6)
-    if (size, name, algorithm, {}) not in CASES
 ]
 
 
@@ -179,9 +174,9 @@ class Replacing(torch.optim.SGD):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", [Replacing, partial(torch.optim.SGD, momentum=0.9)], ids=["replaced", "kept"])
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
-def test_memory_of_parameters_may_change(algorithm: str, kind: Callable[..., torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize("kind", [Replacing, partial(torch.optim.SGD, momentum=0.9)], ids=["replaced", "kept"])
+def test_memory_of_parameters_may_change(kind: Callable[..., torch.optim.Optimizer], algorithm: str) -> None:
     with exchanged_by(algorithm) as one, exchanged_by(algorithm) as other:
         model, twin = Network(), Network()
         for net, communicator, shard in ((model, one, False), (twin, other, True)):
@@ -195,7 +190,7 @@ def test_memory_of_parameters_may_change(algorithm: str, kind: Callable[..., tor
         assert_equal(model.parameters(), twin.parameters())
 
 
-@on_ranks(3, *wide(2, 5))
+@on_ranks(3)
 def test_a_rank_keeps_its_part_of_the_state() -> None:
     """But for padding, of which one rank may have more than another."""
     model = nn.Sequential(nn.Linear(100, 301), nn.Linear(301, 7))
@@ -212,33 +207,30 @@ def test_a_rank_keeps_its_part_of_the_state() -> None:
 
 
 @in_world
-def save(directory: Path, shard: bool, options: dict[str, Any]) -> None:
+def saved(shard: bool, options: dict[str, Any]) -> dict[str, Any]:
     with exchanged_by("ring") as communicator:
         model = Network()
         optimizer = wrapped(model, communicator, "adam", shard=shard, **options)
         train(model, optimizer, range(3), schedule=False)
-        kind = "sharded" if shard else "whole"
-        torch.save(optimizer.state_dict(), directory / f"{kind}.rank{hvd.rank()}.pt")
-        if hvd.rank() == 0:
-            torch.save(model.state_dict(), directory / "model.pt")
-        hvd.barrier()
+        state = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         optimizer.close()
+    return state
 
 
 @in_world
-def go_on(directory: Path, saved: int, options: dict[str, Any]) -> None:
-    """Go on from what was saved on so many ranks, sharded from sharded and from whole, and whole from whole; all alike."""
+def go_on(wholes: list[Any], shards: list[Any], options: dict[str, Any]) -> None:
+    """Go on from what ranks have saved, sharded from sharded and from whole, and whole from whole; all alike."""
     rank, size = hvd.rank(), hvd.size()
     runs = []
-    for kind, shard in (("whole", False), ("sharded", True), ("whole", True)):
+    for given, shard in ((wholes, False), (shards, True), (wholes, True)):
         with exchanged_by("ring") as communicator:
             model = Network(seed=3)
             optimizer = wrapped(model, communicator, "adam", shard=shard, **options)
             train(model, optimizer, range(50, 52))  # the state and the buckets of which are to be forgotten
-            model.load_state_dict(torch.load(directory / "model.pt", weights_only=True))
-            states = [torch.load(directory / f"{kind}.rank{each}.pt", weights_only=True) for each in range(saved)]
-            also = [states[each] for each in range(size, saved) if each % size == rank] if shard or options else []
-            optimizer.load_state_dict(states[rank % saved], also=also)
+            model.load_state_dict(given[0]["model"])
+            states = copy.deepcopy([each["optimizer"] for each in given])  # which an optimizer goes on to change
+            also = states[size + rank :: size] if shard or options else []
+            optimizer.load_state_dict(states[rank % len(states)], also=also)
             assert [group["lr"] for group in optimizer.param_groups] == [0.03, 0.01]
             train(model, optimizer, range(3, 6))
             runs.append(model)
@@ -249,44 +241,33 @@ def go_on(directory: Path, saved: int, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("now", "options"),
-    [(2, {}), (4, {}), (3, {"policy": {"wide.weight": "onebit"}})]
+    [(2, {}), (3, {"policy": {"wide.weight": "onebit"}})]
     + [pytest.param(now, {}, marks=pytest.mark.wide) for now in (1, 3, 5)],
     ids=str,
 )
-def test_a_checkpoint_goes_on_on_any_number_of_ranks(
-    ranks: Worlds, tmp_path: Path, now: int, options: dict[str, Any]
-) -> None:
-    for shard in (False, True):
-        ranks(3).run(save, tmp_path, shard, options)
-    ranks(now).run(go_on, tmp_path, 3, options)
-
-
-def with_state(saved: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """Return what was saved with another state of the first parameter."""
-    return {**saved, "state": {**saved["state"], 0: state}}
+def test_a_checkpoint_goes_on_on_any_number_of_ranks(ranks: Worlds, now: int, options: dict[str, Any]) -> None:
+    wholes, shards = (ranks(3).run(saved, shard, options) for shard in (False, True))
+    ranks(now).run(go_on, wholes, shards, options)
 
 
 @in_world
-def load_wrongly(directory: Path) -> None:
+def load_wrongly(shards: list[Any]) -> None:
     with exchanged_by("ring") as communicator:
         model = Network()
         optimizer = wrapped(model, communicator, "adam", shard=True)
         before = through_a_file(optimizer.state_dict())
-        states = [torch.load(directory / f"sharded.rank{rank}.pt", weights_only=True) for rank in range(4)]
+        states = [each["optimizer"] for each in shards]
         mine = states[hvd.rank()]
         part, first = mine[SHARDS], mine["state"][0]
         whole = {key: value for key, value in mine.items() if key != SHARDS}
+        with_first = lambda state: {**mine, "state": {**mine["state"], 0: state}}  # noqa: E731
         with pytest.raises(ValueError, match="saved on 4 ranks, and no rank was given the state of ranks 2, 3"):
             optimizer.load_state_dict(mine)
         for culprit, wrong, said in (
             (0, whole, "a part of another checkpoint"),
             (1, {**mine, SHARDS: {**part, "version": 7}}, "a 'gradwire_shards' of version 7"),
-            (
-                1,
-                with_state(mine, {**first, "exp_avg": torch.ones(1)}),
-                "a damaged state: 'exp_avg' of parameter 0 has 1 ",
-            ),
-            (1, with_state(mine, {}), "a part of another checkpoint"),
+            (1, with_first({**first, "exp_avg": torch.ones(1)}), "a damaged state: 'exp_avg' of parameter 0 has 1 "),
+            (1, with_first({}), "a part of another checkpoint"),
             (1, {**mine, SHARDS: {"version": part["version"]}}, "a damaged state: KeyError"),
             (1, {**mine, SHARDS: {**part, "shapes": part["shapes"][::-1]}}, "the state of parameters of shapes"),
         ):
@@ -301,53 +282,39 @@ def load_wrongly(directory: Path) -> None:
         plain.load_state_dict(mine)
 
 
-def test_what_cannot_be_loaded_is_refused_on_all_ranks(ranks: Worlds, tmp_path: Path) -> None:
-    ranks(4).run(save, tmp_path, True, {})
-    ranks(2).run(load_wrongly, tmp_path)
+def test_what_cannot_be_loaded_is_refused_on_all_ranks(ranks: Worlds) -> None:
+    ranks(2).run(load_wrongly, ranks(4).run(saved, True, {}))
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 @on_ranks(2)
 def test_gradients_are_clipped_by_the_norm_over_all_ranks(norm_type: float) -> None:
-    """Clip twice: with a limit that is exceeded, and one that is not."""
+    """Clip with a limit that is exceeded, with one that is not, and where one gradient of one rank is NaN, which makes all
+    gradients NaN, as in torch."""
     with exchanged_by("ring") as one, exchanged_by("ring") as other:
         model, twin = Network(), Network()
         whole, sharded = (
             wrapped(net, each, "sgd", shard=shard) for net, each, shard in ((model, one, False), (twin, other, True))
         )
-        for step, limit in enumerate((0.01, 100.0)):
+        for step, limit in enumerate((0.01, 100.0, 1.0)):
             norms = []
             for net, optimizer in ((model, whole), (twin, sharded)):
                 optimizer.zero_grad()
-                loss_of(net, step, hvd.rank()).backward()
+                bad = net.one * float("nan") if step == 2 and hvd.rank() == 1 else 0.0
+                (loss_of(net, step, hvd.rank()) + bad).backward()
                 norms.append(optimizer.clip_grad_norm_(limit, norm_type))
                 optimizer.step()
-            torch.testing.assert_close(norms[1].double(), norms[0].double(), rtol=1e-6, atol=0)
-            assert float(norms[0]) > 0.01
-            assert len(set(hvd.allgather_object(float(norms[1])))) == 1
-            assert_close(model.parameters(), twin.parameters(), rtol=1e-6, atol=1e-8)
+            torch.testing.assert_close(norms[1].double(), norms[0].double(), rtol=1e-6, atol=0, equal_nan=True)
+            assert float(norms[0]) > 0.01 or step == 2
+            assert len(set(hvd.allgather_object(str(float(norms[1]))))) == 1
+            assert_close(model.parameters(), twin.parameters(), rtol=1e-6, atol=1e-8, equal_nan=True)
+        assert norms[1].isnan()
+        assert model.wide.weight.isnan().all(), "as torch does"
         assert_same_on_all_ranks(twin.parameters())
         with pytest.raises(ValueError, match="norm_type must be a number > 0, not 0"):
             sharded.clip_grad_norm_(1.0, 0)
         whole.close()
         sharded.close()
-
-
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-@on_ranks(2)
-def test_a_norm_that_is_nan_makes_all_gradients_nan_as_in_torch(norm_type: float) -> None:
-    """Clip where one gradient of one rank is NaN."""
-    model, twin = Network(), Network()
-    for net, shard in ((model, False), (twin, True)):
-        with exchanged_by("ring") as communicator:
-            optimizer = wrapped(net, communicator, "sgd", shard=shard)
-            bad = net.one * float("nan") if hvd.rank() == 1 else 0.0
-            (loss_of(net, 0, hvd.rank()) + bad).backward()
-            assert optimizer.clip_grad_norm_(1.0, norm_type).isnan()
-            optimizer.step()
-            optimizer.close()
-    assert model.wide.weight.isnan().all(), "as torch does"
-    assert_close(model.parameters(), twin.parameters(), rtol=0, atol=0, equal_nan=True)
 
 
 @on_ranks(2)
@@ -400,7 +367,7 @@ def test_what_does_not_go_with_it_is_refused_when_the_optimizer_is_made() -> Non
     with pytest.raises(ValueError, match="do not make the same DistributedOptimizer: rule is"):
         hvd.DistributedOptimizer(sgd, shard_states=hvd.rank() == 0)
     embedding = nn.Embedding(4, 3, sparse=True)
-    rows = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), shard_states=True)
+    rows = distributed(embedding.parameters(), 0.1, shard_states=True)
     with pytest.raises(ValueError, match=r"is sparse, which shard_states=True does not support.*sparse_as_dense"):
         embedding(torch.tensor([1])).sum().backward()
     rows.close()

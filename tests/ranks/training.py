@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradwire as hvd
@@ -103,6 +104,11 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
+def distributed(parameters: Iterable[Tensor], lr: float = 1.0, **options: Any) -> hvd.DistributedOptimizer:
+    """Return a DistributedOptimizer of plain SGD."""
+    return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=lr), **options)
+
+
 def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, steps: Iterable[int]) -> list[float]:
     """Train on the batches of these steps; return the losses."""
     losses = []
@@ -160,9 +166,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[in
     take_steps(model, optimizer, lambda step: batch_of(step, hvd.rank(), dtype), steps)
 
 
-def assert_goes_on(made: Callable[[], tuple[nn.Module, Any]], stops: Iterable[int], steps: int) -> None:
+def assert_goes_on(
+    made: Callable[[], tuple[nn.Module, Any]], stops: Iterable[int], steps: int
+) -> tuple[nn.Module, Any]:
     """Train a model with its optimizer, and save now and then; what comes after that, done again from what was saved, must end
-    alike to the bit."""
+    alike to the bit. Return both, the optimizer closed."""
     model, optimizer = made()
     saved = {}
     for step in range(steps):
@@ -177,6 +185,7 @@ def assert_goes_on(made: Callable[[], tuple[nn.Module, Any]], stops: Iterable[in
         assert_equal(model.parameters(), again.parameters())
         resumed.close()
     optimizer.close()
+    return model, optimizer
 
 
 def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -201,11 +210,13 @@ def assert_equal(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> None:
         assert torch.equal(one, other), f"tensor {number}"
 
 
-def assert_same_on_all_ranks(tensors: Iterable[Tensor], process_set: Any = None) -> None:
-    """Compare bit for bit."""
+def assert_same_on_all_ranks(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Compare bit for bit, on all ranks or on those of a group."""
     mine = [tensor.detach().numpy().tobytes() for tensor in tensors]
-    for rank, theirs in enumerate(hvd.allgather_object(mine, process_set=process_set)):
-        assert theirs == mine, f"rank {rank} has other values than rank {hvd.rank()}"
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, mine, group)
+    for rank, theirs in enumerate(everyones):
+        assert theirs == mine, f"rank {rank} has other values than rank {dist.get_rank(group)}"
 
 
 def assert_close(actual: Iterable[Tensor], expected: Iterable[Tensor], **tolerance: Any) -> None:

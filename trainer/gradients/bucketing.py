@@ -34,7 +34,7 @@ class Bucketing:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._combination = setup.combination
-        self._names: list[str] = []
+        self.names: list[str] = []
         self._encodings: list[Cast | Encoding] = []
         self._is_chosen: list[bool] = []
         self._choice: Choice | None = None
@@ -42,8 +42,9 @@ class Bucketing:
         self._is_stale = False
         self._waiting: dict[int, Carried] = {}
         self._order: list[int] = []
-        self._learning = True
         self._arrivals: list[int] | None = None
+        self.is_learning = True
+        """Whether the order in which gradients arrive in the next exchange is to be noted."""
         self.known_sparse: set[int] = set()
         """Whose gradients are known to be sparse: they leave their buckets with the next update()."""
         self.parameters: list[Tensor] = []
@@ -60,7 +61,7 @@ class Bucketing:
         exchanged; frozen parameters are not exchanged, and may have any."""
         named = zip(names, parameters, strict=True)
         _check_dtypes((name, parameter) for name, parameter in named if parameter.requires_grad)
-        self._names += names
+        self.names += names
         policy = self._setup.policy
         for name, parameter in zip(names, map(held_here, parameters), strict=True):
             self._encodings.append(policy.encoding(name, parameter))
@@ -81,14 +82,9 @@ class Bucketing:
     def learn(self, arrivals: Iterable[int]) -> None:
         """Take note of the order in which gradients arrived in an exchange; on every rank, after every exchange. Or, before the
         first update(), of the order in which they will, so that nothing is rebuilt after that."""
-        if self._learning:
+        if self.is_learning:
             self._arrivals = list(arrivals)
-            self._learning = False
-
-    @property
-    def is_learning(self) -> bool:
-        """Return whether the order in which gradients arrive in the next exchange is to be noted."""
-        return self._learning
+            self.is_learning = False
 
     @property
     def is_due(self) -> bool:
@@ -97,22 +93,19 @@ class Bucketing:
         is_other = self._is_stale or self._laid_out() != set(self._trainable())
         return bool(self._arrivals is not None or in_buckets or is_other)
 
-    def name_of(self, index: int) -> str:
-        return self._names[index]
-
     def sparse_gradients(self, items: Sequence[int]) -> SparseGradients:
         """Return what exchanges the sparse gradients of some parameters."""
-        return SparseGradients(self._combination, items, self._names, self.parameters, self._encodings)
+        return SparseGradients(self._combination, items, self.names, self.parameters, self._encodings)
 
     def extend(self) -> None:
         """Lay out parameters that require gradients since the last update(), behind the others. Sends nothing."""
         known = self._laid_out()
         newcomers = [index for index in reversed(self._trainable()) if index not in known]
         if newcomers:
-            _check_dtypes((self._names[index], self.parameters[index]) for index in newcomers)
+            _check_dtypes((self.names[index], self.parameters[index]) for index in newcomers)
             self._order += newcomers
             self._take_in(self._made(newcomers, len(self.buckets)))
-            self._learning = True
+            self.is_learning = True
 
     def update(self) -> None:
         """Rebuild the buckets where that is due; gradients in them move along. Collective when due, else only a look.
@@ -125,12 +118,12 @@ class Bucketing:
             return
         trainable = self._trainable()
         self._is_stale, self._sizes = False, []
-        _check_dtypes((self._names[index], self.parameters[index]) for index in trainable)
+        _check_dtypes((self.names[index], self.parameters[index]) for index in trainable)
         known = dict.fromkeys([*(self._arrivals or ()), *self._order, *reversed(trainable)])
-        self._learning = not self._laid_out() | set(self._arrivals or ()) >= set(trainable)
+        self.is_learning = not self._laid_out() | set(self._arrivals or ()) >= set(trainable)
         self._arrivals = None
         wanted = set(trainable)
-        index_of = {self._names[index]: index for index in known if index in wanted}
+        index_of = {self.names[index]: index for index in known if index in wanted}
         parameters = [self.parameters[index] for index in index_of.values()]
         names = agree_on_parameters(self._combination.communicator, list(index_of), parameters)
         agreed = [index_of[name] for name in names]
@@ -196,7 +189,7 @@ class Bucketing:
                     self._encodings[index] = self._choice.of(size)
 
     def _bucket(self, plan: BucketPlan, number: int) -> Bucket:
-        return Bucket(self._setup, plan, self._names, self.parameters, self._encodings[plan.items[0]], number)
+        return Bucket(self._setup, plan, self.names, self.parameters, self._encodings[plan.items[0]], number)
 
     def _take_in(self, buckets: Sequence[Bucket]) -> None:
         """Add buckets, with what waited for their parameters."""
@@ -225,7 +218,7 @@ class Bucketing:
         """Return all that decides about the next exchanges and that parameters and optimizer do not know."""
         return {
             "order": list(self._order),
-            "learning": self._learning,
+            "learning": self.is_learning,
             "arrivals": self._arrivals,
             "sparse": list(self.sparse.items),
             "buckets": [
@@ -256,7 +249,7 @@ class Bucketing:
             index: {name: tensor.to(self.parameters[index].device) for name, tensor in carried.items()}
             for index, carried in state["waiting"].items()
         }
-        self._order, self._learning, self._arrivals = list(state["order"]), state["learning"], state["arrivals"]
+        self._order, self.is_learning, self._arrivals = list(state["order"]), state["learning"], state["arrivals"]
         self.sparse = self.sparse_gradients(state.get("sparse", ()))
         self.known_sparse = set(self.sparse.items)
         self._replace(buckets)
@@ -276,7 +269,7 @@ class Bucketing:
 
     def described(self) -> list[tuple[Any, ...]]:
         """Return name and shape of what this rank holds of every parameter; of a sharded one also which shard."""
-        named = zip(self._names, self.parameters, strict=True)
+        named = zip(self.names, self.parameters, strict=True)
         return [(name, tuple(held_here(p).shape), *filter(None, [shard_of(p)])) for name, p in named]
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradwire.collectives import Communicator
 from gradwire.trainer.gradients.agreement import on_all_ranks
@@ -179,7 +178,10 @@ class Resumption:
                 continue
             total = torch.zeros(entry["numel"], device=parameters[entry["parameters"][0]].device)
             for part in parts:
-                _add(total, part["buckets"][place], number if part["op"] == Average else 1)
+                shard, start = part["buckets"][place]["tensors"], part["buckets"][place]["shard_start"]
+                worker, owner = shard["worker"].to(total.device), shard["owner"].to(total.device)
+                total.add_(worker, alpha=1 / number if part["op"] == Average else 1.0)
+                total[start : start + owner.numel()].add_(owner)
             self._communicator.allreduce(total, Sum, postscale=mine["predivide"])
             for slot, (index, start) in enumerate(zip(entry["parameters"], entry["starts"], strict=True)):
                 carried[index] = {"residual": total[start : start + held_here(parameters[index]).numel()]}
@@ -202,13 +204,6 @@ def _parts_of(state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> lis
 def _of_optimizer(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return what the wrapped optimizer has saved."""
     return {key: value for key, value in state_dict.items() if key != KEY}
-
-
-def _add(total: Tensor, entry: dict[str, Any], workers: int) -> None:
-    """Add one rank's residuals of a buffer to those of the result, its worker's averaged."""
-    worker, owner, start = entry["tensors"]["worker"], entry["tensors"]["owner"], entry["shard_start"]
-    total.add_(worker.to(total.device), alpha=1 / workers)
-    total[start : start + owner.numel()].add_(owner.to(total.device))
 
 
 def _warn(saved: int, now: int, handed_over: Sequence[int]) -> None:

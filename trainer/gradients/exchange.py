@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -113,7 +113,7 @@ class GradientExchange:
         """See to it that every parameter that requires a gradient has a hook. (Torch refuses hooks on the others.)"""
         for index, parameter in enumerate(self._bucketing.parameters):
             if parameter.requires_grad and index not in self._hooks:
-                hook = _Hook(weakref.ref(self), index)
+                hook = Weakly.of(self.on_gradient, index)
                 self._hooks[index] = parameter.register_post_accumulate_grad_hook(hook)
 
     # While gradients arrive
@@ -153,7 +153,7 @@ class GradientExchange:
 
     def _on_sparse_gradient(self, index: int) -> None:
         """Take a gradient that is not for a bucket."""
-        name, sparse = self._bucketing.name_of(index), self._bucketing.sparse
+        name, sparse = self._bucketing.names[index], self._bucketing.sparse
         if sparse.in_flight:
             raise RuntimeError(_IN_FLIGHT.format(name))
         if self._combination.op == Sum and index in self._reduced and sparse.holds(index):
@@ -307,17 +307,22 @@ class GradientExchange:
 
 
 @dataclass(frozen=True, eq=False)
-class _Hook:
-    """Calls an exchange from a parameter, without keeping it alive, and not from a copy of the parameter."""
+class Weakly:
+    """Calls a method, with `first` before other arguments, from a parameter, module or optimizer that it hooks: without keeping
+    the method's object alive, and not from a copy of what it hooks."""
 
-    exchange: weakref.ref[GradientExchange] | None
-    index: int
+    method: weakref.WeakMethod[Callable[..., None]] | None = None
+    first: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, method: Callable[..., None], *first: int) -> Weakly:
+        return cls(weakref.WeakMethod(method), first)
 
     @uncompiled
-    def __call__(self, parameter: Tensor) -> None:
-        exchange = self.exchange() if self.exchange is not None else None
-        if exchange is not None:
-            exchange.on_gradient(self.index, parameter)
+    def __call__(self, *args: object) -> None:
+        method = self.method() if self.method is not None else None
+        if method is not None:
+            method(*self.first, *args)
 
-    def __reduce__(self) -> tuple[type[_Hook], tuple[None, int]]:
-        return _Hook, (None, self.index)
+    def __reduce__(self) -> tuple[type[Weakly], tuple[()]]:
+        return Weakly, ()

@@ -8,10 +8,8 @@ are on the wire (ByteScheduler, Peng et al. 2019).
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +20,9 @@ from gradwire.collectives import CollectiveError
 from gradwire.collectives.torch_internals import has_step_hooks
 from gradwire.trainer.gradients.deferred import DeferredExchange, is_awaited
 from gradwire.trainer.gradients.dtensors import shard_of
+from gradwire.trainer.gradients.exchange import Weakly
 from gradwire.trainer.gradients.setup import Setup
-from gradwire.trainer.optimizers.wrapped import tensors_of, uncompiled
+from gradwire.trainer.optimizers.wrapped import tensors_of
 from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.world import here
 
@@ -65,8 +64,8 @@ class NextForward(Synchronous):
             )
         super().__init__(setup)
         self.moments = None  # when this rank needs the end of an exchange, it says nothing of the others
-        self.exchange.settle = _Weakly.of(self.settle)
-        self.exchange.before_gradient = _Weakly.of(self._before_gradient)
+        self.exchange.settle = Weakly.of(self.settle)
+        self.exchange.before_gradient = Weakly.of(self._before_gradient)
         self._model = model
         self._lock = threading.RLock()  # autograd calls hooks from one thread per device
         self._settings: list[dict[str, Any]] | None = None  # of the param groups at the step that is due
@@ -75,7 +74,7 @@ class NextForward(Synchronous):
         self._needed: dict[nn.Module | None, list[int]] = {}
         self._needed_by: tuple[int, object] = (0, None)  # what that was made of
         self._watched: set[nn.Module] = set()
-        reads, loads = _Weakly.of(self.settle), _Weakly.of(self._before_load)
+        reads, loads = Weakly.of(self.settle), Weakly.of(self._before_load)
         optimizer = setup.optimizer
         self._hooks: list[RemovableHandle] = [
             optimizer.register_state_dict_pre_hook(reads),
@@ -87,8 +86,8 @@ class NextForward(Synchronous):
             if shard_of(parameter):
                 raise ValueError(f"{here()}overlap='next_forward' needs whole parameters, and {name!r} is sharded")
         super().add(names, parameters)
-        forward, reads = _Weakly.of(self._before_forward), _Weakly.of(self.settle)
-        loads = _Weakly.of(self._before_load)
+        forward, reads = Weakly.of(self._before_forward), Weakly.of(self.settle)
+        loads = Weakly.of(self._before_load)
         for module in set(self._model.modules()) - self._watched:
             self._watched.add(module)
             self._hooks.append(module.register_forward_pre_hook(forward, prepend=True))
@@ -180,7 +179,6 @@ class NextForward(Synchronous):
         visit(self._model, None)
         self._needed.setdefault(None, []).extend(set(elsewhere.values()))
 
-    @uncompiled
     def _before_forward(self, module: nn.Module, _: object) -> None:
         self._called.add(module)
         if not self.exchange.is_pending:
@@ -198,7 +196,7 @@ class NextForward(Synchronous):
         with self._lock:
             if self.bucketing.places.get(index, (-1,))[0] in self.exchange.waiting:
                 message = _TWICE if self._settings is None else _READ_BEFORE
-                raise RuntimeError(message.format(here(), self.bucketing.name_of(index)))
+                raise RuntimeError(message.format(here(), self.bucketing.names[index]))
             self.settle()
 
     def _before_load(self, *_: object) -> None:
@@ -264,22 +262,3 @@ def _outside_of_modes(devices: Iterable[str]) -> Iterator[None]:
         for device in devices:
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
-
-
-@dataclass(frozen=True, eq=False)
-class _Weakly:
-    """Calls a method of a rule without keeping the rule alive, and not from a copy of what it hooks."""
-
-    method: weakref.WeakMethod[Callable[..., None]] | None
-
-    @classmethod
-    def of(cls, method: Callable[..., None]) -> _Weakly:
-        return cls(weakref.WeakMethod(method))
-
-    def __call__(self, *args: object) -> None:
-        method = self.method() if self.method is not None else None
-        if method is not None:
-            method(*args)
-
-    def __reduce__(self) -> tuple[type[_Weakly], tuple[None]]:
-        return _Weakly, (None,)

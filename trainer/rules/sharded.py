@@ -25,7 +25,7 @@ from gradwire.trainer.gradients.dtensors import shard_of
 from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.gradients.shards.pieces import Held, Pieces, cut_whole, is_by_element
 from gradwire.trainer.gradients.shards.ranges import LOST
-from gradwire.trainer.optimizers.layerwise import LAMB, LARS
+from gradwire.trainer.optimizers.foreach import LAMB, LARS
 from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.world import here
 
