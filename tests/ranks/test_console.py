@@ -19,7 +19,7 @@ from tests.pages import ROOT
 from tests.ranks.test_init import unused_port
 
 DEADLINE_S = 60.0
-REAL_PYTHON = sys.executable
+INTERPRETER = sys.executable
 
 #: Adds up ranks, on whatever hosts they are.
 SUMS = """
@@ -97,7 +97,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_on_this_host(folder: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_on_this_host(folder: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the agent by an interpreter, which imports what an agent imports."""
+    monkeypatch.setattr(sys, "executable", INTERPRETER)
     files = folder / "files"
     flags = ["-np", "2", "--output-filename", str(files), "--timeline-filename", "a b.json"]
     status = main(["run", *flags, "prints.py", "--lr", "0.1"])
@@ -113,12 +115,10 @@ def test_on_this_host(folder: Path, capfdbinary: pytest.CaptureFixture[bytes]) -
 
 
 def test_on_two_hosts(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start their agents by an interpreter, which imports what an agent imports."""
     monkeypatch.setenv("COLLECTIVES_LINK", "tcp")
     monkeypatch.setenv("LEFT_HERE", "yes")
-    monkeypatch.setattr(sys, "executable", REAL_PYTHON)
     flags = ["-H", "127.0.0.2:1,127.0.0.3:2", "-p", "22", "--master-port", str(unused_port()), "--start-timeout", "90"]
-    status = main(["run", *flags, "--timeline-filename", "it's $HOME.json", python(), "sums.py"])
+    status = main(["run", *flags, "--timeline-filename", "it's $HOME.json", "sums.py"])
     out, errors = capsys.readouterr()
     assert status == 0, errors
     for rank in range(3):
@@ -180,7 +180,7 @@ def test_no_rank_outlives_the_launcher(folder: Path, number: signal.Signals) -> 
     """It is told to end all, or gone itself before it can."""
     end = time.monotonic() + DEADLINE_S
     flags = ["-H", "localhost:1,127.0.0.2:1", "--master-port", str(unused_port()), "-x", "COLLECTIVES_INTERFACE=lo"]
-    launcher = subprocess.Popen([REAL_PYTHON, "-m", "gradwire", "run", *flags, "stays.py", str(folder)])
+    launcher = subprocess.Popen([python(), "-m", "gradwire", "run", *flags, "stays.py", str(folder)])
     try:
         files = [folder / str(rank) for rank in range(2)]
         while not all(file.exists() for file in files):

@@ -74,16 +74,16 @@ def slow_rank(slow: int) -> tuple[hvd.Stragglers, list[str], list[int | None]]:
     return report, said, seen
 
 
-@pytest.mark.parametrize(("size", "slow"), [(2, 1), (3, 0)])
-def test_a_slow_rank_is_named_with_what_it_costs(ranks: Worlds, size: int, slow: int) -> None:
-    results = ranks(size).run(slow_rank, slow)
+def test_a_slow_rank_is_named_with_what_it_costs(ranks: Worlds) -> None:
+    slow = 1
+    results = ranks(3).run(slow_rank, slow)
     for report, _, seen in results:
         assert report.slowest == slow
         assert report.steps == 4
         assert 0.75 * SLOW_S <= report.cost_s[slow] <= report.worst_s[slow]
         assert report.step_s >= SLOW_S
         assert report.share > 0.1
-        for rank in set(range(size)) - {slow}:
+        for rank in {0, 1, 2} - {slow}:
             assert report.waited_s[rank][slow] >= 0.75 * SLOW_S
             assert report.waited_s[slow][rank] < report.waited_s[rank][slow]
         assert seen[-1] == slow

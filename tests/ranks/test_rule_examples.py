@@ -20,18 +20,18 @@ def test_a_rule_takes_less_than_40_lines(name: str) -> None:
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 40
 
 
-def run(name: str, folder: Path, processes: int = 2) -> str:
-    return launch_text((EXAMPLES / f"{name}.py").read_text(), folder, processes)
+def run(name: str, folder: Path) -> str:
+    return launch_text((EXAMPLES / f"{name}.py").read_text(), folder)
 
 
 def test_ranks_that_step_alone_learn_and_meet(tmp_path: Path) -> None:
-    """Run on four ranks, all of which have the same loss whenever they have met."""
-    said = run("local_updates", tmp_path, processes=4)
+    """Have the same loss on all ranks whenever they have met."""
+    said = run("local_updates", tmp_path)
     losses: dict[int, list[str]] = {}
     for step, loss in re.findall(r"rank \d, step (\d+): loss ([0-9.]+)", said):
         losses.setdefault(int(step), []).append(loss)
     assert sorted(losses) == list(range(50, 351, 50))
-    assert all(len(of_ranks) == 4 and len(set(of_ranks)) == 1 for of_ranks in losses.values())
+    assert all(len(of_ranks) == 2 and len(set(of_ranks)) == 1 for of_ranks in losses.values())
     assert float(losses[350][0]) < 0.5 * float(losses[50][0])
     assert "350 steps: " in said
 
