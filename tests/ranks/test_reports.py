@@ -252,7 +252,7 @@ def record(path: Path, compression: Compressor) -> int:
     return model[1].weight.nbytes
 
 
-@pytest.mark.parametrize("compression", ["none", "onebit", "fp16"])
+@pytest.mark.parametrize("compression", ["none", "onebit"])
 def test_the_timeline_shows_all_ranks(ranks: Worlds, tmp_path: Path, compression: str) -> None:
     path = tmp_path / "timeline.json"
     nbytes, *_ = ranks(3).run(record, path, compression)
@@ -290,15 +290,11 @@ def test_the_timeline_shows_all_ranks(ranks: Worlds, tmp_path: Path, compression
         assert {"allreduce", "allgather", "broadcast"} <= {event["name"] for event in operations}
         assert set(lanes.values()) >= {"verbs: operations", "communicator 1: operations", "communicator 1: training"}
         large = [e for e in named("operations", "allreduce") if e["args"].get("bytes", 0) >= nbytes]
-        assert len(large) >= 3 or compression == "fp16"
+        assert len(large) >= 3
         assert all(event["args"]["algorithm"] for event in large)
         assert all("float32[" in event["args"]["call"] for event in named("operations", "allreduce"))
-        if compression != "none":
-            assert named("operations", "encode")
-            assert named("operations", "decode")
         if compression == "onebit":
-            assert named("operations", "send")
-            assert named("operations", "wait")
+            assert all(named("operations", part) for part in ("encode", "send", "wait", "decode"))
         exchanges.append(waits)
     for step in range(3):  # all end the exchange together, as far as clocks and machine tell
         ends = [waits[step]["ts"] + waits[step]["dur"] for waits in exchanges]
