@@ -74,8 +74,8 @@ class Case:
 
     name: str
     prepare: Callable[[Job], Buffers]
-    run: Callable[[Communicator, Buffers, Job, str], None]
-    run_torch: Callable[[Buffers, Job], None]
+    run: Callable[[Communicator, Buffers, Job, str], object]
+    run_torch: Callable[[Buffers, Job], object]
     reduces: bool = False
     rooted: bool = False
     shared_out: bool = True

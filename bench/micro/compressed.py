@@ -40,7 +40,7 @@ from gradwire.collectives.compression.algorithms_for import shot_of
 from gradwire.collectives.compression.codec import Codec, State
 
 Codecs = Mapping[str, tuple[Codec, bool]]
-Call = Callable[[], None]
+Call = Callable[[], object]
 NONE, TORCH, AUTO = "none", "torch", "auto"
 ALLREDUCE = CASES["allreduce"]
 

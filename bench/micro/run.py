@@ -89,7 +89,7 @@ def plan_jobs(case: Case, chosen: argparse.Namespace, rank: int, size: int, devi
     return list(jobs)
 
 
-def competitor(case: Case, comm: Communicator, buffers: Buffers, job: Job, algorithm: str) -> Callable[[], None]:
+def competitor(case: Case, comm: Communicator, buffers: Buffers, job: Job, algorithm: str) -> Callable[[], object]:
     if algorithm == TORCH:
         return partial(case.run_torch, buffers, job)
     if algorithm == mpi.MPI:
