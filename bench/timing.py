@@ -57,7 +57,7 @@ def distributed_machine(device: torch.device, meet: Callable[[], object] = dist.
 
 
 def take_turns(
-    competitors: Sequence[Callable[[], None]],
+    competitors: Sequence[Callable[[], object]],
     reset: Callable[[], None],
     wrong: Callable[[], int],
     machine: Machine,
@@ -71,7 +71,7 @@ def take_turns(
     seconds = np.zeros((len(competitors), protocol.iters))
     wrong_elements = [0] * len(competitors)
 
-    def turn(competitor: Callable[[], None]) -> float:
+    def turn(competitor: Callable[[], object]) -> float:
         reset()
         machine.synchronize()
         machine.barrier()

@@ -67,20 +67,23 @@ def out_of_place(job: Job, tensor: torch.Tensor, expected: torch.Tensor) -> Buff
 
 @dataclass(frozen=True)
 class Case:
-    """`shared_out`: bytes are divided over the ranks. `busbw_factor`: world size -> busbw / algbw.
+    """`shared_out`: bytes are divided over the ranks; all others run in place. `busbw_factor`: world size -> busbw / algbw.
 
     `run` is our call, `run_torch` the one that a user of torch.distributed without us would write.
     """
 
     name: str
-    reduces: bool
-    rooted: bool
-    in_place: bool
-    shared_out: bool
-    busbw_factor: Callable[[int], float]
     prepare: Callable[[Job], Buffers]
-    run: Callable[[Communicator, Buffers, Job, str], None]
-    run_torch: Callable[[Buffers, Job], None]
+    run: Callable[[Communicator, Buffers, Job, str], object]
+    run_torch: Callable[[Buffers, Job], object]
+    reduces: bool = False
+    rooted: bool = False
+    shared_out: bool = True
+    busbw_factor: Callable[[int], float] = lambda size: (size - 1) / size
+
+    @property
+    def in_place(self) -> bool:
+        return not self.shared_out
 
     def count(self, nbytes: int, size: int, dtype: torch.dtype) -> int:
         """Elements for about `nbytes`: never more, but for the one element a rank at least has."""
@@ -109,17 +112,9 @@ def divide(total: torch.Tensor, job: Job) -> None:
         total.div_(job.size, rounding_mode=None if job.dtype.is_floating_point else "trunc")
 
 
-def _share(size: int) -> float:
-    return (size - 1) / size
-
-
 def _prepare_allreduce(job: Job) -> Buffers:
     mine = job.expand(contribution_tile(job.rank, job.size, job.op, job.dtype), 0, job.count)
     return in_place(mine, job.expand(reduced_tile(job.size, job.op, job.dtype), 0, job.count))
-
-
-def _run_allreduce(comm: Communicator, buffers: Buffers, job: Job, algorithm: str) -> None:
-    comm.allreduce(buffers.output, job.op, algorithm=algorithm)
 
 
 def _torch_allreduce(buffers: Buffers, job: Job) -> None:
@@ -133,10 +128,6 @@ def _prepare_reduce_scatter(job: Job) -> Buffers:
     return out_of_place(job, mine, job.expand(reduced, job.rank * job.count, job.count))
 
 
-def _run_reduce_scatter(comm: Communicator, buffers: Buffers, job: Job, algorithm: str) -> None:
-    comm.reduce_scatter(buffers.output, buffers.input, job.op, algorithm=algorithm)
-
-
 def _torch_reduce_scatter(buffers: Buffers, job: Job) -> None:
     _reduce_scatter_single(buffers.output, buffers.input, TORCH_OPS[job.op])
     divide(buffers.output, job)
@@ -147,25 +138,9 @@ def _prepare_allgather(job: Job) -> Buffers:
     return out_of_place(job, blocks[job.rank], torch.cat(blocks))
 
 
-def _run_allgather(comm: Communicator, buffers: Buffers, job: Job, algorithm: str) -> None:
-    comm.allgather(buffers.output, buffers.input, algorithm=algorithm)
-
-
-def _torch_allgather(buffers: Buffers, job: Job) -> None:
-    _all_gather_single(buffers.output, buffers.input)
-
-
 def _prepare_broadcast(job: Job) -> Buffers:
     expected = job.expand(own_tile(job.root, job.dtype), 0, job.count)
     return in_place(expected if job.rank == job.root else job.unwritten(job.count), expected)
-
-
-def _run_broadcast(comm: Communicator, buffers: Buffers, job: Job, algorithm: str) -> None:
-    comm.broadcast(buffers.output, src=job.root, algorithm=algorithm)
-
-
-def _torch_broadcast(buffers: Buffers, job: Job) -> None:
-    dist.broadcast(buffers.output, job.root)
 
 
 def _prepare_alltoall(job: Job) -> Buffers:
@@ -174,71 +149,45 @@ def _prepare_alltoall(job: Job) -> Buffers:
     return out_of_place(job, mine, torch.cat(sources))
 
 
-def _run_alltoall(comm: Communicator, buffers: Buffers, job: Job, algorithm: str) -> None:
-    comm.alltoall(buffers.output, buffers.input, algorithm=algorithm)
-
-
-def _torch_alltoall(buffers: Buffers, job: Job) -> None:
-    dist.all_to_all_single(buffers.output, buffers.input)
-
-
 CASES = {
     case.name: case
     for case in (
         Case(
             "allreduce",
+            _prepare_allreduce,
+            lambda comm, buffers, job, name: comm.allreduce(buffers.output, job.op, algorithm=name),
+            _torch_allreduce,
             reduces=True,
-            rooted=False,
-            in_place=True,
             shared_out=False,
-            busbw_factor=lambda size: 2 * _share(size),
-            prepare=_prepare_allreduce,
-            run=_run_allreduce,
-            run_torch=_torch_allreduce,
+            busbw_factor=lambda size: 2 * (size - 1) / size,
         ),
         Case(
             "reduce_scatter",
+            _prepare_reduce_scatter,
+            lambda comm, buffers, job, name: comm.reduce_scatter(buffers.output, buffers.input, job.op, algorithm=name),
+            _torch_reduce_scatter,
             reduces=True,
-            rooted=False,
-            in_place=False,
-            shared_out=True,
-            busbw_factor=_share,
-            prepare=_prepare_reduce_scatter,
-            run=_run_reduce_scatter,
-            run_torch=_torch_reduce_scatter,
         ),
         Case(
             "allgather",
-            reduces=False,
-            rooted=False,
-            in_place=False,
-            shared_out=True,
-            busbw_factor=_share,
-            prepare=_prepare_allgather,
-            run=_run_allgather,
-            run_torch=_torch_allgather,
+            _prepare_allgather,
+            lambda comm, buffers, job, name: comm.allgather(buffers.output, buffers.input, algorithm=name),
+            lambda buffers, job: _all_gather_single(buffers.output, buffers.input),
         ),
         Case(
             "broadcast",
-            reduces=False,
+            _prepare_broadcast,
+            lambda comm, buffers, job, name: comm.broadcast(buffers.output, src=job.root, algorithm=name),
+            lambda buffers, job: dist.broadcast(buffers.output, job.root),
             rooted=True,
-            in_place=True,
             shared_out=False,
             busbw_factor=lambda size: 1.0,
-            prepare=_prepare_broadcast,
-            run=_run_broadcast,
-            run_torch=_torch_broadcast,
         ),
         Case(
             "alltoall",
-            reduces=False,
-            rooted=False,
-            in_place=False,
-            shared_out=True,
-            busbw_factor=_share,
-            prepare=_prepare_alltoall,
-            run=_run_alltoall,
-            run_torch=_torch_alltoall,
+            _prepare_alltoall,
+            lambda comm, buffers, job, name: comm.alltoall(buffers.output, buffers.input, algorithm=name),
+            lambda buffers, job: dist.all_to_all_single(buffers.output, buffers.input),
         ),
     )
 }

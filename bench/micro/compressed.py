@@ -18,12 +18,18 @@ from torch import Tensor
 
 from gradwire.bench.codec.checks import relative_error
 from gradwire.bench.micro.cases import CASES, Buffers, Job
-from gradwire.bench.micro.table import Row, format_comparison, format_heading, format_row, format_trailer
+from gradwire.bench.micro.table import (
+    Measured,
+    Row,
+    format_comparison,
+    format_heading,
+    format_row,
+    format_trailer,
+    measured_row,
+)
 from gradwire.bench.timing import (
     Protocol,
-    Times,
     distributed_machine,
-    median_and_p99,
     most_bytes,
     over_ranks,
     slowest_rank,
@@ -34,8 +40,7 @@ from gradwire.collectives.compression.algorithms_for import shot_of
 from gradwire.collectives.compression.codec import Codec, State
 
 Codecs = Mapping[str, tuple[Codec, bool]]
-Measured = tuple[Job, Row, Times]
-Call = Callable[[], None]
+Call = Callable[[], object]
 NONE, TORCH, AUTO = "none", "torch", "auto"
 ALLREDUCE = CASES["allreduce"]
 
@@ -182,34 +187,19 @@ def _measure(job: Job, comm: Communicator, codecs: Codecs, protocol: Protocol, d
     names = [(TORCH, NONE), (AUTO, NONE), *((AUTO, label) for label in codecs)]
     measured: list[Measured] = []
     for index, (algorithm, label) in enumerate(names):
-        median_s, p99_s = median_and_p99(slowest[index])
         codec, with_feedback = codecs.get(label, (None, False))
-        parts = _parts(comm, job, buffers, codec, with_feedback, protocol, device) if codec is not None else None
+        parts = _parts(comm, job, buffers, codec, with_feedback, protocol, device) if codec is not None else {}
         sent = comm.wire_bytes("allreduce", 4 * job.count, codec=codec) if algorithm != TORCH else None
         most = most_bytes(sent, device)
-        nbytes = 4 * job.count
-        uncompressed = ALLREDUCE.busbw_factor(job.size) * nbytes
-        row = Row(
-            collective=ALLREDUCE.name,
-            algorithm=algorithm,
-            codec=label,
-            dtype="float32",
-            op=job.op,
-            world_size=job.size,
-            bytes=nbytes,
-            time_us=median_s * 1e6,
-            p99_us=p99_s * 1e6,
-            algbw_GBps=nbytes / median_s / 1e9,
-            busbw_GBps=uncompressed / median_s / 1e9,
-            wire_bytes=most,
-            wrong=int(wrong_anywhere[index]) if protocol.check_iters > 0 else None,
-            ratio=uncompressed / most if most else None,
-            relative_error=errors[index],
-            encode_us=parts[0] if parts else None,
-            wire_us=parts[1] if parts else None,
-            decode_us=parts[2] if parts else None,
-        )
-        measured.append((job, row, slowest[index]))
+        known = {
+            "codec": label,
+            "wire_bytes": most,
+            "wrong": int(wrong_anywhere[index]) if protocol.check_iters > 0 else None,
+            "ratio": ALLREDUCE.busbw_factor(job.size) * 4 * job.count / most if most else None,
+            "relative_error": errors[index],
+            **parts,
+        }
+        measured.append(measured_row(ALLREDUCE, job, algorithm, slowest[index], **known))
     return measured
 
 
@@ -221,8 +211,8 @@ def _parts(
     with_feedback: bool,
     protocol: Protocol,
     device: torch.device,
-) -> tuple[float, float, float]:
-    """Microseconds of encoding, of the wire and of decoding, each by itself, in turns of their own."""
+) -> dict[str, float]:
+    """Microseconds of encoding, of the wire and of decoding, each by itself, in turns of their own, by the row's fields."""
     clock, readings = Clock(), list[tuple[float, float]]()
     whole = compressed(comm, job, buffers.output, timed(codec, clock), with_feedback)
 
@@ -236,8 +226,8 @@ def _parts(
         [read, wire], buffers.reset, lambda: 0, distributed_machine(device, comm.barrier), unchecked
     )
     of_codec = np.array(readings[-protocol.iters :]).T
-    encode_s, decode_s, wire_s = slowest_rank(np.stack([*of_codec, seconds[1]]), device)
-    return float(np.median(encode_s)) * 1e6, float(np.median(wire_s)) * 1e6, float(np.median(decode_s)) * 1e6
+    medians_s = np.median(slowest_rank(np.stack([*of_codec, seconds[1]]), device), axis=1)
+    return dict(zip(("encode_us", "decode_us", "wire_us"), (medians_s * 1e6).tolist(), strict=True))
 
 
 def report(comm: Communicator, measured: Sequence[Measured], codecs: Codecs) -> list[Row]:

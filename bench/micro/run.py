@@ -17,14 +17,21 @@ import torch.distributed as dist
 from gradwire.bench.micro import compressed, mpi
 from gradwire.bench.micro.cases import CASES, Buffers, Case, Job, torch_takes
 from gradwire.bench.micro.options import DTYPES, parse_arguments
-from gradwire.bench.micro.table import Row, format_comparison, format_heading, format_row, format_trailer
+from gradwire.bench.micro.table import (
+    Measured,
+    Row,
+    format_comparison,
+    format_heading,
+    format_row,
+    format_trailer,
+    measured_row,
+)
 from gradwire.bench.micro.verification import count_wrong
 from gradwire.bench.results import device_name, software_and_machine, write_json
 from gradwire.bench.timing import (
     Protocol,
     Times,
     distributed_machine,
-    median_and_p99,
     most_bytes,
     over_ranks,
     slowest_rank,
@@ -37,7 +44,6 @@ from gradwire.trainer.world.world import start_torch_distributed
 TORCH = "torch"
 """The competitor that is not ours: torch.distributed, called without a Communicator."""
 PEERS = ("native", TORCH, mpi.MPI)
-Measured = tuple[Job, Row, Times]
 
 
 def join_world(backend: str | None, timeout_s: float) -> torch.device:
@@ -83,7 +89,7 @@ def plan_jobs(case: Case, chosen: argparse.Namespace, rank: int, size: int, devi
     return list(jobs)
 
 
-def competitor(case: Case, comm: Communicator, buffers: Buffers, job: Job, algorithm: str) -> Callable[[], None]:
+def competitor(case: Case, comm: Communicator, buffers: Buffers, job: Job, algorithm: str) -> Callable[[], object]:
     if algorithm == TORCH:
         return partial(case.run_torch, buffers, job)
     if algorithm == mpi.MPI:
@@ -128,26 +134,10 @@ def measure(
 
     measured: list[Measured] = []
     for (job, algorithm), times, wrong_elements in zip(turns, slowest, wrong_anywhere, strict=True):
-        nbytes = case.nbytes(job)
-        median_s, p99_s = median_and_p99(times)
-        algbw = nbytes / median_s / 1e9
-        sent = None if algorithm in (TORCH, mpi.MPI) else comm.wire_bytes(case.name, nbytes, algorithm)
-        row = Row(
-            collective=case.name,
-            algorithm=algorithm,
-            codec="none",
-            dtype=str(job.dtype).removeprefix("torch."),
-            op=job.op,
-            world_size=job.size,
-            bytes=nbytes,
-            time_us=median_s * 1e6,
-            p99_us=p99_s * 1e6,
-            algbw_GBps=algbw,
-            busbw_GBps=algbw * case.busbw_factor(job.size),
-            wire_bytes=most_bytes(sent, device),
-            wrong=int(wrong_elements) if protocol.check_iters > 0 else None,
-        )
-        measured.append((job, row, times))
+        sent = None if algorithm in (TORCH, mpi.MPI) else comm.wire_bytes(case.name, case.nbytes(job), algorithm)
+        wrong_seen = int(wrong_elements) if protocol.check_iters > 0 else None
+        known = {"codec": "none", "wire_bytes": most_bytes(sent, device), "wrong": wrong_seen}
+        measured.append(measured_row(case, job, algorithm, times, **known))
     return measured
 
 

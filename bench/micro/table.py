@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from gradwire.bench.micro.cases import Job
-from gradwire.bench.timing import Times, format_interval, speedup_interval
+from gradwire.bench.micro.cases import Case, Job
+from gradwire.bench.timing import Times, format_interval, median_and_p99, speedup_interval
 from gradwire.collectives.notation import format_size
 
 
@@ -41,6 +42,30 @@ class Row:
     encode_us: float | None = None
     wire_us: float | None = None
     decode_us: float | None = None
+
+
+#: What was measured of one competitor in one job: its row, and each turn's time on its slowest rank.
+Measured = tuple[Job, Row, Times]
+
+
+def measured_row(case: Case, job: Job, algorithm: str, slowest: Times, **known: Any) -> Measured:
+    """Return the row of an algorithm, given each turn's time on its slowest rank. known: the fields that times do not say."""
+    nbytes, (median_s, p99_s) = case.nbytes(job), median_and_p99(slowest)
+    algbw = nbytes / median_s / 1e9
+    row = Row(
+        collective=case.name,
+        algorithm=algorithm,
+        dtype=str(job.dtype).removeprefix("torch."),
+        op=job.op,
+        world_size=job.size,
+        bytes=nbytes,
+        time_us=median_s * 1e6,
+        p99_us=p99_s * 1e6,
+        algbw_GBps=algbw,
+        busbw_GBps=algbw * case.busbw_factor(job.size),
+        **known,
+    )
+    return job, row, slowest
 
 
 COLUMNS = (
@@ -117,7 +142,7 @@ def format_trailer(rows: Sequence[Row]) -> list[str]:
 
 
 def format_comparison(
-    measured: Sequence[tuple[Job, Row, Times]], algorithm: str, peer: str, chosen: Callable[[int], str]
+    measured: Sequence[Measured], algorithm: str, peer: str, chosen: Callable[[int], str]
 ) -> list[str]:
     """Return lines that say how many times as fast `algorithm` is as `peer`, job by job; none where one of them did not run.
 

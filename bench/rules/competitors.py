@@ -54,13 +54,13 @@ class Competitor:
     module: nn.Module
     forward: nn.Module
     optimizer: torch.optim.Optimizer
-    in_step: bool
-    warmup_steps: int
-    period: int
     sent_bytes: Callable[[int], float]
-    wait_s: Callable[[], float | None]
-    report: Callable[[], str]
-    close: Callable[[], None]
+    wait_s: Callable[[], float | None] = lambda: None
+    report: Callable[[], str] = lambda: ""
+    close: Callable[[], None] = lambda: None
+    in_step: bool = True
+    warmup_steps: int = 0
+    period: int = 1
 
 
 @dataclass(frozen=True)
@@ -100,28 +100,20 @@ def exchanged_bytes(module: nn.Module) -> float:
 
 
 def _alone(module: nn.Module, codec: str, settings: Settings) -> Competitor:
-    return Competitor(
-        module, module, adamw(module), False, 0, 1, lambda steps: 0.0, lambda: 0.0, lambda: "", lambda: None
-    )
+    return Competitor(module, module, adamw(module), lambda steps: 0.0, wait_s=lambda: 0.0, in_step=False)
 
 
 def _ddp(module: nn.Module, codec: str, settings: Settings) -> Competitor:
     sent = exchanged_bytes(module)
-    forward = DistributedDataParallel(module)
-    return Competitor(
-        module, forward, adamw(module), True, 0, 1, lambda steps: sent * steps, lambda: None, lambda: "", lambda: None
-    )
+    return Competitor(module, DistributedDataParallel(module), adamw(module), lambda steps: sent * steps)
 
 
 def _synchronous(module: nn.Module, codec: str, settings: Settings) -> Competitor:
     optimizer = hvd.DistributedOptimizer(adamw(module), module.named_parameters(), settings.codec(codec))
     return Competitor(
-        module=module,
-        forward=module,
-        optimizer=optimizer,
-        in_step=True,
-        warmup_steps=0,
-        period=1,
+        module,
+        module,
+        optimizer,
         sent_bytes=lambda steps: optimizer.stats.bytes_sent,
         wait_s=lambda: optimizer.communication_wait_s,
         report=lambda: str(optimizer.stats),
@@ -150,21 +142,16 @@ def _local(
         delay=delay,
     )
     return Competitor(
-        module=module,
-        forward=module,
-        optimizer=optimizer,
-        in_step=True,
-        warmup_steps=settings.warmup_steps,
-        period=settings.every,
+        module,
+        module,
+        optimizer,
         sent_bytes=lambda steps: optimizer.report().bytes_sent,
         wait_s=lambda: optimizer.communication_wait_s,
         report=lambda: str(optimizer.report()),
         close=optimizer.close,
+        warmup_steps=settings.warmup_steps,
+        period=settings.every,
     )
-
-
-def _average(module: nn.Module, codec: str, settings: Settings) -> Competitor:
-    return _local(module, codec, settings, None)
 
 
 def _nesterov(module: nn.Module, settings: Settings) -> torch.optim.Optimizer:
@@ -173,81 +160,52 @@ def _nesterov(module: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=settings.outer_lr, momentum=momentum, nesterov=momentum > 0)
 
 
-def _diloco(module: nn.Module, codec: str, settings: Settings) -> Competitor:
-    return _local(module, codec, settings, _nesterov(module, settings))
-
-
 def _streaming(module: nn.Module, codec: str, settings: Settings) -> Competitor:
     outer = _nesterov(module, settings)
     return _local(module, codec, settings, outer, fragments=FRAGMENTS, delay=settings.delay)
 
 
-def _served(module: nn.Module, *, quorum: int, staleness: int | None = None, late: Late = "weight") -> Competitor:
+def _served(module: nn.Module, quorum: int, *, staleness: int | None = None, late: Late = "weight") -> Competitor:
     optimizer = hvd.ParameterServer(
         adamw(module), module.named_parameters(), quorum=quorum, staleness=staleness, late=late
     )
     sent = exchanged_bytes(module)
     return Competitor(
-        module=module,
-        forward=module,
-        optimizer=optimizer,
-        in_step=quorum == hvd.size(),
-        warmup_steps=0,
-        period=1,
+        module,
+        module,
+        optimizer,
         sent_bytes=lambda steps: sent * steps,  # gradients to the servers, and parameters from the one that is here
-        wait_s=lambda: None,
         report=lambda: str(optimizer.report()),
         close=optimizer.close,
+        in_step=quorum == hvd.size(),
     )
-
-
-def _server(module: nn.Module, codec: str, settings: Settings) -> Competitor:
-    return _served(module, quorum=hvd.size())
-
-
-def _quorum(module: nn.Module, codec: str, settings: Settings) -> Competitor:
-    return _served(module, quorum=_all_but_one(), late=settings.late)
 
 
 def _all_but_one() -> int:
     return max(1, hvd.size() - 1)
 
 
-def _stale(module: nn.Module, codec: str, settings: Settings) -> Competitor:
-    return _served(module, quorum=_all_but_one(), staleness=settings.staleness, late=settings.late)
-
-
-def _asynchronous(module: nn.Module, codec: str, settings: Settings) -> Competitor:
-    return _served(module, quorum=1)
-
-
 def _hogwild(module: nn.Module, codec: str, settings: Settings) -> Competitor:
     optimizer = hvd.Hogwild(adamw(module), module.named_parameters())
     return Competitor(
-        module=module,
-        forward=module,
-        optimizer=optimizer,
-        in_step=False,
-        warmup_steps=0,
-        period=1,
-        sent_bytes=lambda steps: 0.0,
-        wait_s=lambda: 0.0,
-        report=lambda: "",
-        close=optimizer.close,
+        module, module, optimizer, lambda steps: 0.0, wait_s=lambda: 0.0, close=optimizer.close, in_step=False
     )
 
 
+#: What makes a competitor of a model, a codec's name and the settings.
 RULES: dict[str, Callable[[nn.Module, str, Settings], Competitor]] = {
     "alone": _alone,
     "ddp": _ddp,
     "synchronous": _synchronous,
-    "average": _average,
-    "diloco": _diloco,
+    "average": lambda module, codec, settings: _local(module, codec, settings, None),
+    "diloco": lambda module, codec, settings: _local(module, codec, settings, _nesterov(module, settings)),
     "streaming": _streaming,
-    "server": _server,
-    "quorum": _quorum,
-    "stale": _stale,
-    "asynchronous": _asynchronous,
+    "server": lambda module, codec, settings: _served(module, hvd.size()),
+    "quorum": lambda module, codec, settings: _served(module, _all_but_one(), late=settings.late),
+    "stale": lambda module, codec, settings: _served(
+        module, _all_but_one(), staleness=settings.staleness, late=settings.late
+    ),
+    "asynchronous": lambda module, codec, settings: _served(module, 1),
     "hogwild": _hogwild,
 }
 CODED = {"synchronous", "average", "diloco", "streaming"}

@@ -10,7 +10,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,12 +122,10 @@ def reached(curve: Sequence[Point], target: Point) -> Point | None:
     for before, after in itertools.pairwise(curve):
         if after.loss <= target.loss:
             share = (before.loss - target.loss) / (before.loss - after.loss) if before.loss > target.loss else 0.0
-            return Point(*(_between(asdict(before)[key], asdict(after)[key], share) for key in asdict(before)))
+            return Point(
+                *(one + share * (other - one) for one, other in zip(astuple(before), astuple(after), strict=True))
+            )
     return None
-
-
-def _between(before: float, after: float, share: float) -> float:
-    return before + share * (after - before)
 
 
 def train(chosen: argparse.Namespace, which: Entry, seed: int, first: RuleRow | None) -> RuleRow:

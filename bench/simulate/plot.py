@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
@@ -37,11 +38,8 @@ def draw_curve(points: Sequence[Point], title: str, path: Path) -> None:
     share.yaxis.set_major_formatter(PercentFormatter(1))
     share.set_ylabel("efficiency", fontsize=9, color=QUIET)
     for panel in (rate, share):
-        panel.set_xscale("log", base=2)
-        panel.set_xlabel("ranks", fontsize=9, color=QUIET)
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+        _over_ranks(panel)
         panel.xaxis.set_minor_formatter(NullFormatter())
-        tidy(panel, 8)
     save(figure, path)
 
 
@@ -69,10 +67,15 @@ def draw_compared(rows: Sequence[Compared], path: Path) -> None:
                 label=None if fitted else f"{preset} {method}",
                 zorder=3,
             )
-    panel.set_xscale("log", base=2)
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
-    panel.set_xlabel("ranks", fontsize=9, color=QUIET)
+    _over_ranks(panel)
     panel.set_ylabel("predicted / published", fontsize=9, color=QUIET)
-    tidy(panel, 8)
     figure.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=8, labelcolor=INK)
     save(figure, path)
+
+
+def _over_ranks(panel: Axes) -> None:
+    """Let the horizontal axis be the number of ranks, doubled from one mark to the next."""
+    panel.set_xscale("log", base=2)
+    panel.set_xlabel("ranks", fontsize=9, color=QUIET)
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+    tidy(panel, 8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -85,11 +84,6 @@ def predict(scenario: Scenario, ranks: int) -> Point:
     return replace(found, efficiency=found.samples_per_s / (ranks * alone.samples_per_s))
 
 
-def curve(scenario: Scenario, ranks: Sequence[int]) -> list[Point]:
-    """Return what a scenario comes to on several numbers of ranks."""
-    return [predict(scenario, each) for each in ranks]
-
-
 def _replayed(scenario: Scenario, ranks: int) -> Point:
     spare = 0
     if scenario.servers is not None:
@@ -136,8 +130,8 @@ def _with_servers(scenario: Scenario, servers: Servers, ranks: int) -> tuple[Tim
     computing, inner = _together(replace(scenario, steps=steps), ranks // workers)
     numel = sum(weight.numel for weight in MODELS[scenario.model])
     network = replace(scenario.network, ranks_per_host=1)
-    single_s, together_s = (
-        exchange_seconds(network.costs(number + servers.count), number, servers.count, numel) for number in (1, workers)
+    together_s, single_s = (  # first what may be too many to replay
+        exchange_seconds(network.costs(number + servers.count), number, servers.count, numel) for number in (workers, 1)
     )
     scheme = Scheme(quorum, grace_s=0.0, staleness=None, late="weight")
     between_s = update_seconds(scheme, workers, computing, single_s, together_s, scenario.steps, scenario.jitter.seed)

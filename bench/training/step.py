@@ -109,15 +109,9 @@ def backend_trainee(module: nn.Module) -> Trainee:
     return Trainee(module, DistributedDataParallel(module, process_group=group), adamw(module), lambda: 0.0, Record())
 
 
-def telling_trainee(module: nn.Module, **options: Any) -> Trainee:
-    """Ours, with options of DistributedOptimizer."""
-    optimizer = hvd.DistributedOptimizer(adamw(module), named_parameters=module.named_parameters(), **options)
-    return Trainee(module, module, optimizer, lambda: optimizer.communication_wait_s, Record())
-
-
 def overlapping_trainee(module: nn.Module, **options: Any) -> Trainee:
     """Ours, whose updates are put off to the next forward."""
-    return telling_trainee(module, overlap="next_forward", model=module, **options)
+    return our_trainee(module, overlap="next_forward", model=module, **options)
 
 
 def zero_trainee(module: nn.Module) -> Trainee:
@@ -131,7 +125,7 @@ def zero_trainee(module: nn.Module) -> Trainee:
 def recorded_trainee(module: nn.Module) -> Trainee:
     """Ours, with everything that it does recorded for a timeline, which is not written."""
     communicator = Communicator()
-    trainee = telling_trainee(module, process_set=communicator)
+    trainee = our_trainee(module, process_set=communicator)
     communicator.record(Timeline(), OURS)
     return trainee
 
@@ -201,20 +195,18 @@ def builders(
 ) -> dict[str, Callable[[nn.Module], Trainee]]:
     """What makes each competitor of its model."""
     telling: dict[str, Callable[[nn.Module], Trainee]] = {
-        f"{OURS}+on_step": partial(telling_trainee, on_step=lambda metrics: None),
-        f"{OURS}+check": partial(telling_trainee, check_replicas_every=1),
+        f"{OURS}+on_step": partial(our_trainee, on_step=lambda metrics: None),
+        f"{OURS}+check": partial(our_trainee, check_replicas_every=1),
         f"{OURS}+timeline": recorded_trainee,
     }
     named = [name for name in compression if name != AUTO]
     allow = [name for name in named if name != "powersgd"] or None
     compressed: dict[str, Callable[[nn.Module], Trainee]] = {
-        f"{OURS}+{name}": partial(telling_trainee, compression=name, allow=allow if name == AUTO else None)
+        f"{OURS}+{name}": partial(our_trainee, compression=name, allow=allow if name == AUTO else None)
         for name in compression
     }
-    sharded = {f"{OURS}+shards": partial(telling_trainee, shard_states=True)} | {
-        f"{OURS}+shards+{name}": partial(
-            telling_trainee, shard_states=True, compression=name, parameter_compression=name
-        )
+    sharded = {f"{OURS}+shards": partial(our_trainee, shard_states=True)} | {
+        f"{OURS}+shards+{name}": partial(our_trainee, shard_states=True, compression=name, parameter_compression=name)
         for name in named
         if name not in ONE_WAY
     }
@@ -223,7 +215,7 @@ def builders(
         **{f"{OURS}+next_forward+{name}": partial(overlapping_trainee, compression=name) for name in named},
     }
     return {
-        OURS: partial(our_trainee, compression="none"),
+        OURS: our_trainee,
         **compressed,
         **(overlapping if overlap else {}),
         **(telling if reports else {}),

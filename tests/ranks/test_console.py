@@ -19,7 +19,7 @@ from tests.pages import ROOT
 from tests.ranks.test_init import unused_port
 
 DEADLINE_S = 60.0
-REAL_PYTHON = sys.executable
+INTERPRETER = sys.executable
 
 #: Adds up ranks, on whatever hosts they are.
 SUMS = """
@@ -97,7 +97,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_on_this_host(folder: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_on_this_host(folder: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the agent by an interpreter, which imports what an agent imports."""
+    monkeypatch.setattr(sys, "executable", INTERPRETER)
     files = folder / "files"
     flags = ["-np", "2", "--output-filename", str(files), "--timeline-filename", "a b.json"]
     status = main(["run", *flags, "prints.py", "--lr", "0.1"])
@@ -113,12 +115,10 @@ def test_on_this_host(folder: Path, capfdbinary: pytest.CaptureFixture[bytes]) -
 
 
 def test_on_two_hosts(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start their agents by an interpreter, which imports what an agent imports."""
     monkeypatch.setenv("COLLECTIVES_LINK", "tcp")
     monkeypatch.setenv("LEFT_HERE", "yes")
-    monkeypatch.setattr(sys, "executable", REAL_PYTHON)
     flags = ["-H", "127.0.0.2:1,127.0.0.3:2", "-p", "22", "--master-port", str(unused_port()), "--start-timeout", "90"]
-    status = main(["run", *flags, "--timeline-filename", "it's $HOME.json", python(), "sums.py"])
+    status = main(["run", *flags, "--timeline-filename", "it's $HOME.json", "sums.py"])
     out, errors = capsys.readouterr()
     assert status == 0, errors
     for rank in range(3):
@@ -127,24 +127,18 @@ def test_on_two_hosts(folder: Path, capsys: pytest.CaptureFixture[str], monkeypa
 
 
 @pytest.mark.parametrize(
-    ("ending", "status", "line"),
+    ("how", "status", "who"),
     [
-        ("raise", 1, r"rank 1 on host localhost ended with exit code 1: ValueError: the script's own"),
-        pytest.param("kill", 137, r"rank 1 on host localhost was killed by SIGKILL \(9\)", marks=pytest.mark.wide),
+        ("raise", 1, "rank 1 on host localhost ended with exit code 1: ValueError: the script's own"),
+        ("raise on all", 1, "ranks 0, 1 on host localhost ended with exit code 1: ValueError: the script's own"),
+        pytest.param("kill", 137, "rank 1 on host localhost was killed by SIGKILL (9)", marks=pytest.mark.wide),
     ],
 )
-def test_a_rank_fails(folder: Path, capsys: pytest.CaptureFixture[str], ending: str, status: int, line: str) -> None:
-    assert main(["run", "-np", "2", "fails.py", ending]) == status
-    errors = capsys.readouterr().err
-    assert re.findall(rf"^gradwire: {line}$", errors, re.MULTILINE), errors
-    assert errors.endswith("gradwire: rank 0 ended because of that\n")
-    assert errors.count("gradwire:") == 2
-
-
-def test_an_error_of_all_ranks_is_told_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "-np", "2", "fails.py", "raise on all"]) == 1
+def test_ranks_fail(folder: Path, capsys: pytest.CaptureFixture[str], how: str, status: int, who: str) -> None:
+    assert main(["run", "-np", "2", "fails.py", how]) == status
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("gradwire:")]
-    assert told == ["gradwire: ranks 0, 1 on host localhost ended with exit code 1: ValueError: the script's own"]
+    others = [] if "on all" in how else ["gradwire: rank 0 ended because of that"]
+    assert told == [f"gradwire: {who}", *others]
 
 
 def test_an_unknown_host_ends_the_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,7 +174,7 @@ def test_no_rank_outlives_the_launcher(folder: Path, number: signal.Signals) -> 
     """It is told to end all, or gone itself before it can."""
     end = time.monotonic() + DEADLINE_S
     flags = ["-H", "localhost:1,127.0.0.2:1", "--master-port", str(unused_port()), "-x", "COLLECTIVES_INTERFACE=lo"]
-    launcher = subprocess.Popen([REAL_PYTHON, "-m", "gradwire", "run", *flags, "stays.py", str(folder)])
+    launcher = subprocess.Popen([python(), "-m", "gradwire", "run", *flags, "stays.py", str(folder)])
     try:
         files = [folder / str(rank) for rank in range(2)]
         while not all(file.exists() for file in files):

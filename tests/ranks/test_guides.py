@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import EXTENDING, PAGES, README, python_blocks
-from tests.ranks.programs import launch_text
+from tests.pages import EXTENDING, PAGES, README, ROOT, TRAIN, python_blocks
+from tests.ranks.programs import launch, launch_text
 
 SCRIPTS = [
     pytest.param(block, id=f"{page}:{number}")
     for page in PAGES
-    if page != EXTENDING
+    if page not in (EXTENDING, README)
     for number, block in enumerate(python_blocks(page))
 ]
 
@@ -24,10 +24,9 @@ def test_a_script_runs_as_it_stands(script: str, tmp_path: Path) -> None:
     launch_text(script, tmp_path)
 
 
-@pytest.mark.wide
-def test_the_script_of_the_readme_learns_with_a_codec(tmp_path: Path) -> None:
-    (script,) = python_blocks(README)
-    said = launch_text(script.replace('compression="none"', 'compression="int8"'), tmp_path)
+def test_the_script_of_the_readme_learns(tmp_path: Path) -> None:
+    """It is the file, by a test of the pages."""
+    said = launch(ROOT / TRAIN, tmp_path)
     losses = [float(line.split("loss ")[1].split()[0]) for line in said.splitlines() if line.startswith("epoch")]
     assert len(losses) == 3
     assert losses[-1] < losses[0]

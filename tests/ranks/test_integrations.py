@@ -26,10 +26,11 @@ def needs(package: str) -> Any:
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
 
 
-def call(command: list[str], **environment: str) -> str:
-    """Run a command that may start the test's python, torchrun too, and return its output."""
-    path = os.pathsep.join([str(Path(python()).parent), str(Path(sys.executable).parent), os.environ["PATH"]])
-    process = start(command, FOLDER, **{"PATH": path, "HF_HUB_OFFLINE": "1", **environment})
+def call(command: list[str], *folders: Path, **environment: str) -> str:
+    """Run a command that may start the test's python, torchrun too, and what is in the folders; return its output."""
+    first = [*folders, Path(python()).parent, Path(sys.executable).parent]
+    path = os.pathsep.join([*map(str, first), os.environ["PATH"]])
+    process = start(command, FOLDER, PATH=path, HF_HUB_OFFLINE="1", **environment)
     try:
         output, _ = process.communicate(timeout=DEADLINE_S)
     finally:
@@ -116,21 +117,14 @@ def test_hugging_face_trainer_resumes_bit_for_bit(tmp_path: Path) -> None:
 # What starts them
 
 
-def fake(folder: Path, name: str, body: str) -> None:
-    """Put a command where it is found first."""
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
-    (folder / name).chmod(0o755)
-
-
 def test_slurm_starts_a_torchrun_on_each_node(tmp_path: Path) -> None:
     """On one node, with stand-ins for Slurm's commands."""
-    fake(tmp_path / "bin", "scontrol", "echo localhost")
-    fake(tmp_path / "bin", "srun", 'exec "$@"')
-    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    for name, does in (("scontrol", "echo localhost"), ("srun", 'exec "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
     slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "localhost"}
     slurm["SLURM_CPUS_PER_TASK"] = "2"
-    output = call(["bash", str(FOLDER / "slurm.sh")], PATH=path, SCRIPT=str(FOLDER / "ddp.py"), **slurm)
+    output = call(["bash", str(FOLDER / "slurm.sh")], tmp_path, SCRIPT=str(FOLDER / "ddp.py"), **slurm)
     assert "20 exchanges" in output
 
 

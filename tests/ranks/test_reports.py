@@ -74,16 +74,16 @@ def slow_rank(slow: int) -> tuple[hvd.Stragglers, list[str], list[int | None]]:
     return report, said, seen
 
 
-@pytest.mark.parametrize(("size", "slow"), [(2, 1), (3, 0)])
-def test_a_slow_rank_is_named_with_what_it_costs(ranks: Worlds, size: int, slow: int) -> None:
-    results = ranks(size).run(slow_rank, slow)
+def test_a_slow_rank_is_named_with_what_it_costs(ranks: Worlds) -> None:
+    slow = 1
+    results = ranks(3).run(slow_rank, slow)
     for report, _, seen in results:
         assert report.slowest == slow
         assert report.steps == 4
         assert 0.75 * SLOW_S <= report.cost_s[slow] <= report.worst_s[slow]
         assert report.step_s >= SLOW_S
         assert report.share > 0.1
-        for rank in set(range(size)) - {slow}:
+        for rank in {0, 1, 2} - {slow}:
             assert report.waited_s[rank][slow] >= 0.75 * SLOW_S
             assert report.waited_s[slow][rank] < report.waited_s[rank][slow]
         assert seen[-1] == slow
@@ -252,7 +252,7 @@ def record(path: Path, compression: Compressor) -> int:
     return model[1].weight.nbytes
 
 
-@pytest.mark.parametrize("compression", ["none", "onebit", "fp16"])
+@pytest.mark.parametrize("compression", ["none", "onebit"])
 def test_the_timeline_shows_all_ranks(ranks: Worlds, tmp_path: Path, compression: str) -> None:
     path = tmp_path / "timeline.json"
     nbytes, *_ = ranks(3).run(record, path, compression)
@@ -290,15 +290,11 @@ def test_the_timeline_shows_all_ranks(ranks: Worlds, tmp_path: Path, compression
         assert {"allreduce", "allgather", "broadcast"} <= {event["name"] for event in operations}
         assert set(lanes.values()) >= {"verbs: operations", "communicator 1: operations", "communicator 1: training"}
         large = [e for e in named("operations", "allreduce") if e["args"].get("bytes", 0) >= nbytes]
-        assert len(large) >= 3 or compression == "fp16"
+        assert len(large) >= 3
         assert all(event["args"]["algorithm"] for event in large)
         assert all("float32[" in event["args"]["call"] for event in named("operations", "allreduce"))
-        if compression != "none":
-            assert named("operations", "encode")
-            assert named("operations", "decode")
         if compression == "onebit":
-            assert named("operations", "send")
-            assert named("operations", "wait")
+            assert all(named("operations", part) for part in ("encode", "send", "wait", "decode"))
         exchanges.append(waits)
     for step in range(3):  # all end the exchange together, as far as clocks and machine tell
         ends = [waits[step]["ts"] + waits[step]["dur"] for waits in exchanges]

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import wide
 from tests.pages import ROOT
 from tests.ranks.programs import launch_text
 
@@ -20,18 +19,18 @@ def test_a_rule_takes_less_than_40_lines(name: str) -> None:
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 40
 
 
-def run(name: str, folder: Path, processes: int = 2) -> str:
-    return launch_text((EXAMPLES / f"{name}.py").read_text(), folder, processes)
+def run(name: str, folder: Path) -> str:
+    return launch_text((EXAMPLES / f"{name}.py").read_text(), folder)
 
 
 def test_ranks_that_step_alone_learn_and_meet(tmp_path: Path) -> None:
-    """Run on four ranks, all of which have the same loss whenever they have met."""
-    said = run("local_updates", tmp_path, processes=4)
+    """Have the same loss on all ranks whenever they have met."""
+    said = run("local_updates", tmp_path)
     losses: dict[int, list[str]] = {}
     for step, loss in re.findall(r"rank \d, step (\d+): loss ([0-9.]+)", said):
         losses.setdefault(int(step), []).append(loss)
     assert sorted(losses) == list(range(50, 351, 50))
-    assert all(len(of_ranks) == 4 and len(set(of_ranks)) == 1 for of_ranks in losses.values())
+    assert all(len(of_ranks) == 2 and len(set(of_ranks)) == 1 for of_ranks in losses.values())
     assert float(losses[350][0]) < 0.5 * float(losses[50][0])
     assert "350 steps: " in said
 
@@ -66,29 +65,26 @@ def test_ranks_share_the_states_of_an_optimizer(tmp_path: Path) -> None:
     assert max(kept) < 0.6 * sum(kept)
 
 
-@pytest.mark.parametrize("dies", [0, *wide(1)])
-def test_a_run_that_broke_goes_on_with_the_same_command(dies: int, tmp_path: Path) -> None:
-    """Die once while saving, where the other rank has saved already: the step that both have counts."""
+def test_a_run_that_broke_goes_on_with_the_same_command(tmp_path: Path) -> None:
+    """Die once while saving, as rank 0, where rank 1 has saved already: the step that both have counts."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()
     broken.mkdir()
     script = (EXAMPLES / "resume.py").read_text()
     renames = '        (folder / "unfinished").rename'
     assert renames in script
-    other = f"checkpoints/rank{1 - dies}of2"
-    planted = f"""
-        if step == 40 and hvd.rank() == {dies}:
+    planted = """
+        if step == 40 and hvd.rank() == 0:
             import time
 
             until = time.monotonic() + 60
-            while not Path("{other}/40.pt").exists() and time.monotonic() < until:
+            while not Path("checkpoints/rank1of2/40.pt").exists() and time.monotonic() < until:
                 time.sleep(0.01)
             raise ValueError("planted")
 """
     with pytest.raises(AssertionError, match="planted"):
         launch_text(script.replace(renames, planted + renames), broken)
-    assert steps_in(broken / other) == {"20", "40"}
-    assert steps_in(broken / f"checkpoints/rank{dies}of2") == {"20"}
+    assert [steps_in(broken / f"checkpoints/rank{rank}of2") for rank in (0, 1)] == [{"20"}, {"20", "40"}]
     for folder in (whole, broken):
         launch_text(script, folder)
     assert all(steps_in(folder) == {"60"} for folder in broken.glob("checkpoints/*"))

@@ -13,13 +13,11 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn
 
 from rich import box
 from rich.console import Console
@@ -27,7 +25,7 @@ from rich.table import Table
 
 from gradwire.bench.hosts import HostsError
 from tests.harness import GRACE_S, TRANSPORTS, Outcome, World
-from tests.soak.faults import KINDS, NETWORK_KINDS, STOPPED, Fault, FaultOfOne, draw_fault
+from tests.soak.faults import KINDS, NETWORK_KINDS, STOPPED, Fault, draw_fault
 from tests.soak.meetings import KINDS as MEETING_KINDS
 from tests.soak.meetings import MeetingFault, come_together, draw_meeting_fault, is_known_at_once
 from tests.soak.network import Network
@@ -39,11 +37,20 @@ from tests.soak.rules import RULES, TIMEOUT_S, TrainingFault, draw_training_faul
 from tests.soak.training import train
 from tests.soak.verdict import Finding, Kind, judge_fault, judge_meeting, judge_session, news_s
 
+#: What ranks do when one of them fails: exchange, meet, or train. Each is the option that says how many such faults there are.
+FAULTS, MEETINGS, TRAINING = "faults", "meetings", "training"
+ARRIVED = {True: "after its arrival", False: "before its arrival"}  # of which the others only know at their deadline
+ROWS: list[tuple[str, ...]] = [
+    *product([FAULTS], (*KINDS, *NETWORK_KINDS)),
+    *product([MEETINGS], MEETING_KINDS, ARRIVED.values()),
+    *product([TRAINING], RULES, TRAINING_KINDS),
+]
+
 WORLD_SESSIONS = 25  # that a world lives for
 SESSION_DEADLINE_S = 180.0
-FAULT_DEADLINE_S = 90.0
+#: Of torch's optimizers: they take long to load and to end where cores are scarce.
+DEADLINES_S = {FAULTS: 90.0, MEETINGS: 90.0, TRAINING: 300.0}
 SOON_S = 2.0  # in which survivors of a lost rank are to be told
-TRAINING_DEADLINE_S = 300.0  # torch's optimizers take long to load and to end where cores are scarce
 LEAVE_S = 30.0  # an interpreter that has loaded torch and Numba takes seconds to end where cores are scarce
 PROGRESS_S = 15.0
 STDERR_CHARACTERS = 1500
@@ -54,42 +61,34 @@ WIDTH = 110  # of the table, where nobody looks on
 class Tally:
     """Counts what has been done on one transport, and what was found.
 
-    news_s: by the kind of a fault, how long each took to be heard of, None where somebody did not hear of it. training_s: the
-    same of training, by rule and kind, where the others were to be told; outlived: where they were to go on. meeting_s: the same
-    of ranks that failed while ranks met, by kind and whether they had arrived. counts: of all findings; training_findings: how
-    many of them training had. limitation: why nothing could be.
+    news_s: by the row of a fault, how long each took to be heard of where the others were to be told, None where somebody did
+    not hear of it; outlived: how many there were where they were to go on. counts: of all findings; training_findings: how many
+    of them training had. limitation: why nothing could be.
     """
 
     transport: str
     operations: int = 0
-    news_s: dict[str, list[float | None]] = field(default_factory=dict)
-    training_s: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)
-    outlived: Counter[tuple[str, str]] = field(default_factory=Counter)
-    meeting_s: dict[tuple[str, bool], list[float | None]] = field(default_factory=dict)
+    news_s: dict[tuple[str, ...], list[float | None]] = field(default_factory=dict)
+    outlived: Counter[tuple[str, ...]] = field(default_factory=Counter)
     counts: Counter[Kind] = field(default_factory=Counter)
     training_findings: int = 0
     limitation: str = ""
 
-    @property
-    def faults(self) -> int:
-        in_meetings = sum(map(len, self.meeting_s.values()))
-        return sum(map(len, self.news_s.values())) + self.faults_of_training + in_meetings
-
-    @property
-    def faults_of_training(self) -> int:
-        return sum(map(len, self.training_s.values())) + self.outlived.total()
+    def faults(self, *options: str) -> int:
+        """Return how many faults of some kinds there were."""
+        counted = Counter({row: len(news) for row, news in self.news_s.items()}) + self.outlived
+        return sum(count for row, count in counted.items() if row[0] in options)
 
 
 @dataclass
 class _Running:
-    """A world with a fault, since a time.monotonic(), for deadline_s at most. judge: told at its end of the fault, the outcomes,
-    the reports, the time of the fault, and the directory."""
+    """A world with a fault, since a time.monotonic()."""
 
-    fault: FaultOfOne
+    option: str
+    fault: Fault | MeetingFault | TrainingFault
     world: World
     directory: Path
-    deadline_s: float
-    judge: Callable[..., None]
+    network: Network | None
     started: float = field(default_factory=time.monotonic)
 
 
@@ -127,114 +126,71 @@ class Soak:
         if current is not None:
             self._end(*current)
 
-    def run_faults(self, start: int, faults: int) -> None:
-        """start: the first fault."""
-
-        def begin(fault: Fault) -> _Running:
-            world, directory, network = self._place.world(fault.size, fault.hosts)
-            world.start(suffer, fault, self._place.address, network, directory)
-            return _Running(fault, world, directory, FAULT_DEADLINE_S, partial(self._judge, network))
-
-        self._run(partial(draw_fault, on_hosts=self._place.on_hosts), begin, start, faults)
-
-    def run_meetings(self, start: int, faults: int) -> None:
-        """start: the first fault of ranks that meet."""
-        self._run(
-            draw_meeting_fault, self._on_one_host(come_together, FAULT_DEADLINE_S, self._judge_meeting), start, faults
-        )
-
-    def run_training(self, start: int, faults: int) -> None:
-        """start: the first fault of training."""
-        self._run(
-            draw_training_fault, self._on_one_host(train, TRAINING_DEADLINE_S, self._judge_training), start, faults
-        )
-
-    def _on_one_host(
-        self, function: Callable[[Any, Path], NoReturn], deadline_s: float, judge: Callable[..., None]
-    ) -> Callable[[Any], _Running]:
-        def begin(fault: Any) -> _Running:
-            world, directory, _ = self._place.world(fault.size, 1)
-            world.start(function, fault, directory)
-            return _Running(fault, world, directory, deadline_s, judge)
-
-        return begin
-
-    def _run(self, draw: Callable[..., Any], begin: Callable[[Any], _Running], start: int, faults: int) -> None:
-        """Draw faults, from the start-th on, begin their worlds, and judge them. worlds_at_a_time of the place live at the same
-        time."""
+    def run_faults(self, option: str, start: int, faults: int) -> None:
+        """Draw faults of a kind, from the start-th on, begin their worlds, and judge them. worlds_at_a_time of the place live at
+        the same time."""
         running: deque[_Running] = deque()
-        before = self.tally.faults
+        before = self.tally.faults(option)
         for index in range(start, start + faults):
-            running.append(begin(draw(self._seed, self._place.transport, index)))
+            running.append(self._begin(option, index))
             if len(running) == self._place.worlds_at_a_time:
                 self._end_of(running.popleft())
-            self._progress(f"{self.tally.faults - before} of {faults} faults")
+            self._progress(f"{self.tally.faults(option) - before} of {faults} {option}")
         while running:
             self._end_of(running.popleft())
 
+    def _begin(self, option: str, index: int) -> _Running:
+        where = self._place
+        fault: Fault | MeetingFault | TrainingFault
+        if option == FAULTS:
+            fault = draw_fault(self._seed, where.transport, index, on_hosts=where.on_hosts)
+            world, directory, network = where.world(fault.size, fault.hosts)
+            world.start(suffer, fault, where.address, network, directory)
+        else:
+            draw, live = (draw_meeting_fault, come_together) if option == MEETINGS else (draw_training_fault, train)
+            fault = draw(self._seed, where.transport, index)
+            world, directory, network = where.world(fault.size, 1)
+            world.start(live, fault, directory)
+        return _Running(option, fault, world, directory, network)
+
     def _end_of(self, running: _Running) -> None:
-        """Wait for the end of a world with a fault, and have it judged."""
+        """Wait for the end of a world with a fault, and judge it."""
         fault, world, directory = running.fault, running.world, running.directory
-        left_s = max(0.0, running.started + running.deadline_s - time.monotonic())
+        left_s = max(0.0, running.started + DEADLINES_S[running.option] - time.monotonic())
         outcomes = world.collect(left_s, ranks=fault.survivors)
         if fault.kind != STOPPED:
             outcomes += world.collect(LEAVE_S, ranks=[fault.victim])
         world.kill()
+        if isinstance(fault, Fault) and running.network is not None and fault.kind in NETWORK_KINDS:
+            running.network.mend(fault.hosts_of_ranks[fault.victim])
         files = {rank: report_file(directory, rank) for rank in fault.everyone}
         reports = {rank: pickle.loads(file.read_bytes()) for rank, file in files.items() if file.exists()}
         failed_at = float(failed_at_file(directory).read_text()) if failed_at_file(directory).exists() else None
-        running.judge(fault, outcomes, reports, failed_at, directory)
+        self.judge(fault, outcomes, reports, failed_at, directory)
 
-    def _judge(
+    def judge(
         self,
-        network: Network | None,
-        fault: Fault,
+        fault: Fault | MeetingFault | TrainingFault,
         outcomes: Sequence[Outcome],
         reports: dict[int, Report],
         failed_at: float | None,
         directory: Path,
     ) -> None:
-        if network is not None and fault.kind in NETWORK_KINDS:
-            network.mend(fault.hosts_of_ranks[fault.victim])
-        self.tally.news_s.setdefault(fault.kind, []).append(news_s(fault, reports, failed_at))
-        self._tell_of(fault, judge_fault(fault, outcomes, reports, failed_at), directory, "", "faults")
-
-    def _judge_meeting(
-        self,
-        fault: MeetingFault,
-        outcomes: Sequence[Outcome],
-        reports: dict[int, Report],
-        failed_at: float | None,
-        directory: Path,
-    ) -> None:
-        arrived = is_known_at_once(fault, directory)
-        raised = [report.witness.raised for report in reports.values() if report.witness is not None]
-        told = failed_at is not None and len(raised) == len(fault.survivors)
-        news = max(raised) - failed_at if failed_at is not None and told else None
-        self.tally.meeting_s.setdefault((fault.kind, arrived), []).append(news)
-        found = judge_meeting(fault, outcomes, reports, failed_at, arrived)
-        self._tell_of(fault, found, directory, " of meeting", "meetings")
-
-    def _judge_training(
-        self,
-        fault: TrainingFault,
-        outcomes: Sequence[Outcome],
-        reports: dict[int, Report],
-        failed_at: float | None,
-        directory: Path,
-    ) -> None:
-        rule_and_kind = fault.rule.name, fault.kind
-        if fault.is_outlived:
-            self.tally.outlived[rule_and_kind] += 1
+        """Count a fault, and what was found of it."""
+        if isinstance(fault, MeetingFault):
+            arrived = is_known_at_once(fault, directory)
+            row: tuple[str, ...] = MEETINGS, fault.kind, ARRIVED[arrived]
+            found = judge_meeting(fault, outcomes, reports, failed_at, arrived)
         else:
-            self.tally.training_s.setdefault(rule_and_kind, []).append(news_s(fault, reports, failed_at))
-        found = judge_fault(fault, outcomes, reports, failed_at)
-        self.tally.training_findings += len(found)
-        self._tell_of(fault, found, directory, " of training", "training")
-
-    def _tell_of(self, fault: FaultOfOne, found: Sequence[Finding], directory: Path, of: str, option: str) -> None:
-        """option: the one that says how many such faults there are."""
-        self._tell(found, f"fault {fault.index}{of}: {fault}", _again(fault.index, **{option: 1}), directory)
+            row = (TRAINING, fault.rule.name, fault.kind) if isinstance(fault, TrainingFault) else (FAULTS, fault.kind)
+            found = judge_fault(fault, outcomes, reports, failed_at)
+        if fault.is_outlived:
+            self.tally.outlived[row] += 1
+        else:
+            self.tally.news_s.setdefault(row, []).append(news_s(fault, reports, failed_at))
+        if row[0] == TRAINING:
+            self.tally.training_findings += len(found)
+        self._tell(found, f"{row[0]} {fault.index}: {fault}", _again(fault.index, **{row[0]: 1}), directory)
 
     def _end(self, world: World, directory: Path) -> None:
         """Let the ranks of a world leave as scripts do."""
@@ -273,7 +229,7 @@ class Soak:
 
 def _again(start: int, **counts: int) -> str:
     """Return the options that repeat one session or fault. counts: by the option's name; of what is not named, none."""
-    options = {"start": start, **dict.fromkeys(("operations", "faults", "training", "meetings"), 0), **counts}
+    options = {"start": start, **dict.fromkeys(("operations", FAULTS, TRAINING, MEETINGS), 0), **counts}
     return " ".join(f"--{name} {value}" for name, value in options.items())
 
 
@@ -285,48 +241,20 @@ def table(tallies: Sequence[Tally]) -> Table:
     for tally in tallies:
         name = f"{tally.transport} (not run: {tally.limitation})" if tally.limitation else tally.transport
         counts = [str(tally.counts[kind]) for kind in Kind]
-        drawn.add_row(name, str(tally.operations), str(tally.faults), *counts)
+        drawn.add_row(name, str(tally.operations), str(tally.faults(FAULTS, MEETINGS, TRAINING)), *counts)
     return drawn
 
 
-def _table(heading: str, tallies: Sequence[Tally], names: dict[str, Any], cell: Callable[[Tally, Any], str]) -> Table:
-    """Draw a table with a column for each transport. names: of the rows, with what a cell is told of each."""
+def news_table(tallies: Sequence[Tally]) -> Table:
+    """A row for each kind of fault: on each transport how many of them were to be told, the median and the slowest news of one,
+    and of how many somebody was not told; and how many the others were to outlive."""
     drawn = Table(box=box.SIMPLE, padding=0)
-    drawn.add_column(heading)
+    drawn.add_column("told, median and\nslowest news, s; outlived")
     for tally in tallies:
         drawn.add_column(tally.transport, justify="right")
-    for name, key in names.items():
-        drawn.add_row(name, *(cell(tally, key) for tally in tallies))
+    for row in ROWS:
+        drawn.add_row(", ".join(row), *(_cell(tally.news_s.get(row, []), tally.outlived[row]) for tally in tallies))
     return drawn
-
-
-def fault_table(tallies: Sequence[Tally]) -> Table:
-    """A row for each kind of fault: on each transport how many there were, the slowest news of one, and of how many somebody was
-    not told."""
-    names = {kind: kind for kind in (*KINDS, *NETWORK_KINDS)}
-    cell = lambda tally, kind: _cell(tally.news_s.get(kind, []), max)  # noqa: E731
-    return _table("number, and\nslowest news, s", tallies, names, cell)
-
-
-def training_table(tallies: Sequence[Tally]) -> Table:
-    """A row for each rule and kind of fault: on each transport how many of them were to be told, the median and the slowest news
-    of one, and of how many somebody was not told; and how many the others were to outlive."""
-
-    def cell(tally: Tally, key: tuple[str, str]) -> str:
-        news, outlived = _cell(tally.training_s.get(key, []), median, max), tally.outlived[key]
-        return "; ".join(part for part in (news, str(outlived) if outlived else "") if part)
-
-    names = {", ".join(key): key for key in product(RULES, TRAINING_KINDS)}
-    return _table("told, median and\nslowest news, s; outlived", tallies, names, cell)
-
-
-def meeting_table(tallies: Sequence[Tally]) -> Table:
-    """A row for each kind of fault while ranks meet, of ranks that had arrived and of those that had not, of which the others
-    only know at their deadline: how many, the median and the slowest news of one, and of how many somebody was not told."""
-    keys = product(MEETING_KINDS, (True, False))
-    names = {f"{kind}, {'after' if arrived else 'before'} its arrival": (kind, arrived) for kind, arrived in keys}
-    cell = lambda tally, key: _cell(tally.meeting_s.get(key, []), median, max)  # noqa: E731
-    return _table("while ranks meet:\nmedian and slowest news, s", tallies, names, cell)
 
 
 def training_line(tallies: Sequence[Tally]) -> str:
@@ -335,14 +263,11 @@ def training_line(tallies: Sequence[Tally]) -> str:
     lost: list[float | None] = []
     stopped: list[float | None] = []
     for tally in tallies:
-        for (_, kind), news in tally.training_s.items():
-            (stopped if kind == STOPPED else lost).extend(news)
-    faults, findings, outlived = (
-        sum(counts)
-        for counts in zip(
-            *((t.faults_of_training, t.training_findings, t.outlived.total()) for t in tallies), strict=True
-        )
-    )
+        for (option, *_, kind), news in tally.news_s.items():
+            if option == TRAINING:
+                (stopped if kind == STOPPED else lost).extend(news)
+    faults, findings = sum(t.faults(TRAINING) for t in tallies), sum(t.training_findings for t in tallies)
+    outlived = sum(count for t in tallies for row, count in t.outlived.items() if row[0] == TRAINING)
     said = f"{faults} faults of training; {findings} findings; {outlived} outlived"
     if lost:
         soon = sum(news <= SOON_S for news in _told(lost))
@@ -366,11 +291,12 @@ def _summary(news: Sequence[float | None]) -> str:
     return ", ".join(times + _untold(news))
 
 
-def _cell(news: Sequence[float | None], *statistics: Callable[[list[float]], float]) -> str:
-    """Return how many faults there were, statistics of their news, and how many somebody was not told of."""
+def _cell(news: Sequence[float | None], outlived: int) -> str:
+    """Return how many faults there were, the median and the slowest of their news, and how many somebody was not told of."""
     told = _told(news)
-    numbers = f"{len(news)} " + "".join(f" {statistic(told):5.2f}" for statistic in statistics if told)
-    return ", ".join([numbers, *_untold(news)]) if news else ""
+    numbers = f"{len(news)} " + (f" {median(told):5.2f} {max(told):5.2f}" if told else "")
+    cell = ", ".join([numbers, *_untold(news)]) if news else ""
+    return "; ".join(part for part in (cell, str(outlived) if outlived else "") if part)
 
 
 def _untold(news: Sequence[float | None]) -> list[str]:
@@ -408,23 +334,21 @@ def main(arguments: Sequence[str]) -> int:
     transports = [*TRANSPORTS, NAMESPACES] if chosen.transport == "all" else [chosen.transport]
     tallies = []
     for number, transport in enumerate(transports):
-        faults = _share(chosen.faults, len(transports), number)
         on_this_machine = len([name for name in transports if name in TRANSPORTS])
-        training = _share(chosen.training, on_this_machine, number)
-        meetings = _share(chosen.meetings, on_this_machine, number)
         with tempfile.TemporaryDirectory(prefix="gradwire-soak-", ignore_cleanup_errors=True) as directory:
             try:
                 with place(transport, Path(directory)) as where:
                     soak = Soak(where, seed, chosen.ranks, console)
                     tallies.append(soak.tally)
                     soak.run_operations(chosen.start, chosen.operations)
-                    soak.run_faults(chosen.start, faults)
+                    soak.run_faults(FAULTS, chosen.start, _share(chosen.faults, len(transports), number))
                     if transport in TRANSPORTS:
-                        soak.run_meetings(chosen.start, meetings)
-                        soak.run_training(chosen.start, training)
+                        for option in (MEETINGS, TRAINING):
+                            faults = _share(getattr(chosen, option), on_this_machine, number)
+                            soak.run_faults(option, chosen.start, faults)
             except HostsError as error:
                 tallies.append(Tally(transport, limitation=str(error)))
-    console.print(table(tallies), fault_table(tallies), meeting_table(tallies), training_table(tallies))
+    console.print(table(tallies), news_table(tallies))
     console.print(training_line(tallies), markup=False, highlight=False, soft_wrap=True)
     return int(any(tally.counts for tally in tallies) or all(tally.limitation for tally in tallies))
 

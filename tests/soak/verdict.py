@@ -117,7 +117,7 @@ def compare_replicas(reports: Mapping[int, Report]) -> list[Finding]:
     return found
 
 
-def _affected(fault: Fault | TrainingFault) -> tuple[int, ...]:
+def _affected(fault: FaultOfOne) -> tuple[int, ...]:
     """The ranks that live on, and that a fault is to be told of."""
     return fault.reporting if fault.kind != CLOSES else fault.survivors
 
@@ -174,11 +174,8 @@ def _of_testimony(fault: Fault | TrainingFault, rank: int, report: Report, faile
         yield Finding(Kind.LATE, f"after {witness.raised - since:.1f} s: {said}")
 
 
-def news_s(fault: Fault | TrainingFault, reports: Mapping[int, Report], failed_at: float | None) -> float | None:
-    """Return how long the slowest rank took to hear of a fault; None where one that was to hear of it did not. 0 where there
-    was nothing to hear of."""
-    if fault.kind in HARMLESS:
-        return 0.0
+def news_s(fault: FaultOfOne, reports: Mapping[int, Report], failed_at: float | None) -> float | None:
+    """Return how long the slowest rank took to hear of a fault; None where one that was to hear of it did not."""
     witnesses = _witnesses(reports)
     affected = _affected(fault)
     if failed_at is None or not witnesses.keys() >= set(affected):

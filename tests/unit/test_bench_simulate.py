@@ -71,9 +71,9 @@ def test_one_rank_waits_for_nobody(exchange: str) -> None:
     assert (point.efficiency, point.exchange_s, point.wire_bytes) == (1.0, 0.0, 0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
-    ranks=st.sampled_from([2, 3, 8, 64, 100]),
+    ranks=st.sampled_from([2, 3, 8, 20]),
     exchange=st.sampled_from([name for name in EXCHANGES if name != "mg-wfbp"]),  # whose buckets depend on the link
     every=st.sampled_from([1, 4]),
     gbit=st.floats(0.1, 100),

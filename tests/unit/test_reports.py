@@ -4,6 +4,7 @@ import json
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from gradwire import LocalReport
 from gradwire.collectives import ReplicasDiffer
 from gradwire.collectives.diagnostics.timeline import (
     ROUNDS,
@@ -322,6 +324,38 @@ def test_the_adapter_for_weights_and_biases(monkeypatch: pytest.MonkeyPatch) -> 
     assert logged[7]["exchange/bytes_uncompressed"] == 400
     assert logged[7]["exchange/slowest_rank"] == 1
     assert not {"exchange/buckets", "exchange/compression_error"} & logged[7].keys()
+
+
+# Local updates
+
+
+def test_a_report_says_plainly_which_bytes_are_which() -> None:
+    report = LocalReport(
+        steps=60,
+        warmup_bytes_per_step=20e3,
+        bytes_per_step=500,
+        inner_bytes_per_step=4e3,
+        bytes_sent=580_000,
+        bytes_saved=2,
+        wait_share=0.25,
+        batch_per_rank=8,
+        global_batch=32,
+    )
+    assert str(report) == (
+        "60 steps: 20.0 KB a step of the warm-up, then 0.5 KB a step, 2.0 times fewer than uncompressed, and 4.0 KB to inner "
+        "ranks; 0.580 MB in all; 25.0% of the time waiting; a batch of 8 a rank, 32 in all"
+    )
+    alone = replace(
+        report,
+        warmup_bytes_per_step=0,
+        inner_bytes_per_step=0,
+        bytes_sent=30_000,
+        batch_per_rank=None,
+        global_batch=None,
+    )
+    assert str(alone) == (
+        "60 steps: 0.5 KB a step, 2.0 times fewer than uncompressed; 0.030 MB in all; 25.0% of the time waiting"
+    )
 
 
 # Arguments

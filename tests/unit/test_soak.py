@@ -347,11 +347,16 @@ def test_who_is_to_go_on_may_not_fail() -> None:
 
 def test_how_many_were_told_soon_is_one_line() -> None:
     tally = soak.Tally("sockets")
-    tally.training_s = {(SYNCHRONOUS, KILLED): [0.1, 0.3, 2.5], (LOCAL, EXITS): [0.2], (LOCAL, STOPPED): [6.5]}
-    tally.outlived[SERVER, KILLED] += 2
+    news: dict[tuple[str, str], list[float | None]] = {
+        (SYNCHRONOUS, KILLED): [0.1, 0.3, 2.5],
+        (LOCAL, EXITS): [0.2],
+        (LOCAL, STOPPED): [6.5],
+    }
+    tally.news_s = {(soak.TRAINING, *row): times for row, times in news.items()} | {(soak.FAULTS, KILLED): [9.0]}
+    tally.outlived = Counter({(soak.TRAINING, SERVER, KILLED): 2, (soak.FAULTS, FLAPS): 3})
     tally.counts[Kind.LATE] += 3
     tally.training_findings += 1
-    assert tally.faults == 7
+    assert (tally.faults(soak.TRAINING), tally.faults(soak.FAULTS)) == (7, 4)
     assert soak.training_line([tally]) == (
         "7 faults of training; 1 findings; 2 outlived; 3 of 4 lost ranks told within 2 s (75.0%; median 0.25, worst 2.50 s); "
         "1 of 1 stopped ranks told at a deadline of 6 s (median 6.50, worst 6.50 s)"
@@ -371,19 +376,18 @@ def test_who_was_not_told_was_not_told_soon(tmp_path: Path) -> None:
         ({0: seen}, witness.raised),
         ({0: seen, 1: seen}, witness.raised),
     ):
-        run._judge_training(fault, [], reports, failed_at, tmp_path)
+        run.judge(fault, [], reports, failed_at, tmp_path)
     assert run.tally.counts == {Kind.WRONG: 1, Kind.NO_CULPRIT: 1}
     assert soak.training_line([run.tally]) == (
         "4 faults of training; 2 findings; 0 outlived; 1 of 4 lost ranks told within 2 s (25.0%; median 0.00, worst 0.00 s, "
         "3 not told)"
     )
-    alone = soak.Tally("sockets", training_s={(LOCAL, STOPPED): [None]})
+    alone = soak.Tally("sockets", news_s={(soak.TRAINING, LOCAL, STOPPED): [None]})
     assert soak.training_line([alone]).endswith("0 of 1 stopped ranks told at a deadline of 6 s (1 not told)")
-    for drawn in (soak.fault_table, soak.training_table):
-        tally = soak.Tally("sockets", news_s={KILLED: [None, 0.5]}, training_s={(LOCAL, KILLED): [None, 0.5]})
-        said = io.StringIO()
-        Console(file=said, width=110).print(drawn([tally]))
-        assert "0.50, 1 not told" in said.getvalue()
+    said = io.StringIO()
+    news = {row: [None, 0.25, 0.5] for row in soak.ROWS}
+    Console(file=said, width=110).print(soak.news_table([soak.Tally("sockets", news_s=news)]))
+    assert said.getvalue().count("0.38  0.50, 1 not told") == len(soak.ROWS)
 
 
 def test_who_closes_need_not_be_told() -> None:
@@ -391,4 +395,3 @@ def test_who_closes_need_not_be_told() -> None:
     assert news_s(fault_of(CLOSES), {**two, 2: Report()}, failed_at=1e12) is not None
     assert news_s(fault_of(KILLED), two, failed_at=1e12) is not None
     assert news_s(fault_of(CUT), {**two, 2: Report()}, failed_at=1e12) is None
-    assert news_s(fault_of(FLAPS), {}, failed_at=1e12) == 0.0

@@ -97,11 +97,9 @@ def adamw(module: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW([group for group in groups if group["params"]], betas=(0.9, 0.95))
 
 
-def our_trainee(module: nn.Module, compression: str) -> Trainee:
-    """Return a model whose gradients gradwire averages."""
-    optimizer = hvd.DistributedOptimizer(
-        adamw(module), named_parameters=module.named_parameters(), compression=compression
-    )
+def our_trainee(module: nn.Module, **options: Any) -> Trainee:
+    """Return a model whose gradients gradwire averages. options: of DistributedOptimizer."""
+    optimizer = hvd.DistributedOptimizer(adamw(module), named_parameters=module.named_parameters(), **options)
     return Trainee(module, module, optimizer, lambda: optimizer.communication_wait_s, Record())
 
 
@@ -158,7 +156,7 @@ class Run:
         self.task = task
         self.config = config
         self.device = choose_device(config.device)
-        self.trainees = {OURS: our_trainee(self._module(), config.compression)}
+        self.trainees = {OURS: our_trainee(self._module(), compression=config.compression)}
         if config.compare:
             self.trainees[BASELINE] = ddp_trainee(self._module())
         self.checkpoint = Checkpoint(config.out, self.device)

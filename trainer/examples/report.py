@@ -101,30 +101,29 @@ class Report:
 
     def summary(self) -> dict[str, Any]:
         ours = self.records[OURS]
-        result: dict[str, Any] = {
+        result = {
             "steps": len(ours.losses),
-            "loss_first": ours.losses[0],
-            "loss_last": ours.losses[-1],
-            "val_loss": ours.validation[-1][1],
-            "items_per_s": ours.steps_per_s() * self.items_per_step,
+            **self._outcome(ours),
             "comm_share": ours.wait_share(),
-            "replicas_identical": ours.replicas_identical,
             "world_size": self.world_size,
         }
         if self.accuracy:
             result["accuracy"] = ours.validation[-1][2]
         if ddp := self.records.get(BASELINE):
-            result["ddp"] = {
-                "loss_first": ddp.losses[0],
-                "loss_last": ddp.losses[-1],
-                "val_loss": ddp.validation[-1][1],
-                "items_per_s": ddp.steps_per_s() * self.items_per_step,
-                "replicas_identical": ddp.replicas_identical,
-                "step_s": ddp.median_step_s(),
-                "gradwire_step_s": ours.median_step_s(),
-            }
-            result["step_ratio"] = ours.median_step_s() / ddp.median_step_s()
+            step_s, ours_s = ddp.median_step_s(), ours.median_step_s()
+            result["ddp"] = {**self._outcome(ddp), "step_s": step_s, "gradwire_step_s": ours_s}
+            result["step_ratio"] = ours_s / step_s
         return result
+
+    def _outcome(self, record: Record) -> dict[str, Any]:
+        """Return what is said of each model alike."""
+        return {
+            "loss_first": record.losses[0],
+            "loss_last": record.losses[-1],
+            "val_loss": record.validation[-1][1],
+            "items_per_s": record.steps_per_s() * self.items_per_step,
+            "replicas_identical": record.replicas_identical,
+        }
 
     def table(self) -> Table:
         result = Table(title=f"{self.title}, {self._ranks()}", title_justify="left")
