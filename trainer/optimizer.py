@@ -66,7 +66,7 @@ class DistributedOptimizer(WrappingOptimizer):
     named_parameters: pairs (name, parameter) that cover the optimizer's, for policy and error messages; the same on all ranks.
     compression: one of Compression or its name ("int8"), a codec of gradwire.collectives.compression, or ErrorFeedback(codec).
     Codecs apply to matrices (two dimensions or more) of 4096 elements or more, casts to all parameters. onebit, topk,
-    threshold, randomk and dgc always have error feedback; other codecs have it only as ErrorFeedback(...). See
+    threshold, randomk, dgc and chunktopk always have error feedback; other codecs have it only as ErrorFeedback(...). See
     docs/guides/compression.md. With "auto", links and codecs are measured, in about a second, and each bucket uses the codec
     in `allow`, or none, that is predicted to be fastest; the first training steps correct that once.
     allow: for compression="auto", the codecs to choose from, each as compression= takes it; None: ("int8",).
