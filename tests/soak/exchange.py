@@ -16,7 +16,7 @@ from gradwire.collectives.compression.algorithms_for import shot_of
 from gradwire.collectives.run.work import Work
 from tests.ranks.exact import Checks
 from tests.ranks.test_collectives import VERBS, Case, elements
-from tests.ranks.test_compressed import codec_named
+from tests.ranks.test_compressed import COMPRESSING
 from tests.ranks.test_compressed import inputs as uneven_magnitudes
 from tests.shot_model import ShotModel
 from tests.soak.operations import OBJECT_VERBS, Operation, Session
@@ -184,7 +184,7 @@ class Exchange:
 
     def _compressed(self, o: Operation, position: int, how: dict[str, Any]) -> Started:
         """Against a model of it in one process where there is one: of all ways but those that add codes as they are."""
-        comm, codec, steps = self._comm, codec_named(o.codec), range(o.steps)
+        comm, codec, steps = self._comm, COMPRESSING[o.codec], range(o.steps)
         numbers = [uneven_magnitudes(comm.size, o.numel, 1000 * position + step) for step in steps]
         results = [numbers[step][comm.rank].clone() for step in steps]
         feedback = comm.new_feedback(codec, o.numel) if o.steps > 1 else None

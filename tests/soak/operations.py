@@ -10,7 +10,7 @@ import torch
 
 from gradwire.collectives.compression.algorithms_for import shot_of
 from tests.ranks.exact import DTYPES, FLOATING, OPS, ops
-from tests.ranks.test_compressed import COMPRESSING, SPECIAL, codec_named
+from tests.ranks.test_compressed import COMPRESSING
 
 SESSION_OPERATIONS = 40  # of one Communicator
 SEGMENTS_BYTES = (None, None, 200, 4096, 64 << 10)
@@ -170,8 +170,8 @@ def _grouped_allreduce(draw: _Draw) -> Operation:
 
 
 def _compressed(draw: _Draw) -> Operation:
-    codec = draw.random.choice((*COMPRESSING, *SPECIAL))
-    shot, summable = shot_of(codec_named(codec)), codec_named(codec).summable
+    codec = draw.random.choice(list(COMPRESSING))
+    shot, summable = shot_of(COMPRESSING[codec]), COMPRESSING[codec].summable
     algorithm = draw.random.choice(["auto", shot, *(draw.algorithms["allreduce"] if summable else ())])
     steps = draw.random.choice((1, 1, 3)) if algorithm == shot else 1
     numel = min(draw.numel(torch.float32), CODEC_NUMELS)
