@@ -1,4 +1,4 @@
-"""A hook of MkDocs: the first page of the site is README.md, and the last CHANGELOG.md, so that neither is written twice."""
+"""A hook of MkDocs: the first page of the site is README.md, and pages that stand beside it are pages of the site, too."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
+_PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what lies outside of docs/, with its links as seen from inside."""
-    for source, page in (("README.md", "index.md"), ("CHANGELOG.md", "changelog.md")):
+    for source, page in _PAGES.items():
         text = "---\nhide: [navigation]\n---\n" + re.sub(r"\]\(docs/", "](", (ROOT / source).read_text())
-        files.append(File.generated(config, page, content=text.replace("](CHANGELOG.md)", "](changelog.md)")))
+        for other, its_page in _PAGES.items():
+            text = text.replace(f"]({other})", f"]({its_page})")
+        files.append(File.generated(config, page, content=text))
     files.append(File.generated(config, "LICENSE", abs_src_path=str(ROOT / "LICENSE")))
     return files
 
