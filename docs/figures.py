@@ -93,7 +93,7 @@ def sizes(run: dict[str, Any], peer: str = "torch") -> str:
         (
             f"{format_size(each['bytes'])[:-1]} {format_size(each['bytes'])[-1]}B",
             f"**{_number(each['times'])}**{_interval(each['interval'])}",
-            each["algorithm"],
+            each["runs"],
         )
         for each in run["meta"]["speedups"]
         if each["peer"] == peer

@@ -21,6 +21,8 @@ from gradwire.bench.micro.cases import CASES, Buffers, Job
 from gradwire.bench.micro.table import (
     Measured,
     Row,
+    Speedup,
+    compare,
     format_comparison,
     format_heading,
     format_row,
@@ -230,8 +232,8 @@ def _parts(
     return dict(zip(("encode_us", "decode_us", "wire_us"), (medians_s * 1e6).tolist(), strict=True))
 
 
-def report(comm: Communicator, measured: Sequence[Measured], codecs: Codecs) -> list[Row]:
-    """Print a block for each codec, and its time over torch.distributed's; the rows in the order printed."""
+def report(comm: Communicator, measured: Sequence[Measured], codecs: Codecs) -> tuple[list[Row], list[Speedup]]:
+    """Print a block for each codec, and its time over torch.distributed's; return both in the order printed."""
     rows: list[Row] = []
     for label in (NONE, *codecs):
         block = [one for one in measured if one[1].codec == label]
@@ -241,10 +243,13 @@ def report(comm: Communicator, measured: Sequence[Measured], codecs: Codecs) -> 
         print("\n".join(format_trailer([row for _, row, _ in block])))
         rows += [row for _, row, _ in block]
     torchs = [one for one in measured if one[1].algorithm == TORCH]
+    speedups = []
     for label in (NONE, *codecs):
         ours = [one for one in measured if one[1].algorithm == AUTO and one[1].codec == label]
-        print("\n".join(format_comparison([*ours, *torchs], AUTO, TORCH, partial(_ridden, comm, label, codecs))))
-    return rows
+        compared = compare([*ours, *torchs], AUTO, TORCH, partial(_ridden, comm, label, codecs))
+        print("\n".join(format_comparison(compared)))
+        speedups += compared
+    return rows, speedups
 
 
 def _ridden(comm: Communicator, label: str, codecs: Codecs, nbytes: int) -> str:

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,8 @@ from gradwire.bench.micro.options import DTYPES, parse_arguments
 from gradwire.bench.micro.table import (
     Measured,
     Row,
+    Speedup,
+    compare,
     format_comparison,
     format_heading,
     format_row,
@@ -200,22 +203,26 @@ def plan(
     return jobs, algorithms
 
 
-def report(case: Case, comm: Communicator, measured: Sequence[Measured], algorithms: Sequence[str]) -> list[Row]:
-    """Print a block for each algorithm, then the comparisons; the rows in the order printed."""
+def report(
+    case: Case, comm: Communicator, measured: Sequence[Measured], algorithms: Sequence[str]
+) -> tuple[list[Row], list[Speedup]]:
+    """Print a block for each algorithm, then the comparisons; return both in the order printed."""
     rows: list[Row] = []
     for algorithm in algorithms:
         block = [one for one in measured if one[1].algorithm == algorithm]
         if block:
             print("\n".join(format_block(case, algorithm, block)))
             rows += [row for _, row, _ in block]
+    speedups = []
     for peer in PEERS:
-        for line in format_comparison(measured, "auto", peer, partial(comm.chosen, case.name)):
-            print(line)
-    return rows
+        compared = compare(measured, "auto", peer, partial(comm.chosen, case.name))
+        print("".join(f"{line}\n" for line in format_comparison(compared)), end="")
+        speedups += compared
+    return rows, speedups
 
 
-def save(chosen: argparse.Namespace, rows: Sequence[Row], meta: dict[str, Any]) -> None:
-    write_json(chosen.json, meta, rows)
+def save(chosen: argparse.Namespace, rows: Sequence[Row], speedups: Sequence[Speedup], meta: dict[str, Any]) -> None:
+    write_json(chosen.json, {**meta, "speedups": list(map(asdict, speedups))}, rows)
     if chosen.plot:
         from gradwire.bench.micro.plot import draw
 
@@ -245,12 +252,12 @@ def main(name: str, arguments: Sequence[str]) -> int:
             protocol = Protocol(chosen.iters, chosen.warmup_iters, chosen.check)
             if chosen.codec:
                 measured = compressed.measure(jobs, comm, chosen.codec, protocol, device)
-                rows = partial(compressed.report, comm, measured, chosen.codec)
+                tables = partial(compressed.report, comm, measured, chosen.codec)
             else:
                 measured = measure(case, jobs, comm, algorithms, protocol, device, shared=chosen.shared)
-                rows = partial(report, case, comm, measured, algorithms)
+                tables = partial(report, case, comm, measured, algorithms)
             if comm.rank == 0:
-                save(chosen, rows(), meta)
+                save(chosen, *tables(), meta)
             return 1 if any(row.wrong for _, row, _ in measured) else 0
     finally:
         dist.destroy_process_group()

@@ -141,28 +141,52 @@ def format_trailer(rows: Sequence[Row]) -> list[str]:
     return [f"# Out of bounds values : {verdict}", f"# Avg bus bandwidth    : {average:.4f}", "#"]
 
 
-def format_comparison(
-    measured: Sequence[Measured], algorithm: str, peer: str, chosen: Callable[[int], str]
-) -> list[str]:
-    """Return lines that say how many times as fast `algorithm` is as `peer`, job by job; none where one of them did not run.
+@dataclass(frozen=True)
+class Speedup:
+    """Says how many times as fast one competitor is as a peer with one job of a run. Field names are the keys of the JSON.
 
-    `chosen`: bytes -> what `algorithm` ran as there.
+    runs: what the competitor ran, where it chooses. interval: 95 %, None where there were too few turns.
     """
+
+    bytes: int
+    dtype: str
+    op: str
+    competitor: str
+    peer: str
+    time_us: float
+    peer_time_us: float
+    times: float
+    interval: tuple[float, float] | None
+    runs: str
+
+
+def compare(measured: Sequence[Measured], algorithm: str, peer: str, runs: Callable[[int], str]) -> list[Speedup]:
+    """Return how many times as fast `algorithm` is as `peer`, for all jobs that both of them ran. runs: bytes -> what `algorithm`
+    ran as there."""
     peers = {job: (row, seconds) for job, row, seconds in measured if row.algorithm == peer}
-    ours = [
-        (row, seconds, *peers[job]) for job, row, seconds in measured if row.algorithm == algorithm and job in peers
-    ]
-    if not ours:
+    compared = []
+    for job, row, seconds in measured:
+        if row.algorithm == algorithm and job in peers:
+            peer_row, peer_seconds = peers[job]
+            times, interval = peer_row.time_us / row.time_us, speedup_interval(seconds, peer_seconds)
+            both = (row.time_us, peer_row.time_us, times, interval)
+            compared.append(Speedup(row.bytes, row.dtype, row.op, algorithm, peer, *both, runs(row.bytes)))
+    return compared
+
+
+def format_comparison(speedups: Sequence[Speedup]) -> list[str]:
+    """Return the lines of a comparison, job by job; none without any."""
+    if not speedups:
         return []
+    ours, peer = speedups[0].competitor, speedups[0].peer
     lines = [
-        f"# How many times as fast {algorithm} is as {peer} in this run, with the 95 % interval",
-        f"#{'size':>12} {'type':>8} {'redop':>8} {algorithm + ' us':>10} {peer + ' us':>10} {'times':>7}",
+        f"# How many times as fast {ours} is as {peer} in this run, with the 95 % interval",
+        f"#{'size':>12} {'type':>8} {'redop':>8} {ours + ' us':>10} {peer + ' us':>10} {'times':>7}",
     ]
-    speedups = [peer_row.time_us / row.time_us for row, _, peer_row, _ in ours]
-    for (row, seconds, peer_row, peer_seconds), speedup in zip(ours, speedups, strict=True):
-        what = f"#{format_size(row.bytes):>12} {row.dtype:>8} {row.op:>8}"
-        times = f"{format_us(row.time_us):>10} {format_us(peer_row.time_us):>10}"
-        interval = format_interval(speedup_interval(seconds, peer_seconds))
-        lines.append(f"{what} {times} {speedup:7.2f}  {interval:16}  {chosen(row.bytes)}")
-    mean = math.exp(sum(map(math.log, speedups)) / len(speedups))
-    return [*lines, f"# Geometric mean       : {mean:.2f}  (best {max(speedups):.2f}, worst {min(speedups):.2f})", "#"]
+    for each in speedups:
+        what = f"#{format_size(each.bytes):>12} {each.dtype:>8} {each.op:>8}"
+        both = f"{format_us(each.time_us):>10} {format_us(each.peer_time_us):>10}"
+        lines.append(f"{what} {both} {each.times:7.2f}  {format_interval(each.interval):16}  {each.runs}")
+    times = [each.times for each in speedups]
+    mean = math.exp(sum(map(math.log, times)) / len(times))
+    return [*lines, f"# Geometric mean       : {mean:.2f}  (best {max(times):.2f}, worst {min(times):.2f})", "#"]

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from gradwire.bench.micro.cases import Job
-from gradwire.bench.micro.table import Row, format_comparison, format_heading, format_row, format_trailer, format_us
+from gradwire.bench.micro.table import (
+    Row,
+    compare,
+    format_comparison,
+    format_heading,
+    format_row,
+    format_trailer,
+    format_us,
+)
 from gradwire.bench.timing import speedup_interval
 
 ROW = Row("allreduce", "ring", "none", "float32", "sum", 4, 4096, 1234.5, 2000.0, 0.0033, 0.005, 6144, 0)
@@ -57,10 +65,12 @@ def test_comparison_is_job_by_job() -> None:
         (JOB, replace(ROW, algorithm="native", time_us=2000.0), peers),
         (larger, replace(ROW, algorithm="auto", bytes=8192, time_us=1000.0), ours),
     ]
-    lines = format_comparison(measured, "auto", "native", lambda nbytes: f"chosen for {nbytes}")
+    (speedup,) = compared = compare(measured, "auto", "native", lambda nbytes: f"chosen for {nbytes}")
+    assert (speedup.bytes, speedup.times, speedup.interval) == (ROW.bytes, 2.0, (2.0, 2.0))
+    lines = format_comparison(compared)
     assert [line for line in lines if " 2.00 " in line and "4K" in line and "chosen for 4096" in line]
     assert not [line for line in lines if "8K" in line]
-    assert format_comparison(measured, "auto", "torch", str) == []
+    assert format_comparison(compare(measured, "auto", "torch", str)) == []
 
 
 def test_interval_holds_the_speedup_and_narrows_with_the_scatter() -> None:
