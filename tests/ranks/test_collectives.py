@@ -328,9 +328,7 @@ def exact(layout: str, rows: list[tuple[Any, ...]]) -> list[str]:
     return checks.failures
 
 
-@pytest.mark.parametrize(
-    "layout", [*LAYOUTS, *wide("aaaa", "aaaaaaa", "aaaaaaaa", "abab", "aaaabbb", "abcabcab", "aabbc")]
-)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *wide("aaaaaaaa", "aaaabbb", "abcabcab")])
 def test_every_verb_is_exact(ranks: Worlds, layout: str) -> None:
     layouts = LAYOUTS if layout in LAYOUTS else (layout,)
     mine = [row for each, *row in rows_of(layouts) if each == layout]

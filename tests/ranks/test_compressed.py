@@ -168,6 +168,21 @@ def test_summable_codecs_ride_any_algorithm(ranks: Worlds, layouts: tuple[str, .
 
 
 @on_ranks(2, initialized=False)
+def test_a_cast_with_feedback_returns_later_what_it_rounds_off() -> None:
+    """The codes of all ranks are added as they are, with headroom for the sum, which is exact here."""
+    with communicator() as comm:
+        mine = torch.full((40,), 0.0 if comm.rank else 1 / 3)
+        feedback, total = comm.new_feedback("fp16", mine.numel()), torch.zeros_like(mine)
+        for _ in range(20):
+            result = mine.clone()
+            comm.allreduce(result, codec="fp16", feedback=feedback)
+            total += result
+        kept = feedback.tensors()["worker"].clone()
+        comm.allreduce(kept)
+        torch.testing.assert_close(total + kept, torch.full((40,), 20 / 3), rtol=0, atol=1e-5)
+
+
+@on_ranks(2, initialized=False)
 def test_numbers_in_place_of_codes() -> None:
     """What is too short for a code goes as it is, but in the shards of its codec, which differ from codec to codec."""
     checks = Checks()

@@ -75,6 +75,15 @@ def test_pushes_of_all_workers_are_summed_and_assigned(type: Any, servers: list[
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gradwire-server")]
 
 
+@on_ranks(3)
+def test_pushes_of_16_bits_are_rounded_once() -> None:
+    kv, out = hvd.KVStore("dist_sync"), torch.zeros(1, dtype=torch.float16)
+    kv.init("a", torch.zeros(1, dtype=torch.float16))
+    kv.pushpull("a", torch.full((1,), 2048.0 if hvd.rank() == 0 else 1.0, dtype=torch.float16), out=out)
+    assert out.item() == 2050  # in float16, 2048 + 1 is 2048
+    kv.close()
+
+
 @on_ranks(2)
 def test_lists_of_keys_and_values_mean_what_they_do_in_mxnet() -> None:
     kv = hvd.KVStore("dist_sync")

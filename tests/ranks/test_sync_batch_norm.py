@@ -82,6 +82,8 @@ def test_a_model_trains_as_on_one_process() -> None:
     assert hvd.SyncBatchNorm.convert_sync_batchnorm(model) is model
     converted = model[1][0]  # type: ignore[index]
     assert isinstance(converted, hvd.SyncBatchNorm)
+    of_some = hvd.SyncBatchNorm.convert_sync_batchnorm(network(), torch.distributed.group.WORLD)
+    assert of_some[1][0].process_set is torch.distributed.group.WORLD  # type: ignore[index]
     assert hvd.SyncBatchNorm.convert_sync_batchnorm(model)[1][0] is converted  # type: ignore[index]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     take_steps(model, optimizer, share, range(STEPS))

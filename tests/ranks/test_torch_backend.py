@@ -69,11 +69,16 @@ def scattered(group: dist.ProcessGroup, rank: int, size: int) -> list[Tensor]:
     return [one, part, mine]
 
 
+def both_ways(rank: int, size: int) -> list[list[tuple[int, int]]]:
+    """Return the pairs (sender, receiver) in which a rank sends, and those in which it receives."""
+    return [[(rank, other) for other in range(size)], [(other, rank) for other in range(size)]]
+
+
 def exchanged(group: dist.ProcessGroup, rank: int, size: int) -> list[Tensor]:
-    rows = [1 + (rank + other) % 3 for other in range(size)]  # the same both ways
-    single, uneven = torch.empty(2 * size, 3), torch.empty(sum(rows), 3)
+    rows, theirs = ([1 + (2 * one + other) % 3 for one, other in pairs] for pairs in both_ways(rank, size))
+    single, uneven = torch.empty(2 * size, 3), torch.empty(sum(theirs), 3)
     dist.all_to_all_single(single, numbers(rank, 6 * size).view(-1, 3), group=group)
-    dist.all_to_all_single(uneven, numbers(rank, 3 * sum(rows)).view(-1, 3), rows, rows, group=group)
+    dist.all_to_all_single(uneven, numbers(rank, 3 * sum(rows)).view(-1, 3), theirs, rows, group=group)
     landed = [torch.empty(5) for _ in rows]
     dist.all_to_all(landed, [numbers(rank + other, 5) for other in range(size)], group=group)
     return [single, uneven, *landed]
@@ -284,6 +289,21 @@ def test_works_that_are_dropped_are_done(ranks: Worlds) -> None:
     assert ranks(2).run(drop_works) == [[20_000.0] * 50 + [received] for received in (0.0, 1e6)]
 
 
+def exchange_lists_of_unequal_parts() -> None:
+    group, rank, size = dist.new_group(backend="gradwire"), dist.get_rank(), dist.get_world_size()
+    rows, theirs = ([1 + (2 * one + other) % 3 for one, other in pairs] for pairs in both_ways(rank, size))
+    landed = [torch.empty(count) for count in theirs]
+    dist.all_to_all(landed, [numbers(rank + other, count) for other, count in enumerate(rows)], group=group)
+    for other, tensor in enumerate(landed):
+        assert torch.equal(tensor, numbers(rank + other, theirs[other]))
+    dist.destroy_process_group(group)
+
+
+def test_lists_of_unequal_parts(ranks: Worlds) -> None:
+    """Gloo takes only equal ones."""
+    ranks(3).run(exchange_lists_of_unequal_parts)
+
+
 def come_late() -> str:
     group = dist.new_group(backend="gradwire")
     said = ""
@@ -291,6 +311,7 @@ def come_late() -> str:
         with pytest.raises(TimeoutError, match="waiting for rank 1") as caught:
             group.monitored_barrier(timedelta(seconds=0.5))  # type: ignore[attr-defined]
         said = str(caught.value)
+        assert group._communicator.timeout_s > 0.5  # which was of that barrier alone
     dist.barrier()
     dist.destroy_process_group(group)
     return said

@@ -140,7 +140,7 @@ def conserve(host_of: str, name: str, op: str, predivide: float) -> None:
         ("aa", "threshold", hvd.Average, 1.0),
         ("aa", "randomk", hvd.Average, 4.0),
         ("aa", "int4, after a warm-up", hvd.Average, 1.0),
-        ("aa", "powersgd", hvd.Average, 1.0),
+        ("aa", "powersgd", hvd.Average, 4.0),
         ("aab", "onebit", hvd.Average, 4.0),
         ("aab", "powersgd", hvd.Sum, 1.0),
         pytest.param("aaabb", "onebit", hvd.Sum, 1.0, marks=pytest.mark.wide),

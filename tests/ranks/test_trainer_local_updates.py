@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradwire as hvd
-from gradwire.collectives import ReplicasDiffer
+from gradwire.collectives import CollectiveError, Communicator, ReplicasDiffer
 from tests.harness import Worlds, wide
 from tests.ranks.exact import on_host
 from tests.ranks.training import (
@@ -327,6 +327,20 @@ def test_groups_average_inside_and_meet_outside() -> None:
     sent = (report.bytes_per_step + report.inner_bytes_per_step) * STEPS
     assert report.bytes_sent == pytest.approx(sent)
     assert optimizer.stats.bytes_sent == 0  # there was no warm-up
+
+
+@on_ranks(2)
+def test_an_inner_communicator_that_was_given_stays_open() -> None:
+    with Communicator() as given:
+        for inner in (given, None, torch.distributed.group.WORLD):
+            optimizer = wrapped(network().double(), every=3, inner=inner)
+            used = optimizer._rule._locality.inner
+            optimizer.close()
+            if used is given:
+                given.barrier()
+            elif used is not None:
+                with pytest.raises(CollectiveError, match="closed"):
+                    used.barrier()
 
 
 @on_ranks(2)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
+from gradwire.collectives import Communicator, Mismatch
+from tests.harness import EXCHANGE_TIMEOUT_S
 from tests.ranks.training import BATCH, STEPS, assert_close, assert_same_on_all_ranks, distributed, on_ranks
 
 ROWS = 40
@@ -64,11 +66,11 @@ def train(model: Bag, optimizer: torch.optim.Optimizer, parts: int, set_to_none:
 @pytest.mark.parametrize(
     ("name", "options", "set_to_none"),
     [
-        ("sgd", {}, False),
+        ("sgd", {"gradient_predivide_factor": 4.0, "groups": 2}, False),
         ("sparse adam", {}, True),
         ("sgd", {"backward_passes_per_step": 4}, True),
         ("sgd", {"sparse_as_dense": True, "backward_passes_per_step": 4}, False),
-        ("adagrad", {"gradient_predivide_factor": 4.0, "groups": 2}, True),
+        ("adagrad", {}, True),
         ("sgd", {"policy": {"out.*": "none", "*": hvd.ErrorFeedback("int8")}}, True),
         ("sgd", {"compression": "bf16"}, True),
     ],
@@ -96,6 +98,23 @@ def test_as_one_process(name: str, options: dict[str, Any], set_to_none: bool) -
         buckets: Any = optimizer._rule.bucketing.buckets
         in_buckets = sum(bucket.buffer.values.numel() for bucket in buckets)
         assert in_buckets < model.words.weight.numel(), "the table is still exchanged as a dense one, too"
+
+
+@on_ranks(3)
+def test_a_gradient_that_is_sparse_on_one_rank_alone_is_refused() -> None:
+    """Its rows would be lost without a word, were the dense ones of the other ranks to outweigh it."""
+    weight, row = nn.Parameter(torch.zeros(3, 1)), torch.tensor([1])
+
+    def step() -> None:
+        (torch.embedding(weight, row, sparse=True) if hvd.rank() == 1 else 2 * weight).sum().backward()
+
+    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as everyone:
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight]), process_set=everyone)
+        if hvd.rank() != 1:
+            step()  # with a dense gradient this is noticed in the next one
+            optimizer.zero_grad()
+        with pytest.raises(Mismatch):
+            step()
 
 
 @on_ranks(2)

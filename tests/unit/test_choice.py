@@ -13,6 +13,7 @@ import torch
 
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.powersgd import PowerSGD
+from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.plan.cost import CodecCost, Costs, LinkCost
 from gradwire.collectives.plan.selection import default_table
 from gradwire.collectives.plan.topology import Topology
@@ -55,6 +56,19 @@ def chosen(communicator: Described, *allow: Any, in_shares: bool = False) -> Cho
     auto = wanted("auto", allow)
     assert isinstance(auto, Auto)
     return Choice(SimpleNamespace(communicator=communicator, in_shares=in_shares), auto, "cpu")  # type: ignore[arg-type]
+
+
+def test_a_cast_takes_the_time_of_its_exchange_and_of_its_coding() -> None:
+    described, fp16 = Described(1e9), make_codec("fp16")
+    numel = SIZE[0]
+
+    def seconds(encode_byte_s: float, decode_byte_s: float) -> float:
+        coding = (CodecCost(fp16.identity, encode_byte_s, decode_byte_s),)
+        described.costs = replace(described.costs, codecs=coding)
+        return described.predict(numel, 4, fp16)
+
+    assert seconds(0.0, 0.0) == pytest.approx(described.predict(numel // 2, 4, None), rel=0.01)
+    assert seconds(1e-9, 3e-9) - seconds(0.0, 0.0) == pytest.approx(4 * numel * 4e-9)
 
 
 @pytest.mark.parametrize(("rate", "best"), [(1e7, "int4"), (2.5e8, "int8"), (1e10, "none")])

@@ -123,6 +123,10 @@ def test_init(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture)
     settings = current_world().settings
     hvd.shutdown()
     assert (settings.timeout_s, settings.stall_warning_s, settings.stall_shutdown_s) == (20, None, None)
+    hvd.init(timeout_s=20, stall_shutdown_s=7)
+    patience_s = current_world().communicator().timeout_s
+    hvd.shutdown()
+    assert patience_s == 7  # a rank gives up after the shorter of the two
 
 
 @pytest.mark.parametrize("name", ["timeout_s", "stall_warning_s", "stall_shutdown_s"])

@@ -14,6 +14,7 @@ import torch
 
 from gradwire import LocalReport
 from gradwire.collectives import ReplicasDiffer
+from gradwire.collectives.diagnostics.journal import OperationTally
 from gradwire.collectives.diagnostics.timeline import (
     ROUNDS,
     Offset,
@@ -270,6 +271,17 @@ def test_what_does_not_matter_is_not_logged(
 ) -> None:
     reported(waits, every=5, step_s=step_s)
     assert not caplog.messages
+
+
+def test_operations_are_added_up_and_the_best_rate_is_kept(tmp_path: Path) -> None:
+    tally = OperationTally(tmp_path, 0, 2, [])
+    for duration_ns in (2_000, 1_000, 4_000):
+        tally.add("allreduce", duration_ns, {"call": "allreduce", "bytes": 1000, "algorithm": "ring"})
+    tally.add("exchange", 500, {})  # a part of one
+    tally.write()
+    (path,) = tmp_path.iterdir()
+    (row,) = json.loads(path.read_text().splitlines()[-1])
+    assert row == ["allreduce", "none", "ring", 10, 3, 3000, pytest.approx(7e-6), pytest.approx(1e9)]
 
 
 # The adapters in the guide

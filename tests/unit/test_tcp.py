@@ -447,6 +447,17 @@ def test_a_wait_ends_when_another_thread_aborts(connect: Connect, compiled: bool
     assert "ended" in str(ended)
 
 
+def test_a_message_that_was_waited_for_is_let_go(connect: Connect) -> None:
+    one, other = connect(2)
+    sent, landed = torch.ones(3), torch.empty(3)
+    messages = [send(one, 1, sent, 7), receive(other, 0, landed, 7)]
+    for message in messages:
+        message.wait(in_time())
+    tensors = [weakref.ref(sent), weakref.ref(landed)]
+    del sent, landed, message, messages
+    assert [tensor() for tensor in tensors] == [None, None]
+
+
 def test_close_takes_nothing_from_a_wait_that_lasts(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradwire.collectives.link.tcp._LEAVE_S", SOON_S)
     one, other = connect(2)

@@ -123,6 +123,12 @@ def test_everyone_hears_who_lives_but_confirms_nothing(monkeypatch: pytest.Monke
         assert_all_see(all_watches, lambda watch: watch.cut == {(0, 2)} and not watch.lost)
 
 
+def test_a_rank_that_lives_is_not_lost() -> None:
+    with watches(4) as all_watches:
+        all_watches[0]._say("lost", 1, by=0)  # as when the connection between them ends
+        assert_all_see(all_watches, lambda watch: watch.cut == {(0, 1)} and not watch.lost)
+
+
 def test_a_watch_that_fails_says_so_and_does_not_stay_behind(caplog: pytest.LogCaptureFixture) -> None:
     def listener() -> float | None:
         raise ValueError("planted")
