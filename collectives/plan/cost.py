@@ -183,7 +183,7 @@ class Costs:
 
 
 def _rate(byte_s: float) -> str:
-    return f"{1e-6 / byte_s:.4g} MB/s"
+    return f"{1e-6 / byte_s:.4g} MB/s" if byte_s > 0 else "more than can be measured"
 
 
 def _described(hosts: Sequence[Sequence[int]], machines: Sequence[str]) -> str:

@@ -157,6 +157,8 @@ def test_what_is_slow_is_named() -> None:
         "slow rank: rank 1 computes 4.0 times as long as others",
     ]
     assert costs((0,), (1,)).slow() == []
+    too_quick = replace(some, uplinks=(0.0, 0.0, 0.0), slowness=(1.0,) * 4)  # the processors took all of the time
+    assert too_quick.slow() == ["slow link: ranks 0 and 2 exchange 20 MB/s, others more than can be measured"]
 
 
 @pytest.mark.parametrize("hosts", [((0,), (1,), (2,)), ((0, 2), (1, 3)), ((0, 1, 2), (3,))])
