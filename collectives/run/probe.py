@@ -274,7 +274,9 @@ class Probe:
         def of_wires(factor: float) -> Costs:
             return replace(_scaled(costs, factor, "byte_s"), uplinks=tuple(factor * each for each in costs.uplinks))
 
-        made = of_cores if len(self._hosts) == 1 or (busy and large_s > 1.3 * wire_s) else of_wires
+        # Wires cannot explain what takes less time than the processors are said to need without them.
+        is_of_cores = len(self._hosts) == 1 or price(of_wires(0.0), _legs(large)) >= large_s
+        made = of_cores if is_of_cores or (busy and large_s > 1.3 * wire_s) else of_wires
         return made(_fit(made, large, large_s, 1.0))
 
     def _allreduce(self, algorithm: str, nbytes: int) -> list[Program]:
