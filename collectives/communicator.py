@@ -246,7 +246,7 @@ class Communicator(SharedTensors):
 
     def _choose_by(self, costs: Costs, *, corrects: bool) -> None:
         self._costs = costs
-        self._engine.plans.choose_by(costs, may_cut=self._may_cut, corrects=corrects)
+        self._engine.choose_by(costs, may_cut=self._may_cut, corrects=corrects)
 
     @property
     def control_device(self) -> str:
@@ -287,8 +287,7 @@ class Communicator(SharedTensors):
         """
         made = make_codec(codec) if codec is not None else None
         if made is None or made.name == "none":
-            trial = self._engine.plans.trial("auto", nbytes) if collective == "allreduce" else None
-            return self._engine.plans.choose(collective, "auto", nbytes) if trial is None else trial.choice
+            return self._engine.plans.corrected(collective, "auto", nbytes)
         code_bytes = made.wire_bytes(nbytes // 4)
         return self._engine.plans.choose_for_codec(made, "auto", code_bytes, with_feedback=made.needs_feedback)
 

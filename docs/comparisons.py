@@ -1,15 +1,12 @@
-"""Draw docs/images/comparisons.png, the picture of the README, from the numbers in docs/comparisons.json.
+"""Draw docs/images/comparisons.png, the picture of the README, from three runs in docs/figures/, which figures.py measures.
 
-`python docs/comparisons.py` draws. `python docs/comparisons.py inside.json between.json compressed.json` first replaces the
-numbers by those of three runs of the benchmark, each written with its option `-J`; the README has the three commands. The
-picture carries a digest of the numbers, by which a test sees that it shows them.
+The picture carries a digest of the numbers, by which a test sees that it shows them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +18,24 @@ import matplotlib.pyplot as plt
 from gradwire.collectives.notation import format_size
 
 DOCS = Path(__file__).parent
-NUMBERS = DOCS / "comparisons.json"
 IMAGE = DOCS / "images" / "comparisons.png"
-TITLES = (
-    "Inside a host: {ranks} processes",
-    "Between hosts: {ranks} processes on {hosts} hosts",
-    "Between hosts, compressed: {ranks} processes, {size}",
-)
+#: The title of each comparison, by the name of its run.
+TITLES = {
+    "compare-inside": "Inside a host: {ranks} processes",
+    "compare-between": "Between hosts: {ranks} processes on {hosts} hosts",
+    "compare-compressed": "Between hosts, compressed: {ranks} processes, {size}",
+}
 OURS, PEER, INK, QUIET = "#0f766e", "#a1a1aa", "#27272a", "#71717a"
 #: Of the picture, in inches: its width, the height of a bar, and of a heading above bars.
 WIDTH, BAR, HEADING = 8.4, 0.3, 0.36
 
 
 def numbers() -> dict[str, Any]:
-    """Return what docs/comparisons.json holds."""
-    read: dict[str, Any] = json.loads(NUMBERS.read_text())
-    return read
+    """Return what the picture shows."""
+    runs = {name: json.loads((DOCS / "figures" / f"{name}.json").read_text()) for name in TITLES}
+    inside, between, _ = (run["meta"] for run in runs.values())
+    machine = f"{inside['device']}, torch {inside['torch']}; between hosts: {between['network']}"
+    return {"machine": machine, "comparisons": [measured(TITLES[name], run) for name, run in runs.items()]}
 
 
 def digest() -> str:
@@ -50,9 +49,8 @@ def size_text(size: int) -> str:
     return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
 
 
-def measured(title: str, path: Path) -> dict[str, Any]:
+def measured(title: str, run: Any) -> dict[str, Any]:
     """Return a comparison as a run of `python -m gradwire.bench allreduce -J FILE` has it: torch.distributed's time over ours."""
-    run = json.loads(path.read_text())
     rows, meta = run["rows"], run["meta"]
     peer = {row["bytes"]: row["time_us"] for row in rows if row["algorithm"] == "torch"}
     coded = any(row["codec"] != "none" for row in rows)
@@ -97,16 +95,5 @@ def draw() -> None:
     plt.close(figure)
 
 
-def main() -> None:
-    if paths := [Path(argument) for argument in sys.argv[1:]]:
-        if len(paths) != len(TITLES):
-            sys.exit(__doc__)
-        runs = [measured(title, path) for title, path in zip(TITLES, paths, strict=True)]
-        metas = [json.loads(path.read_text())["meta"] for path in paths]
-        machine = f"{metas[0]['device']}, torch {metas[0]['torch']}; between hosts: {metas[1]['network']}"
-        NUMBERS.write_text(json.dumps({"machine": machine, "comparisons": runs}, indent=1) + "\n")
-    draw()
-
-
 if __name__ == "__main__":
-    main()
+    draw()

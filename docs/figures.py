@@ -3,9 +3,9 @@
 `python docs/figures.py` writes every page that shows a figure again. `python docs/figures.py measure [NAME ...]` runs the
 benchmarks of RUNS before that, all of them or those named; between hosts they need root. In a page,
 
-    <!-- figures: NAME VIEW ARGUMENTS --> ... <!-- /figures -->
+    <!-- figures: VIEW NAME ... --> ... <!-- /figures -->
 
-holds what VIEW makes of docs/figures/NAME.json. A test fails where a page and its JSON differ.
+holds what VIEW makes of docs/figures/NAME.json, or of several runs. A test fails where a page and its JSON differ.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gradwire.collectives.notation import format_size
 DOCS = Path(__file__).parent
 FOLDER = DOCS / "figures"
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md")))
-MARK = re.compile(r"(<!-- figures: (\S+) (\S+)((?: \S+)*) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
+MARK = re.compile(r"(<!-- figures: (\S+)((?: [\w.-]+)+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
 
 _TORCHRUN = "torchrun --nproc-per-node {} -m gradwire.bench"
 _HOSTS = "python -m gradwire.bench hosts --hosts {} --ranks {} --rate {} --"
@@ -37,6 +37,9 @@ RUNS: dict[str, str] = {
     "step-4-hosts-1gbit": f"{_HOSTS.format(4, 4, '1gbit')} {_STEP} --rounds 8 --compression int8,onebit,powersgd",
     "step-small-one-host": f"{_TORCHRUN.format(2)} step --preset small --rounds 20",
     "allreduce-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} allreduce -b 1K -e 64M -f 4 -n 40 --algorithm auto,torch",
+    "compare-inside": f"{_TORCHRUN.format(2)} allreduce --shared --algorithm auto,torch -b 64M -e 64M",
+    "compare-between": f"{_HOSTS.format(4, 8, '1gbit')} allreduce --algorithm auto,torch -b 16K -e 64M -f 4096 -n 10",
+    "compare-compressed": f"{_HOSTS.format(4, 4, '1gbit')} allreduce --codec int8,int4,onebit+ef -b 100M -e 100M",
     "allreduce-8-ranks-1gbit": f"{_HOSTS.format(4, 8, '1gbit')} allreduce -b 1K -e 16M -f 4 -n 9 --algorithm auto,torch",
 }
 
@@ -54,32 +57,47 @@ def _table(heading: Iterable[str], rows: Iterable[Iterable[str]], alignment: str
 
 
 def _number(value: float) -> str:
-    """Return a ratio with as many digits as its size makes worth reading: 0.95, 2.3, 11."""
-    return f"{value:.2f}" if value < 2 else f"{value:.1f}" if value < 10 else f"{value:.0f}"
+    """Return a ratio with as many digits as its size makes worth reading: 0.95, 2.34, 11."""
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
 def _interval(interval: list[float] | None) -> str:
     return "" if interval is None else f" [{_number(interval[0])}, {_number(interval[1])}]"
 
 
-def _speedup(run: dict[str, Any], competitor: str, peer: str) -> dict[str, Any]:
-    return next(each for each in run["meta"]["speedups"] if (each["competitor"], each["peer"]) == (competitor, peer))
-
-
-def times(run: dict[str, Any], competitor: str, peer: str = "ddp") -> str:
-    """Return how many times as fast a training step is as a peer's, with the 95 % interval where the run has one."""
-    speedup = _speedup(run, competitor, peer)
+def _times(run: dict[str, Any], competitor: str, peer: str = "ddp") -> str:
+    """Return how many times as fast a competitor's training step is as a peer's, with the 95 % interval."""
+    found = (each for each in run["meta"]["speedups"] if (each["competitor"], each["peer"]) == (competitor, peer))
+    speedup = next(found)
     return f"**{_number(speedup['times'])}**{_interval(speedup['interval'])}"
 
 
-def steps(run: dict[str, Any]) -> str:
+#: What the README says of training steps: where, what to write, the run and its competitor.
+_GAINS = (
+    ("2 processes on one computer", "`hvd.DistributedOptimizer(...)`", "step-one-host", "gradwire"),
+    ("2 computers, 10 Gbit/s", "the same", "step-2-hosts-10gbit", "gradwire"),
+    ("4 computers, 1 Gbit/s", "the same", "step-4-hosts-1gbit", "gradwire"),
+    ("", '`compression="int8"`', "step-4-hosts-1gbit", "gradwire+int8"),
+    ("", '`compression="powersgd"`', "step-4-hosts-1gbit", "gradwire+powersgd"),
+    ("", '`compression="onebit"`', "step-4-hosts-1gbit", "gradwire+onebit"),
+)
+
+
+def gains(*names: str) -> str:
+    """Return the table of the README, of the runs with these names."""
+    rows = (
+        (where, write, _times(figures(name), competitor)) for where, write, name, competitor in _GAINS if name in names
+    )
+    return _table(("where", "what to write", "a training step, times as fast as DDP"), rows, "---|---|---")
+
+
+def steps(name: str) -> str:
     """Return a table of all competitors' training steps over those of DDP."""
+    run = figures(name)
     rows = (
         (
             f"`{row['competitor']}`",
-            times(run, row["competitor"])
-            if row["competitor"] not in ("ddp", "compute", "ddp+fp16")
-            else _number(row["as_ddp"]),
+            _times(run, row["competitor"]) if row["competitor"].startswith("gradwire") else _number(row["as_ddp"]),
             "" if row["competitor"] == "compute" else _number(row["beyond_compute_as_ddp"]),
         )
         for row in run["rows"]
@@ -87,8 +105,9 @@ def steps(run: dict[str, Any]) -> str:
     return _table(("", "a step, times as fast as DDP", "beyond computing"), rows, "---|---|---:")
 
 
-def sizes(run: dict[str, Any], peer: str = "torch") -> str:
+def sizes(name: str, peer: str = "torch") -> str:
     """Return a table of a collective by size: how many times as fast `auto` is as a peer."""
+    run = figures(name)
     rows = (
         (
             f"{format_size(each['bytes'])[:-1]} {format_size(each['bytes'])[-1]}B",
@@ -103,8 +122,9 @@ def sizes(run: dict[str, Any], peer: str = "torch") -> str:
     )
 
 
-def command(run: dict[str, Any]) -> str:
+def command(name: str) -> str:
     """Return the command of a run, and what it ran on."""
+    run = figures(name)
     meta = run["meta"]
     where = ", ".join(
         filter(None, (meta["device"], f"torch {meta['torch']}", meta["network"], f"commit {meta['commit']}"))
@@ -112,15 +132,15 @@ def command(run: dict[str, Any]) -> str:
     return f"\n```\n{run['command']}\n```\n\n({where}.)\n"
 
 
-VIEWS: dict[str, Callable[..., str]] = {"times": times, "steps": steps, "sizes": sizes, "command": command}
+VIEWS: dict[str, Callable[..., str]] = {"gains": gains, "steps": steps, "sizes": sizes, "command": command}
 
 
 def filled(text: str) -> str:
     """Return a page with its figures as docs/figures has them."""
 
     def fill(mark: re.Match[str]) -> str:
-        begin, name, view, arguments, _, end = mark.groups()
-        return f"{begin}{VIEWS[view](figures(name), *arguments.split())}{end}"
+        begin, view, arguments, _, end = mark.groups()
+        return f"{begin}{VIEWS[view](*arguments.split())}{end}"
 
     return MARK.sub(fill, text)
 

@@ -23,6 +23,9 @@ _SEGMENTS, _TRIED = (4, 16), 2
 #: usual segment may stay in the caches, of which the model knows nothing.
 _WORTH_IT, _WORTH_A_SEGMENT = 0.95, 0.85
 
+#: How many sizes of calls are corrected: more than a training has buckets.
+_MOST_TRIALS = 64
+
 _log = logging.getLogger("gradwire")
 
 
@@ -175,7 +178,7 @@ class Measured:
         self._corrects = corrects
         self._speaks = speaks
         self._chosen: dict[tuple[str, int], str] = {}
-        self._trials: dict[int, Trial] = {}
+        self._trials: dict[int, Trial] = {}  # by exact size, as a prediction within a tenth is asked of them
         nested = len(costs.hosts) > 1 and any(len(host) > 1 for host in costs.hosts)
         wholes = {(whole.verb, whole.algorithm) for whole in costs.wholes}
         self._names = {
@@ -196,13 +199,19 @@ class Measured:
 
     def trial(self, nbytes: int) -> Trial | None:
         """Return what corrects the choice for an allreduce of so many bytes by what calls take; None where nothing does."""
-        if not self._corrects:
-            return None
-        size = _power_of_two(nbytes)
-        if size not in self._trials:
-            what = f"allreduce of {format_size(size)}"
-            self._trials[size] = Trial(self.ranked("allreduce", size), self.choose("allreduce", size), what)
-        return self._trials[size]
+        if self._corrects and nbytes not in self._trials and len(self._trials) < _MOST_TRIALS:
+            name, segment = split_choice(chosen := self.choose("allreduce", nbytes))
+            ranked = {choice: seconds for seconds, choice in self.ranked("allreduce", nbytes)}
+            if chosen not in ranked:  # it was chosen for the power of two
+                ranked[chosen] = predict(self.costs, "allreduce", name, nbytes, segment or self._segment_bytes)
+            tried = sorted((seconds, choice) for choice, seconds in ranked.items())
+            self._trials[nbytes] = Trial(tried, chosen, f"allreduce of {nbytes} bytes")
+        return self._trials.get(nbytes)
+
+    @property
+    def corrections(self) -> dict[int, str]:
+        """Return by bytes of an allreduce what trials use at present."""
+        return {nbytes: trial.choice for nbytes, trial in self._trials.items()}
 
     def ranked(self, verb: str, nbytes: int) -> list[tuple[float, str]]:
         """Return what was considered with its predicted seconds, the quickest first."""

@@ -24,8 +24,9 @@ class Trial:
     If the calls of the first choice take as long as predicted, it stays. Otherwise the rivals with the best predictions are tried
     for some calls each, and the fastest stays.
 
-    ranked: the choices with their predicted seconds, the fastest first. choice: what the next call uses; one of them. call: in
-    words, for the log. settled: whether the choice stays. All ranks make the same calls, so each goes on after the same call.
+    ranked: the choices with their predicted seconds, the fastest first. choice: what the next call uses; one of them. call: what
+    the log calls these calls, such as "allreduce of 4096 bytes". settled: whether the choice stays. All ranks make the same
+    calls, so each goes on after the same call.
     """
 
     def __init__(self, ranked: Sequence[tuple[float, str]], choice: str, call: str = "") -> None:
@@ -39,8 +40,10 @@ class Trial:
 
     def note(self, seconds: float) -> float | None:
         """Note how long a call took on this rank. After the last call of a measurement return the median, for judge()."""
+        if self.settled:
+            return None
         self._calls.append(seconds)
-        if self.settled or len(self._calls) < SKIPPED + COUNTED:
+        if len(self._calls) < SKIPPED + COUNTED:
             return None
         taken, self._calls = median(self._calls[SKIPPED:]), []
         return taken

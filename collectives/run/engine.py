@@ -18,6 +18,7 @@ from gradwire.collectives.diagnostics.timeline import Lane
 from gradwire.collectives.link.base import Request, Transport, Whole, WholeRun
 from gradwire.collectives.link.watch import Watch
 from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.plan.cost import Costs
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.selection import split_choice
 from gradwire.collectives.plan.spans import Layout, consecutive
@@ -296,9 +297,19 @@ class Engine:
         rows: list[list[int]] = everything.tolist()
         return rows
 
+    def choose_by(self, costs: Costs, *, may_cut: bool, corrects: bool) -> None:
+        """Let 'auto' choose by measured costs from now on, also in calls that were remembered. See Measured."""
+        self.plans.choose_by(costs, may_cut=may_cut, corrects=corrects)
+        self._calls.clear()
+
+    def trial(self, algorithm: str, like: torch.Tensor, nbytes: int) -> Trial | None:
+        """Return what corrects the algorithm of an allreduce by 'auto' while calls are made; None where nothing does. On a GPU,
+        the time of a call includes what was queued on its stream before."""
+        return self.plans.trial(nbytes) if algorithm == "auto" and like.is_cpu else None
+
     @contextmanager
     def timed(self, turn: Turn, trial: Trial) -> Iterator[None]:
-        """Let a trial note how long the exchange inside takes, and where that ends a measurement, go on alike on all ranks."""
+        """Time the exchange inside for a trial. After a measurement, all ranks agree on its time and on the next choice."""
         began = time.perf_counter()
         yield
         taken = trial.note(time.perf_counter() - began)
@@ -343,7 +354,7 @@ class Engine:
     def over_program(
         self, turn: Turn, program: Program, source: torch.Tensor, destination: torch.Tensor, op: str = "sum"
     ) -> None:
-        """Run a program that takes from one buffer, and reduces in another, mostly the same."""
+        """Run a program that takes from `source` and reduces into `destination`, usually the same buffer."""
         sums = "sum" if op == "average" else op  # whoever asked for it divides
         if destination.is_cpu and (run := self._transport.follow(program, destination.dtype, sums)) is not None:
             with self.span("exchange"):

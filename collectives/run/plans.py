@@ -124,12 +124,19 @@ class Plans:
             raise ValueError(f"no collective is called {collective!r}; known are {', '.join(self._algorithms)}")
         return self._algorithms[collective]
 
-    def trial(self, algorithm: str, nbytes: int) -> Trial | None:
-        """Return what corrects the algorithm of an allreduce by 'auto' while calls are made; None where nothing does."""
-        if algorithm != "auto" or self.measured is None or "allreduce" in self.by_hand:
+    def trial(self, nbytes: int) -> Trial | None:
+        """Return what corrects the algorithm of an allreduce by 'auto' while calls are made; None where nothing does. All ranks
+        ask in the same order."""
+        if self.measured is None or "allreduce" in self.by_hand:
             return None
         with self._lock:
             return self.measured.trial(nbytes)
+
+    def corrected(self, collective: str, algorithm: str, nbytes: int) -> str:
+        """Do as choose(), with what a trial has found so far. Other ranks may be a call ahead: not for what must be the same."""
+        if algorithm == "auto" and collective == "allreduce" and self.measured is not None:
+            algorithm = self.measured.corrections.get(nbytes, algorithm)
+        return self.choose(collective, algorithm, nbytes)
 
     def choose(self, collective: str, algorithm: str, nbytes: int) -> str:
         """Resolve 'auto'. Raises ValueError for an unknown collective or a name that it does not have."""
@@ -182,7 +189,7 @@ class Plans:
     def wire_bytes(self, collective: str, nbytes: int, algorithm: str, codec: Codec | None) -> int | None:
         """Do as Communicator.wire_bytes."""
         if codec is None:
-            name = self.choose(collective, algorithm, nbytes)
+            name = self.corrected(collective, algorithm, nbytes)
         else:
             numel, nbytes = nbytes // 4, codec.wire_bytes(nbytes // 4)
             name = self.choose_for_codec(codec, algorithm, nbytes, with_feedback=False)

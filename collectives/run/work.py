@@ -103,10 +103,10 @@ class WorkQueue:
         # Its owner may take it again, as finalizers may run anywhere. A turn is taken without it, since two uses of a lock take a
         # third of a microsecond: dict.setdefault() gives the turn to one of several threads that come at once.
         self._changed = threading.Condition(threading.RLock())
-        self._turn: dict[
-            str, object
-        ] = {}  # "taken": by what has entered; by the queue itself while the thread runs a work
+        # "taken": by what has entered; by the queue itself while the thread runs a work.
+        self._turn: dict[str, object] = {}
         self.sealed = False
+        self._promised = 0  # turns that seal() has counted
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Work) -> None:
@@ -130,9 +130,12 @@ class WorkQueue:
         if self._queue or self._turn.setdefault("taken", turn) is not turn:
             return False
         self.number += counted
-        if self.sealed:  # looked at when the turn is counted: seal() must miss none that goes on
-            self.leave(turn, self.number - counted)
-            return False
+        if self.sealed:
+            with self._changed:  # seal() may have counted this turn, and the other ranks wait for it then
+                is_promised = counted and self.number < self._promised
+            if not is_promised:
+                self.leave(turn, self.number - counted)
+                return False
         return True
 
     def leave(self, turn: object, last_begun: int) -> None:
@@ -157,11 +160,12 @@ class WorkQueue:
             if self.sealed:
                 return None
             self.sealed = True
-            return self.issued
+            self._promised = self.issued
+            return self._promised
 
     def busy(self) -> bool:
         """Return True while anything runs or waits to run."""
-        return bool(self._turn or self._queue)
+        return bool(self._queue or self._turn)  # in this order: the thread takes the turn before it takes a work
 
     def close(self, timeout_s: float) -> bool:
         """Take nothing more, and let the thread end once it has run what is queued; False when not all has run after

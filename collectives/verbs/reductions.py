@@ -248,7 +248,12 @@ class Reductions(Ranks):
             fused.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         groups = list(fused.values())
         sizes = [sum(t.nbytes for t in group) for group in groups]
-        trials = [engine.plans.trial(algorithm, nbytes) if spans is None else None for nbytes in sizes]
+        trials = [
+            engine.trial(algorithm, group[0], nbytes) if spans is None else None
+            for group, nbytes in zip(groups, sizes, strict=True)
+        ]
+        # Asked before what is chosen: the queue's thread may end a trial meanwhile, which settles after its last choice.
+        is_settled = all(trial is None or trial.settled for trial in trials)
         chosen = [
             engine.plans.choose("allreduce", algorithm if trial is None else trial.choice, nbytes)
             for nbytes, trial in zip(sizes, trials, strict=True)
@@ -282,6 +287,5 @@ class Reductions(Ranks):
                     reduction.end(part, engine.size, is_average=whole is not None)
                 buffer.store()
 
-        is_settled = all(trial is None or trial.settled for trial in trials)
         alone = wholes[0] if len(tensors) == 1 and not reduction.is_scaled and is_settled else None
         return Planned(call, body, alone)

@@ -43,9 +43,9 @@ class Halves(Reductions):
         """Reduce `tensor` over all ranks, in place, and keep only this rank's share of the result: the first half of
         allreduce.
 
-        In this rank's slices of shares(), `tensor` has the bits that allreduce with the same arguments would give. The rest of
-        it is undefined. If the algorithm that allreduce would run has no halves (ring, rsag, direct and shared have), all of
-        it is reduced.
+        In this rank's slices of shares(), `tensor` has the bits that allreduce with the same arguments would give, unless calls
+        have corrected its algorithm (see Communicator.tune). The rest of it is undefined. If the algorithm that allreduce would
+        run has no halves (ring, rsag, direct and shared have), all of it is reduced.
         """
         spans = self._halved(tensor)
         if spans is None:

@@ -66,36 +66,37 @@ def test_calls_correct_a_wrong_prediction_alike_on_all_ranks() -> None:
         costs = comm.tune()
         nothing = LinkCost(0.0, 0.0, 0.0, 0.0)
         free = replace(costs, inside=nothing, between=nothing, uplinks=(0.0,) * 3, call_s=1e-12, reduce_byte_s=0.0)
-        comm._engine.plans.choose_by(free, may_cut=True, corrects=True)
+        comm._engine.choose_by(free, may_cut=True, corrects=True)
         tensors = [contribution(comm.rank, 3, numel, torch.float32) for numel in (700, 50_000)]
         sums = [reduced(3, numel, torch.float32) for numel in (700, 50_000)]
         begun = [comm.chosen("allreduce", tensor.nbytes) for tensor in tensors]
-        kept = [tensor.clone() for tensor in tensors]
+        kept, more, late = ([tensor.clone() for tensor in tensors] for _ in range(3))
         prepared = [comm.prepare_allreduce(each) for each in kept]
         used: set[str] = set()
-        for number in range(3 * (SKIPPED + COUNTED)):
+        for _ in range(SKIPPED + COUNTED + 5):
+            for tensor, *three in zip(tensors, kept, more, late, strict=True):
+                for into in three:
+                    into.copy_(tensor)
             works = []
-            for tensor, into, operation, wanted in zip(tensors, kept, prepared, sums, strict=True):
-                into.copy_(tensor)
-                if number % 3 == 0:  # two of one size are in flight, while an earlier one may change the choice
-                    works.append(comm.allreduce(into, async_op=True))
-                elif number % 3 == 1:
-                    works.append(operation.start())
-                else:
-                    comm.allreduce(into)
-                    assert torch.equal(into, wanted)
+            for operation, another, last in zip(prepared, more, late, strict=True):
+                works += [operation.start(), comm.allreduce(another, async_op=True)]
+                comm.allreduce(last)  # planned while one of the two before it may change the choice
             for work in works:
                 work.wait()
-            assert all(map(torch.equal, kept, sums))
+            assert all(map(torch.equal, [*kept, *more, *late], 3 * sums))
             used.add(comm.chosen("allreduce", tensors[1].nbytes))
-        trials = [comm._engine.plans.trial("auto", tensor.nbytes) for tensor in tensors]
+        for _ in range(5):  # by now these are repeated without being planned
+            for tensor, into, wanted in zip(tensors, kept, sums, strict=True):
+                comm.allreduce(into.copy_(tensor))
+                assert torch.equal(into, wanted)
+        trials = [comm._engine.plans.trial(tensor.nbytes) for tensor in tensors]
         assert all(trial is not None and trial.settled for trial in trials)
         assert begun[1] in used
         assert len(used) == 3
         mine = [comm.chosen("allreduce", tensor.nbytes) for tensor in tensors]
         assert comm.allgather_record(mine) == [mine] * 3
-        comm._engine.plans.choose_by(costs, may_cut=True, corrects=False)
-        assert comm._engine.plans.trial("auto", 4) is None  # as with a file, which keeps the bits
+        comm._engine.choose_by(costs, may_cut=True, corrects=False)
+        assert comm._engine.plans.trial(4) is None  # as with a file, which keeps the bits
 
 
 def refused(file: str, kind: type[ValueError] = TuningError, said: str = "") -> str:

@@ -1,6 +1,8 @@
 """README and docs lead where they say: links, anchors, examples, and where to go next."""
 
+import json
 import re
+import runpy
 
 import pytest
 
@@ -51,6 +53,19 @@ def test_python_is_run_or_called_a_fragment() -> None:
 def test_the_script_of_the_readme_is_the_file() -> None:
     (block,) = python_blocks(README)
     assert block == (ROOT / TRAIN).read_text()
+
+
+def test_every_figure_is_that_of_its_run() -> None:
+    figures = runpy.run_path(str(ROOT / "docs" / "figures.py"))
+    used = set()
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        assert text == figures["filled"](text), f"{page}: run docs/figures.py"
+        used |= {name for mark in figures["MARK"].finditer(text) for name in mark[3].split()}
+    kept = {path.stem: json.loads(path.read_text()) for path in (ROOT / "docs" / "figures").iterdir()}
+    assert {name: run["command"] for name, run in kept.items()} == figures["RUNS"]
+    assert len({run["meta"]["commit"] for run in kept.values()}) == 1, "the runs are of several commits"
+    assert {name for name in kept if not name.startswith("compare-")} == used
 
 
 def test_the_readme_is_short_and_narrow() -> None:

@@ -37,6 +37,7 @@ def test_what_calls_take_decides(taken: dict[str, float], used: list[str], stays
     trial, were_used = tried(taken)
     assert (were_used, trial.choice) == (used, stays)
     assert trial.note(5.0) is None  # nothing is compared any more
+    assert not trial._calls, "it keeps the times of all later calls"
 
 
 def test_the_default_may_be_the_first_choice_and_one_choice_is_no_trial() -> None:
