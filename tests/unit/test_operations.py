@@ -264,6 +264,36 @@ def test_a_collector_that_runs_in_the_queue_does_not_block_it() -> None:
         queue.close(0.0)
 
 
+class SealedOnTheWay(WorkQueue):
+    """Is sealed by another thread, so to say, when a turn has been taken, before or after it is counted."""
+
+    def __init__(self, *, is_counted: bool) -> None:
+        self._is_counted = is_counted
+        super().__init__("test")
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    @number.setter
+    def number(self, value: int) -> None:
+        if value == 0 and not self._is_counted:
+            assert self.seal() == 0
+        self._number = value
+        if value == 0 and self._is_counted:
+            assert self.seal() in (1, None)
+
+
+def test_a_turn_goes_on_if_a_close_has_promised_it_to_the_others() -> None:
+    queue, turn = SealedOnTheWay(is_counted=True), object()
+    assert queue.enter(turn)
+    queue.leave(turn, 0)
+    assert not queue.enter(object())
+    refusing = SealedOnTheWay(is_counted=False)
+    assert not refusing.enter(object())
+    assert (refusing.number, refusing.busy()) == (-1, False)
+
+
 def test_a_queue_that_is_closed_takes_nothing_more() -> None:
     queue = WorkQueue("test")
     assert queue.seal() == 0
