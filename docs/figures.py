@@ -74,7 +74,7 @@ def _times(run: dict[str, Any], competitor: str, peer: str = "ddp") -> str:
 
 #: What the README says of training steps: where, what to write, the run and its competitor.
 _GAINS = (
-    ("2 processes on one computer", "`hvd.DistributedOptimizer(...)`", "step-one-host", "gradwire"),
+    ("2 processes on one computer", "`hvd.DistributedOptimizer(...)`, uncompressed", "step-one-host", "gradwire"),
     ("2 computers, 10 Gbit/s", "the same", "step-2-hosts-10gbit", "gradwire"),
     ("4 computers, 1 Gbit/s", "the same", "step-4-hosts-1gbit", "gradwire"),
     ("", '`compression="int8"`', "step-4-hosts-1gbit", "gradwire+int8"),
@@ -88,7 +88,7 @@ def gains(*names: str) -> str:
     rows = (
         (where, write, _times(figures(name), competitor)) for where, write, name, competitor in _GAINS if name in names
     )
-    return _table(("where", "what to write", "a training step, times as fast as DDP"), rows, "---|---|---")
+    return _table(("where", "optimizer", "a training step, times as fast as DDP"), rows, "---|---|---")
 
 
 def steps(name: str) -> str:
