@@ -1,4 +1,4 @@
-"""Which of several choices takes least, found in calls that are made anyway, where a prediction turned out wrong."""
+"""The search for the choice that takes least, in calls that are made anyway, where a prediction turned out wrong."""
 
 from __future__ import annotations
 
