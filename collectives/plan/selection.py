@@ -208,10 +208,10 @@ class Measured:
             self._trials[nbytes] = Trial(tried, chosen, f"allreduce of {nbytes} bytes")
         return self._trials.get(nbytes)
 
-    @property
-    def corrections(self) -> dict[int, str]:
-        """Return by bytes of an allreduce what trials use at present."""
-        return {nbytes: trial.choice for nbytes, trial in self._trials.items()}
+    def corrected(self, nbytes: int) -> str | None:
+        """Return what a trial uses at present for an allreduce of so many bytes; None where there is no trial. Begins none."""
+        trial = self._trials.get(nbytes)
+        return None if trial is None else trial.choice
 
     def ranked(self, verb: str, nbytes: int) -> list[tuple[float, str]]:
         """Return what was considered with its predicted seconds, the quickest first."""

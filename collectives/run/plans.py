@@ -135,7 +135,7 @@ class Plans:
     def corrected(self, collective: str, algorithm: str, nbytes: int) -> str:
         """Do as choose(), with what a trial has found so far. Other ranks may be a call ahead: not for what must be the same."""
         if algorithm == "auto" and collective == "allreduce" and self.measured is not None:
-            algorithm = self.measured.corrections.get(nbytes, algorithm)
+            algorithm = self.measured.corrected(nbytes) or algorithm
         return self.choose(collective, algorithm, nbytes)
 
     def choose(self, collective: str, algorithm: str, nbytes: int) -> str:
