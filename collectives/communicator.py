@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,13 +27,14 @@ from gradwire.collectives.environment import LINK, TUNING, report_folder
 from gradwire.collectives.link.membership import Membership, membership_of
 from gradwire.collectives.link.registry import AUTO, check_link, connect
 from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.cost import Costs, TuningError
+from gradwire.collectives.plan.cost import CallCost, Costs, TuningError
 from gradwire.collectives.plan.selection import (
     Measured,
     Table,
     default_segment_bytes,
     default_table,
     overrides,
+    planned,
     variables,
 )
 from gradwire.collectives.plan.topology import Topology, host_id
@@ -41,6 +43,7 @@ from gradwire.collectives.run.operations import DRAIN_S, MEET_S
 from gradwire.collectives.run.plans import Plans, legal_algorithms
 from gradwire.collectives.run.probe import Probe
 from gradwire.collectives.shared_tensors import SharedTensors
+from gradwire.collectives.timed_calls import time_calls
 
 _log = logging.getLogger("gradwire")
 
@@ -192,6 +195,8 @@ class Communicator(SharedTensors):
         the fastest stays. A tuning file is not corrected in this way, so that runs with it have the same bits.
         """
         costs = self._probe().run()
+        self._choose_by(costs, corrects=True)  # which may change what the timed calls run
+        costs = replace(costs, calls=self._timed_calls(costs))
         self._choose_by(costs, corrects=True)
         if self.topology.rank == 0:
             for line in costs.slow():
@@ -208,7 +213,9 @@ class Communicator(SharedTensors):
                 f"rank {self.topology.rank}: links are measured with CPU tensors, which this group does not carry"
             )
         wanted = dict.fromkeys([*map(make_codec, codecs), Raw()])
-        self._costs = self._probe().run(self._costs, list(wanted), device)
+        links = self._costs or self._probe().run()
+        links = links if links.calls else replace(links, calls=self._timed_calls(links))
+        self._costs = self._probe().run(links, list(wanted), device)
         return self._costs
 
     def predict(self, numel: int, itemsize: int = 4, codec: str | Codec | None = None) -> float:
@@ -218,6 +225,12 @@ class Communicator(SharedTensors):
             raise KeyError("links were not measured")
         made = make_codec(codec) if codec is not None else None
         return self._engine.plans.predict(self._costs, numel, itemsize, made)
+
+    def _timed_calls(self, costs: Costs) -> tuple[CallCost, ...]:
+        names = planned("allreduce", self.algorithms("allreduce"), self.topology.hosts)
+        if own := self._engine.preferred.get("allreduce"):
+            names.append(own)
+        return time_calls(self, costs, names, self.segment_bytes)
 
     def _probe(self) -> Probe:
         return Probe(self._engine, self.topology, self._machines)

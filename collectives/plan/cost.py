@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from gradwire.collectives.plan.schedule import Place
 
 #: Of the file format: a file of another version is refused.
-VERSION = 1
+VERSION = 2
 
 #: A link or a rank that takes so many times as long as others is called slow.
 SLOW = 1.5
@@ -57,8 +57,9 @@ class CodecCost(NamedTuple):
     decode_byte_s: float
 
 
-class WholeCost(NamedTuple):
-    """What a link does by itself, so that there is no Program to walk: measured (bytes, seconds), ascending."""
+class CallCost(NamedTuple):
+    """What calls took: measured (bytes, seconds), ascending. Of what a link does by itself there is no Program to walk, and this
+    is all that is known; elsewhere it corrects the walk."""
 
     verb: str
     algorithm: str
@@ -74,7 +75,7 @@ class Costs:
     together. burst_bytes: what an uplink moves at once after a pause, where a shaper lets it. slow_links: pairs that are slower
     than their hosts' uplinks. cores: who shares them. slowness: by rank, how many times as long it computes as the fastest.
     call_s: what a call takes beside its messages. reduce_byte_s: a processor's time to add a byte to another. codecs: those that
-    were measured. wholes: what links do by themselves.
+    were measured. calls: what calls took.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -89,11 +90,15 @@ class Costs:
     burst_bytes: int = 0
     slow_links: tuple[SlowLink, ...] = ()
     codecs: tuple[CodecCost, ...] = ()
-    wholes: tuple[WholeCost, ...] = ()
+    calls: tuple[CallCost, ...] = ()
 
     @property
     def size(self) -> int:
         return len(self.slowness)
+
+    def measured(self, verb: str, algorithm: str) -> tuple[tuple[int, float], ...]:
+        """Return what calls of an algorithm took, by bytes; nothing where none were timed."""
+        return next((call.measured for call in self.calls if (call.verb, call.algorithm) == (verb, algorithm)), ())
 
     def codec(self, identity: str) -> CodecCost:
         """Return the costs of a codec. Raises KeyError for one that was not measured."""
@@ -119,7 +124,7 @@ class Costs:
             cores=tuple(Cores(members, each.number) for each in self.cores if (members := placed(each.ranks))),
             slowness=tuple(self.slowness[rank] for rank in ranks),
             slow_links=tuple(SlowLink((place[link.pair[0]], place[link.pair[1]]), link.byte_s) for link in links),
-            wholes=self.wholes if len(ranks) == self.size else (),
+            calls=self.calls if len(ranks) == self.size else (),
         )
 
     def to_json(self) -> str:
@@ -211,9 +216,9 @@ def _costs(read: Mapping[str, Any]) -> Costs:
         burst_bytes=int(positive(read["burst_bytes"])),
         slow_links=tuple(SlowLink((int(a), int(b)), positive(byte_s)) for (a, b), byte_s in read["slow_links"]),
         codecs=tuple(CodecCost(str(codec), positive(e), positive(d)) for codec, e, d in read["codecs"]),
-        wholes=tuple(
-            WholeCost(str(verb), str(algorithm), tuple((int(n), positive(s)) for n, s in measured))
-            for verb, algorithm, measured in read["wholes"]
+        calls=tuple(
+            CallCost(str(verb), str(algorithm), tuple((int(n), positive(s)) for n, s in measured))
+            for verb, algorithm, measured in read["calls"]
         ),
     )
     ranks = list(range(costs.size))

@@ -151,6 +151,12 @@ def _power_of_two(nbytes: int) -> int:
     return 1 << (((nbytes * nbytes) | 1).bit_length() // 2)
 
 
+def planned(verb: str, names: Sequence[str], hosts: Sequence[Sequence[int]]) -> list[str]:
+    """Return those of a verb's algorithms that are Programs, and that differ from others among such hosts."""
+    nested = len(hosts) > 1 and any(len(host) > 1 for host in hosts)
+    return [name for name in names if name in PLANNERS[verb] and (nested or name not in BETWEEN_HOSTS)]
+
+
 class Measured:
     """Chooses by measured costs: for every verb and power of two of bytes, the algorithm and segment that take least, the same
     on all ranks, which have the same costs.
@@ -179,13 +185,10 @@ class Measured:
         self._speaks = speaks
         self._chosen: dict[tuple[str, int], str] = {}
         self._trials: dict[int, Trial] = {}  # by exact size, as a prediction within a tenth is asked of them
-        nested = len(costs.hosts) > 1 and any(len(host) > 1 for host in costs.hosts)
-        wholes = {(whole.verb, whole.algorithm) for whole in costs.wholes}
         self._names = {
             verb: [
-                name
-                for name in names
-                if (name in PLANNERS[verb] or (verb, name) in wholes) and (nested or name not in BETWEEN_HOSTS)
+                *planned(verb, names, costs.hosts),
+                *(name for name in names if name not in PLANNERS[verb] and costs.measured(verb, name)),
             ]
             for verb, names in algorithms.items()
         }

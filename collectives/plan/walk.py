@@ -8,11 +8,15 @@ share cores wait for one. So contention, pipelining and idle links come out of t
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from heapq import heappop, heappush, heapreplace
 from typing import Any, NamedTuple
+
+import numpy
 
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.cost import Costs, LinkCost
@@ -40,13 +44,33 @@ class Leg(NamedTuple):
 def predict(
     costs: Costs, collective: str, algorithm: str, nbytes: int, segment_bytes: int, *, itemsize: int = 4, root: int = 0
 ) -> float:
-    """Return how many seconds a call takes that moves numbers as they are.
+    """Return how many seconds a call takes that moves numbers as they are: what the walk says, corrected by what calls of the
+    nearest sizes took. Between hosts the walk misses some time of each call, inside a host, where caches matter, of each byte.
 
     nbytes: of the buffer; of all ranks together where each has a part of it. segment_bytes: see Communicator. Raises KeyError for
-    an algorithm without a planner that was not measured as a whole.
+    an algorithm without a planner that was not measured.
     """
+    measured = costs.measured(collective, algorithm)
     if algorithm not in PLANNERS[collective]:
-        return _interpolated(costs, collective, algorithm, nbytes)
+        if not measured:
+            raise KeyError(f"{collective}'s {algorithm!r} is not a Program, and was not measured")
+        return _interpolated(measured, nbytes)
+    call = (replace(costs, calls=()), collective, algorithm, segment_bytes, itemsize, root)
+    seconds = _in_segments(*call, nbytes)
+    if not measured:
+        return seconds
+    walked = [_in_segments(*call, size) for size, _ in measured]
+    taken = [each for _, each in measured]
+    inside = len(costs.hosts) == 1
+    missed = [took / said if inside else took - said for took, said in zip(taken, walked, strict=True)]
+    miss = float(numpy.interp(math.log(max(1, nbytes)), [math.log(size) for size, _ in measured], missed))
+    return seconds * miss if inside else max(costs.call_s, seconds + miss)
+
+
+def _in_segments(
+    costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, root: int, nbytes: int
+) -> float:
+    """Return what the walk says that a call takes."""
     blocks = PLANNERS[collective][algorithm](costs.place(0, root)).blocks
     pieces = blocks if collective in _OF_BUFFERS else costs.size
     count = max(1, -(-nbytes // (segment_bytes * pieces)))
@@ -64,14 +88,12 @@ def in_segments(count: int, walk: Callable[[int], float]) -> float:
     return long + (count - _LONG) * (long - short) / (_LONG - _SHORT)
 
 
-def _interpolated(costs: Costs, collective: str, algorithm: str, nbytes: int) -> float:
-    for verb, name, measured in costs.wholes:
-        if (verb, name) == (collective, algorithm):
-            above = next((i for i, (n, _) in enumerate(measured) if n >= nbytes), len(measured) - 1)
-            (low, low_s), (high, high_s) = measured[max(0, above - 1)], measured[above]
-            slope = (high_s - low_s) / (high - low) if high > low else 0.0
-            return max(measured[0][1], high_s + slope * (nbytes - high))
-    raise KeyError(f"{collective}'s {algorithm!r} is not a Program, and was not measured")
+def _interpolated(measured: Sequence[tuple[int, float]], nbytes: int) -> float:
+    """Return how long a call takes by what calls of other sizes took."""
+    above = next((i for i, (n, _) in enumerate(measured) if n >= nbytes), len(measured) - 1)
+    (low, low_s), (high, high_s) = measured[max(0, above - 1)], measured[above]
+    slope = (high_s - low_s) / (high - low) if high > low else 0.0
+    return max(measured[0][1], high_s + slope * (nbytes - high))
 
 
 @lru_cache(maxsize=4096)

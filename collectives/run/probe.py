@@ -17,7 +17,7 @@ import torch
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.rehearsal import speed_of
 from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.cost import SLOW, CodecCost, Cores, Costs, LinkCost, SlowLink, WholeCost
+from gradwire.collectives.plan.cost import SLOW, CodecCost, Cores, Costs, LinkCost, SlowLink
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
 from gradwire.collectives.plan.spans import Span, consecutive, segments_of_buffer
@@ -47,10 +47,8 @@ _OPPONENTS = 7
 
 _CLOCK = time.perf_counter_ns
 
-#: Of the small allreduce, and how many segments the large one has at most.
-_SMALL_BYTES, _SEGMENTS = 1 << 10, 8
-
-_WHOLE_BYTES = (64, 1 << 10, 8 << 10, 16 << 10, 128 << 10, 1 << 20, 8 << 20)
+#: Of the small allreduce; how many segments the large one has at most, and about how long it may take on the links.
+_SMALL_BYTES, _SEGMENTS, _LARGE_S = 1 << 10, 8, 0.03
 
 
 class Probe:
@@ -105,7 +103,7 @@ class Probe:
             costs = self._uplinks(self._pair(costs, self._leaders[:2], inside=False))
         if self._size > 1:
             costs = self._together(costs, busy=busy)
-        return replace(costs, wholes=self._wholes())
+        return costs
 
     # What ranks know of each other
 
@@ -217,7 +215,7 @@ class Probe:
         """Return by rank how long its program takes when another call has just been, the quickest of some times."""
         mine = programs[self._rank]
         quickest = float("inf")
-        for _ in range(3):
+        for _ in range(2):
             self._engine.meet(self._turn)
             self._follow(mine)
             quickest = min(quickest, _seconds(lambda: self._follow(mine, 2), _CLOCK) / 2)
@@ -264,6 +262,8 @@ class Probe:
         name = "hierarchical" if self._lanes > 1 and len(self._hosts) > 1 else "ring"
         most = _SEGMENTS * self._size * self._engine.plans.segment_bytes
         nbytes = min(4 * _MOST_BYTES, self._size * self._bulk_bytes, most)
+        if (byte_s := max(costs.uplinks)) > 0:
+            nbytes = max(_LEAST_BYTES, min(nbytes, int(_LARGE_S / (2 * byte_s))))
         large = self._allreduce(name, nbytes)
         large_s = max(self._steady(large))
         wire_s = price(_scaled(costs, 0.0, "byte_cpu_s"), _legs(large))
@@ -284,27 +284,6 @@ class Probe:
         schedules = [planner(Place(rank, self._size, 0, self._hosts)) for rank in range(self._size)]
         segments = segments_of_buffer(nbytes // 4, schedules[0].blocks, self._engine.plans.segment_bytes // 4)
         return [Program(schedule, segments) for schedule in schedules]
-
-    def _wholes(self) -> tuple[WholeCost, ...]:
-        """Measure the allreduce that the link prefers to do by itself."""
-        name = self._engine.preferred.get("allreduce")
-        if name is None:
-            return ()
-        measured = []
-        for nbytes in _WHOLE_BYTES:
-            buffer = self._engine.empty((nbytes // 4,), torch.float32).zero_()
-            whole = self._engine.whole("allreduce", name, buffer, buffer.numel())
-            assert whole is not None
-            quickest = float("inf")
-            calls = 16 if nbytes <= 1 << 16 else 1
-            for _ in range(_TIMES):
-                self._engine.meet(self._turn)
-                began = _CLOCK()
-                for _ in range(calls):
-                    self._engine.run_whole(self._turn, whole, buffer, buffer)
-                quickest = min(quickest, (_CLOCK() - began) / 1e9 / calls)
-            measured.append((nbytes, max(self._table(quickest))))
-        return (WholeCost("allreduce", name, tuple(measured)),)
 
 
 def _seconds(call: Callable[[], object], clock: Callable[[], int]) -> float:

@@ -17,7 +17,7 @@ import gradwire
 import gradwire as hvd
 from gradwire.collectives import Communicator
 from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.plan.cost import CodecCost, Cores, Costs, LinkCost, WholeCost
+from gradwire.collectives.plan.cost import CallCost, CodecCost, Cores, Costs, LinkCost
 from gradwire.trainer.gradients.choice import WINDOW, Choice
 from gradwire.trainer.gradients.compression import encoding_of
 from tests.ranks.ladder import BUCKET_BYTES, HEIGHT, Ladder, encoded, optimizer_of, owed, train
@@ -39,7 +39,7 @@ def described(seconds: tuple[float, float]) -> Iterator[None]:
     def measure(communicator: Communicator, codecs: Iterable[Codec], device: str = "cpu") -> None:
         size, hosts = communicator.size, communicator.topology.hosts
         link = LinkCost(1e-6, byte_s, 0.0, 0.0)
-        whole = WholeCost("allreduce", "shared", ((1, 1e-6 + byte_s), (1 << 20, 1e-6 + byte_s * (1 << 20))))
+        whole = CallCost("allreduce", "shared", ((1, 1e-6 + byte_s), (1 << 20, 1e-6 + byte_s * (1 << 20))))
         coding = tuple(CodecCost(codec.identity, codec_s, codec_s) for codec in codecs)
         cores = (Cores(tuple(range(size)), size),)
         uplinks, slowness = (byte_s,) * len(hosts), (1.0,) * size
@@ -54,7 +54,7 @@ def described(seconds: tuple[float, float]) -> Iterator[None]:
             0.0,
             0.0,
             codecs=coding,
-            wholes=(whole,),
+            calls=(whole,),
         )
 
     with mock.patch.object(Communicator, "measure_codecs", measure):

@@ -59,13 +59,26 @@ def tuned(file: str) -> tuple[str, list[str], list[str]]:
     return measured, first, checks.failures
 
 
+@on_ranks(2)
+def test_every_algorithm_of_a_host_is_timed_as_it_is_called() -> None:
+    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
+        costs = comm.tune()
+        everyones = comm.allgather_record(costs.to_json())
+        assert everyones == [costs.to_json()] * 2
+        timed = {call.algorithm: dict(call.measured) for call in costs.calls}
+        assert timed.keys() == {"direct", "recursive_doubling", "ring", "rsag", "shared", "tree"}
+        assert comm.predict(256) == timed["shared"][1 << 10]
+
+
 @on_ranks(3)
 def test_calls_correct_a_wrong_prediction_alike_on_all_ranks() -> None:
     """Everything is predicted to take no time at all, so that each of the first choices is tried against rivals."""
     with on_host(str(dist.get_rank())), Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
         costs = comm.tune()
         nothing = LinkCost(0.0, 0.0, 0.0, 0.0)
-        free = replace(costs, inside=nothing, between=nothing, uplinks=(0.0,) * 3, call_s=1e-12, reduce_byte_s=0.0)
+        free = replace(
+            costs, inside=nothing, between=nothing, uplinks=(0.0,) * 3, call_s=1e-12, reduce_byte_s=0.0, calls=()
+        )
         comm._engine.choose_by(free, may_cut=True, corrects=True)
         tensors = [contribution(comm.rank, 3, numel, torch.float32) for numel in (700, 50_000)]
         sums = [reduced(3, numel, torch.float32) for numel in (700, 50_000)]
@@ -119,7 +132,7 @@ def test_all_ranks_measure_the_same_and_choose_alike_where_the_file_is_for_their
     assert failed == []
     costs = Costs.from_json(measured, "tuning.json")
     assert costs.hosts == ((0, 2), (1, 3))
-    assert min(*costs.uplinks, costs.inside.byte_cpu_s, costs.reduce_byte_s) > 0
+    assert min(*costs.uplinks, costs.reduce_byte_s) > 0
     assert len(names) == 3 * len(NBYTES)
     for said in ranks(SIZE).run(refused, file):  # on one host
         assert "here are ranks 0,1,2,3 on" in said

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.cost import CodecCost, Cores, Costs, LinkCost, SlowLink, TuningError
+from gradwire.collectives.plan.cost import CallCost, CodecCost, Cores, Costs, LinkCost, SlowLink, TuningError
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.schedule import Schedule, receive, send
 from gradwire.collectives.plan.selection import default_table
@@ -114,6 +114,26 @@ def test_many_segments_take_what_a_walk_over_all_of_them_takes() -> None:
     assert 9 * short < long < 10 * short
 
 
+@pytest.mark.parametrize(("hosts", "beyond"), [(((0, 1),), 1.5), (((0,), (1,)), 1.0)])
+def test_calls_correct_what_the_walk_says(hosts: tuple[tuple[int, ...], ...], beyond: float) -> None:
+    """Inside a host calls took 2 and 1.5 times as long as the walk says, between hosts half a second and nothing more."""
+    link = LinkCost(0.0, 1e-3, 0.0, 0.0)
+    two = replace(costs(*hosts, latency_s=0.0), inside=link)
+
+    def said(nbytes: int, by: Costs = two) -> float:
+        return predict(by, "allreduce", "ring", nbytes, 1 << 20)
+
+    more = [2.0, 1.5] if len(hosts) == 1 else [(said(400) + 0.5) / said(400), 1.0]
+    taken = tuple((nbytes, factor * said(nbytes)) for nbytes, factor in zip((400, 6400), more, strict=True))
+    timed = replace(two, calls=(CallCost("allreduce", "ring", taken),))
+    assert [said(nbytes, timed) for nbytes, _ in taken] == pytest.approx([seconds for _, seconds in taken])
+    assert said(64000, timed) == pytest.approx(beyond * said(64000))
+    halfway = said(1600, timed)  # in the logarithm of the bytes
+    assert halfway == pytest.approx(1.75 * said(1600) if len(hosts) == 1 else said(1600) + 0.25)
+    assert predict(timed, "allreduce", "rsag", 400, 1 << 20) == predict(two, "allreduce", "rsag", 400, 1 << 20)
+    assert timed.among([1]).calls == ()
+
+
 def test_among_some_ranks_what_is_known_of_them_stays() -> None:
     five = replace(costs((0, 3), (1, 4), (2,)), uplinks=(1.0, 2.0, 3.0), slow_links=(SlowLink((1, 2), 9.0),))
     three = five.among([2, 1, 3])
@@ -128,7 +148,7 @@ def test_a_file_is_read_as_it_was_written_or_refused() -> None:
     assert Costs.from_json(text, "tuning.json") == written
     read = json.loads(text)
     refused = {
-        "version 1 is needed": {**read, "version": 2},
+        "version 2 is needed": {**read, "version": 1},
         "damaged": {**read, "uplinks": [1.0]},
         "not a number of seconds": {**read, "call_s": "fast"},
         "KeyError": {key: value for key, value in read.items() if key != "between"},
