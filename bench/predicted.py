@@ -1,8 +1,8 @@
 """`python -m gradwire.bench hosts --hosts 4 --ranks 4 -- predicted -J FILE`: what the cost model says beside what calls take.
 
-Links are measured first, as `gradwire tune` does. Then every algorithm of allreduce runs in turns with 'auto', size by size, and
-rows say how long it took, how long the model said, and how 'auto' compares with the best. `predicted --plot OUT.png FILE...`
-draws what such runs have written.
+Links are measured first, as `gradwire tune` does. Size by size, calls then correct what 'auto' runs, and every algorithm of
+allreduce runs in turns with it. Rows say how long it took, how long the model said, and how 'auto' compares with the best.
+`predicted --plot OUT.png FILE...` draws what such runs have written.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ from gradwire.bench.results import software_and_machine, write_json
 from gradwire.collectives import Communicator
 from gradwire.collectives.notation import format_size
 from gradwire.collectives.plan.selection import Measured, split_choice
+from gradwire.collectives.plan.trial import COUNTED, SKIPPED
 from gradwire.collectives.plan.walk import predict
 
 #: A turn makes calls for about so long, and at most so many.
 _TURN_S, _MOST_CALLS = 0.01, 32
+
+#: Calls that are predicted to take longer are not made to correct what 'auto' runs: a training would make them.
+_CORRECTED_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,10 @@ def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> 
     """Time every algorithm at one size, in turns. A collective call."""
     tensor = comm.empty(nbytes // 4).zero_()
     costs, usual = measured.costs, comm.segment_bytes
+    name, segment = split_choice(comm.chosen("allreduce", nbytes))
+    if predict(costs, "allreduce", name, nbytes, segment or usual) <= _CORRECTED_S:
+        for _ in range((SKIPPED + COUNTED) * 3):  # which correct what 'auto' runs, as the first steps of a training do
+            comm.allreduce(tensor)
     auto = comm.chosen("allreduce", nbytes)
     predicted = {name: seconds for seconds, name in measured.ranked("allreduce", nbytes)}
     name, segment = split_choice(auto)

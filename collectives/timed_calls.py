@@ -16,7 +16,7 @@ from gradwire.collectives.shared_tensors import SharedTensors
 _INSIDE, _BETWEEN = (1 << 10, 32 << 10, 512 << 10, 4 << 20, 16 << 20), (1 << 10, 4 << 10, 16 << 10)
 """The sizes in bytes, in a host and between hosts."""
 _LONGEST_INSIDE_S, _LONGEST_BETWEEN_S = 0.006, 0.0002
-"""What a call may be predicted to take. Longer ones follow the links between hosts, which the probe has measured, and which may
+"""What a call may be predicted to take, but of the least size. Longer ones follow the links between hosts, which the probe has measured, and which may
 save up for bursts meanwhile."""
 
 #: A turn makes calls of every algorithm and size, of each for about so long, and at most so many. The first turns leave out those
@@ -43,7 +43,7 @@ def time_calls(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment
         }
         own = min(predicted.values()) / _OWN_FASTER
         for name in names:
-            if (seconds := predicted.get(name, own)) <= longest_s:
+            if (seconds := predicted.get(name, own)) <= longest_s or nbytes == sizes[0]:
                 calls[name, nbytes] = max(1, min(_MOST_CALLS, int(_TURN_S / seconds)))
     taken = _in_turns(verbs, calls, sizes[-1])
     measured = {
