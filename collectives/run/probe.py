@@ -48,7 +48,7 @@ _OPPONENTS = 7
 _CLOCK = time.perf_counter_ns
 
 #: Of the small allreduce; how many segments the large one has at most, and about how long it may take on the links.
-_SMALL_BYTES, _SEGMENTS, _LARGE_S = 1 << 10, 8, 0.03
+_SMALL_BYTES, _SEGMENTS, _LARGE_S = 1 << 10, 8, 0.05
 
 
 class Probe:
