@@ -119,22 +119,27 @@ def draw(files: Sequence[Path], out: Path) -> None:
     """Draw predicted over measured of all runs in the files."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.5, 6), layout="constrained")
+    from gradwire.bench.style import OTHERS, save, tidy
+
+    figure = Figure(figsize=(7.5, 4.8), dpi=150, layout="constrained")
     axes = figure.add_subplot()
+    points: dict[str, list[tuple[float, float]]] = {}
     for path in files:
         read = json.loads(path.read_text())
+        link = read["meta"]["title"].rpartition(", ")[2].rpartition(" in ")[2]  # the rate, or shared memory
         rows = [PredictedRow(**row) for row in read["rows"]]
-        x, y = [1e3 * row.seconds for row in rows], [row.predicted_s / row.seconds for row in rows]
-        error = statistics.median(abs(each - 1) for each in y)
-        axes.plot(x, y, "o", markersize=3, alpha=0.7, label=f"{read['meta']['title']}: {error:.0%}")
+        points.setdefault(link, []).extend((1e3 * row.seconds, row.predicted_s / row.seconds) for row in rows)
+    for color, (link, pairs) in zip(OTHERS, points.items(), strict=False):
+        error = statistics.median(abs(ratio - 1) for _, ratio in pairs)
+        axes.plot(*zip(*pairs, strict=True), "o", color=color, markersize=3, alpha=0.7, label=f"{link}: {error:.0%}")
     axes.axhspan(0.9, 1.1, color="0.9")
     axes.axhline(1.0, color="0.5", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel="measured, ms a call", ylabel="predicted / measured")
     axes.set_yticks([0.5, 0.7, 1.0, 1.4, 2.0], ["0.5", "0.7", "1", "1.4", "2"])
     axes.set_yticks([], minor=True)
-    axes.legend(title="median error", fontsize="small")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=150)
+    axes.legend(title="link: median error", fontsize="small", loc="lower left")
+    tidy(axes, 9)
+    save(figure, out)
 
 
 def title(comm: Communicator, meta: Mapping[str, Any]) -> str:

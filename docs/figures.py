@@ -5,7 +5,8 @@ benchmarks of RUNS before that, all of them or those named; between hosts they n
 
     <!-- figures: VIEW NAME ... --> ... <!-- /figures -->
 
-holds what VIEW makes of docs/figures/NAME.json, or of several runs. A test fails where a page and its JSON differ.
+holds what VIEW makes of docs/figures/NAME.json, or of several runs; `predictions` makes it of all that a folder of docs has. A
+test fails where a page and its JSON differ.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from gradwire.bench.predicted import PredictedRow, over_best
 from gradwire.collectives.notation import format_size
 
 DOCS = Path(__file__).parent
@@ -132,7 +135,32 @@ def command(name: str) -> str:
     return f"\n```\n{run['command']}\n```\n\n({where}.)\n"
 
 
-VIEWS: dict[str, Callable[..., str]] = {"gains": gains, "steps": steps, "sizes": sizes, "command": command}
+def predictions(folder: str) -> str:
+    """Return a table of the runs of `bench predicted` in a folder: how far predictions are off, and 'auto' from the best."""
+    rows = []
+    for path in sorted((DOCS / folder).glob("*.json")):
+        run = json.loads(path.read_text())
+        found = [PredictedRow(**row) for row in run["rows"]]
+        errors = [abs(row.predicted_s / row.seconds - 1) for row in found]
+        over = [times for _, times in over_best(found)]
+        cells = (
+            f"{100 * median(errors):.1f} %",
+            f"{100 * max(errors):.0f} %",
+            f"{median(over):.3f}",
+            f"{max(over):.2f}",
+        )
+        rows.append((run["meta"]["title"], *cells, f"{run['meta']['tuned_s']:.1f} s"))
+    heading = ("", "median error", "largest", "`auto` over the best, median", "largest", "links measured in")
+    return _table(heading, rows, "---|---:|---:|---:|---:|---:")
+
+
+VIEWS: dict[str, Callable[..., str]] = {
+    "gains": gains,
+    "steps": steps,
+    "sizes": sizes,
+    "command": command,
+    "predictions": predictions,
+}
 
 
 def filled(text: str) -> str:
