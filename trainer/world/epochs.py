@@ -22,6 +22,9 @@ from gradwire.trainer.world.launch import MASTER_ADDR, MASTER_PORT
 WORKER = "GRADWIRE_WORKER"
 """The environment variable that holds a worker's number. Only the agents of an elastic job set it."""
 
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+"""The environment variable of torchrun for how often all ranks were started again; here the number of the epoch."""
+
 _PREFIX = "gradwire.elastic"
 _LOOK_AGAIN_S = 0.005
 
@@ -45,7 +48,7 @@ class Epoch:
             "LOCAL_RANK": str(beside.index(rank)),
             "LOCAL_WORLD_SIZE": str(len(beside)),
             "GROUP_RANK": str(sorted(set(self.nodes)).index(self.nodes[rank])),
-            "TORCHELASTIC_RESTART_COUNT": str(self.number),
+            RESTART_COUNT: str(self.number),
             AGENT_STORE: "True",
         }
 
@@ -113,17 +116,19 @@ class Epochs:
         """Note that no epoch follows, and why: workers that wait for one raise it."""
         self._store.set("end", json.dumps(reason))
 
-    def await_epoch(self, worker: int, after: int, deadline: float) -> Epoch:
-        """Return the first epoch after a number of which a worker is a rank; after: -1 for any. deadline: time.monotonic()
-        seconds. Raises TimeoutError, and RuntimeError where the job has ended."""
+    def await_epoch(self, worker: int | None, after: int, deadline: float) -> Epoch:
+        """Return the first epoch after a number of which a worker is a rank, None for whoever its ranks are; after: -1 for any.
+        deadline: time.monotonic() seconds. Raises TimeoutError, and RuntimeError where the job has ended."""
         while True:
             epoch = self.current()
-            if epoch is not None and epoch.number > after and worker in epoch.workers:
+            if epoch is not None and epoch.number > after and (worker is None or worker in epoch.workers):
                 return epoch
             if (reason := self._read("end")) is not None:
                 raise RuntimeError(f"the job has ended: {reason}")
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"worker {worker} is a rank of no epoch after {after}")
+                raise TimeoutError(
+                    f"the launcher has begun no epoch after {after}{'' if worker is None else f' with worker {worker}'}"
+                )
             time.sleep(_LOOK_AGAIN_S)
 
     def _read(self, key: str) -> Any:
