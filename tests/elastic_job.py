@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from gradwire.collectives.environment import HOST_ID
 from gradwire.trainer.elastic import watcher
 from gradwire.trainer.elastic.memory import Agent
 from gradwire.trainer.world.epochs import WORKER, Departure, Epoch, Epochs
@@ -29,7 +30,7 @@ class Job:
         self._workers: dict[int, tuple[BaseProcess, Connection]] = {}
         self.epochs = Epochs(self._store)
         self.epoch = Epoch(-1, (), ())
-        self.agent = Agent(os.getpid(), self._store.port)
+        self._hosts: dict[int, int] = {}
 
     def __enter__(self) -> Job:
         return self
@@ -38,10 +39,11 @@ class Job:
         for process, _ in self._workers.values():
             process.kill()
             process.join()
-        watcher.remove(self.agent.prefix)
+        for host in {*self._hosts.values()}:
+            watcher.remove(self._agent(host).prefix)
 
-    def start(self, *numbers: int) -> None:
-        """Start workers."""
+    def start(self, *numbers: int, host: int = 0) -> None:
+        """Start workers, on this host or what they take for others."""
         for number in numbers:
             environment = {
                 WORKER: str(number),
@@ -50,16 +52,22 @@ class Job:
                 "TORCHELASTIC_RUN_ID": f"{os.getpid()}-{self._store.port}",
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "LOCAL_RANK": str(number),
+                HOST_ID: f"host {host}",
             }
-            arguments = (environment, self.agent, self._function, self._args)
+            self._hosts[number] = host
+            arguments = (environment, self._agent(host), self._function, self._args)
             self._workers[number] = connected(_work, *arguments, name=f"worker {number}")
 
     def begin(self, *workers: int, leave: Iterable[int] = ()) -> None:
         """Begin an epoch of these workers, when all have arrived, and those have left that are to leave the epoch before."""
         wait_until(lambda: all(map(self.epochs.has_arrived, workers)))
         wait_until(lambda: all(self.departure(number) is not None for number in leave))
-        self.epoch = Epoch(self.epoch.number + 1, workers, (0,) * len(workers))
+        self.epoch = Epoch(self.epoch.number + 1, workers, tuple(self._hosts[number] for number in workers))
         self.epochs.begin(self.epoch)
+
+    def _agent(self, host: int) -> Agent:
+        """Return what commits of a host are named after: a process that cannot be."""
+        return Agent(os.getpid(), 100_000 * host + self._store.port)
 
     def departure(self, worker: int) -> Departure | None:
         """Return why a worker has left the epoch of now; None where it has not."""

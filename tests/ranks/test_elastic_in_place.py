@@ -107,6 +107,21 @@ def test_survivors_go_on_and_a_new_process_joins(lost: int) -> None:
         assert last == list(range(SAMPLES))
 
 
+def test_survivors_go_on_without_a_host() -> None:
+    with Job(train_epochs) as job:
+        job.start(0, 1)
+        job.start(2, 3, host=1)
+        job.begin(0, 1, 2, 3)
+        for worker in range(4):
+            job.take(worker)
+        job.kill(2)
+        job.kill(3)
+        job.begin(0, 1, leave=[0, 1])
+        everyone = [results_of(job, worker)[0] for worker in (0, 1)]
+        last = sorted(step[3] for steps in everyone for step in steps if step[:2] == (EPOCHS - 1, 2))
+        assert sorted(sample for chosen in last for sample in chosen) == list(range(SAMPLES))
+
+
 STEPS, LOST_AFTER = 12, 6
 
 KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -233,6 +248,44 @@ def test_a_worker_that_dies_before_it_takes_its_place_is_not_waited_for() -> Non
         assert {job.departure(worker).blamed for worker in (0, 2)} == {(3,)}  # type: ignore[union-attr]
         job.begin(0, 2)
         assert [job.take(worker) for worker in (0, 2)] == [2, 2]
+
+
+def look_for_updates(send: Callable[[Any], None]) -> None:
+    """Send the steps from which this rank goes on. Worker 1 hears of two updates: one is looked for, one found by commits."""
+    hvd.init()
+    state = hvd.elastic.ObjectState(step=0)
+    heard_at = [2, 5] if os.environ[WORKER] == "1" else []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        send(state.step)
+        while state.step < 9:
+            state.step += 1
+            if state.step in heard_at[:1]:
+                heard_at.pop(0)
+                state.commits.settle()  # or the commit before would find it, or not
+                state.on_hosts_updated()
+            if state.step < 4:
+                state.check_host_updates()
+            state.commit()
+
+    train(state)
+    hvd.shutdown()
+
+
+def test_all_ranks_stop_after_the_same_step_where_one_hears_of_an_update() -> None:
+    with Job(look_for_updates) as job:
+        job.start(0, 1)
+        job.begin(0, 1)
+        steps = {worker: [job.take(worker)] for worker in (0, 1)}
+        for _ in range(2):
+            wait_until(lambda: job.departure(0) and job.departure(1))
+            assert job.departure(0) == job.departure(1) == Departure(is_update=True)
+            job.begin(1, 0)
+            for worker in (0, 1):
+                steps[worker].append(job.take(worker))
+        for worker in (0, 1):
+            assert steps[worker] == [0, 1, 6]  # step 2 is not committed; step 6 is, after commit 5 has found the update
 
 
 def fail_each_time(send: Callable[[Any], None]) -> None:

@@ -107,9 +107,8 @@ class Commits:
         return self._finished is not None and self._finished.result()
 
     def ask_for_update(self) -> bool:
-        """Return whether any rank wants the ranks to stop now."""
-        self.settle()
-        return self._agreed(self._communicator)
+        """Return whether any rank wants the ranks to stop now, or wanted it when the last commit was complete."""
+        return self.settle() or self._agreed(self._communicator)
 
     def end(self) -> None:
         """Wait until the last commit is over, whether whole or not: the world has been left, so nothing keeps it."""

@@ -17,6 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives.environment import AGENT_STORE
+from gradwire.collectives.torch_internals import left_to_parent
 from gradwire.trainer.world.launch import MASTER_ADDR, MASTER_PORT
 
 WORKER = "GRADWIRE_WORKER"
@@ -138,4 +139,4 @@ class Epochs:
 def epochs_of(environment: Mapping[str, str], timeout_s: float) -> Epochs:
     """Return the epochs of the job that this worker belongs to. Raises as TCPStore where the launcher is gone."""
     host, port = environment[MASTER_ADDR], int(environment[MASTER_PORT])
-    return Epochs(TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s)))
+    return Epochs(left_to_parent(TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))))

@@ -73,11 +73,16 @@ def init(
     stall_warning_s: after how many seconds a rank that waits for others logs which; default 60; 0: never.
     stall_shutdown_s: after how many seconds it gives up; 0, the default: never.
 
+    In an elastic job, as of gradwire run --min-np, the launcher says who the ranks are, and this waits until it does. A process
+    that comes when training has begun is alone until it calls a function that hvd.elastic.run decorates. After shutdown(), this
+    waits for the launcher's next world.
+
     Horovod's environment variables count for arguments that are not given (docs/reference/environment.md). A warning of the
     logger `gradwire` on rank 0 names those that are used and those that are ignored.
 
     Raises ValueError if the environment does not say how to find rank 0, and for invalid arguments and variables. Raises
-    CollectiveError if the ranks do not find each other in time.
+    CollectiveError if the ranks do not find each other in time; in an elastic job, TimeoutError if the launcher begins no world
+    with this process in time, and RuntimeError if the job has ended.
     """
     if _holder.world is not None:
         return
