@@ -8,13 +8,15 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from tests.harness import wide
 from tests.interpreter import python
 from tests.pages import ROOT
-from tests.ranks.test_console import SSH, is_running
+from tests.ranks.test_console import PRINTS, SSH, is_running
 
 DEADLINE_S = 60.0
 
@@ -36,6 +38,8 @@ def has_gone(other):
 
 pathlib.Path(f"new.{worker}").write_text(str(os.getpid()))
 pathlib.Path(f"new.{worker}").rename(f"pid.{worker}")
+while pathlib.Path(f"hold.{worker}").exists():
+    time.sleep(0.005)
 epochs.arrive(worker)
 while True:
     epoch = epochs.await_epoch(worker, after, time.monotonic() + 60)
@@ -70,7 +74,7 @@ Launch = Callable[..., subprocess.Popen[str]]
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     """Start launchers in a folder with the scripts and ssh, and leave no process behind."""
-    for name, text in {"worker.py": WORKER, "fails.py": FAILS, "ssh": SSH}.items():
+    for name, text in {"worker.py": WORKER, "fails.py": FAILS, "prints.py": PRINTS, "ssh": SSH}.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.chdir(tmp_path)
@@ -86,7 +90,9 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
         command = [python(), "-m", "gradwire", "run", *flags]
         piped = subprocess.PIPE
         started.append(
-            subprocess.Popen(command, env={**os.environ, **environment}, text=True, stdout=piped, stderr=piped)
+            subprocess.Popen(
+                command, env={**os.environ, **environment}, text=True, stdout=piped, stderr=piped, errors="replace"
+            )
         )
         return started[-1]
 
@@ -130,8 +136,10 @@ def test_others_go_on_without_a_killed_worker_and_then_with_a_new_one(launch: La
     launcher = launch("--min-np", "2", "-np", "3", "worker.py")
     assert next_told(launcher) == "epoch 0: 3 ranks"
     others = [pid_of(0), pid_of(2)]
+    Path("hold.3").touch()
     os.kill(pid_of(1), signal.SIGKILL)
     assert next_told(launcher) == "epoch 1: 2 ranks; worker 1 on host localhost was killed by SIGKILL (9)"
+    Path("hold.3").unlink()
     assert next_told(launcher) == "epoch 2: 3 ranks; worker 3 on host localhost joined as rank 2"
     assert [pid_of(0), pid_of(2)] == others
     output = finish(launcher)
@@ -166,6 +174,47 @@ def test_an_error_of_the_script_ends_the_job(launch: Launch, where: str, ends: l
     error = "workers 0, 1 on host localhost ended with exit code 1: ValueError: the script's own"
     assert told(launcher) == [*ends[:1], error, *ends[1:]]
     assert launcher.returncode == 1
+
+
+def test_what_workers_print(launch: Launch, tmp_path: Path) -> None:
+    """These never come to an epoch, and finish."""
+    launcher = launch("--elastic", "-np", "2", "--output-filename", "files", "prints.py", "text")
+    output, errors = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 0, errors
+    for worker in range(2):
+        assert f"[{worker}]<stdout>: [None, None, None, None, None, '1'] ['text']\n" in output
+        assert f"[{worker}]<stderr>: no end of line\n" in errors
+        assert (tmp_path / "files" / f"worker.{worker}" / "stdout").read_bytes().endswith(b"\n\xff\n\xc3\xa9\n")
+
+
+def agents() -> list[int]:
+    """Return the agents that run in this folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (process / "cwd").samefile(Path.cwd()) and b"elastic/agent.py\0" in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+    return found
+
+
+@pytest.mark.parametrize("whom", ["the launcher", *wide("the launcher by Ctrl-C"), "an agent"])
+def test_no_worker_outlives(launch: Launch, whom: str) -> None:
+    """The fixture waits for the end of all."""
+    launcher = launch("-H", "localhost:1,127.0.0.2:1", "--elastic", "-x", "COLLECTIVES_INTERFACE=lo", "worker.py")
+    assert next_told(launcher) == "epoch 0: 2 ranks"
+    if whom == "an agent":
+        os.kill(agents()[0], signal.SIGKILL)
+        line = next_told(launcher)
+        assert re.fullmatch(
+            r"epoch 1: 1 rank; host (\S+) was lost: its agent has ended; worker \d on host \1 was lost.*", line
+        )
+        finish(launcher)
+    elif whom == "the launcher":
+        launcher.kill()
+    else:
+        launcher.send_signal(signal.SIGINT)
+        assert told(launcher) == []
+        assert launcher.returncode == 130
 
 
 def test_hosts_come_and_go(launch: Launch, tmp_path: Path) -> None:

@@ -116,6 +116,23 @@ def test_what_is_learnt_goes_from_one_host_to_another() -> None:
     assert policy.decide(44) == [Release(0)]
 
 
+def test_a_host_that_comes_back() -> None:
+    """Its ranks stay as if nothing had been, unless others have been started in their place."""
+    policy = begun(Elastic(max_ranks=1, discovery_script=SCRIPT), {"a": 1})
+    policy.set_hosts({})
+    assert policy.decide(40) == []
+    policy.set_hosts({"a": 1, "b": 1})
+    assert policy.decide(41) == []
+    policy.set_hosts({"b": 1})
+    assert policy.decide(42) == [Start(1, 1, 0)]
+    policy.set_hosts({"a": 1, "b": 1})
+    policy.arrived(1)
+    assert policy.decide(43) == [Update(0)]
+    policy.departed(0, UPDATE, 44)
+    assert workers_of(policy.decide(44)) == (0, 1)
+    assert policy.decide(44) == [Update(1)]
+
+
 def test_a_host_whose_workers_always_fail_is_left_alone() -> None:
     policy = begun(Elastic(max_ranks=2), {"a": 1, "b": 1, "c": 1})
     policy.exited(1, 1, now=10)
@@ -263,11 +280,7 @@ class Jobs(RuleBasedStateMachine):
         runs = [node for rank, node in enumerate(epoch.nodes) if rank == 0 or node != epoch.nodes[rank - 1]]
         assert len(set(runs)) == len(runs)
         assert self.wanted.reset_limit is None or epoch.number <= self.wanted.reset_limit
-        welcome = [
-            worker
-            for worker in workers
-            if self.slots[worker][1] < self.policy.workers.hosts[self.slots[worker][0]].slots
-        ]
+        welcome = [worker for worker in workers if self.policy.workers.of[worker].is_welcome]
         assert self.wanted.max_ranks is None or len(welcome) <= self.wanted.max_ranks
         if self.epoch is None:
             assert epoch.number == 0

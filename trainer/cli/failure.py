@@ -94,12 +94,11 @@ def ending(exit_code: int) -> str:
 def _line(alike: Sequence[Failure], noun: str) -> str:
     """Return the report of a failure, or of several that have all in common."""
     first = alike[0]
-    by_host: dict[str, list[str]] = {}
+    by_host: dict[str, list[int]] = {}
     for failure in alike:
-        by_host.setdefault(failure.host, []).append(str(failure.rank))
+        by_host.setdefault(failure.host, []).extend([] if failure.rank is None else [failure.rank])
     who = " and ".join(
-        f"{_numbered(ranks, noun)} on host {host}" if first.rank is not None else f"host {host}"
-        for host, ranks in by_host.items()
+        f"{_numbered(ranks, noun)} on host {host}" if ranks else f"host {host}" for host, ranks in by_host.items()
     )
     _, exit_code, words = first.common if len(alike) > 1 else (None, first.exit_code, first.words)
     how = "" if exit_code is None else f" {ending(exit_code)}"
@@ -114,13 +113,13 @@ def told_failures(failures: list[Failure], noun: str = "rank") -> list[str]:
     for failure in causes:
         alike.setdefault(failure.common, []).append(failure)
     lines = [f"gradwire: {_line(group, noun)}" for group in alike.values()]
-    if others := [str(failure.rank) for failure in failures if failure not in causes]:
+    if others := [failure.rank for failure in failures if failure not in causes and failure.rank is not None]:
         lines.append(f"gradwire: {_numbered(others, noun)} ended because of that")
     return lines
 
 
-def _numbered(ranks: Sequence[str], noun: str) -> str:
-    return f"{noun}{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+def _numbered(ranks: Sequence[int], noun: str) -> str:
+    return f"{noun}{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
 def exit_status(failures: list[Failure]) -> int:

@@ -73,6 +73,7 @@ class _Run:
         self._exit_codes: dict[int, int] = {}
         self._lost: dict[int, Failure] = {}
         self._end: End | None = None
+        self._is_ending = False
         self._have_hosts(job.hosts)
 
     def run(self) -> int:
@@ -85,14 +86,13 @@ class _Run:
                     for action in self._policy.decide(time.monotonic()):
                         self._do(action)
                 self._end_all(signals)
-                status = self._tell_end()
             finally:
                 for agent in self._agents.values():
                     agent.leave()
                 if self._discovery is not None:
                     self._discovery.close()
                 self._output.close()
-        return 128 + signals[0] if signals else status
+        return self._tell_end(signals)
 
     def _hear(self, at_most_s: float) -> None:
         """Take what agents say, and note those that have ended; wait for it if there is nothing."""
@@ -183,16 +183,19 @@ class _Run:
         if (agent := self._agents.pop(node, None)) is not None:
             agent.leave()
         host = self._policy.workers.hosts[node]
-        if self._end is None and not host.is_released:
+        if not self._is_ending and not host.is_released:
             self._lost[node] = Failure(host.name, None, None, why)
             self._policy.host_lost(node, why, time.monotonic())
 
     def _end_all(self, signals: list[int]) -> None:
         """Let all workers end, and their agents; leave at once after a second signal."""
+        end_at = time.monotonic() + _END_S
+        self._is_ending = True
         if self._end is None:
-            self._end = End((), "it was interrupted")
-        reason, end_at = self._end.reason or "a worker has failed" * bool(self._end.failed), time.monotonic() + _END_S
-        self._epochs.end(reason or "all ranks have finished")
+            reason = "it was interrupted"
+        else:
+            reason = self._end.reason or ("a worker has failed" if self._end.failed else "all ranks have finished")
+        self._epochs.end(reason)
         for agent in self._agents.values():
             agent.ask_to_end()
         while self._agents and len(signals) < 2:
@@ -202,9 +205,10 @@ class _Run:
                     agent.process.kill()
                 return
 
-    def _tell_end(self) -> int:
+    def _tell_end(self, signals: list[int]) -> int:
         """Say why the job has failed, if it has, and return its exit status."""
-        assert self._end is not None
+        if self._end is None:
+            return 128 + signals[0]
         failures = list(dict.fromkeys(self._failure(worker) for worker in self._end.failed))
         for line in told_failures(failures, "worker"):
             print(line, file=sys.stderr, flush=True)
