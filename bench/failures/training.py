@@ -23,6 +23,9 @@ from gradwire.trainer.examples.bytes_gpt import GPT, Config, read_text
 
 #: What 1, 2, 3 and 4 ranks divide evenly.
 _GLOBAL_BATCH = 24
+_SAMPLE_S = 0.02
+"""What a rank waits for each sample of its own, as if an accelerator computed: ranks that share this machine's cores would take no
+longer when one of them is lost."""
 
 
 class Steps:
@@ -42,6 +45,7 @@ class Steps:
         starts = torch.from_numpy(random.integers(len(self._text) - self._context - 1, size=_GLOBAL_BATCH))
         mine = starts[hvd.rank() :: hvd.size()]
         spans = self._text[mine[:, None] + torch.arange(self._context + 1)].long()
+        time.sleep(_SAMPLE_S * len(mine))
         self.optimizer.zero_grad()
         loss = F.cross_entropy(self.model(spans[:, :-1]).flatten(0, 1), spans[:, 1:].flatten())
         loss.backward()
@@ -96,7 +100,7 @@ def main() -> None:
     flags = parser.parse_args()
     torch.set_num_threads(1)
     hvd.init(timeout_s=30.0)
-    steps = Steps(Config(out=Path(), layers=2, width=128, context=64), flags.until, flags.into)
+    steps = Steps(Config(out=Path(), layers=2, width=64, context=32), flags.until, flags.into)
     if flags.checkpoint_s is None:
         elastic(steps)
     else:
