@@ -25,6 +25,8 @@ READY, EXITED = b"[agent]<ready>", b"[agent]<exited>: "
 _STOP_S = 30.0
 #: For how long output is awaited, after the last worker has ended, from processes that it has left.
 _OUTPUT_S = 1.0
+#: What is read of an output before others are looked at, and how much of that when its worker has ended: a full pipe and more.
+_PIECE_BYTES, _LAST_PIECES = 1 << 16, 64
 #: How often is looked for what no signal has woken it for.
 _LOOK_S = 60.0
 _PR_SET_PDEATHSIG = 1
@@ -39,11 +41,11 @@ class _Stream:
         self._rest = b""
         os.set_blocking(pipe.fileno(), False)
 
-    def copy(self) -> bool:
-        """Write whole lines to the launcher; return whether there may be more later."""
-        while True:
+    def copy(self, pieces: int) -> bool:
+        """Write whole lines to the launcher, of so many pieces at most; return whether there may be more later."""
+        for _ in range(pieces):
             try:
-                piece = os.read(self.pipe.fileno(), 1 << 16)
+                piece = os.read(self.pipe.fileno(), _PIECE_BYTES)
             except BlockingIOError:
                 return True
             if not piece:
@@ -53,6 +55,7 @@ class _Stream:
             *lines, self._rest = new.split(b"\n")
             if lines:
                 say(b"\n".join(self._prefix + line for line in lines))
+        return True
 
     def finish_line(self) -> None:
         """Write a last line without an end."""
@@ -157,8 +160,8 @@ class _Agent:
             self._streams[worker].append(stream)
             self._selector.register(pipe, selectors.EVENT_READ, lambda stream=stream: self._copy(stream))
 
-    def _copy(self, stream: _Stream) -> None:
-        if not stream.pipe.closed and not stream.copy():
+    def _copy(self, stream: _Stream, pieces: int = 1) -> None:
+        if not stream.pipe.closed and not stream.copy(pieces):
             self._selector.unregister(stream.pipe)
             stream.pipe.close()
 
@@ -169,7 +172,7 @@ class _Agent:
                 del self._workers[worker]
                 self._kill_at.pop(worker, None)
                 for stream in self._streams.pop(worker):
-                    self._copy(stream)
+                    self._copy(stream, _LAST_PIECES)
                     stream.finish_line()
                 say(EXITED + b"%d %d" % (worker, code))
 
